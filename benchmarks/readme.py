@@ -87,9 +87,14 @@ def rows(record: Path) -> Iterator[str]:
         steps = round(STEPS / speedup)
         fewer, of_fewer = figures(f"{steps} steps")
         yield (
-            f"| `speedup={speedup:g}` | {speed:.2f}× | {psnr:.1f} dB "
-            f"| {steps} steps: {of_fewer:.1f} dB at {fewer:.2f}× |"
+            f"| `speedup={speedup}` | {speed:.1f}× | {in_words(psnr)}: {psnr:.0f} dB "
+            f"| {steps} steps, {fewer:.1f}×: {of_fewer:.0f} dB |"
         )
+
+
+def in_words(psnr: float) -> str:
+    """Say how much a picture with this PSNR differs."""
+    return "hard to tell apart" if psnr >= 40 else "small details differ" if psnr >= 30 else "same subject"
 
 
 def main() -> None:

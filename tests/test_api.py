@@ -365,7 +365,7 @@ def test_calls_that_people_try(monkeypatch):
         ({"config": 0.5, "ratio": 0.4}, r"expected one of them, got config=0\.5, ratio=0\.4"),
         ({"ratio": 0.5, "speedup": 2.0}, r"expected one of them, got speedup=2\.0, ratio=0\.5"),
         ({"config": "toma", "speedup": 2.0}, r"expected one of them, got speedup=2\.0"),
-        ({"ratio": "0.5"}, r"ratio: expected 0 ≤ ratio.* got '0\.5'"),
+        ({"ratio": "0.5"}, r"ratio: expected a number from 0 .* got '0\.5'"),
     ],
 )
 def test_calls_that_cannot_be_meant(given, message):

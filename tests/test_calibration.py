@@ -11,6 +11,7 @@ from typing import Any
 import hosts
 import pytest
 import torch
+from tests.models.tiny import FAMILIES
 
 from tokenmerge.default_method import settings_for
 from tokenmerge.planners import calibration
@@ -55,35 +56,71 @@ def test_grids_are_timed_where_an_offloaded_model_runs(monkeypatch):
     assert asked == [torch.device("cuda:0")]
 
 
-def test_a_measurement_in_which_nothing_gains_is_not_kept(monkeypatch, tmp_path):
-    """A machine that is busy for a moment must not keep models dense for ever."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = iter([(2 * calibration.SIDES[-1]) ** 2, 256])
+def test_a_measurement_in_which_nothing_gains_is_kept_for_a_week(monkeypatch):
+    """A device on which merging never pays is not timed at each patching.
+
+    But a machine that is busy for a moment must not keep models dense for ever.
+    """
+    never, day, cpu = (2 * calibration.SIDES[-1]) ** 2, 24 * 3600, torch.device("cpu")
+    found, now = iter([never, never, 256]), [1.8e9]
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: next(found))
-    device = torch.device("cpu")
-    assert [calibration.fewest_tokens(device, torch.float32) for _ in range(3)] == [128**2, 256, 256]
+    monkeypatch.setattr(calibration.time, "time", lambda: now[0])
+    assert [calibration.fewest_tokens(cpu, torch.float32) for _ in range(3)] == [never] * 3
+    now[0] -= day  # a clock that was set back: the measurement may be of any age
+    assert calibration.fewest_tokens(cpu, torch.float32) == never
+    now[0] += 6 * day
+    assert calibration.fewest_tokens(cpu, torch.float32) == never
+    now[0] += 2 * day
+    assert calibration.fewest_tokens(cpu, torch.float32) == 256
+    now[0] += 400 * day
+    assert calibration.fewest_tokens(cpu, torch.float32) == 256
 
 
 def test_measuring_draws_nothing_from_the_global_generator(monkeypatch):
     monkeypatch.setattr(calibration, "SIDES", (8,))
     before = torch.get_rng_state()
-    calibration.measure_fewest_tokens(torch.device("cpu"), torch.float32, 64, 4)
+    calibration.measure_fewest_tokens(torch.device("cpu"), torch.float32, 2, 64, 4)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("slow", "expected"), [("merged", 128 * 128), ("dense", 64), ("small", 16 * 16)])
-def test_the_fewest_tokens_are_those_from_which_merging_is_faster(slow, expected, monkeypatch):
-    """With given times: merged and dense in turn, of the first grid, the second one, and so on."""
-    sides = iter([side for side in calibration.SIDES for _ in range(2)])
-    turn = iter(range(100))
+@pytest.mark.parametrize(
+    ("merged", "plan", "blocks", "expected"),
+    [
+        ([2, 2, 2, 2, 2, 2], 0, 1, 128 * 128),
+        ([1, 1, 1, 1, 1, 1], 0, 1, 8 * 8),
+        ([2, 1, 1, 1, 1, 1], 0, 1, 16 * 16),
+        ([2, 1, 1, 1, 1, 1], 1, 1, 128 * 128),  # each block makes a plan
+        ([2, 1, 1, 1, 1, 1], 1, 4, 16 * 16),
+    ],
+)
+def test_the_fewest_tokens_are_those_from_which_merging_is_faster(
+    merged, plan, blocks, expected, monkeypatch
+):
+    """With given times of a plan, merged and dense attention; blocks share the time of a plan."""
+    times = iter([time for side in merged for time in (plan, side, 1.5)])
+    monkeypatch.setattr(calibration, "_seconds", lambda *_: next(times))
+    cpu = torch.device("cpu")
+    assert calibration.measure_fewest_tokens(cpu, torch.float32, 1, 16, 1, blocks) == expected
 
-    def seconds(function: Any, device: torch.device) -> float:
-        side, merged = next(sides), next(turn) % 2 == 0
-        worse = {"merged": True, "dense": False, "small": side < 16}[slow]
-        return 2.0 if merged == worse else 1.0
 
-    monkeypatch.setattr(calibration, "_seconds", seconds)
-    assert calibration.measure_fewest_tokens(torch.device("cpu"), torch.float32) == expected
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_short_calls_are_timed_many_at_a_time_with_one_wait(device, monkeypatch):
+    """As in a generation, which queues calls. Long calls are timed one at a time."""
+    clock, calls, waits = [0.0], [], []
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(calibration.torch.accelerator, "synchronize", lambda device: waits.append(len(calls)))
+
+    def function() -> None:
+        calls.append(clock[0])
+        clock[0] += took
+
+    for took, number in ((0.0011, 9), (0.5, 1)):
+        calls.clear()
+        waits.clear()
+        assert calibration._seconds(function, torch.device(device)) == pytest.approx(took)
+        after = [1, 2, *(2 + number * i for i in range(1, calibration._ROUNDS + 1))]
+        assert len(calls) == after[-1]
+        assert waits == (after if device == "cuda" else [])
 
 
 def test_the_fewest_tokens_are_timed_with_all_that_auto_adds_to_a_merged_step(monkeypatch):
@@ -99,7 +136,7 @@ def test_the_fewest_tokens_are_timed_with_all_that_auto_adds_to_a_merged_step(mo
     monkeypatch.setattr(calibration, "merge", lambda plan, x: merges.append(x) or merge(plan, x))
     monkeypatch.setattr(calibration, "SIDES", (8,))
     monkeypatch.setattr(calibration, "_seconds", lambda function, device: function() is None)
-    calibration.measure_fewest_tokens(torch.device("cpu"), torch.float32, 64, 4)
+    calibration.measure_fewest_tokens(torch.device("cpu"), torch.float32, 2, 64, 4)
     assert masks == [False, True, False]  # what a dense step changed, merged, dense
     assert len(merges) == 2
     assert not torch.equal(*merges)
@@ -108,24 +145,28 @@ def test_the_fewest_tokens_are_timed_with_all_that_auto_adds_to_a_merged_step(mo
 def test_it_is_measured_once_for_a_device_and_kept(own_cache, monkeypatch):
     cpu, measured = torch.device("cpu"), []
 
-    def measure(device: torch.device, dtype: torch.dtype, channels: int, heads: int) -> int:
-        measured.append((dtype, channels, heads))
+    def measure(*about: Any) -> int:
+        measured.append(about)
         return 64 * len(measured)
 
     monkeypatch.setattr(calibration, "measure_fewest_tokens", measure)
     for _ in range(2):
         assert calibration.fewest_tokens(cpu, torch.float32) == 64
     assert calibration.fewest_tokens(cpu, torch.bfloat16) == 128
-    assert calibration.fewest_tokens(cpu, torch.bfloat16, 64, 4) == 192
+    shapes = ((2, 64, 4), (1, 64, 4), (1, 64, 4, 5))
+    for tokens, shape in zip((192, 256, 320), shapes, strict=True):
+        assert calibration.fewest_tokens(cpu, torch.bfloat16, *shape) == tokens
+    assert [about[2:] for about in measured[2:]] == [(2, 64, 4, 1), (1, 64, 4, 1), (1, 64, 4, 5)]
     file = own_cache / "tokenmerge" / "fewest_tokens.json"
     assert calibration.cache_file() == file
-    assert list(json.loads(file.read_text()).values()) == [64, 128, 192]
+    assert [tokens for tokens, _ in json.loads(file.read_text()).values()] == [64, 128, 192, 256, 320]
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     (key, *_) = json.loads(file.read_text())
-    wrong = [json.dumps({key: value}) for value in (-5, 0, True, 64.0, "64", None, [64])]
+    values = (64, [-5, 1], [0, 1], [True, 1], [64.0, 1], ["64", 1], None, [64], [64, 1, 1], [64, "1"])
+    wrong = [json.dumps({key: value}) for value in values]
     for times, text in enumerate(('{"cut off', "[1]", "3", "[" * 100_000, *wrong)):
         file.write_text(text)
-        assert calibration.fewest_tokens(cpu, torch.float32) == 256 + 64 * times
+        assert calibration.fewest_tokens(cpu, torch.float32) == 384 + 64 * times
 
 
 def test_a_folder_that_cannot_be_written_is_no_matter(monkeypatch, tmp_path):
@@ -165,10 +206,26 @@ def test_measuring_takes_seconds():
     assert time.process_time() - start < 60  # also on a busy machine, since its waiting is not counted
 
 
-def test_the_narrowest_attention_decides(monkeypatch):
+@pytest.mark.parametrize("whole", [True, False], ids=["pipeline", "model alone"])
+def test_the_narrowest_attention_decides(whole, monkeypatch):
+    """In a pipeline its blocks share plans, those on the way down and those on the way up."""
     asked = []
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *shape: asked.append(shape[2:]) or 64)
-    unet = hosts.unet()
-    settings_for(pipeline(unet=unet))
-    attention = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
-    assert asked == [(attention.to_q.out_features, attention.heads)]
+    unet = hosts.unet(layers_per_block=2)
+    settings_for(pipeline(unet=unet) if whole else unet)
+    down, up = unet.down_blocks[0].attentions, unet.up_blocks[-1].attentions
+    attention = down[0].transformer_blocks[0].attn1
+    sharing = (len(down) + len(up)) // 2
+    assert sharing > 1
+    assert asked == [(2, attention.to_q.out_features, attention.heads, sharing if whole else 1)]
+
+
+def test_a_model_that_takes_its_guidance_is_timed_with_one_picture(monkeypatch):
+    """Its joint blocks share a plan, and its single blocks share another one."""
+    asked = []
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *shape: asked.append(shape[2:]) or 64)
+    flux = FAMILIES["FluxTransformer2DModel"].build()
+    settings_for(pipeline(transformer=flux))
+    blocks = len(flux.transformer_blocks) + len(flux.single_transformer_blocks)
+    attention = flux.transformer_blocks[0].attn
+    assert asked == [(1, attention.to_q.out_features, attention.heads, blocks // 2)]

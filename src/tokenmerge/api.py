@@ -170,6 +170,7 @@ def _asked(model: object, config: object, speedup: float | None, ratio: float | 
     if isinstance(config, str):
         return _Asked(_preset(config, ratio), config)
     if config is not None:
+        _hosts(model)  # raises an error that names ViTConfig for a vision transformer
         is_number = isinstance(config, numbers.Real) and not isinstance(config, bool)
         raise ConfigError(
             f"config: a number alone can mean a speed-up or a ratio, got {shown(config)}; write {_TWO_WAYS}"
@@ -178,7 +179,7 @@ def _asked(model: object, config: object, speedup: float | None, ratio: float | 
             "ViTConfig(r=8), the name of a preset such as 'toma', or a file of settings such as "
             f"'tuned.json', got {shown(config)}; or write {_TWO_WAYS}"
         )
-    hosts = _hosts(model)  # raises an error that names ViTConfig for a vision transformer
+    hosts = _hosts(model)
     if ratio is not None:
         return _Asked(merging_alone(model, hosts, ratio), RATIO, hosts=hosts)
     default = DefaultMethod.of(model, hosts, _DEFAULT_SPEEDUP if speedup is None else speedup)

@@ -16,7 +16,7 @@ from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.plans import Facts, choose, facts_of, highest_speedup
+from tokenmerge.plans import Facts, Plan, facts_of, highest_speedup, plan_for
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 
 __all__ = ["DefaultMethod", "settings_for"]
@@ -53,15 +53,19 @@ class DefaultMethod:
         """
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
         attention = narrowest_attention([block for host in hosts for block in host.blocks])
+        follows_steps = getattr(pipe_or_model, "scheduler", None) is not None
         facts = facts_of(
             denoiser,
             denoiser.grid_at(*(denoiser.sample_size or (_SIDE, _SIDE))),
             default_steps(pipe_or_model) or _STEPS,
             guidance=default_guidance(pipe_or_model),
-            follows_steps=getattr(pipe_or_model, "scheduler", None) is not None,
+            follows_steps=follows_steps,
             proportional=allows_proportional(pipe_or_model, hosts),
             fewest_tokens=fewest_tokens(
-                device_of(pipe_or_model, denoiser.root), dtype_of(denoiser.root), *attention
+                device_of(pipe_or_model, denoiser.root),
+                dtype_of(denoiser.root),
+                denoiser.usual_batch,
+                *(attention if follows_steps else attention[:2]),
             ),
         )
         return cls.for_facts(speedup, facts)
@@ -85,10 +89,16 @@ class DefaultMethod:
             steps: number of steps of the generation; None: the default.
             guidance: scale of classifier-free guidance; None: unknown.
         """
-        settings = choose(self._known(grid, steps, guidance), self.speedup)
+        settings = self.plan(grid, steps, guidance).config
         for change in self.changes:
             settings = change(settings)
         return settings
+
+    def plan(
+        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
+    ) -> Plan:
+        """Return the plan of one generation, without changes; the arguments are those of :meth:`settings`."""
+        return plan_for(self._known(grid, steps, guidance), self.speedup)
 
     def shortfall(
         self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None

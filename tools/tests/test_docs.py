@@ -1,9 +1,12 @@
 """The code in the documents runs, and their texts match the program."""
 
 import ast
+import contextlib
 import json
 import re
 import runpy
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,12 +19,15 @@ from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
 
 import tokenmerge
-from tokenmerge import ToMeConfig, presets
-from tokenmerge.config import save_config
+from tokenmerge import ConfigError, ToMeConfig, presets
+from tokenmerge.config import SETTINGS, save_config
 from tokenmerge.default_method import settings_for
 from tokenmerge.planners import PLANNERS
 from tokenmerge_tools import demo
+from tokenmerge_tools.evaluate.metrics import parse_metrics
+from tokenmerge_tools.method_spec import read_setting
 from tokenmerge_tools.reporting.curves import Chart, Line
+from tokenmerge_tools.variants.variant import parse_variant
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -54,7 +60,12 @@ def code(language: str, document: Path) -> list[str]:
 @pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")  # diffusers
 @pytest.mark.parametrize(
     ("document", "snippet"),
-    [(name, snippet) for name in WITH_PYTHON for snippet in code("python", ROOT / name)],
+    [
+        # README draws 20 steps with a bundled model.
+        pytest.param(name, snippet, marks=pytest.mark.slow if name == "README.md" else ())
+        for name in WITH_PYTHON
+        for snippet in code("python", ROOT / name)
+    ],
 )
 def test_the_python_of_the_documents_runs(document, snippet, pipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -109,12 +120,31 @@ def test_the_notebook_stores_its_outputs_and_no_warnings():
     assert (ROOT / "docs" / "notebook.ipynb").stat().st_size < 400_000
 
 
+# What these say of former options and settings is meant so.
+OF_THE_PAST = {
+    "CHANGELOG.md",
+    "UPGRADING.md",
+    "docs/tried-and-removed.md",
+    "docs/changelog.md",
+    "docs/upgrading.md",
+}
+PRESENT = [document for document in DOCUMENTS if document.relative_to(ROOT).as_posix() not in OF_THE_PAST]
+# Classes and functions whose calls are made, to see whether their arguments exist.
+CALLED = {
+    name: getattr(tokenmerge, name) for name in ("Correction", "PlanSharing", "StepReuse", "ToMeConfig")
+}
+CALLED |= {name: getattr(presets, name) for name in presets.__all__}
+_INLINE = re.compile(r"`([^`\n]+)`")
+
+
 def commands() -> list[str]:
-    lines = "".join(text for document in DOCUMENTS for text in code("sh", document)).splitlines()
-    return [line.partition("#")[0].strip() for line in lines if line.startswith("tokenmerge")]
+    """Every command in the documents, with its continued lines."""
+    text = "".join(block for document in PRESENT for block in code("sh", document)).replace("\\\n", " ")
+    return [line.strip() for line in text.splitlines() if line.startswith("tokenmerge ")]
 
 
-def test_the_commands_of_the_documents_have_the_options_they_use():
+def test_the_commands_of_the_documents_can_be_parsed():
+    """The options exist, and so do the settings, variants and metrics that they name."""
     from typer.main import get_command
 
     from tokenmerge_tools.cli.app import app
@@ -122,10 +152,52 @@ def test_the_commands_of_the_documents_have_the_options_they_use():
     parsers = get_command(app).commands
     assert commands()
     for line in commands():
-        parameters = parsers[line.split()[1]].params
-        known = {option for parameter in parameters for option in parameter.opts}
-        known.add("--help")  # which Click answers itself
-        assert set(re.findall(r"--[\w-]+", line)) <= known, line
+        words = [word for word in shlex.split(line, comments=True) if word != "…"][1:]
+        parser = parsers[words[0]]
+        if "--help" in words:
+            continue
+        try:
+            context = parser.make_context(words[0], list(words[1:]), resilient_parsing=words[0] == "comfyui")
+            values = context.params
+            for setting in values.get("settings") or () if "settings_file" in values else ():
+                read_setting(setting)
+            for variant in values.get("variants") or ():
+                parse_variant(variant, [0.5], {})
+            parse_metrics(values.get("metrics") or ())
+        except Exception as error:
+            raise AssertionError(f"{line}: {error}") from error
+
+
+def snippets(document: Path) -> Iterator[str]:
+    """The Python of a document: its blocks, and what stands between backticks and is Python."""
+    yield from code("python", document)
+    for text in _INLINE.findall(document.read_text(encoding="utf-8")):
+        with contextlib.suppress(SyntaxError):
+            ast.parse(text)
+            yield text
+
+
+def test_the_settings_in_the_documents_exist():
+    """Calls with plain values are made. Names such as `reuse.every` are those of settings."""
+    wrong, calls = [], 0
+    for document in PRESENT:
+        for snippet in snippets(document):
+            for node in ast.walk(ast.parse(snippet)):
+                name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+                if name in CALLED and "..." not in ast.unparse(node):
+                    calls += 1
+                    try:
+                        eval(ast.unparse(node), {**CALLED, "tokenmerge": tokenmerge, "presets": presets})
+                    except NameError:  # a value from the lines above
+                        continue
+                    except (ConfigError, TypeError) as error:
+                        wrong.append(f"{document.name}: {ast.unparse(node)}: {error}")
+        for text in _INLINE.findall(document.read_text(encoding="utf-8")):
+            found = re.match(r"(?:correction|plans|reuse)\.[a-z_]+\b", text)
+            if found and found[0] not in SETTINGS:
+                wrong.append(f"{document.name}: `{text}`")
+    assert calls > 10
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_files_that_the_documents_link_to_are_there():

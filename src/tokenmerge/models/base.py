@@ -101,6 +101,12 @@ class Block:
         block_layout = self.block_layout is None or self.block_layout.batched
         return block_layout and all(layer.layout.batched for layer in self.layers)
 
+    @property
+    def plan_group(self) -> tuple[object, ...]:
+        """What is the same in all blocks that can share a plan."""
+        # On a UNet's way up tokens are alike in other ways than on its way down.
+        return self.level, self.batched, self.path.partition(".")[0]
+
 
 def listed(root: Any, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:
     """Describe the blocks of one module list, all with the same layers and other fields of :class:`Block`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +28,39 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def narrowest_attention(blocks: Sequence[Block]) -> tuple[int, ...]:
-    """Return channels and heads of the narrowest attention, where merging saves least; empty if unknown."""
+    """Return the same as :func:`narrowest` for the attention in blocks of diffusers."""
+    found = ((_width(block), block.plan_group) for block in blocks)
+    return narrowest((width, group) for width, group in found if width is not None)
+
+
+def narrowest(attention: Iterable[tuple[tuple[int, int], Hashable]]) -> tuple[int, ...]:
+    """Return channels and heads of the narrowest attention, and how many blocks share its plan on average.
+
+    Merging saves least in the narrowest attention.
+
+    Args:
+        attention: for each block, channels and heads of its attention, and what it has in common with the
+            blocks that can share its plan.
+
+    Returns:
+        Channels, heads, and the number of blocks, rounded down. Empty if there is no attention.
+    """
+    groups = Counter(attention)
+    found = min((width for width, _ in groups), default=None)
+    if found is None:
+        return ()
+    blocks = [number for (width, _), number in groups.items() if width == found]
+    return *found, sum(blocks) // len(blocks)
+
+
+def _width(block: Block) -> tuple[int, int] | None:
+    """Return channels and heads of a block's narrowest attention; None if they are unknown."""
     found = []
-    for layer in (getattr(block.module, layer.name) for block in blocks for layer in block.layers):
+    for layer in (getattr(block.module, layer.name) for layer in block.layers):
         projection, heads = getattr(layer, "to_q", None), getattr(layer, "heads", None)
         if isinstance(projection, nn.Linear) and isinstance(heads, int):
             found.append((projection.out_features, heads))
-    return min(found, default=())
+    return min(found, default=None)
 
 
 def blank(root: Any, batch: int) -> Callable[..., Tensor]:
@@ -41,6 +68,8 @@ def blank(root: Any, batch: int) -> Callable[..., Tensor]:
     first = next(root.parameters())
     # Models of diffusers keep some weights in float32, for example the first of Wan.
     dtype = getattr(root, "dtype", first.dtype)
+    if not dtype.is_floating_point:  # weights that are only stored in integers
+        dtype = dtype_of(root)
     return lambda *shape: torch.zeros(batch, *shape, device=first.device, dtype=dtype)
 
 

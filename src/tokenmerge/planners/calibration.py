@@ -9,6 +9,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,29 +17,48 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.ops import merge, unmerge
+from tokenmerge.ops import Plan, merge, unmerge
 from tokenmerge.planners import PLANNERS
 
 SIDES = (8, 16, 24, 32, 48, 64)  # sides of the token grids that are timed
-_BATCH, _ROUNDS = 2, 5
+_ROUNDS = 5
+_ROUND = 0.01  # seconds of a round, as far as it consists of several calls
+_WEEK = 7 * 24 * 3600
 
 
-def fewest_tokens(device: torch.device, dtype: torch.dtype, channels: int = 640, heads: int = 8) -> int:
+def fewest_tokens(
+    device: torch.device,
+    dtype: torch.dtype,
+    batch: int = 2,
+    channels: int = 640,
+    heads: int = 8,
+    blocks: int = 1,
+) -> int:
     """Return the fewest tokens for which self-attention is faster with half of the tokens merged.
 
-    It is measured with the settings of ``auto``, once for each device, dtype, width, version of torch and
-    number of threads. This takes at most a second or two. The result is stored in :func:`cache_file`; delete
-    that file to measure again. If merging was faster on none of the grids, nothing is stored, and the next
-    call measures again. ``channels`` and ``heads`` are those of the model's tokens and attention.
+    It is measured with what the default method adds to a merged step, once for each device, dtype, version of
+    torch, number of threads and set of the arguments below. This takes at most a second or two. The result is
+    stored in :func:`cache_file`; delete that file to measure again. If merging was faster on none of the
+    grids, the result holds for a week, because the device may have been busy with something else.
+
+    Args:
+        device: where the model runs.
+        dtype: that the model computes in.
+        batch: batch size of a call of the model.
+        channels: of the model's tokens.
+        heads: of its attention.
+        blocks: number of blocks that share a plan.
     """
-    key = f"{_key(device, dtype)}, {heads} × {channels // heads} channels, proportional, corrected, or none"
-    file = cache_file()
+    shape = f"batch {batch}, {heads} × {channels // heads} channels, {blocks} blocks a plan"
+    key = f"{_key(device, dtype)}, {shape}, proportional, corrected"
+    file, now = cache_file(), time.time()
     known = _read(file)
     if key in known:
-        return known[key]
-    found = measure_fewest_tokens(device, dtype, channels, heads)
-    if found <= SIDES[-1] ** 2:
-        _write(file, {**known, key: found})
+        tokens, measured = known[key]
+        if tokens <= SIDES[-1] ** 2 or 0 <= now - measured < _WEEK:
+            return tokens
+    found = measure_fewest_tokens(device, dtype, batch, channels, heads, blocks)
+    _write(file, {**known, key: (found, int(now))})
     return found
 
 
@@ -54,13 +74,18 @@ def cache_file() -> Path:
 
 @torch.no_grad()
 def measure_fewest_tokens(
-    device: torch.device, dtype: torch.dtype, channels: int = 640, heads: int = 8
+    device: torch.device,
+    dtype: torch.dtype,
+    batch: int = 2,
+    channels: int = 640,
+    heads: int = 8,
+    blocks: int = 1,
 ) -> int:
     """Return the number of tokens of the first grid on which merged self-attention is faster than dense.
 
-    The merged time includes what the default method adds: planning, proportional attention and the
-    correction. If there is no such grid, the number is that of a grid twice as wide as the last, because the
-    cost of attention grows with the square of the tokens.
+    The merged time includes what the default method adds: a share of the planning, proportional attention and
+    the correction. If there is no such grid, the number is that of a grid twice as wide as the last, because
+    the cost of attention grows with the square of the tokens.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -71,20 +96,17 @@ def measure_fewest_tokens(
     step = torch.zeros((), dtype=torch.int64, device=device)
     config = ToMeConfig(ratio=0.5, planner="tiled")
     for side in SIDES:
-        x = noise(_BATCH, side * side, channels)
+        x = noise(batch, side * side, channels)
         change = layer(x)
+        make_plan = partial(PLANNERS["tiled"], x, (1, side, side), side * side // 2, config, step)
+        plan = make_plan()
 
-        def merged(
-            x: Tensor = x, change: Tensor = change, grid: tuple[int, int, int] = (1, side, side)
-        ) -> Tensor:
-            plan = PLANNERS["tiled"](x, grid, grid[1] * grid[2] // 2, config, step)
+        def merged(x: Tensor = x, change: Tensor = change, plan: Plan = plan) -> Tensor:
             result = unmerge(plan, layer(merge(plan, x), plan.sizes.log()))
             return result + (change - unmerge(plan, merge(plan, change)))
 
-        def dense(x: Tensor = x) -> Tensor:
-            return layer(x)
-
-        if _seconds(merged, device) < _seconds(dense, device):
+        planning = _seconds(make_plan, device) / blocks
+        if planning + _seconds(merged, device) < _seconds(partial(layer, x), device):
             return side * side
     return (2 * SIDES[-1]) ** 2
 
@@ -102,16 +124,24 @@ def _self_attention(weights: Tensor, heads: int) -> Callable[..., Tensor]:
     return attend
 
 
-def _seconds(function: Callable[[], Tensor], device: torch.device) -> float:
-    """Return the shortest time of several calls after one for warm-up; it has the least noise."""
-    times = []
-    for _ in range(_ROUNDS + 1):
+def _seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Return the time of one call: the shortest mean of several rounds, which has the least noise.
+
+    A round is as many calls as fit in a short time, and then one wait for the device. Generations do not wait
+    after each call either.
+    """
+
+    def mean_of(calls: int) -> float:
         start = time.perf_counter()
-        function()
+        for _ in range(calls):
+            function()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+        return (time.perf_counter() - start) / calls
+
+    mean_of(1)  # for warm-up
+    calls = max(1, int(_ROUND / mean_of(1)))
+    return min(mean_of(calls) for _ in range(_ROUNDS))
 
 
 def _key(device: torch.device, dtype: torch.dtype) -> str:
@@ -120,16 +150,21 @@ def _key(device: torch.device, dtype: torch.dtype) -> str:
     return f"{device.type} {name}{threads}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}"
 
 
-def _read(file: Path) -> dict[str, int]:
-    """Read the numbers of tokens in a cache file, without entries that are no positive integers."""
+def _read(file: Path) -> dict[str, tuple[int, int]]:
+    """Read the numbers of tokens in a cache file and the times of measuring, without damaged entries."""
     try:
         known = dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError, RecursionError):
         return {}
-    return {key: tokens for key, tokens in known.items() if type(tokens) is int and tokens > 0}
+    return {key: (entry[0], entry[1]) for key, entry in known.items() if _is_entry(entry)}
 
 
-def _write(file: Path, known: dict[str, int]) -> None:
+def _is_entry(entry: object) -> bool:
+    """Return whether an entry of a cache file is a list of two positive integers: tokens, and a time."""
+    return isinstance(entry, list) and len(entry) == 2 and all(type(one) is int and one > 0 for one in entry)
+
+
+def _write(file: Path, known: dict[str, tuple[int, int]]) -> None:
     """Write the cache file. If it cannot be written, or is damaged, the next call measures again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

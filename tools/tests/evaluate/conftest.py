@@ -12,7 +12,6 @@ import tiny_pipeline
 from PIL import Image
 from tools.tests import tiny_networks
 
-from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 from tokenmerge_tools.evaluate.prompts import Item, Prompt
 from tokenmerge_tools.evaluate.runner import evaluate
@@ -77,8 +76,8 @@ def picture(seed: int, side: int = 32) -> Image.Image:
     return Image.fromarray(pixels).resize((side, side))
 
 
-def drawn(name: str = "dense", steps: int = 4, **settings: object) -> Drawn:
-    return Drawn(Variant(name, tuple(settings.items())), steps)
+def drawn(name: str = "dense", **settings: object) -> Variant:
+    return Variant(name, tuple(settings.items()))
 
 
 def item(text: str = "red apple", seed: int = 0, category: str | None = None) -> Item:

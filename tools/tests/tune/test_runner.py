@@ -225,7 +225,7 @@ def test_a_real_studio_is_unchanged_by_what_it_draws(options, monkeypatch) -> No
     search = tune(options(within=1e-9, steps=4, items=2))
     (studio,) = studios
     types = [type(module) for module in studio.denoiser.modules()]
-    (few,) = [c for c in search.candidates.values() if c.drawn.steps == 1]
+    (few,) = [c for c in search.candidates.values() if c.name == "fewer-steps steps=1"]
     tome = next(c for c in search.candidates.values() if c.name.startswith("tome ratio=0.5"))
     found = list(studio.draw(1, [tome, few], {tome.name: search.configs[tome.name], few.name: None}))
     assert [type(one) for one in found] == [Outcome, Outcome]
@@ -320,14 +320,14 @@ def test_candidates_have_names_of_their_own_and_come_strong_first(goal: Goal, st
     for family in {one.entry.family for one in found}:
         own = [one.entry.strength for one in found if one.entry.family == family]
         assert own == sorted(own, reverse=True)
-    few = [one.drawn.steps for one in found if one.entry.family == "fewer-steps"]
+    few = [one.variant.steps(0) for one in found if one.entry.family == "fewer-steps"]
     assert all(1 <= number < steps for number in few)
     assert few
 
 
 def test_residuals_of_the_model_are_tried_with_one_plan_for_all_blocks() -> None:
     found = candidates(Goal("psnr", speedup=1.5), 20)
-    configs = [one.drawn.spec.config() for one in found if one.entry.family == "residuals of the model"]
+    configs = [one.variant.config() for one in found if one.entry.family == "residuals of the model"]
     wanted = {"features": "model_residual", "proportional": True, "max_downsample": 8}
     assert configs == [
         ToMeConfig(ratio=ratio, plans=PlanSharing(blocks=True), **wanted) for ratio in (0.5, 0.25)
@@ -336,9 +336,9 @@ def test_residuals_of_the_model_are_tried_with_one_plan_for_all_blocks() -> None
 
 def test_other_places_of_the_full_steps_are_tried() -> None:
     tried = [
-        dict(one.drawn.spec.settings)
+        dict(one.variant.settings)
         for one in candidates(Goal("psnr", speedup=1.5), 20)
-        if one.drawn.spec.name == "auto"
+        if one.variant.name == "auto"
     ]
     wanted = [
         {"reuse.ends": "full", "reuse.spacing": 1},
@@ -358,7 +358,7 @@ def test_where_no_step_skips_the_finest_level_its_places_do_not_matter() -> None
 
 
 def test_settings_that_act_alike_are_tried_once() -> None:
-    spec = {one.name: one.drawn.spec for one in candidates(Goal("psnr", speedup=1.5), 20)}
+    spec = {one.name: one.variant for one in candidates(Goal("psnr", speedup=1.5), 20)}
     five = spec["tome ratio=0 max_downsample=8 reuse.every=5"].config()
     four = spec["tome ratio=0 max_downsample=8 reuse.every=4"].config()
     assert in_force(five, 20, merges=False) != in_force(four, 20, merges=False)

@@ -13,6 +13,7 @@ from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.comfyui.models import Target
 from tokenmerge.integrations.comfyui.others import Others
+from tokenmerge.models.placement import narrowest
 from tokenmerge.planners.calibration import fewest_tokens
 from tokenmerge.plans.facts import Facts
 
@@ -60,20 +61,20 @@ class Settings:
     Attributes:
         config: which tokens merge, where and how; of the default method, for a size and a number of steps.
         target: the model.
-        default: the default method, which chooses the settings of each sampling; None: ``config`` has them.
         start: share of the sampling, by noise, before which nothing merges.
         end: share of the sampling after which nothing merges.
         notes: how the method differs in ComfyUI, as sentences.
         others: what other nodes do to the model.
+        default: the default method, which chooses the settings of each sampling; None: ``config`` has them.
     """
 
     config: ToMeConfig
     target: Target
-    default: DefaultMethod | None = None
     start: float = 0.0
     end: float = 1.0
     notes: tuple[str, ...] = ()
     others: Others = dataclasses.field(default_factory=Others)
+    default: DefaultMethod | None = None
 
     def for_sampling(self, grid: tuple[int, int, int], steps: int, guidance: float | None) -> Settings:
         """Return the settings of one sampling.
@@ -115,12 +116,16 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
         config = _for_unet(config, target, asked, notes)
     else:
         config = _for_transformer(config, asked, notes)
-    return Settings(config, target, None, asked.start, asked.end, tuple(notes))
+    return Settings(config, target, asked.start, asked.end, tuple(notes))
 
 
 def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> Settings:
     """Return the settings of the default method, as far as a node can apply them."""
-    widths = min(((b.channels, b.heads) for b in target.blocks if b.channels and b.heads), default=())
+    attention = narrowest(
+        ((block.channels, block.heads), (block.key[0], block.level))
+        for block in target.blocks
+        if block.channels and block.heads
+    )
     facts = Facts(
         model="unet" if target.is_unet else "transformer",
         work=target.work,
@@ -129,7 +134,7 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
         can_skip=_can_skip(target) and asked.step_reuse != "off",
         whole_blocks=not target.is_unet,
         layers=target.is_unet,
-        fewest_tokens=fewest_tokens(device, dtype, *widths),
+        fewest_tokens=fewest_tokens(device, dtype, 2 if target.is_unet else 1, *attention),
     )
     default = DefaultMethod.for_facts(asked.speedup, facts, lambda config: _changed(config, asked))
     config = default.default_settings
@@ -137,7 +142,7 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
         _for_unet(config, target, asked, [])
     else:
         _for_transformer(config, asked, [])
-    return Settings(config, target, default, asked.start, asked.end)
+    return Settings(config, target, asked.start, asked.end, default=default)
 
 
 def _can_skip(target: Target) -> bool:

@@ -23,7 +23,7 @@ except ImportError as error:
     ) from error
 
 from tokenmerge.integrations.paddle.api import (
-    Patch,
+    PaddlePatch,
     apply_patch,
     apply_token_merging,
     apply_tome,
@@ -32,11 +32,11 @@ from tokenmerge.integrations.paddle.api import (
     remove_tome,
     token_merging,
 )
-from tokenmerge.integrations.paddle.report import Report, predict
+from tokenmerge.integrations.paddle.report import PaddleReport, predict
 
 __all__ = [
-    "Patch",
-    "Report",
+    "PaddlePatch",
+    "PaddleReport",
     "apply_patch",
     "apply_token_merging",
     "apply_tome",

@@ -19,6 +19,7 @@ from torch import Tensor
 from tokenmerge.models.call import HostCall
 from tokenmerge.runtime.memory.caches import BlockRun
 from tokenmerge.runtime.memory.context import RunningBlocks, ThreadState
+from tokenmerge.runtime.memory.forecasts import note_forecast
 from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
 from tokenmerge.runtime.memory.state import BlockState
 
@@ -70,7 +71,9 @@ def finish_run(thread: ThreadState) -> None:
     latest = (added, None if text is given_text else text - given_text)
     residual = Residual(False, latest)
     same = before is not None and before.residual is not None and before.blocks == running.blocks
-    residual = updated(before.residual if same and before is not None else None, residual, thread.part)
+    known = before.residual if same and before is not None else None
+    note_forecast(thread, "deep", known, residual)
+    residual = updated(known, residual, thread.part)
     made = cache.runs[number]
     cache.runs[number] = dataclasses.replace(made, residual=residual, blocks=running.blocks)
 

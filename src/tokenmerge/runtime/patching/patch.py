@@ -239,10 +239,7 @@ def record_steps(root: nn.Module, on: bool) -> None:
 
 def _plan_group(block: Block, config: ToMeConfig, shared: dict[object, int]) -> int:
     """Return the number of the plans that a block uses: its own, or those of its neighbours."""
-    # On a UNet's way up tokens are alike in other ways than on its way down.
-    way = block.path.partition(".")[0]
-    key = (block.level, block.batched, way) if config.plans.blocks else block.path
-    return shared.setdefault(key, len(shared))
+    return shared.setdefault(block.plan_group if config.plans.blocks else block.path, len(shared))
 
 
 def state_of(root: nn.Module) -> ModelState | None:

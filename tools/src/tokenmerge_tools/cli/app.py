@@ -11,8 +11,6 @@ import typer
 import tokenmerge
 from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.comfyui import install as folder
-from tokenmerge_tools.cli import terminal
-from tokenmerge_tools.cli.arguments import AsJson
 from tokenmerge_tools.cli.bench import bench
 from tokenmerge_tools.cli.evaluate import evaluate
 from tokenmerge_tools.cli.export import export
@@ -34,13 +32,9 @@ def _examples(*lines: str) -> str:
     return "Examples:\n\n" + "\n\n".join(f"- `tokenmerge {line}`" for line in lines)
 
 
-def env(as_json: AsJson = False) -> None:
-    """Show versions, devices, threads and attention back-ends of this machine."""
-    found = environment()
-    if as_json:
-        print(json.dumps(found, indent=2))
-    else:
-        terminal.show(terminal.environment_table(found))
+def env() -> None:
+    """Print versions, devices, threads and attention back-ends of this machine as JSON."""
+    print(json.dumps(environment(), indent=2))
 
 
 _comfyui = typer.Typer(help="Install the node “Token Merging” for ComfyUI.", rich_markup_mode="markdown")
@@ -90,10 +84,9 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
         "bench --grid my-grid.toml -o results.jsonl",
     ),
     evaluate: (
-        "evaluate --limit 20 --ratio 0.25 --ratio 0.5 --save-grid grid.png",
+        "evaluate --limit 20 --ratio 0.25 --ratio 0.5",
         "evaluate --model owner/name --prompts PartiPrompts.tsv --metric dino --metric clip-score",
-        "evaluate --model owner/name --prompts classes.txt --metric fid --reference ./imagenet-val",
-        "evaluate --metric fid=facebook/dinov2-base --metric kid=facebook/dinov2-base",
+        "evaluate --model owner/name --prompts prompts.txt --metric lpips --metric clip=./my-clip",
     ),
     tune: (
         "tune --min-speedup 1.5 --size 256 --steps 20",
@@ -111,10 +104,7 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
         "play",
         "play --model owner/name --device cuda",
     ),
-    env: (
-        "env",
-        "env --json",
-    ),
+    env: ("env",),
 }
 for _command, _lines in _COMMANDS.items():
     app.command(epilog=_examples(*_lines))(_command)

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -23,7 +22,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from tokenmerge.report import Report, in_words, saved
+from tokenmerge.report import in_words
 from tokenmerge_tools import demo
 from tokenmerge_tools.drawing import Progress
 from tokenmerge_tools.generate.result import Result, VariantResult
@@ -198,9 +197,9 @@ def result_table(result: Result) -> Table:
     return table
 
 
-def _empty(title: str, *columns: str, footer: bool = False) -> Table:
+def _empty(title: str, *columns: str) -> Table:
     """Make a table whose first column holds text, and the others numbers."""
-    table = Table(title=Text(title), title_justify="left", show_footer=footer)
+    table = Table(title=Text(title), title_justify="left")
     for number, name in enumerate(columns):
         table.add_column(name, justify="right" if number else "left", overflow="fold")
     return table
@@ -219,60 +218,6 @@ def result_notes(result: Result) -> list[str]:
     ]
 
 
-def report_table(report: Report, pixels: tuple[int, int]) -> Table:
-    """Make a table of what merging does to each block and to the whole model."""
-    totals = [("whole model", report.flops_merged)]
-    if report.flops_mean is not None:
-        totals.append((f"mean over {report.steps} steps", report.flops_mean))
-    title = f"{report.model}: {pixels[0]} x {pixels[1]} pixels, {report.batch} samples per step"
-    table = _empty(
-        title,
-        *("block", "level", "grid", "tokens", "merged", "GFLOPs dense", "GFLOPs merged", "saved"),
-        footer=True,
-    )
-    block, _, _, _, layers, *gains = table.columns
-    layers.justify = "left"
-    block.footer = "\n".join(name for name, _ in totals)
-    sums = [(_gflops(report.flops_dense), _gflops(f), saved(report.flops_dense, f)) for _, f in totals]
-    for column, cells in zip(gains, zip(*sums, strict=True), strict=True):
-        column.footer = "\n".join(cells)
-    for row in report.joined_rows():
-        tokens = f"{row.tokens} → {row.merged_tokens}"
-        flops = (
-            _gflops(row.flops_dense),
-            _gflops(row.flops_merged),
-            saved(row.flops_dense, row.flops_merged),
-        )
-        table.add_row(row.path, str(row.level), row.grids(" x "), tokens, row.merged, *flops)
-    return table
-
-
-def environment_table(environment: dict[str, Any]) -> Table:
-    """Make a table of :func:`tokenmerge_tools.machine.environment`, one fact per row."""
-    table = Table(show_header=False)
-    for name in ("what", "value"):
-        table.add_column(name, overflow="fold")
-    cpu = environment["cpu"]
-    machine = {
-        "system": environment["os"],
-        "CPU": f"{cpu['model']}, {cpu['cores']} cores, {cpu['instructions']}",
-        "threads": str(environment["threads"]),
-    }
-    devices = {device["device"]: _device(device) for device in environment["devices"]}
-    attention = {f"attention: {name}": found for name, found in environment["attention"].items()}
-    for section in (environment["versions"], machine, devices, attention):
-        for name, value in section.items():
-            table.add_row(Text(name), Text(value or "not installed", style="" if value else "dim"))
-        table.add_section()
-    return table
-
-
-def _device(device: dict[str, Any]) -> str:
-    memory = device["memory_bytes"]
-    size = "" if memory is None else f", {memory / 2**30:.0f} GiB"
-    return f"{device['name']}{size}, {', '.join(device['dtypes'])}"
-
-
 def _closeness(result: Result, variant: VariantResult) -> tuple[str, str]:
     """Format PSNR and SSIM against dense."""
     if variant.name == "dense":
@@ -287,14 +232,6 @@ def _closeness(result: Result, variant: VariantResult) -> tuple[str, str]:
 
 
 def _seconds(seconds: float) -> str:
-    return (
-        f"{seconds * 1000:.0f} ms"
-        if seconds < 1
-        else f"{seconds:.2f} s"
-        if seconds < 10
-        else f"{seconds:.1f} s"
-    )
-
-
-def _gflops(operations: int) -> str:
-    return f"{operations / 1e9:,.2f}" if operations >= 1e9 else f"{operations / 1e9:.3g}"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.{1 if seconds >= 10 else 2}f} s"

@@ -17,7 +17,7 @@ from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
 from tokenmerge_tools.pipelines.loading import quiet_libraries
 from tokenmerge_tools.pipelines.options import option
-from tokenmerge_tools.tune.goal import GOAL_METRICS, Goal, TuneOptions, flag_of, parse_goal, parse_seconds
+from tokenmerge_tools.tune.goal import GOAL_METRICS, Goal, TuneOptions, parse_goal, parse_seconds
 from tokenmerge_tools.tune.result import python_lines, tuned_table, write_result
 from tokenmerge_tools.tune.runner import Search, TuneProgress
 from tokenmerge_tools.tune.runner import tune as run_tune
@@ -39,16 +39,6 @@ def tune(
     ] = None,
     min_ssim: Annotated[float | None, _goal("The same with at least this mean SSIM.")] = None,
     max_lpips: Annotated[float | None, _goal("The same with at most this mean LPIPS.")] = None,
-    min_dino: Annotated[
-        float | None, _goal("The same with at least this similarity of DINOv2 features.")
-    ] = None,
-    min_clip: Annotated[
-        float | None, _goal("The same with at least this similarity of CLIP features.")
-    ] = None,
-    min_clip_score: Annotated[
-        float | None, _goal("The same with at least this CLIP score of the prompt.")
-    ] = None,
-    min_glyphs: Annotated[float | None, _goal("The same with at least this share of glyphs found.")] = None,
     given: dict[str, Any],
     within: Annotated[
         str, option("Search", "How long to measure, such as 90s, 10min or 1h. Continued runs count too.")
@@ -61,8 +51,7 @@ def tune(
     comparison. Ctrl-C stops early and reports what was found; run the same command again to continue. The
     exit code is 3 if no setting reaches the goal.
     """
-    values = dict(locals())  # every option by its name
-    bounds = {name: values[flag_of(name).replace("-", "_")] for name in GOAL_METRICS}
+    bounds = dict(zip(GOAL_METRICS, (min_psnr, min_ssim, max_lpips), strict=True))
     metric = given.get("metric")
     goal = parse_goal(min_speedup, bounds, metric and metric.partition("=")[0])
     options = TuneOptions(goal=goal, within=parse_seconds(within), **given)

@@ -39,7 +39,7 @@ from tokenmerge_tools.pipelines.settings import (
     resolve_dtype,
     scheduler_class_name,
 )
-from tokenmerge_tools.sheets import Row, as_tensor, comparison
+from tokenmerge_tools.sheets import Pair, as_tensor, comparison
 from tokenmerge_tools.timing import Measurement, peak_memory_meaning
 from tokenmerge_tools.variants import contexts
 
@@ -212,7 +212,7 @@ class _Generating:
             self.notes.append(str(error))
         groups = [merged_groups(plans, index, len(merged)) for index in range(len(merged))]
         rows = [
-            Row(dense[index], merged[index], groups[index][0], captions[index])
+            Pair(dense[index], merged[index], groups[index][0], captions[index])
             for index in range(len(merged))
         ]
         picture = comparison(

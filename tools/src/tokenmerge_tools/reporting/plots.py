@@ -118,8 +118,6 @@ def _fill(axes: Any, chart: Chart) -> None:
     axes.set_xlabel(chart.x)
     axes.set_ylabel(chart.y)
     axes.margins(x=_ROOM, y=_ROOM)
-    if chart.from_zero:
-        axes.set_ylim(bottom=0)
 
 
 def _label_points(axes: Any, chart: Chart) -> None:

@@ -76,8 +76,7 @@ def summary(cells: Sequence[CellRecord], charts: Sequence[Chart]) -> str:
 def _by_pictures(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
     found: dict[str, list[Chart]] = {}
     for chart in charts:
-        if chart.metric is not None:
-            found.setdefault(chart.title.removeprefix(AGAINST_CLOSENESS), []).append(chart)
+        found.setdefault(chart.title.removeprefix(AGAINST_CLOSENESS), []).append(chart)
     return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
 
 
@@ -110,13 +109,13 @@ def _points(charts: Sequence[Chart]) -> tuple[dict[_Point, float], dict[_Point, 
         for line in chart.lines:
             for (x, y), label in zip(line.points, line.labels, strict=True):
                 speeds[line.name, label] = y
-                figures.setdefault((line.name, label), {})[chart.metric or ""] = x
+                figures.setdefault((line.name, label), {})[chart.metric] = x
     return speeds, figures
 
 
 def _table(title: str, charts: Sequence[Chart]) -> Table:
     speeds, figures = _points(charts)
-    metrics = [chart.metric or "" for chart in charts]
+    metrics = [chart.metric for chart in charts]
     first = metrics[0]
     sign = -1.0 if first in LOWER_IS_CLOSER else 1.0
     known = {
