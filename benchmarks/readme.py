@@ -5,7 +5,7 @@ of the policy was fitted on. The time of a call is its processor time on one thr
 decoding. The calls of a prompt are interleaved.
 
     OMP_NUM_THREADS=1 python benchmarks/readme.py measure --out benchmarks/readme_cpu.jsonl  # 3 minutes
-    python benchmarks/readme.py rows benchmarks/readme_cpu.jsonl
+    python benchmarks/readme.py write benchmarks/readme_cpu.jsonl   # the tables of README.md and docs/index.md
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -30,6 +31,9 @@ from tokenmerge_tools import demo
 MODEL, SIZE, STEPS, GUIDANCE = "emoji-unet", 256, 20, 7.5
 SPEEDUPS = (1.5, 2.0, 3.0)
 PROMPTS, SEED = 44, 9000  # other ones than policy.py has
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "index.md")
+BLOCK = re.compile(r"(<!-- rows: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
 def measure(out: Path, prompts: int) -> None:
@@ -74,9 +78,25 @@ def beside(dense: torch.Tensor, picture: torch.Tensor, seconds: float) -> dict[s
     return {"seconds": seconds, "psnr": float(-10 * torch.log10((dense - picture).square().mean()))}
 
 
-def rows(record: Path) -> Iterator[str]:
+def table(lines: list[dict[str, Any]]) -> str:
+    """Return the table with its condition, in Markdown."""
+    heads = ["| you ask for | you get | the picture | fewer steps instead |", "|---|---:|---|---|"]
+    prompts = "1 prompt" if len(lines) == 1 else f"{len(lines)} prompts"
+    where = f"{SIZE} × {SIZE} pixels, {STEPS} steps, guidance {GUIDANCE:g}, {prompts}, one CPU thread"
+    return "\n".join([*heads, *rows(lines), "", f"*The bundled `{MODEL}`, {where}.*", ""])
+
+
+def write(lines: list[dict[str, Any]]) -> None:
+    """Write the table into the documents that have it."""
+    made = table(lines)
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        path.write_text(BLOCK.sub(lambda found: found[1] + made + found[2], text), encoding="utf-8")
+        print(path)
+
+
+def rows(lines: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the rows of the table: medians over the prompts of the speed, and means of the PSNR."""
-    lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
 
     def figures(name: str) -> tuple[float, float]:
         speed = statistics.median(line["dense"] / line[name]["seconds"] for line in lines)
@@ -105,13 +125,13 @@ def main() -> None:
     measured = commands.add_parser("measure")
     measured.add_argument("--out", type=Path, required=True)
     measured.add_argument("--prompts", type=int, default=4)
-    commands.add_parser("rows").add_argument("record", type=Path)
+    commands.add_parser("write").add_argument("record", type=Path)
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()
     if options.command == "measure":
         measure(options.out, options.prompts)
     else:
-        print("\n".join(rows(options.record)))
+        write([json.loads(line) for line in options.record.read_text(encoding="utf-8").splitlines()])
 
 
 if __name__ == "__main__":
