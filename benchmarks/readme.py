@@ -1,11 +1,11 @@
-"""Measure the table of README.md: speed asked for, speed measured, and how much the picture changes.
+"""Measure the table of README.md: the speed asked for, the speed measured, and how the picture changes.
 
 All pictures are of one bundled model at one size, number of steps and guidance, with prompts that no number
 of the policy was fitted on. The time of a call is its processor time on one thread: text, all steps and
 decoding. The calls of a prompt are interleaved.
 
-    OMP_NUM_THREADS=1 python benchmarks/readme.py measure --out benchmarks/readme_cpu.jsonl  # 3 minutes
-    python benchmarks/readme.py write benchmarks/readme_cpu.jsonl   # the tables of README.md and docs/index.md
+    OMP_NUM_THREADS=1 python benchmarks/readme.py measure --out benchmarks/readme_cpu.jsonl  # 2 minutes
+    python benchmarks/readme.py write benchmarks/readme_cpu.jsonl  # into README.md and docs/index.md
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BLOCK = re.compile(r"(<!-- rows: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
 def measure(out: Path, prompts: int) -> None:
-    """Draw each prompt dense, at each speed, and with as many steps as cost the same."""
+    """Draw each prompt dense and at each speed."""
     pipe = DiffusionPipeline.from_pretrained(demo.path(MODEL))
     pipe.set_progress_bar_config(disable=True)
     for warm_up in (None, *SPEEDUPS):  # nothing is timed the first time that it runs
@@ -48,8 +48,6 @@ def measure(out: Path, prompts: int) -> None:
         line: dict[str, Any] = {"prompt": prompt, "seed": seed, "dense": seconds}
         for speedup in SPEEDUPS:
             line[f"speedup={speedup:g}"] = beside(dense, *draw(pipe, prompt, seed, speedup))
-            steps = round(STEPS / speedup)
-            line[f"{steps} steps"] = beside(dense, *draw(pipe, prompt, seed, steps=steps))
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
@@ -80,7 +78,7 @@ def beside(dense: torch.Tensor, picture: torch.Tensor, seconds: float) -> dict[s
 
 def table(lines: list[dict[str, Any]]) -> str:
     """Return the table with its condition, in Markdown."""
-    heads = ["| you ask for | you get | the picture | fewer steps instead |", "|---|---:|---|---|"]
+    heads = ["| you ask for | you get | the picture |", "|---|---:|---|"]
     prompts = "1 prompt" if len(lines) == 1 else f"{len(lines)} prompts"
     where = f"{SIZE} × {SIZE} pixels, {STEPS} steps, guidance {GUIDANCE:g}, {prompts}, one CPU thread"
     return "\n".join([*heads, *rows(lines), "", f"*The bundled `{MODEL}`, {where}.*", ""])
@@ -104,12 +102,7 @@ def rows(lines: list[dict[str, Any]]) -> Iterator[str]:
 
     for speedup in SPEEDUPS:
         speed, psnr = figures(f"speedup={speedup:g}")
-        steps = round(STEPS / speedup)
-        fewer, of_fewer = figures(f"{steps} steps")
-        yield (
-            f"| `speedup={speedup}` | {speed:.1f}× | {in_words(psnr)}: {psnr:.0f} dB "
-            f"| {steps} steps, {fewer:.1f}×: {of_fewer:.0f} dB |"
-        )
+        yield f"| `speedup={speedup}` | {speed:.1f}× | {in_words(psnr)} ({psnr:.0f} dB) |"
 
 
 def in_words(psnr: float) -> str:
