@@ -80,6 +80,8 @@ def title(config: ToMeConfig, conditions: Conditions) -> str:
     return f"Token merging in {' + '.join(conditions.models)}: {named}"
 
 
+# The names of layers in diffusers, in words.
+_LAYERS = {"attn1": "self-attention", "attn2": "cross-attention"}
 # The sign of each kind of step, and what it does.
 _SIGNS = {
     "M": "complete, tokens merge",
@@ -124,6 +126,8 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
         return "no block merges at this size; patch.report() says why"
     most = max(rows, key=lambda row: row.tokens)
     merged = ", ".join(dict.fromkeys(row.merged for row in rows))
+    for name, words in _LAYERS.items():
+        merged = merged.replace(name, words)
     where = f"{merged} of {len(rows)} of {conditions.blocks} blocks"
     what = f"{most.tokens} → {most.merged_tokens} tokens in {where}"
     if not config.correction.on:
