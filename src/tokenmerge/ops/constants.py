@@ -42,7 +42,7 @@ def made_once(make: Callable[Sizes, Made]) -> Callable[Sizes, Made]:
 
 
 @made_once
-def first_numbers(n: int, device: torch.device) -> Tensor:
+def first_numbers(n: int, device: torch.device | str | None) -> Tensor:
     """Return 0 … n−1: ``[n]``."""
     return torch.arange(n, device=device)
 
