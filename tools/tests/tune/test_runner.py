@@ -190,7 +190,7 @@ def test_without_matplotlib_the_rest_is_written(finished, monkeypatch) -> None:
         raise plots.MissingExtraError("tokenmerge-tools[plots]", needed_by="plots")
 
     monkeypatch.setattr(result, "draw", missing)
-    assert any(line.startswith("no chart: plots: not installed") for line in write_result(search))
+    assert any(line.startswith("no chart: plots, which is not installed") for line in write_result(search))
     assert search.options.out.exists()
 
 
