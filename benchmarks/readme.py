@@ -23,10 +23,10 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
-from policy import prompts_of
 
 from tokenmerge import token_merging
 from tokenmerge_tools import demo
+from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
 MODEL, SIZE, STEPS, GUIDANCE = "emoji-unet", 256, 20, 7.5
 SPEEDUPS = (1.5, 2.0, 3.0)
@@ -42,8 +42,8 @@ def measure(out: Path, prompts: int) -> None:
     pipe.set_progress_bar_config(disable=True)
     for warm_up in (None, *SPEEDUPS):  # nothing is timed the first time that it runs
         draw(pipe, "a red apple", 0, warm_up, steps=4)
-    for number, prompt in enumerate(prompts_of(PROMPTS, prompts)):
-        seed = SEED + number
+    for number, (glyph, background) in enumerate(choose_prompts(prompts, seed=PROMPTS)):
+        prompt, seed = caption(read_glyphs()[glyph].name, background), SEED + number
         dense, seconds = draw(pipe, prompt, seed)
         line: dict[str, Any] = {"prompt": prompt, "seed": seed, "dense": seconds}
         for speedup in SPEEDUPS:
