@@ -222,6 +222,8 @@ def fit(options: argparse.Namespace) -> None:
         for strength in ("weak", "strong"):
             chosen = [line for line in own if (line["guidance"] >= 5) == (strength == "strong")]
             table[name][strength] = fitted(name, chosen)
+            if (name, strength) == UNCORRECTED:
+                table[name][strength]["corrected"] = None
     options.policy.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
 
@@ -316,6 +318,8 @@ def fitted(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
 # merging loses more than skipping (few_steps_cpu.jsonl); how many times more it loses without proportional
 # attention (settings_cpu.jsonl).
 KNOWN = {"strong guidance": 5, "fewest tokens": 2048, "without proportional attention": 10}
+# Where corrections lose: by 0.9 to 9 dB in the record.
+UNCORRECTED = ("unet", "strong")
 SPREAD = 0.2  # of the factors of scenes: a penalty
 
 
