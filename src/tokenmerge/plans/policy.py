@@ -38,8 +38,8 @@ class Harms:
     Attributes:
         skip: harm of a step that skips a part of the model, by the part and the reach of the forecast.
         merge: harm of merging in all steps, by the scope and the ratio.
-        corrected: share of the harm of merging that is left on the step after a correction, by the ratio. None:
-            corrections lose more than they give back.
+        corrected: share of the harm of merging that is left on the step after a correction, by the ratio.
+            None: corrections lose more than they give back.
         unweighted: how many times the harm of merging is higher without proportional attention.
     """
 
