@@ -11,7 +11,6 @@ from typing import Any
 import hosts
 import pytest
 import torch
-
 from tests.models.tiny import FAMILIES
 
 from tokenmerge.default_method import settings_for
