@@ -40,7 +40,7 @@ def fewest_tokens(
     torch, number of threads and set of the arguments below. This takes at most a second or two. The result is
         stored in :func:`cache_file`; delete that file to measure again. If merging was faster on no grid, the
     result holds for a week, because the device may have been busy with something else.
-    
+
     Args:
         device: where the model runs.
         dtype: that the model computes in.

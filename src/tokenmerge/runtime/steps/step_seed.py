@@ -28,7 +28,7 @@ class StepSeed:
 
         The same timestep tensor gives the same result tensor again, and so does the same timestep on the CPU.
         """
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return _bits(timestep, device)
         if not isinstance(timestep, Tensor) or not needs_sync(timestep):
             return self._read(int(_bits(timestep, torch.device("cpu"))), device)
