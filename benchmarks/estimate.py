@@ -90,7 +90,7 @@ def measure(model: str, options: argparse.Namespace, known: set[tuple[Any, ...]]
 
 
 def noted(pipe: DiffusionPipeline, speedup: float) -> dict[str, Any]:
-    """What the runtime noted in the last generation, and what the plan expected of it."""
+    """Return what the runtime noted in the last generation, and what the plan expected of it."""
     hosts = find_hosts(pipe)
     run = state_of(hosts[0].root).last_run
     grid = hosts[0].grid_at(run.height, run.width)

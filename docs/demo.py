@@ -1,13 +1,14 @@
-"""Draws docs/demo.png, the pair of pictures of the README, from what ``make demo`` drew.
+"""Draws docs/demo.png, and writes what README prints, from what ``make demo`` drew.
 
     make docs/demo.png
 
-The file says which settings drew it, so that a test finds a picture that the present version would not draw.
+The picture says which settings drew it, so that a test finds one that the present version would not draw.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from tokenmerge_tools.sheets import sample_sheet
 
 PICTURE = Path(__file__).with_name("demo.png")
 KEY = "drawn with"
+README = Path(__file__).parent.parent / "README.md"
+BLOCK = re.compile(r"(<!-- printed: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
 def main(folder: Path) -> None:
@@ -37,6 +40,11 @@ def main(folder: Path) -> None:
     info = PngInfo()
     info.add_text(KEY, json.dumps(drawn_with(conditions)))
     pair.save(PICTURE, pnginfo=info)
+    # The seconds are those of this machine.
+    lines = [line for line in run["summary"].splitlines() if not line.startswith("  last run")]
+    printed = "\n".join(("```text", *lines, "```", ""))
+    text = README.read_text(encoding="utf-8")
+    README.write_text(BLOCK.sub(lambda found: found[1] + printed + found[2], text), encoding="utf-8")
     print(PICTURE)
 
 

@@ -301,6 +301,16 @@ def test_merging_and_unmerging_have_the_gradients_of_their_matrices(name):
 
 
 @EVERY
+def test_a_planner_removes_as_many_tokens_as_it_is_asked_to_whatever_the_ratio_says(name):
+    grid = (3, 6, 6)
+    x, config = tokens(2, grid), settings_of(name, ratio=0.75)
+    extra = (x.double().sin().sum(dim=2).abs(),) if name in GUIDED_PLANNERS else ()
+    planned = PLANNERS[name](x, grid, 24, config, torch.tensor(3), *extra)
+    expected = {"uniform": 3 * 27, "windows": 3 * 6}.get(name, 24)  # 27 sources; two windows of three sources
+    assert planned.inverse.shape[1] - planned.keep.shape[1] == expected
+
+
+@EVERY
 def test_nothing_is_drawn_from_the_global_generator_and_steps_differ(name):
     grid = (1, 12, 12)
     x, config = tokens(1, grid), settings_of(name)

@@ -1,7 +1,6 @@
-"""What merging does at one size and number of steps: tokens, operations and cache, counted before a run.
+"""Counts tokens, operations and cache before a run, and shows what each step of a run did.
 
-Also what each step of a run did. May import ``runtime`` and everything below it. No model is timed here;
-``slower_than_dense`` uses the timings that ``planners.calibration`` makes once for each device.
+No model is timed here; ``slower_than_dense`` uses the timings of ``planners.calibration``.
 """
 
 from tokenmerge.report.cache_limit import Change, bytes_of, change_within, in_words

@@ -24,6 +24,7 @@ class Conditions:
         is_unet: whether the denoiser is a UNet that can skip steps below its finest level.
         scale: pixels per side of a latent position; None: sizes are given in latents.
         slower: text about blocks that take longer merged than dense; None: none are known.
+        estimate: text about the closeness of the last picture; empty: nothing is known.
         watched: text about other people's code that looks into the model; empty: there is none.
     """
 
@@ -34,6 +35,7 @@ class Conditions:
     is_unet: bool = True
     scale: int | None = None
     slower: str | None = None
+    estimate: str = ""
     watched: str = ""
 
 
@@ -63,6 +65,8 @@ def summary(
         lines.append(f"  left alone: {conditions.watched}")
     if run is not None:
         lines.append(f"  last run: {_happened(run)}")
+    if conditions.estimate:
+        lines.append(f"  estimated: {conditions.estimate}")
     return lines
 
 
@@ -76,6 +80,8 @@ def title(config: ToMeConfig, conditions: Conditions) -> str:
     return f"Token merging in {' + '.join(conditions.models)}: {named}"
 
 
+# The names of layers in diffusers, in words.
+_LAYERS = {"attn1": "self-attention", "attn2": "cross-attention"}
 # The sign of each kind of step, and what it does.
 _SIGNS = {
     "M": "complete, tokens merge",
@@ -120,6 +126,8 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
         return "no block merges at this size; patch.report() says why"
     most = max(rows, key=lambda row: row.tokens)
     merged = ", ".join(dict.fromkeys(row.merged for row in rows))
+    for name, words in _LAYERS.items():
+        merged = merged.replace(name, words)
     where = f"{merged} of {len(rows)} of {conditions.blocks} blocks"
     what = f"{most.tokens} → {most.merged_tokens} tokens in {where}"
     if not config.correction.on:

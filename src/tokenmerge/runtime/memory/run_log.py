@@ -73,6 +73,14 @@ class RunLog:
         """Note the time at the end of a call."""
         self._ended = time.perf_counter()
 
+    def noted(self) -> dict[str, dict[int, float]]:
+        """Return the errors of forecasts by part and step, each the largest of its images. This waits."""
+        found: dict[str, dict[int, float]] = {}
+        for one in self.errors:
+            of_part, error = found.setdefault(one.part, {}), float(one.error.max())
+            of_part[one.step] = max(error, of_part.get(one.step, 0.0))
+        return found
+
     @property
     def seconds(self) -> float:
         """Seconds from the first call of the model to the end of the last one.

@@ -232,4 +232,6 @@ def _closeness(result: Result, variant: VariantResult) -> tuple[str, str]:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.{1 if seconds >= 10 else 2}f} s"

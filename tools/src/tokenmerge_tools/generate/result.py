@@ -93,5 +93,6 @@ class Result:
             "quality": quality,
             "report": self.report.to_dict(),
             "notes": list(self.notes),
+            "summary": self.summary,
             **({} if self.steps is None else {"steps": self.steps.to_dicts()}),
         }
