@@ -108,6 +108,15 @@ def fine(ratio: float, **more: Any) -> dict[str, Any]:
     return merging(ratio, max_downsample=1, **more)
 
 
+def both_in_unet(steps: int) -> Iterator[Settings]:
+    yield {**NONE, **reuse(steps, 8)}
+    yield {**NONE, **reuse(steps, 11)}
+    yield fine(0.5)
+    yield {**NONE, **reuse(steps, 8, 13)}
+    yield fine(0.3) | reuse(steps, 8)
+    yield fine(0.5) | reuse(steps, 14)
+
+
 def merging_in_transformer(steps: int) -> Iterator[Settings]:
     by_residual = {"features": "model_residual"}
     yield merging(0.5)
@@ -129,6 +138,7 @@ STRONG = {UNET: 7.5, TRANSFORMER: 7.0}
 def scenes() -> Iterator[tuple[Scene, list[Settings]]]:
     """Yield the scenes of the record, each with its settings: the cheapest first, then further prompts."""
     reused, merged = (UNET, of_unet), (UNET, merging_in_unet)
+    mixed = UNET, both_in_unet
     blocks, whole = (TRANSFORMER, of_transformer), (TRANSFORMER, merging_in_transformer)
     order: list[tuple[tuple[str, Any], int, int, str, int, tuple[str, ...]]] = []
     both = "weak", "strong"
@@ -138,6 +148,7 @@ def scenes() -> Iterator[tuple[Scene, list[Settings]]]:
         order += [(reused, 128, steps, "DPM++ 2M", number, both) for steps in (8, 4)]
         order += [(blocks, 128, steps, "flow Euler", number, both) for steps in (20, 8, 4)]
         order += [(merged, 192, 8, "DPM++ 2M", number, ("weak", "strong"))]
+        order += [(mixed, 192, 20, "DPM++ 2M", number, ("strong",))]
         order += [(whole, 192, 8, "flow Euler", number, ("strong", "weak"))]
     prompts = prompts_of(PROMPTS, 2)
     for (model, settings), size, steps, solver, number, strengths in order:
