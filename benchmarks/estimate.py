@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ import torch
 from diffusers import DiffusionPipeline
 from solvers import GUIDANCE, scheduler
 
-from tokenmerge import apply_token_merging
+from tokenmerge import ToMeConfig, apply_token_merging
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.models.find import find_hosts
+from tokenmerge.plans.estimate import estimate_closeness, log_features
 from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge_tools.demo import path
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
@@ -90,7 +92,7 @@ def measure(model: str, options: argparse.Namespace, known: set[tuple[Any, ...]]
 
 
 def noted(pipe: DiffusionPipeline, speedup: float) -> dict[str, Any]:
-    """What the runtime noted in the last generation, and what the plan expected of it."""
+    """Return what the runtime noted in the last generation, and what the plan expected of it."""
     hosts = find_hosts(pipe)
     run = state_of(hosts[0].root).last_run
     grid = hosts[0].grid_at(run.height, run.width)
@@ -133,7 +135,67 @@ def psnr(mse: float) -> float:
 
 
 def show(lines: Sequence[Mapping[str, Any]]) -> None:
-    """Print how well estimates rank the true errors, over all and within a model, solver and guidance."""
+    """Print how well the estimate ranks and bounds the true errors, and the numbers that fit best.
+
+    The numbers are also fitted on each model alone and tried on the other one.
+    """
+    models = sorted({line["model"] for line in lines})
+    parts = [("all", lines, lines)]
+    parts += [(f"not fitted on {one}", without(lines, one), of(lines, one)) for one in models]
+    for name, fitted_on, tried_on in parts:
+        weights = np.linalg.lstsq(features(fitted_on), errors_of(fitted_on), rcond=None)[0]
+        title = f"{name}, weights {', '.join(f'{weight:.2f}' for weight in weights)}"
+        report(title, tried_on, features(tried_on) @ weights)
+    report("as in the policy", lines, np.array([math.log(10 ** (-estimated(r) / 10)) for r in lines]))
+
+
+def of(lines: Sequence[Mapping[str, Any]], model: str) -> list[Mapping[str, Any]]:
+    return [line for line in lines if line["model"] == model]
+
+
+def without(lines: Sequence[Mapping[str, Any]], model: str) -> list[Mapping[str, Any]]:
+    return [line for line in lines if line["model"] != model]
+
+
+def features(lines: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """Return 1, the log of the expected harm, and that of the noted errors: ``[line, 3]``."""
+    return np.array([log_features(line["harm"], *run_of(line)) for line in lines])
+
+
+def errors_of(lines: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """Return the logs of the true squared errors."""
+    return np.log([max(line["mse"], 1e-10) for line in lines])
+
+
+def run_of(line: Mapping[str, Any]) -> tuple[ToMeConfig, int, dict[str, dict[int, float]]]:
+    noted: dict[str, dict[int, float]] = {}
+    for step, part, _, *error in line["errors"]:
+        noted.setdefault(part, {})[step] = max(error)
+    return ToMeConfig.from_dict(line["settings"]), line["steps"], noted
+
+
+def estimated(line: Mapping[str, Any]) -> float:
+    return estimate_closeness(line["harm"], *run_of(line)).psnr
+
+
+def report(name: str, lines: Sequence[Mapping[str, Any]], expected: np.ndarray) -> None:
+    """Print rank correlations, over all and within a case, and the error that 90 % of the estimates keep."""
+    true = errors_of(lines)
+    cases = defaultdict(list)
+    for place, line in enumerate(lines):
+        cases[line["model"], line["solver"], line["guidance"], line["size"]].append(place)
+    within = [rank_correlation(expected[own], true[own]) for own in cases.values() if len(own) > 4]
+    off = np.abs(true - expected) * 10 / math.log(10)
+    print(
+        f"{name}: {len(lines)} runs, rank correlation {rank_correlation(expected, true):.2f} over all, "
+        f"{np.median(within):.2f} within a case (median); 90 % within {np.quantile(off, 0.9):.1f} dB"
+    )
+
+
+def rank_correlation(ones: np.ndarray, others: np.ndarray) -> float:
+    """Return Spearman's rank correlation."""
+    ranks = [values.argsort().argsort() for values in (ones, others)]
+    return float(np.corrcoef(*ranks)[0, 1])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
 """The policy of the default method: measure what its choices lose, fit the table, compare with another.
 
-`measure` draws pictures of both bundled models with step reuse alone, with token merging alone and with a few
-mixes. A line of the record is one picture: its settings, and its mean squared error to the dense picture of
-the same seed. A second run with the same record continues where the first one stopped.
+`measure` draws pictures of both bundled models with step reuse alone and with token merging alone. A line of
+the record is one picture: its settings, and its mean squared error to the dense picture of the same seed.
+`fit` writes the policy from this record and from those of `tokenmerge evaluate` that have settings.
+`compare` draws other prompts with the policy, at no lower counted speed than `auto` has, and `table` prints
+that record. A second run with the same record continues where the first one stopped.
 
     python benchmarks/policy.py measure --out benchmarks/policy_cpu.jsonl
+    python benchmarks/policy.py fit --out benchmarks/policy_cpu.jsonl
+    python benchmarks/policy.py compare --out benchmarks/policy_against_auto_cpu.jsonl
+    python benchmarks/policy.py table --out benchmarks/policy_against_auto_cpu.jsonl
 """
 
 from __future__ import annotations
@@ -14,8 +19,10 @@ import dataclasses
 import json
 import math
 import os
+import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,11 +99,22 @@ def merging_in_unet(steps: int) -> Iterator[Settings]:
     yield fine(0.5, sx=4)
     yield fine(0.75, sx=4)
     yield fine(0.5, correction__every=4)
+    yield fine(0.25)
+    yield fine(0.25, correction__every=2)
 
 
 def fine(ratio: float, **more: Any) -> dict[str, Any]:
     """Merge at the finest level alone."""
     return merging(ratio, max_downsample=1, **more)
+
+
+def both_in_unet(steps: int) -> Iterator[Settings]:
+    yield {**NONE, **reuse(steps, 8)}
+    yield {**NONE, **reuse(steps, 11)}
+    yield fine(0.5)
+    yield {**NONE, **reuse(steps, 8, 13)}
+    yield fine(0.3) | reuse(steps, 8)
+    yield fine(0.5) | reuse(steps, 14)
 
 
 def merging_in_transformer(steps: int) -> Iterator[Settings]:
@@ -120,6 +138,7 @@ STRONG = {UNET: 7.5, TRANSFORMER: 7.0}
 def scenes() -> Iterator[tuple[Scene, list[Settings]]]:
     """Yield the scenes of the record, each with its settings: the cheapest first, then further prompts."""
     reused, merged = (UNET, of_unet), (UNET, merging_in_unet)
+    mixed = UNET, both_in_unet
     blocks, whole = (TRANSFORMER, of_transformer), (TRANSFORMER, merging_in_transformer)
     order: list[tuple[tuple[str, Any], int, int, str, int, tuple[str, ...]]] = []
     both = "weak", "strong"
@@ -129,6 +148,7 @@ def scenes() -> Iterator[tuple[Scene, list[Settings]]]:
         order += [(reused, 128, steps, "DPM++ 2M", number, both) for steps in (8, 4)]
         order += [(blocks, 128, steps, "flow Euler", number, both) for steps in (20, 8, 4)]
         order += [(merged, 192, 8, "DPM++ 2M", number, ("weak", "strong"))]
+        order += [(mixed, 192, 20, "DPM++ 2M", number, ("strong",))]
         order += [(whole, 192, 8, "flow Euler", number, ("strong", "weak"))]
     prompts = prompts_of(PROMPTS, 2)
     for (model, settings), size, steps, solver, number, strengths in order:
@@ -213,6 +233,8 @@ def fit(options: argparse.Namespace) -> None:
         for strength in ("weak", "strong"):
             chosen = [line for line in own if (line["guidance"] >= 5) == (strength == "strong")]
             table[name][strength] = fitted(name, chosen)
+            if (name, strength) == UNCORRECTED:
+                table[name][strength]["corrected"] = None
     options.policy.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
 
@@ -303,9 +325,12 @@ def fitted(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-# Numbers that are not fitted: the scale from which guidance counts as strong; smaller grids lose more by
-# merging than by skipping (few_steps_cpu.jsonl); how many times merging loses more (settings_cpu.jsonl).
+# Numbers that are not fitted: the scale from which guidance counts as strong; the size of a grid below which
+# merging loses more than skipping (few_steps_cpu.jsonl); how many times more it loses without proportional
+# attention (settings_cpu.jsonl).
 KNOWN = {"strong guidance": 5, "fewest tokens": 2048, "without proportional attention": 10}
+# Where corrections lose: by 0.9 to 9 dB in the record.
+UNCORRECTED = ("unet", "strong")
 SPREAD = 0.2  # of the factors of scenes: a penalty
 
 
@@ -316,7 +341,7 @@ def scene_of(line: Mapping[str, Any]) -> str:
 def terms(
     name: str, lines: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
-    """Return reaches [line, step] by part, ratios [line] by scope, and distances of corrections."""
+    """Return reaches [line, step] by part, ratios [line] by scope, and distances of corrections [line]."""
     longest = max(line["steps"] for line in lines)
     reaches = {part: torch.zeros(len(lines), longest) for part in SKIP[name]}
     ratios = {scope: torch.zeros(len(lines)) for scope in MERGE[name]}
@@ -401,6 +426,29 @@ def compare(options: argparse.Namespace) -> None:
                 )
 
 
+def table(options: argparse.Namespace) -> None:
+    """Print the comparison: a line for each model, size, number of steps and guidance."""
+    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for line in read(options.out):
+        cells[tuple(line[name] for name in ("model", "size", "steps", "guidance"))].append(line)
+    print("| model | pixels | steps | guidance | pictures | `auto` | policy | difference |")
+    print("|---|---:|---:|---:|---:|---|---|---|")
+    everything = []
+    for cell, lines in sorted(cells.items()):
+        gains = [line["psnr"] - line["auto psnr"] for line in lines]
+        everything += gains
+        mean = {name: statistics.mean(line[name] for line in lines) for name in lines[0] if "psnr" in name}
+        speed = {name: statistics.mean(line[name] for line in lines) for name in ("auto speedup", "speedup")}
+        rival = f"{mean['auto psnr']:.1f} dB, {speed['auto speedup']:.2f}×"
+        own = f"{mean['psnr']:.1f} dB, {speed['speedup']:.2f}×"
+        gain = f"{statistics.mean(gains):+.1f} dB, {min(gains):+.1f} to {max(gains):+.1f}"
+        print(f"| {' | '.join(map(str, cell))} | {len(lines)} | {rival} | {own} | {gain} |")
+    error = statistics.stdev(everything) / len(everything) ** 0.5
+    print(
+        f"\nMean difference: {statistics.mean(everything):+.2f} ± {error:.2f} dB, {len(everything)} pictures"
+    )
+
+
 def decibels(error: float) -> float:
     return round(-10 * math.log10(max(error, 1e-10)), 3)
 
@@ -441,12 +489,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("measure", "fit", "compare"))
+    parser.add_argument("what", choices=("measure", "fit", "compare", "table"))
     parser.add_argument("--policy", type=Path, default=POLICY, help="the table that the fit writes")
     parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()
-    {"measure": measure, "fit": fit, "compare": compare}[options.what](options)
+    {"measure": measure, "fit": fit, "compare": compare, "table": table}[options.what](options)
 
 
 if __name__ == "__main__":

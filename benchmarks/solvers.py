@@ -65,7 +65,7 @@ DENSE = "dense"
 
 
 def scheduler(pipe: DiffusionPipeline, own: Mapping[str, Any], name: str) -> Any:
-    """The solver for a model whose own scheduler has this config."""
+    """Return the solver for a model whose own scheduler has this config."""
     class_name, changes = {**SOLVERS, **FLOW_SOLVERS}[name]
     cls = getattr(diffusers, class_name)
     known = inspect.signature(cls.__init__).parameters
@@ -171,7 +171,7 @@ def write(file: Path, line: Mapping[str, Any]) -> None:
 
 
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """A Markdown table for each model, size and number of steps.
+    """Yield a Markdown table for each model, size and number of steps.
 
     A cell has the PSNR and the speed-up, which is the dense CPU time over that of the method.
     """

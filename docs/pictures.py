@@ -39,7 +39,7 @@ LARGEST_FILE = 300_000  # bytes
 
 
 def bundled() -> DiffusionPipeline:
-    """The pipeline of the bundled model."""
+    """Return the pipeline of the bundled model."""
     pipe = DiffusionPipeline.from_pretrained(demo.path(MODEL), safety_checker=None)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -60,7 +60,7 @@ def seeded() -> torch.Generator:
 
 
 def closeness(one: Image.Image, dense: Image.Image) -> str:
-    """The PSNR in words."""
+    """Return the PSNR in words."""
     return f"{psnr(as_tensor([one]), as_tensor([dense])).item():.1f} dB"
 
 
@@ -216,7 +216,7 @@ def exported() -> None:
 
 
 def playground() -> None:
-    """The page after one picture."""
+    """Show the page after one picture."""
     from playwright.sync_api import sync_playwright
 
     command = [sys.executable, "-m", "tokenmerge_tools", "play", "--no-browser"]

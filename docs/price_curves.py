@@ -52,7 +52,7 @@ def _order(record: QualityRecord) -> tuple:
 
 
 def tables(drawn: Mapping[str, Chart]) -> str:
-    """Closeness and speed-up of the points of all curves, in Markdown: for each model a row a setting."""
+    """Return closeness and speed-up of the points of all curves, in Markdown: for each model a row a setting."""
     models = dict.fromkeys("-".join(name.split("-")[:2]) for name in drawn)
     of_model = {model: {n: chart for n, chart in drawn.items() if n.startswith(model)} for model in models}
     return "\n".join(_table(model, charts) for model, charts in of_model.items())
@@ -125,7 +125,7 @@ def leads_table(drawn: Mapping[str, Chart]) -> str:
 
 
 def _at_speed(line: Line, speed: float) -> float:
-    """The highest closeness of a method at this speed-up or above; −∞: it is nowhere as fast."""
+    """Return the highest closeness of a method at this speed-up or above; −∞: it is nowhere as fast."""
     points = sorted((own, closeness) for closeness, own in line.points)
     found = [closeness for own, closeness in points if own >= speed]
     if line.name == "fewer-steps":
@@ -137,7 +137,7 @@ def _at_speed(line: Line, speed: float) -> float:
 
 
 def joint_table() -> str:
-    """Closeness, counted operations and time of cache-dit, merging, and both, in Markdown: a row a variant."""
+    """Return closeness, counted operations and time of cache-dit, merging, and both, in Markdown: a row a variant."""
     files = sorted((ROOT / "benchmarks" / "results").glob("cpu-cache-dit-*.jsonl"))
     if not files:
         return "Not measured yet.\n"
@@ -181,7 +181,7 @@ def _as_fast(speed: float, fewer: Sequence[tuple[float, float, str]]) -> str:
 
 
 def settings_table() -> str:
-    """Closeness with one setting changed at a time, in Markdown: a row a setting, two columns a size."""
+    """Return closeness with one setting changed at a time, in Markdown: a row a setting, two columns a size."""
     records = (ROOT / "benchmarks" / "settings_cpu.jsonl").read_text(encoding="utf-8").splitlines()
     sizes = {line["size"]: line["psnr"] for line in map(json.loads, records)}
     heads = [f"{size} px, {len(psnr['base'])} prompts | difference" for size, psnr in sizes.items()]
@@ -236,7 +236,7 @@ def _speed(ratios: list[float]) -> str:
 
 
 def with_tables(drawn: Mapping[str, Chart]) -> dict[str, str]:
-    """The documents that have such a table, by their path, with what it is to be."""
+    """Return the documents that have such a table, by their path, with what it is to be."""
     made = {
         "docs/methods/price-curves.md": {"closeness": tables(drawn)},
         "docs/methods/each-setting.md": {"settings": settings_table()},

@@ -109,9 +109,16 @@ class DefaultMethod:
         if highest >= self.speedup:
             return ""
         size = " × ".join(map(str, known.grid[known.grid[0] == 1 :]))
+        where = f"in {known.steps} step{'s' if known.steps > 1 else ''} on {size} tokens"
+        reached = math.floor(100 * highest) / 100
+        if reached <= 1:
+            return (
+                f"speedup={self.speedup:g}: nothing can be saved {where}, so this generation is dense; take "
+                "more steps or a larger picture"
+            )
         return (
-            f"speedup={self.speedup:g}: at most {math.floor(100 * highest) / 100:g}× can be reached in "
-            f"{known.steps} steps on {size} tokens; take more steps, a larger picture or a lower speed-up"
+            f"speedup={self.speedup:g}: at most {reached:g}× can be reached {where}; take more steps, a "
+            "larger picture or a lower speed-up"
         )
 
     def _known(self, grid: GridShape | None, steps: int | None, guidance: float | None) -> Facts:

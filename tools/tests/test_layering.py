@@ -40,13 +40,13 @@ MAY_IMPORT = {
     "drawing": "failures timing pipelines variants",
     "bench": "files failures machine timing method_spec pipelines records variants",
     "reporting": "files records variants",
-    "generate": "files failures machine timing method_spec closeness sheets pipelines variants drawing",
+    "generate": "files failures machine timing method_spec closeness sheets demo pipelines variants drawing",
     "evaluate": "files failures machine closeness sheets demo pipelines records variants drawing",
     "tune": "files failures sheets pipelines records variants drawing reporting evaluate",
     "play": "failures method_spec closeness sheets demo pipelines variants drawing",
     "export": "files failures machine method_spec pipelines",
     "cli": (
-        "files failures machine method_spec pipelines records drawing bench reporting generate "
+        "files failures machine method_spec demo pipelines records drawing bench reporting generate "
         "evaluate tune play export"
     ),
     "__main__": "cli",

@@ -34,16 +34,16 @@ def narrowest_attention(blocks: Sequence[Block]) -> tuple[int, ...]:
 
 
 def narrowest(attention: Iterable[tuple[tuple[int, int], Hashable]]) -> tuple[int, ...]:
-    """Return channels and heads of the narrowest attention, and how many blocks share its plan on average.
+    """Return the width of the narrowest attention, and how many of its blocks share a plan.
 
-    Merging saves least in the narrowest attention.
+    Merging saves least there.
 
     Args:
         attention: for each block, channels and heads of its attention, and what it has in common with the
             blocks that can share its plan.
 
     Returns:
-        Channels, heads, and the number of blocks, rounded down. Empty if there is no attention.
+        Channels, heads, and the mean number of blocks, rounded down. Empty if there is no attention.
     """
     groups = Counter(attention)
     found = min((width for width, _ in groups), default=None)

@@ -34,7 +34,7 @@ def bipartite_soft_matching(features: Tensor, src: Tensor, dst: Tensor) -> tuple
 
 
 def most_similar(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
-    """The edges of :func:`bipartite_soft_matching`, without sorting them.
+    """Return the edges of :func:`bipartite_soft_matching`, without sorting them.
 
     It takes the same arguments.
 
@@ -85,7 +85,7 @@ def _select(x: Tensor, index: Tensor) -> Tensor:
 
 
 def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor:
-    """Index of each token's cell in grid order. Tokens beyond the last whole cell get the nearest one.
+    """Return index of each token's cell in grid order. Tokens beyond the last whole cell get the nearest one.
 
     >>> own_cell((3, 4), (2, 2), torch.tensor([0, 3, 6, 11])).tolist()
     [0, 1, 1, 1]

@@ -19,7 +19,7 @@ from tokenmerge.ops.constants import first_numbers, made_once
 
 
 def num_destinations(grid: Sequence[int], cell: Sequence[int]) -> int:
-    """Number of whole cells in a grid of tokens.
+    """Return the number of whole cells in a grid of tokens.
 
     >>> num_destinations((5, 4), (2, 2))
     4
@@ -28,7 +28,7 @@ def num_destinations(grid: Sequence[int], cell: Sequence[int]) -> int:
 
 
 def num_tokens(grid: Sequence[int]) -> int:
-    """Number of tokens in a grid; like `math.prod`, which torch.compile cannot trace with dynamic sizes.
+    """Count the tokens in a grid; like `math.prod`, which torch.compile cannot trace with dynamic sizes.
 
     >>> num_tokens((2, 3, 4))
     24
@@ -42,7 +42,7 @@ def num_tokens(grid: Sequence[int]) -> int:
 def whole_cells(
     grid: Sequence[int], cell: Sequence[int], device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of each whole cell, and the tokens beyond the last whole cell of an axis.
+    """Return the tokens of each whole cell, and the tokens beyond the last whole cell of an axis.
 
     Args:
         grid: (rows, columns), or (frames, rows, columns): n tokens, the last axis fastest.
@@ -83,7 +83,7 @@ def _whole_cells(
 
 
 def partition_at(inside: Tensor, outside: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Sources and destinations, given the position of the destination in each cell.
+    """Return sources and destinations, given the position of the destination in each cell.
 
     Args:
         inside: ``[k, d]`` from :func:`whole_cells`.

@@ -62,7 +62,7 @@ class IndexPlan(NamedTuple):
         return y.reshape(b * m, c).index_select(0, self.inverse.flatten()).view(b, -1, c)
 
     def in_batch(self) -> IndexPlan:
-        """This plan with rows of the whole batch, if its indices start at 0 in each image."""
+        """Return this plan with rows of the whole batch, if its indices start at 0 in each image."""
         (b, m), n = self.keep.shape, self.inverse.shape[1]
         image = torch.arange(b, device=self.keep.device).unsqueeze(1)
         return IndexPlan(
@@ -75,7 +75,7 @@ class IndexPlan(NamedTuple):
         )
 
     def joined(self, parts: int) -> IndexPlan:
-        """The plan for b / ``parts`` images, each of which joins ``parts`` images, such as video frames."""
+        """Return the plan for b / ``parts`` images, each of which joins ``parts`` images."""
         b = len(self.keep) // parts
         return IndexPlan(
             keep=self.keep.reshape(b, -1),
@@ -87,7 +87,7 @@ class IndexPlan(NamedTuple):
         )
 
     def repeated(self, times: int) -> IndexPlan:
-        """The plan for a batch that repeats the b images of this plan ``times`` times."""
+        """Return the plan for a batch that repeats the b images of this plan ``times`` times."""
         (b, m), n, device = self.keep.shape, self.inverse.shape[1], self.keep.device
         before_n, before_m = (first_rows(times, b * of_each, 0, device).unsqueeze(2) for of_each in (n, m))
         return IndexPlan(
@@ -100,7 +100,7 @@ class IndexPlan(NamedTuple):
         )
 
     def within(self, start: Tensor, total: int) -> IndexPlan:
-        """The plan for sequences of ``total`` tokens that contain the n tokens of this plan in a row.
+        """Return the plan for sequences of ``total`` tokens that contain the n tokens of this plan in a row.
 
         Args:
             start: ``[b]`` index of the first of the n tokens in the sequence of each image.
@@ -133,7 +133,7 @@ Plan: TypeAlias = IndexPlan | SoftPlan
 def make_plan(
     src: Tensor, dst: Tensor, order: Tensor, nearest: Tensor, r: int, weights: Tensor | None = None
 ) -> IndexPlan:
-    """A plan that merges the r sources with the best edges and leaves all other tokens alone.
+    """Return a plan that merges the r sources with the best edges and leaves all other tokens alone.
 
     Args:
         src: ``[s]`` indices of the sources, or ``[b, s]`` for each image.

@@ -98,7 +98,7 @@ def _mixes(facts: Facts) -> Iterator[_Mix]:
         + _of_skipping(facts.steps, finest, harms.skip.get("finest"))
         for complete, finest in counts
     }
-    for merging in _mergings(facts):
+    for merging in _mergings(facts, harms.corrected is not None):
         costs = costs_of(facts, merging)
         every = merging.correction.every
         merged = harms.of_merging(merging.scope, merging.ratio, every, merging.proportional)
@@ -108,7 +108,7 @@ def _mixes(facts: Facts) -> Iterator[_Mix]:
             yield _Mix(merging, complete, finest, costs.speedup(complete, finest, dense), harm)
 
 
-def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
+def _mergings(facts: Facts, corrects: bool) -> Iterator[ToMeConfig]:
     """Yield the settings of token merging to try, of which the first merge nothing."""
     deepest = min(8, max(facts.work.levels, default=1))
     yield ToMeConfig(ratio=0.0, max_downsample=deepest)
@@ -117,7 +117,8 @@ def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
         return
     scopes = ["layers"] * facts.layers + ["block"] * (facts.whole_blocks and facts.model != "unet")
     residuals = facts.model == "transformer" and facts.follows_steps and facts.compares_residuals
-    corrections = _CORRECTIONS if facts.follows_steps and facts.corrections else (0,)
+    corrects = corrects and facts.follows_steps and facts.corrections
+    corrections = _CORRECTIONS if corrects else (0,)
     for scope, ratio, every in itertools.product(scopes, _RATIOS, corrections):
         yield ToMeConfig(
             ratio=ratio,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ from tokenmerge.plans.choose import reach
 from tokenmerge.plans.policy import estimate_of
 
 PARTS = ("deep", "finest")
+_LEAST = 1e-7  # a squared error that nobody sees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,16 +47,29 @@ def estimate_closeness(
         noted: for the parts ``"deep"`` and ``"finest"``, the relative error that a forecast would have had in
             each step that ran the part.
     """
+    numbers, errors = estimate_of(), _errors(config, steps, noted)
+    logs = log_features(harm, config, steps, noted)
+    squared = math.exp(sum(map(operator.mul, numbers["weights"], logs)))
+    worst = max(errors, key=lambda step: errors[step], default=None)
+    return Estimate(-10 * math.log10(squared), numbers["within"], worst)
+
+
+def log_features(
+    harm: float, config: ToMeConfig, steps: int, noted: Mapping[str, Mapping[int, float]]
+) -> tuple[float, float, float]:
+    """Return what the logarithm of the squared error is a weighted sum of; the arguments are the same."""
+    shown = sum(_errors(config, steps, noted).values()) / steps
+    return 1.0, math.log(harm + _LEAST), math.log(shown + _LEAST)
+
+
+def _errors(config: ToMeConfig, steps: int, noted: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
+    """Return the expected squared error of the forecasts of each step that skips a part."""
     runs = config.reuse.steps_of(steps)
     errors: dict[int, float] = {}
     for part, ran in zip(PARTS, (runs.full, runs.shallow), strict=True):
         for step, error in _of_steps(ran, noted.get(part, {})):
             errors[step] = errors.get(step, 0.0) + error**2
-    numbers = estimate_of()
-    powers = zip((1.0, harm + 1e-9, sum(errors.values()) / steps + 1e-7), numbers["weights"], strict=True)
-    squared = math.exp(sum(weight * (math.log(x) if i else 1.0) for i, (x, weight) in enumerate(powers)))
-    worst = max(errors, key=lambda step: errors[step], default=None)
-    return Estimate(-10 * math.log10(squared), numbers["within"], worst)
+    return errors
 
 
 def _of_steps(ran: Iterable[int], noted: Mapping[int, float]) -> Iterable[tuple[int, float]]:

@@ -47,6 +47,9 @@ class _EmptyType(type):
     def __getitem__(cls, item):
         return cls
 
+    def __iter__(cls):
+        return iter(())
+
 
 class Empty(metaclass=_EmptyType):
     """Stands for any class, function or decorator."""
@@ -59,6 +62,9 @@ class Empty(metaclass=_EmptyType):
 
     def __bool__(self):
         return False
+
+    def __iter__(self):
+        return iter(())
 
     def __getattr__(self, name):
         if name.startswith("__"):

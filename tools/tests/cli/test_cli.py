@@ -136,12 +136,12 @@ def test_details_are_a_table_and_what_the_patch_says(folder, tmp_path, capsys):
 def test_settings_of_a_file_are_named_by_the_file(folder, tmp_path, capsys):
     """Their values fill three lines, and the user gave none of them."""
     file = tmp_path / "tuned.json"
-    save_config(ToMeConfig(ratio=0.25, planner="tiled", rules=[{"guidance": 5.0, "ratio": 0.1}]), file)
+    save_config(ToMeConfig(ratio=0.25, planner="tiled", rules=[{"level": 2, "ratio": 0.1}]), file)
     common = ["generate", "a red apple", "--model", folder, "--steps", 2, "--repeat", 1]
     assert main([*map(str, common), "--settings", str(file), "--out", str(tmp_path / "a")]) == 0
     printed = capsys.readouterr().out
     assert f"tokenmerge.apply_token_merging(pipe, {str(file)!r})" in printed
-    assert "by_guidance" not in printed
+    assert "rules" not in printed
     assert "planner=" not in printed
 
 

@@ -15,6 +15,7 @@ from PIL import Image
 import tokenmerge
 import tokenmerge_tools.generate.run
 from tokenmerge.config import ToMeConfig
+from tokenmerge.default_method import settings_for
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge_tools.generate.run import generate
 from tokenmerge_tools.method_spec import MethodSpec
@@ -168,13 +169,15 @@ def test_ratio_zero_gives_the_dense_picture_and_says_so(folder, tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["quality"]["psnr_db"] == ["inf"]
 
 
-@pytest.mark.parametrize(("guidance", "ratio"), [(None, 0.25), (7.5, 0.25), (3.0, 0.5), (1.0, 0.5)])
-def test_the_report_is_that_of_the_guidance_of_the_run(folder, tmp_path, guidance, ratio):
-    merging = MethodSpec("tome", {"ratio": 0.5, "rules": [{"guidance": 5.0, "ratio": 0.25}]})
-    result = generate(options(folder, tmp_path, steps=1, compare=False, merging=merging, guidance=guidance))
-    row = result.report.rows[0]
-    assert 1 - row.merged_tokens / row.tokens == ratio
-    assert not any("--steps" in note for note in result.notes)
+@pytest.mark.parametrize("guidance", [None, 3.0])
+def test_the_default_method_is_that_of_the_guidance_of_the_run(folder, tmp_path, guidance):
+    merging = MethodSpec("auto", {"speedup": 1.3})
+    asked = options(folder, tmp_path, steps=8, compare=False, merging=merging, guidance=guidance)
+    result = generate(asked)
+    pipe = load_pipeline(find_model(str(folder)), torch.float32, torch.device("cpu"))
+    latents = [asked.size[side] // pipe.vae_scale_factor for side in (1, 0)]
+    wanted = settings_for(pipe, 1.3, *latents, steps=8, guidance=7.5 if guidance is None else guidance)
+    assert ToMeConfig.from_dict(result.conditions["config"]) == wanted
 
 
 def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_path):
@@ -195,16 +198,12 @@ def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_p
 
 def test_a_method_that_chooses_by_the_model_says_what_it_chose(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    merging = MethodSpec("auto", {"ratio": 0.25, "planner": "tome", "min_tokens": 64})
+    changes = {"ratio": 0.25, "planner": "tome", "min_tokens": 64}
+    with pytest.raises(ConfigError, match="ratio: the method auto takes a speed-up"):
+        MethodSpec("auto", changes)
+    merging = MethodSpec("auto", {"speedup": 1.5, "reuse.every": 2, "reuse.shallow_every": 1})
     result = generate(options(folder, tmp_path / "out", compare=False, merging=merging))
-    config = result.conditions["config"]
-    assert (config["ratio"], config["planner"], config["min_tokens"], config["reuse"]["every"]) == (
-        0.25,
-        "tome",
-        64,
-        2,
-    )
-    assert result.report.rows
+    assert result.conditions["config"]["reuse"]["every"] == 2
 
 
 def test_without_comparison_only_merged_runs(folder, tmp_path):

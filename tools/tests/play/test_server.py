@@ -27,6 +27,7 @@ FIELDS = {
     "steps": 2,
     "guidance": "",
     "method": "tome",
+    "speedup": 2.0,
     "ratio": 0.5,
 }
 ENDLESS = {"size": "256", "steps": 900}  # several minutes

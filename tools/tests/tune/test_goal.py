@@ -35,7 +35,7 @@ def test_a_speed_is_at_the_best_closeness_by_psnr_or_another_metric() -> None:
         (None, {"psnr": math.inf}, None, "above 0"),
         (None, {"ssim": 1.5}, None, "min-ssim: expected a number above 0 and at most 1, got 1.5"),
         (None, {"lpips": -0.1}, None, "max-lpips: expected a number above 0, got -0.1"),
-        (1.5, {}, "fid", "metric: expected one of psnr, .*got 'fid'"),
+        (1.5, {}, "fid", "metric: expected one of psnr, .*glyphs, which have a value .*got 'fid'"),
         (1.5, {}, "none", "got 'none'"),
         (None, {"psnr": 35.0}, "dino", "--min-psnr measures psnr, got 'dino'"),
     ],

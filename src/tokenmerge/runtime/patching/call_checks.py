@@ -141,6 +141,8 @@ def refuse_training(config: ToMeConfig, method: str) -> None:
 
 def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: DenoisingStep) -> None:
     """Warn about a generation that is dense: too few steps to merge or to skip, and too few tokens."""
+    if state.default is not None:  # it says how much of a speed-up it can reach
+        return
     steps, grids = step.steps, state.threads.value.grid.shapes
     counted = f"{steps} step{'s' if steps > 1 else ''}"
     stages = [(level, stage.at_level(level)) for level in state.settings for stage in config.stages()]

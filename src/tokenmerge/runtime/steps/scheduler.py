@@ -12,6 +12,8 @@ from torch import Tensor
 # The attribute by which a scheduler's tensor of timesteps holds its generation. ``set_timesteps`` makes a new
 # tensor for each generation, and a deep copy of the tensor takes the attribute along.
 _GENERATION = "_tokenmerge_generation"
+# The attribute by which timesteps on a device hold a copy on the CPU.
+_ON_CPU = "_tokenmerge_on_cpu"
 
 
 class Generation:
@@ -125,8 +127,8 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
     if index is None:
         index = _offset(timestep, timesteps)
     if index is None:
-        now = float(torch.as_tensor(timestep).max())
-        index = _place(now, timesteps, made=getattr(scheduler, "counter", 0))
+        now, scheduled = _read(timestep, timesteps)
+        index = _place(now, scheduled, made=getattr(scheduler, "counter", 0))
         # Flow-matching models get the timestep as a share of the highest one. There 1 is ambiguous: it is
         # also one of the last timesteps.
         if hasattr(scheduler, "step_index") and (index is None or now <= 1):
@@ -182,15 +184,33 @@ def _is_unused(scheduler: Any) -> bool:
     return getattr(scheduler, "num_inference_steps", None) is None and len(scheduler.timesteps) == training
 
 
-def _place(timestep: float, timesteps: Any, made: int) -> int | None:
+def _read(timestep: Tensor | float, timesteps: Any) -> tuple[float, Tensor]:
+    """Return the highest timestep of a call, and the timesteps of a scheduler on the CPU.
+
+    On a device, this waits for it once. The timesteps are copied in the first call only.
+    """
+    latest = torch.as_tensor(timestep, dtype=torch.float32).max()
+    scheduled = getattr(timesteps, _ON_CPU, None)
+    if scheduled is None:
+        scheduled = torch.as_tensor(timesteps, dtype=torch.float32).flatten()
+        if scheduled.device.type != "cpu":
+            if latest.device == scheduled.device:
+                scheduled = torch.cat([latest[None], scheduled])
+            scheduled = scheduled.cpu()
+            if len(scheduled) > len(timesteps):
+                latest, scheduled = scheduled[0], scheduled[1:]
+            setattr(timesteps, _ON_CPU, scheduled)
+    return float(latest), scheduled
+
+
+def _place(timestep: float, scheduled: Tensor, made: int) -> int | None:
     """Return the index of the timestep that a model is called with; None: it is in another unit.
 
     Args:
         timestep: that the model is called with.
-        timesteps: of the scheduler.
+        scheduled: the timesteps of the scheduler, on the CPU.
         made: number of steps made so far. PNDM counts them, and some of its timesteps are equal.
     """
-    scheduled = torch.as_tensor(timesteps, dtype=torch.float32).cpu()
     distance = (scheduled - timestep).abs()
     nearest = distance.min()
     if nearest > max(1.0, abs(timestep)) / 128:  # half precision is good to 1 in 256

@@ -21,12 +21,18 @@ class StepSeed:
 
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+        self._last_read: tuple[int, Tensor] | None = None
 
     def of(self, timestep: Tensor | float, device: torch.device) -> Tensor:
-        """Return the number of a step, int64. The same timestep tensor gives the same result tensor again."""
-        if not isinstance(timestep, Tensor) or not needs_sync(timestep):
+        """Return the number of a step, int64, on a device.
+
+        The same timestep tensor gives the same result tensor again, and so does the same timestep on the CPU.
+        """
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return _bits(timestep, device)
-        if torch.compiler.is_compiling() or timestep.is_inference():
+        if not isinstance(timestep, Tensor) or not needs_sync(timestep):
+            return self._read(int(_bits(timestep, torch.device("cpu"))), device)
+        if timestep.is_inference():
             return _bits(timestep, device)  # its value may have changed unseen
         if self._last is not None:
             last, version, number = self._last
@@ -34,6 +40,16 @@ class StepSeed:
                 return number
         number = _bits(timestep, device)
         self._last = weakref.ref(timestep), timestep._version, number
+        return number
+
+    def _read(self, value: int, device: torch.device) -> Tensor:
+        """Return a number that is known on the CPU. Copying it to the device would wait for the device."""
+        if self._last_read is not None:
+            last, number = self._last_read
+            if last == value and number.device == device:
+                return number
+        number = torch.full((), value, device=device)
+        self._last_read = value, number
         return number
 
 

@@ -14,6 +14,7 @@ from tokenmerge.config.checks import integer, optional
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import counted_speedup
 from tokenmerge_tools import demo
+from tokenmerge_tools.evaluate.distances import DISTANCES, pictures_in
 from tokenmerge_tools.evaluate.metrics import METRIC_NAMES, Wanted, parse_metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import (
@@ -75,6 +76,10 @@ class EvaluateOptions(PipelineOptions):
             "--metric",
         ),
     ] = ()
+    reference: Annotated[
+        Path | None,
+        _compared("Folder of pictures that fid and kid compare with. Default: the dense pictures."),
+    ] = None
     frames: Annotated[
         int | None,
         picture(
@@ -97,7 +102,9 @@ class EvaluateOptions(PipelineOptions):
         for name, lowest in (("limit", 1), ("seeds", 1), ("samples", 0), ("frames", 2)):
             optional(integer(lowest))(name, getattr(self, name))
         self.specs()
-        self.wanted()
+        wanted = {metric.name for metric in self.wanted()}
+        if self.reference is not None and not wanted & set(DISTANCES):
+            raise ConfigError("reference: only fid and kid compare with it; add --metric fid or --metric kid")
         if self.prompts is None and self.model not in demo.NAMES:
             raise ConfigError(
                 f"prompts: only bundled models ({', '.join(demo.NAMES)}) have their own; give --prompts with "
@@ -134,7 +141,8 @@ class Evaluation:
     """What an evaluation draws, and where.
 
     The size is (width, height) in pixels, and dense is the first variant. ``frames`` is the length of videos;
-    None: pictures are drawn.
+    None: pictures are drawn. ``reference`` is the folder that FID and KID compare with; None: the dense
+    pictures.
     """
 
     source: ModelSource
@@ -145,11 +153,14 @@ class Evaluation:
     variants: tuple[Variant, ...]
     store: PictureStore
     frames: int | None = None
+    reference: Path | None = None
 
 
 def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluation:
-    """Read the prompts and the model's configs."""
+    """Read the prompts and the model's configs, and look for the reference pictures."""
     prompts = options.read_prompts()
+    if options.reference is not None:
+        pictures_in(options.reference)
     source = find_model(options.model)
     dtype = resolve_dtype(options.dtype, device)
     if options.scheduler is not None:
@@ -193,6 +204,7 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         variants=tuple(variants),
         store=PictureStore(options.out, conditions),
         frames=frames,
+        reference=options.reference,
     )
 
 

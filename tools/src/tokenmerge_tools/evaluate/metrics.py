@@ -15,6 +15,7 @@ from tokenmerge.errors import ConfigError, MissingExtraError
 from tokenmerge_tools.closeness import motion, motion_error, psnr, ssim
 from tokenmerge_tools.demo.glyphs import asked_for
 from tokenmerge_tools.demo.retrieval import Gallery
+from tokenmerge_tools.evaluate.distances import DISTANCES, INCEPTION, Inception, Network
 from tokenmerge_tools.evaluate.lpips import Lpips
 from tokenmerge_tools.evaluate.networks import Clip, Vision
 from tokenmerge_tools.files import is_folder
@@ -32,9 +33,11 @@ _NETWORKS = {
     "dino": "facebook/dinov2-base",
     "clip": _CLIP,
     "clip-score": _CLIP,
+    **dict.fromkeys(DISTANCES, INCEPTION),
 }
 
 METRIC_NAMES = (*_PIXELWISE, *_NETWORKS, _GLYPHS)
+PICTURE_METRICS = tuple(name for name in METRIC_NAMES if name not in DISTANCES)  # a value for each picture
 
 # (b pictures, the dense pictures of the same seeds, their prompts) → values [b]
 Measure = Callable[[Sequence["Image"], Sequence["Image"], Sequence[str]], Tensor]
@@ -64,10 +67,12 @@ class PictureMetric:
 class Metrics:
     """All metrics of an evaluation.
 
-    ``networks`` has the name of the network of each metric that has one, and ``loaded`` all networks.
+    ``of_sets`` has the network of each distance between sets, ``networks`` the name of the network of each
+    metric that has one, and ``loaded`` all networks.
     """
 
     of_pictures: tuple[PictureMetric, ...]
+    of_sets: dict[str, Network]
     networks: dict[str, str]
     loaded: tuple[Any, ...]
 
@@ -103,36 +108,42 @@ def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Call
             "tokenmerge-tools[metrics]", needed_by="tokenmerge evaluate needs torchmetrics"
         )
     loaded: dict[tuple[str, str], Any] = {}
-    found = []
-    for one in wanted:
-        if one.network is not None and not is_folder(Path(one.network)):
-            on_note(f"{one.name} needs the weights of {one.network}, which are downloaded if missing")
-        try:
-            measure = _measure(one.name, one.network or "", prompts, loaded)
-        except ConfigError as error:
-            raise ConfigError(f"metric {one.name}: {error}; or leave it out") from error
-        found.append(PictureMetric(one.name, measure, beside_dense=one.name not in ("clip-score", _GLYPHS)))
-    networks = {one.name: one.network for one in wanted if one.network is not None}
-    return Metrics(tuple(found), networks, tuple(loaded.values()))
+    of_pictures: list[PictureMetric] = []
+    of_sets: dict[str, Network] = {}
 
-
-def _measure(name: str, network: str, prompts: Sequence[str], loaded: dict[tuple[str, str], Any]) -> Measure:
-    """Make a metric. A network that several metrics use is loaded once."""
-
-    def load(kind: Callable[[str], Any]) -> Any:
+    def load(kind: Callable[[str], Any], network: str) -> Any:
+        """Load a network, once for all metrics that use it."""
         key = (kind.__name__, network)
         if key not in loaded:
             loaded[key] = kind(network)
         return loaded[key]
 
+    for one in wanted:
+        if one.network is not None and not is_folder(Path(one.network)):
+            on_note(f"{one.name} needs the weights of {one.network}, which are downloaded if missing")
+        try:
+            if one.name in DISTANCES:
+                of_sets[one.name] = load(Inception if one.network == INCEPTION else Vision, one.network or "")
+            else:
+                measure = _measure(one.name, one.network or "", prompts, load)
+                beside_dense = one.name not in ("clip-score", _GLYPHS)
+                of_pictures.append(PictureMetric(one.name, measure, beside_dense))
+        except ConfigError as error:
+            raise ConfigError(f"metric {one.name}: {error}; or leave it out") from error
+    networks = {one.name: one.network for one in wanted if one.network is not None}
+    return Metrics(tuple(of_pictures), of_sets, networks, tuple(loaded.values()))
+
+
+def _measure(name: str, network: str, prompts: Sequence[str], load: Callable[..., Any]) -> Measure:
+    """Make a metric with a value for each picture. ``load`` takes the kind of its network, and the name."""
     if name in _PIXELWISE or name == "lpips":
-        pixelwise = _PIXELWISE.get(name) or load(Lpips)
+        pixelwise = _PIXELWISE.get(name) or load(Lpips, network)
         return lambda pictures, dense, _: pixelwise(as_tensor(pictures), as_tensor(dense))
     if name == "clip-score":
-        return _clip_score(load(Clip))
+        return _clip_score(load(Clip, network))
     if name == _GLYPHS:
         return _glyphs(prompts)
-    return _Similarity(load(Clip if name == "clip" else Vision))
+    return _Similarity(load(Clip if name == "clip" else Vision, network))
 
 
 class _Similarity:

@@ -24,7 +24,7 @@ class Vision:
     def __init__(self, model: str) -> None:
         import transformers
 
-        with _loading(model):
+        with loading(model):
             # Load the config first, so that an unreachable hub is tried for one file only.
             config = transformers.AutoConfig.from_pretrained(model)
             self.model = transformers.AutoModel.from_pretrained(model, config=config).eval()
@@ -51,7 +51,7 @@ class Clip(Vision):
         super().__init__(model)
         if not hasattr(self.model, "get_text_features"):
             raise ConfigError(f"{type(self.model).__name__} in {model} has no text encoder; use a CLIP model")
-        with _loading(model):
+        with loading(model):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ def _pooled(output: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def _loading(what: str) -> Iterator[None]:
+def loading(what: str) -> Iterator[None]:
     """Turn the various errors of loading a network into a ``ConfigError`` of one line."""
     try:
         yield

@@ -10,8 +10,9 @@ from itertools import product
 
 import numpy as np
 
+from tokenmerge_tools.evaluate.distances import Features
 from tokenmerge_tools.evaluate.evaluation import Evaluation
-from tokenmerge_tools.evaluate.measure import Measured, figures_of, speedups_of
+from tokenmerge_tools.evaluate.measure import Measured, distances_of, figures_of, speedups_of
 from tokenmerge_tools.evaluate.metrics import Metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import Item
@@ -23,16 +24,18 @@ def quality_records(
     evaluation: Evaluation,
     metrics: Metrics,
     measured: Measured,
+    reference: Features | None,
     known: Mapping[str, QualityRecord | SampleRecord],
 ) -> list[QualityRecord]:
     """Make the records of each variant, for all pictures and then for each category.
 
-    Values in known records of earlier runs are kept unless they were measured again.
+    Values in known records of earlier runs are kept unless they were measured again. ``reference`` has the
+    features of the reference pictures; None: sets of pictures are compared with the dense ones.
     """
     categories = dict.fromkeys([None, *(item.prompt.category for item in evaluation.items)])
     records = []
     for variant, category in product(evaluation.variants, categories):
-        record = _record(evaluation, metrics, measured, variant, category)
+        record = _record(evaluation, metrics, measured, reference, variant, category)
         earlier = known.get(record.key)
         if isinstance(earlier, QualityRecord):
             kept = {name: value for name, value in earlier.figures.items() if name not in metrics.networks}
@@ -48,15 +51,21 @@ def _record(
     evaluation: Evaluation,
     metrics: Metrics,
     measured: Measured,
+    reference: Features | None,
     variant: Variant,
     category: str | None,
 ) -> QualityRecord:
     rows = [i for i, item in enumerate(evaluation.items) if category in (None, item.prompt.category)]
-    figures = figures_of(variant.label, measured, metrics, rows)
+    # A category has too few pictures for distances between sets.
+    distances = {} if category else distances_of(variant.label, measured, metrics, reference)
+    figures = figures_of(variant.label, measured, metrics, rows, distances)
     configs = measured.configs.get(variant.label, frozenset())
     speedups = [] if variant.name == DENSE else speedups_of(variant.label, measured, rows)
     quartiles = np.quantile(speedups, (0.25, 0.5, 0.75)).tolist() if speedups else None
     conditions = dict(evaluation.store.conditions)
+    measured_with = dict(metrics.networks)
+    if evaluation.reference is not None:
+        measured_with |= {n: f"{measured_with[n]}, against {evaluation.reference}" for n in metrics.of_sets}
     notes = []
     if (steps := variant.steps(conditions["steps"])) != conditions["steps"]:
         notes.append(f"{steps} of {conditions['steps']} steps")
@@ -88,7 +97,7 @@ def _record(
         speedup=quartiles and quartiles[1],
         speedup_quartiles=quartiles and (quartiles[0], quartiles[2]),
         steps_used=steps if variant.name == FEWER_STEPS else None,
-        measured_with=dict(metrics.networks),
+        measured_with=measured_with,
         config=json.loads(*configs) if len(configs) == 1 else None,
         notes=tuple(f"{variant.label}: {note}" for note in notes),
         finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

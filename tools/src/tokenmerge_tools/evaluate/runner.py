@@ -10,6 +10,7 @@ import torch
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.drawing import Progress, Studio
+from tokenmerge_tools.evaluate.distances import check_count, features_of
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions, Evaluation, plan_evaluation
 from tokenmerge_tools.evaluate.measure import measure
 from tokenmerge_tools.evaluate.metrics import Metrics, load_metrics
@@ -44,7 +45,9 @@ def evaluate(
         for note in file.notes:
             on_note(note)
         # All metrics are loaded before any picture is drawn.
-        metrics = load_metrics(options.wanted(), [prompt.text for prompt in evaluation.prompts], on_note)
+        wanted = options.wanted()
+        check_count([metric.name for metric in wanted], len(evaluation.items), on_note)
+        metrics = load_metrics(wanted, [prompt.text for prompt in evaluation.prompts], on_note)
         return _Evaluating(options, evaluation, device, metrics, on_progress).run(file)
 
 
@@ -80,7 +83,10 @@ class _Evaluating:
             free_memory()
         self.metrics.to(self.device)
         measured = measure(batches, evaluation.variants, evaluation.store, self.metrics)
-        records = quality_records(evaluation, self.metrics, measured, file.records)
+        reference = None
+        if evaluation.reference is not None:
+            reference = features_of(evaluation.reference, self.metrics.of_sets.values())
+        records = quality_records(evaluation, self.metrics, measured, reference, file.records)
         shown = [item for item in items if item.seed == self.options.seed][: self.options.samples]
         samples = sample_records(shown, evaluation.variants, evaluation.store)
         everything: list[QualityRecord | SampleRecord] = [*records, *samples]

@@ -12,12 +12,12 @@ from typing import Annotated
 
 from tokenmerge.errors import ConfigError, shown
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
-from tokenmerge_tools.evaluate.metrics import METRIC_NAMES
+from tokenmerge_tools.evaluate.metrics import PICTURE_METRICS
 from tokenmerge_tools.evaluate.prompts import PROMPTS_HELP
 from tokenmerge_tools.pipelines.options import PipelineOptions, option
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER
 
-# Metrics that can be a goal. With a wanted speed-up, the closeness can be any metric of an evaluation.
+# Metrics that can be a goal. With a wanted speed-up, it can be any that has a value for each picture.
 GOAL_METRICS = ("psnr", "ssim", "lpips")
 _UNITS = {"s": 1, "min": 60, "h": 3600}
 
@@ -73,8 +73,11 @@ def parse_goal(min_speedup: float | None, bounds: Mapping[str, float | None], me
             f"{found}; give the one that matters most, such as --min-speedup 1.5"
         )
     if min_speedup is not None:
-        if metric is not None and metric not in METRIC_NAMES:
-            raise ConfigError(f"metric: expected one of {', '.join(METRIC_NAMES)}, got {metric!r}")
+        if metric is not None and metric not in PICTURE_METRICS:
+            raise ConfigError(
+                f"metric: expected one of {', '.join(PICTURE_METRICS)}, which have a value for each picture, "
+                f"got {metric!r}"
+            )
         if not (math.isfinite(min_speedup) and min_speedup > 1):
             raise ConfigError(
                 f"min-speedup: expected a number above 1, such as 1.5, got {min_speedup:g}; 1 is the speed "
@@ -129,7 +132,7 @@ class TuneOptions(PipelineOptions):
         str | None,
         option(
             "Goal",
-            f"Closeness metric used with --min-speedup: {', '.join(METRIC_NAMES)}. NAME=NETWORK uses the "
+            f"Closeness metric used with --min-speedup: {', '.join(PICTURE_METRICS)}. NAME=NETWORK uses the "
             "network in a folder or with a hub id. Default: psnr.",
         ),
     ] = None
