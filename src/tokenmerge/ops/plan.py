@@ -85,13 +85,9 @@ class IndexPlan(NamedTuple):
         )
 
     def joined(self, parts: int) -> IndexPlan:
-<<<<<<< HEAD
         """Return the plan for b / ``parts`` images, each of which joins ``parts`` images."""
-=======
-        """The plan for b / ``parts`` images, each of which joins ``parts`` images, such as video frames."""
         if parts == 1:
             return self
->>>>>>> w-compile
         b = len(self.keep) // parts
         return IndexPlan(
             keep=self.keep.reshape(b, -1),

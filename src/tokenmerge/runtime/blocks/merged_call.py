@@ -12,12 +12,8 @@ from torch import Tensor
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout, TokenArgument
-<<<<<<< HEAD
-from tokenmerge.ops import Plan, keep_destinations, merge, unmerge
-=======
-from tokenmerge.ops import IndexPlan, Plan, unmerge
+from tokenmerge.ops import IndexPlan, Plan, keep_destinations, merge, unmerge
 from tokenmerge.ops.once import once
->>>>>>> w-compile
 from tokenmerge.runtime.memory.reuse import Residual
 
 # Makes merged tokens from a plan and tokens.
