@@ -26,13 +26,14 @@ class StepSeed:
     def of(self, timestep: Tensor | float, device: torch.device) -> Tensor:
         """Return the number of a step, int64, on a device.
 
-        The same timestep tensor gives the same result tensor again, and so does the same timestep on the CPU.
+        The same timestep tensor gives the same result tensor again. On a device, so does the same timestep on
+        the CPU.
         """
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return _bits(timestep, device)
         if not isinstance(timestep, Tensor) or not needs_sync(timestep):
+            if device.type == "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
+                return _bits(timestep, device)
             return self._read(int(_bits(timestep, torch.device("cpu"))), device)
-        if timestep.is_inference():
+        if torch.compiler.is_compiling() or timestep.is_inference():
             return _bits(timestep, device)  # its value may have changed unseen
         if self._last is not None:
             last, version, number = self._last
