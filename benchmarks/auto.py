@@ -61,7 +61,7 @@ def with_tomesd(pipe: Pipe, call: Seconds, steps: int) -> float:
 
 def with_deepcache(interval: int) -> Callable[[Pipe, Seconds, int], float]:
     def measure(pipe: Pipe, call: Seconds, steps: int) -> float:
-        """The mean over a generation. DeepCache finds the step from the scheduler's timesteps."""
+        """Return the mean over a generation. DeepCache finds the step from the scheduler's timesteps."""
         scheduler = SimpleNamespace(timesteps=[TIMESTEP])  # the first step
         with deepcache(SimpleNamespace(unet=pipe.model, scheduler=scheduler), None, None, interval):
             everything = call()
@@ -74,13 +74,13 @@ def with_deepcache(interval: int) -> Callable[[Pipe, Seconds, int], float]:
 
 
 def kinds_of_steps(config: ToMeConfig, steps: int) -> list[str]:
-    """The kind of each step of a generation."""
+    """Return the kind of each step of a generation."""
     return [f"{step.runs.name} {step.merging.name}" for step in plan_generation(config, steps)]
 
 
 def with_auto(speedup: float, guidance: float | None = None) -> Callable[[Pipe, Seconds, int], float]:
     def measure(pipe: Pipe, call: Seconds, steps: int) -> float:
-        """The mean over a generation, from its first step of each kind."""
+        """Return the mean over a generation, from its first step of each kind."""
         config = settings_for(pipe, speedup, steps=steps, guidance=guidance)
         kinds = kinds_of_steps(config, steps)
         of_kind: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -97,7 +97,7 @@ def with_auto(speedup: float, guidance: float | None = None) -> Callable[[Pipe, 
 
 def with_preset(name: str) -> Callable[[Pipe, Seconds, int], float]:
     def measure(pipe: Pipe, call: Seconds, steps: int) -> float:
-        """The mean over a generation."""
+        """Return the mean over a generation."""
         config = getattr(presets, name)()
         shares = shares_of_steps(config, steps)
         total = 0.0
@@ -112,7 +112,7 @@ def with_preset(name: str) -> Callable[[Pipe, Seconds, int], float]:
 
 
 def shares_of_steps(config: ToMeConfig, steps: int) -> dict[int, float]:
-    """The steps of a generation to time, and the share of all steps that each represents."""
+    """Return the steps of a generation to time, and the share of all steps that each represents."""
     if any(rule.of_steps for rule in config.rules):
         return {steps * (2 * quarter + 1) // 8: 1 / 4 for quarter in range(4)}  # the middle of each quarter
     if config.plans.every > 1:

@@ -62,7 +62,7 @@ def psnr(pictures: np.ndarray, dense: np.ndarray) -> list[float]:
 
 
 def difference(values: Sequence[float], base: Sequence[float]) -> str:
-    """The gain in closeness over another setting: mean and standard error of the differences per prompt."""
+    """Return the gain in closeness: mean and standard error of the differences per prompt."""
     more = [a - b for a, b in zip(values, base, strict=True)]
     return f"{statistics.mean(more):+.1f} ± {statistics.stdev(more) / len(more) ** 0.5:.1f}"
 

@@ -47,7 +47,7 @@ KEY = ("model", "guidance", "prompt", "method")
 
 
 def patched(model: Any, method: str) -> Any:
-    """The model, patched with the method of this name."""
+    """Return the model, patched with the method of this name."""
     name, _, number = method.partition(" ")
     if name == "auto":
         return TokenMerging().merge(model, "auto", 0.5, 0.0, 1.0, speedup=float(number))[0]
@@ -57,7 +57,7 @@ def patched(model: Any, method: str) -> Any:
 
 
 def sample(row: Mapping[str, Any], method: str, steps: int) -> tuple[torch.Tensor, list[float]]:
-    """The picture ``[1, size, size, 3]``, from 0 to 1, with the seconds that sampling took."""
+    """Return the picture ``[1, size, size, 3]``, from 0 to 1, with the seconds that sampling took."""
     model, positive, negative = emoji_nodes.EmojiModel().load(row["model"], row["prompt"])
     channels = model.model.latent_format.latent_channels
     latent = torch.zeros(1, channels, SIZE // 4, SIZE // 4)
@@ -128,7 +128,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """A Markdown table: mean PSNR and median speed-up over dense at the same prompts, with the range."""
+    """Yield a Markdown table: mean PSNR and median speed-up over dense at the same prompts, with a range."""
     found = {key(line): line for line in lines}
     cells: dict[tuple[str, float, str], list[tuple[float, float, int]]] = defaultdict(list)
     for line in found.values():

@@ -35,7 +35,7 @@ RATIO = 0.65
 
 
 def configs(step: int, steps: int) -> Iterator[tuple[str, ToMeConfig]]:
-    """Settings that change one step alone, by what they do in it."""
+    """Return settings that change one step alone, by what they do in it."""
     places = tuple(i / (steps - 1) for i in range(steps))
     others = places[:step] + places[step + 1 :]
     yield (
@@ -102,7 +102,7 @@ def write(file: Path, line: Mapping[str, Any]) -> None:
 
 
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """A Markdown table with a row for each step: the mean error over the prompts, in millionths."""
+    """Yield a Markdown table with a row for each step: the mean error over the prompts, in millionths."""
     found: dict[int, dict[tuple[float, str], list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
         found[line["step"]][line["guidance"], line["what"]].append(line["error"])

@@ -111,19 +111,19 @@ def folder_of(options: argparse.Namespace, engine: str, ratio: float) -> Path:
 
 
 def reference_file(options: argparse.Namespace, ratio: float) -> Path:
-    """The file with the results of PyTorch's loop, one for each step, and the text embedding."""
+    """Return the file with the results of PyTorch's loop, one for each step, and the text embedding."""
     folder = folder_of(options, PYTORCH, ratio)
     return folder.with_name(f"{folder.name}-{options.steps}-steps.npz")
 
 
 def check_file(options: argparse.Namespace, engine: str, ratio: float) -> Path:
-    """The file with the difference of each step of a loop from PyTorch with the same plans."""
+    """Return the file with the difference of each step of a loop from PyTorch with the same plans."""
     folder = folder_of(options, engine, ratio)
     return folder.with_name(f"{folder.name}-{options.steps}-steps-same-plans.json")
 
 
 def make_call(options: argparse.Namespace) -> DenoiserCall:
-    """The denoiser with a call for one picture without guidance, as LCM makes it."""
+    """Return the denoiser with a call for one picture without guidance, as LCM makes it."""
     model = build_denoiser(find_geometry(options.model), torch.float32, torch.device("cpu"), seed=0)
     side = options.size // SCALE
     inputs = example_inputs(model, InputSize(options.size, options.size, SCALE, 1, 1), 0, guided=False)
@@ -283,12 +283,12 @@ def write(
 
 
 def rounds_done(options: argparse.Namespace, engine: str) -> int:
-    """The number of rounds in the record for which all ratios were measured."""
+    """Return the number of rounds in the record for which all ratios were measured."""
     return min(len(records(options, engine, ratio)) for ratio in options.ratio)
 
 
 def records(options: argparse.Namespace, engine: str, ratio: float) -> list[dict[str, Any]]:
-    """The lines of one model in the record, in the order in which they were measured."""
+    """Return the lines of one model in the record, in the order in which they were measured."""
     if not options.out.exists():
         return []
     wanted = (options.model, options.size, options.steps, engine, ratio)

@@ -67,7 +67,7 @@ FROM_2_STEPS = ("step reuse 2", "DeepCache 2", "cache-dit 0.2")  # at 1 step, no
 
 
 def fewer_steps(steps: int) -> list[int]:
-    """The numbers of dense steps that a generation is compared with.
+    """Return the numbers of dense steps that a generation is compared with.
 
     >>> fewer_steps(8), fewer_steps(1)
     ([7, 6, 5, 4], [])
@@ -93,7 +93,7 @@ def dense_name(steps: int) -> str:
 
 @contextlib.contextmanager
 def applied(pipe: DiffusionPipeline, text: str | None) -> Iterator[DiffusionPipeline]:
-    """A copy of the pipeline with a variant applied."""
+    """Yield a copy of the pipeline with a variant applied."""
     copied = twin(pipe)
     with contextlib.ExitStack() as in_force:
         if text is not None:
@@ -184,7 +184,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """A Markdown table for each model and size: a row per method, a column per steps and guidance."""
+    """Yield a Markdown table for each model and size: a row per method, a column per steps and guidance."""
     latest = {key(line): line for line in lines}
     for (model, size), group in groupby(sorted(latest.values(), key=_place), key=_place):
         rows: dict[str, dict[tuple[int, float], list[dict[str, Any]]]] = defaultdict(

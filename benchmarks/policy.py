@@ -1,10 +1,15 @@
 """The policy of the default method: measure what its choices lose, fit the table, compare with another.
 
-`measure` draws pictures of both bundled models with step reuse alone, with token merging alone and with a few
-mixes. A line of the record is one picture: its settings, and its mean squared error to the dense picture of
-the same seed. A second run with the same record continues where the first one stopped.
+`measure` draws pictures of both bundled models with step reuse alone and with token merging alone. A line of
+the record is one picture: its settings, and its mean squared error to the dense picture of the same seed.
+`fit` writes the policy from this record and from those of `tokenmerge evaluate` that have settings.
+`compare` draws other prompts with the policy, at no lower counted speed than `auto` has, and `table` prints
+that record. A second run with the same record continues where the first one stopped.
 
     python benchmarks/policy.py measure --out benchmarks/policy_cpu.jsonl
+    python benchmarks/policy.py fit --out benchmarks/policy_cpu.jsonl
+    python benchmarks/policy.py compare --out benchmarks/policy_against_auto_cpu.jsonl
+    python benchmarks/policy.py table --out benchmarks/policy_against_auto_cpu.jsonl
 """
 
 from __future__ import annotations
@@ -12,9 +17,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import os
+import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +32,11 @@ import torch
 from diffusers import DiffusionPipeline
 from solvers import scheduler
 
-from tokenmerge import ToMeConfig, token_merging
+from tokenmerge import ToMeConfig, auto
+from tokenmerge.api import merge_in_hosts
+from tokenmerge.models.find import find_hosts
+from tokenmerge.plans import facts_of, plan_for, policy, speedup_of
+from tokenmerge.plans.choose import distance, reaches_of
 from tokenmerge_tools.demo import path
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
@@ -57,11 +70,6 @@ def reuse(steps: int, complete: int, finest: int | None = None) -> dict[str, Any
     return every if finest is None else {**every, "reuse.shallow_every": distance(steps, finest)}
 
 
-def distance(steps: int, complete: int) -> float:
-    """Return the mean distance of evenly spaced steps, of which there are `complete`."""
-    return 1 if complete >= steps else int(1000 * (steps - 2) / (complete - 2)) / 1000
-
-
 def merging(ratio: float, **more: Any) -> dict[str, Any]:
     return {"ratio": ratio, **{name.replace("__", "."): value for name, value in more.items()}}
 
@@ -86,32 +94,43 @@ def of_transformer(steps: int) -> Iterator[Settings]:
 
 
 def merging_in_unet(steps: int) -> Iterator[Settings]:
-    yield merging(0.5)
-    yield merging(0.75)
-    yield merging(0.5, sx=4)
-    yield merging(0.75, sx=4)
-    yield merging(0.5, correction__every=2)
-    yield merging(0.5, correction__every=4)
-    yield merging(0.3)
-    yield merging(0.5) | reuse(steps, 8)
+    yield fine(0.5)
+    yield fine(0.5, correction__every=2)
+    yield fine(0.5, sx=4)
+    yield fine(0.75, sx=4)
+    yield fine(0.5, correction__every=4)
+    yield fine(0.25)
+    yield fine(0.25, correction__every=2)
+
+
+def fine(ratio: float, **more: Any) -> dict[str, Any]:
+    """Merge at the finest level alone."""
+    return merging(ratio, max_downsample=1, **more)
+
+
+def both_in_unet(steps: int) -> Iterator[Settings]:
     yield {**NONE, **reuse(steps, 8)}
-    yield merging(0.5, sx=4) | reuse(steps, 8)
-    yield merging(0.3, scope="block")
-    yield merging(0.5) | reuse(steps, 8, 11)
+    yield {**NONE, **reuse(steps, 11)}
+    yield fine(0.5)
+    yield {**NONE, **reuse(steps, 8, 13)}
+    yield fine(0.3) | reuse(steps, 8)
+    yield fine(0.5) | reuse(steps, 14)
 
 
 def merging_in_transformer(steps: int) -> Iterator[Settings]:
-    yield merging(0.5, scope="block")
-    yield merging(0.25, scope="block")
+    by_residual = {"features": "model_residual"}
     yield merging(0.5)
+    yield merging(0.5, scope="block")
     yield merging(0.5, scope="block", correction__every=4)
-    yield merging(0.5, scope="block", features="model_residual")
-    yield merging(0.75, scope="block")
-    yield merging(0.5, scope="block", correction__every=2)
-    yield {**NONE, **reuse(steps, round(0.6 * steps))}
-    yield merging(0.5, scope="block") | reuse(steps, round(0.6 * steps))
+    yield from (merging(ratio, scope="block", **by_residual) for ratio in (0.5, 0.25, 0.75))
+    yield merging(0.5, **by_residual)
+    yield from (merging(0.5, scope="block", **by_residual, correction__every=every) for every in (2, 4))
+    yield merging(0.25, scope="block", **by_residual, correction__every=2)
 
 
+POLICY = Path(policy.__file__).with_name("policy.json")
+FEW_STEPS = Path(__file__).with_name("few_steps_cpu.jsonl")
+RESULTS = Path(__file__).with_name("results")
 UNET, TRANSFORMER = "emoji-unet", "emoji-mmdit"
 STRONG = {UNET: 7.5, TRANSFORMER: 7.0}
 
@@ -119,16 +138,19 @@ STRONG = {UNET: 7.5, TRANSFORMER: 7.0}
 def scenes() -> Iterator[tuple[Scene, list[Settings]]]:
     """Yield the scenes of the record, each with its settings: the cheapest first, then further prompts."""
     reused, merged = (UNET, of_unet), (UNET, merging_in_unet)
+    mixed = UNET, both_in_unet
     blocks, whole = (TRANSFORMER, of_transformer), (TRANSFORMER, merging_in_transformer)
     order: list[tuple[tuple[str, Any], int, int, str, int, tuple[str, ...]]] = []
-    for number in range(3):
-        order += [(reused, 128, 20, solver, number, ("weak", "strong")) for solver in ("DPM++ 2M", "Euler")]
-        order += [(reused, 128, steps, "DPM++ 2M", number, ("weak", "strong")) for steps in (8, 4)]
-        order += [(blocks, 128, steps, "flow Euler", number, ("weak", "strong")) for steps in (20, 8, 4)]
-        order += [(whole, 128, 20, "flow Euler", number, ("strong", "weak"))]
-        order += [(merged, 256, 20, "DPM++ 2M", number, ("strong", "weak"))]
-        order += [(whole, 256, 20, "flow Euler", number, ("strong", "weak")[: 2 - number])]
-    prompts = prompts_of(PROMPTS, 3)
+    both = "weak", "strong"
+    for number in range(2):
+        order += [(reused, 128, 20, solver, number, both) for solver in ("DPM++ 2M", "Euler")]
+        order += [(reused, 128, 20, solver, number, ("strong",)) for solver in ("Euler ancestral", "UniPC")]
+        order += [(reused, 128, steps, "DPM++ 2M", number, both) for steps in (8, 4)]
+        order += [(blocks, 128, steps, "flow Euler", number, both) for steps in (20, 8, 4)]
+        order += [(merged, 192, 8, "DPM++ 2M", number, ("weak", "strong"))]
+        order += [(mixed, 192, 20, "DPM++ 2M", number, ("strong",))]
+        order += [(whole, 192, 8, "flow Euler", number, ("strong", "weak"))]
+    prompts = prompts_of(PROMPTS, 2)
     for (model, settings), size, steps, solver, number, strengths in order:
         for strength in strengths:
             guidance = STRONG[model] if strength == "strong" else 3.0
@@ -175,8 +197,11 @@ class Artist:
 
         if config is None:
             return call()
-        with token_merging(pipe, config):
+        patch = merge_in_hosts(pipe, config, method="", check_size=False)  # the default size has few tokens
+        try:
             return call()
+        finally:
+            patch.remove()
 
     def error(self, scene: Scene, config: ToMeConfig | None, steps: int | None = None) -> float:
         """Return the mean squared error of a picture to the dense one."""
@@ -196,6 +221,252 @@ def measure(options: argparse.Namespace) -> None:
                 error = artist.error(scene, ToMeConfig.from_dict({**BASE, **one}))
                 write(options.out, {**line, "error": error})
                 print(scene, one, f"{error:.2e} {time.process_time() - start:.1f} s", flush=True)
+
+
+def fit(options: argparse.Namespace) -> None:
+    """Fit the harms of each class of model and strength of guidance, and write the table."""
+    lines = [*read(options.out), *of_results(RESULTS)]
+    table: dict[str, Any] = dict(KNOWN)
+    for name, model in (("unet", UNET), ("transformer", TRANSFORMER)):
+        own = [line for line in lines if line["model"] == model and is_as_chosen(line)]
+        table[name] = {"record": f"benchmarks/{options.out.name}"}
+        for strength in ("weak", "strong"):
+            chosen = [line for line in own if (line["guidance"] >= 5) == (strength == "strong")]
+            table[name][strength] = fitted(name, chosen)
+            if (name, strength) == UNCORRECTED:
+                table[name][strength]["corrected"] = None
+    options.policy.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+def of_results(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield lines of the records of `tokenmerge evaluate` that have settings, with the mean over prompts."""
+    for file in sorted(folder.glob("cpu-*-of-auto.jsonl")):
+        for row in read(file):
+            figures, given = row.get("figures", {}), row.get("conditions", {})
+            if (
+                row["kind"] == "quality"
+                and row["config"]
+                and "psnr" in figures
+                and row["variant"] in RECORDED
+            ):
+                config = ToMeConfig.from_dict(row["config"]).at_guidance(given["guidance"])
+                if config.planner == "tome" and row["model"] == UNET and "max_downsample" in config.changed():
+                    continue
+                yield {
+                    **{"model": row["model"], "size": row["width"], "steps": given["steps"], "solver": "own"},
+                    **{"guidance": given["guidance"], "prompt": file.name, "seed": 0},
+                    **{"settings": config.changed(), "error": 10 ** (-figures["psnr"] / 10)},
+                }
+
+
+SHOW = os.environ.get("SHOW")
+
+
+RECORDED = ("auto", "tome")
+
+
+def is_as_chosen(line: Mapping[str, Any]) -> bool:
+    """Return whether the planner compares what it compares under the policy."""
+    settings = line["settings"]
+    features = "model_residual" if line["model"] == TRANSFORMER else "input"
+    return not settings["ratio"] or settings.get("features", "input") == features
+
+
+# Starting values of the fit, by what they belong to: size at 1 and growth.
+SKIP = {"unet": {"deep": (1e-5, 2.0), "finest": (1e-4, 1.0)}, "transformer": {"blocks": (1e-4, 2.0)}}
+MERGE = {"unet": ("layers",), "transformer": ("layers", "block")}
+
+
+def fitted(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Fit one row by the errors' logarithms. Each scene may differ from the row by a factor of its own."""
+    start = {**SKIP[name], **dict.fromkeys(MERGE[name], (0.02, 3.0))}
+    size = {key: torch.tensor(value[0]).log().requires_grad_() for key, value in start.items()}
+    growth = {key: torch.tensor(value[1]).requires_grad_() for key, value in start.items()}
+    corrected, fading = (torch.tensor(value, requires_grad=True) for value in (-2.3, 1.0))
+    places = {place: i for i, place in enumerate(dict.fromkeys(map(scene_of, lines)))}
+    offsets = torch.zeros(len(places), requires_grad=True)
+    place = torch.tensor([places[scene_of(line)] for line in lines])
+    errors = torch.tensor([line["error"] for line in lines]).log()
+    steps = torch.tensor([float(line["steps"]) for line in lines])
+    reaches, ratios, corrects = terms(name, lines)
+    optimizer = torch.optim.Adam([*size.values(), *growth.values(), corrected, fading, offsets], lr=0.05)
+    for _ in range(600):
+        harm = torch.zeros(len(lines))
+        for part in SKIP[name]:
+            grown = torch.where(reaches[part] > 0, reaches[part].clamp(min=1e-9) ** growth[part], 0.0)
+            harm = harm + size[part].exp() * grown.sum(dim=1) / steps
+        for scope in MERGE[name]:
+            merged = torch.where(
+                ratios[scope] > 0, ratios[scope].clamp(min=1e-9) ** growth[MERGE[name][-1]], 0.0
+            )
+            left = corrected.exp() * ratios[scope].clamp(min=1e-9) ** fading * (corrects - 1)
+            harm = harm + size[scope].exp() * merged * torch.where(corrects > 0, left, 1.0)
+        off = harm.log() + offsets[place] - errors
+        loss = torch.nn.functional.huber_loss(off, torch.zeros_like(off), reduction="sum", delta=0.5)
+        optimizer.zero_grad()
+        (loss + SPREAD * (offsets**2).sum()).backward()
+        optimizer.step()
+    spread = 4.34 * off.detach().abs()
+    print(f"{name}: {len(lines)} pictures of {len(places)} scenes, off by {spread.mean():.1f} dB on average")
+    if SHOW:
+        for line, o in zip(lines, off.tolist(), strict=True):
+            if line["solver"] == "own" or line["size"] == 256:
+                print(
+                    f"   {line['prompt'][:44]} {line['settings']}"[:230],
+                    f"{-10 * math.log10(line['error']):.1f} dB, off {-4.34 * o:+.1f}",
+                )
+        print({p: round(4.34 * offsets[i].item(), 1) for p, i in places.items()})
+    growth |= dict.fromkeys(MERGE[name], growth[MERGE[name][-1]])
+    row = {key: [float(f"{size[key].exp().item():.2g}"), round(growth[key].item(), 1)] for key in start}
+    return {
+        "skip": {key: row[key] for key in SKIP[name]},
+        "merge": {key: row[key] for key in MERGE[name]},
+        "corrected": [float(f"{corrected.exp().item():.2g}"), round(fading.item(), 1)],
+    }
+
+
+# Numbers that are not fitted: the scale from which guidance counts as strong; the size of a grid below which
+# merging loses more than skipping (few_steps_cpu.jsonl); how many times more it loses without proportional
+# attention (settings_cpu.jsonl).
+KNOWN = {"strong guidance": 5, "fewest tokens": 2048, "without proportional attention": 10}
+# Where corrections lose: by 0.9 to 9 dB in the record.
+UNCORRECTED = ("unet", "strong")
+SPREAD = 0.2  # of the factors of scenes: a penalty
+
+
+def scene_of(line: Mapping[str, Any]) -> str:
+    return json.dumps([line[name] for name in FIELDS])
+
+
+def terms(
+    name: str, lines: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+    """Return reaches [line, step] by part, ratios [line] by scope, and distances of corrections [line]."""
+    longest = max(line["steps"] for line in lines)
+    reaches = {part: torch.zeros(len(lines), longest) for part in SKIP[name]}
+    ratios = {scope: torch.zeros(len(lines)) for scope in MERGE[name]}
+    corrects = torch.zeros(len(lines))
+    for i, line in enumerate(lines):
+        settings, steps = ToMeConfig.from_dict({**BASE, **line["settings"]}), line["steps"]
+        runs = settings.reuse.steps_of(steps)
+        of_part = dict(zip(SKIP[name], (runs.full, runs.shallow), strict=False))
+        for part, own in of_part.items():
+            if settings.reuse.on and (found := reaches_of(own, steps)):
+                reaches[part][i, : len(found)] = torch.tensor(found)
+        if (
+            settings.ratio and (line["size"] // 4) ** 2 >= settings.min_tokens
+        ):  # both models: 4 pixels a token
+            ratios[settings.scope][i] = settings.ratio
+        corrects[i] = settings.correction.every
+    return reaches, ratios, corrects
+
+
+# Scenes of the comparison: model, size, steps, guidance, solvers, and prompt. The fit knows none of these
+# prompts, and of the solvers only DPM++ 2M, Euler and flow Euler.
+OTHERS, OTHER_SEED = 43, 8100
+CONTESTS: tuple[tuple[str, int, int, float, tuple[str, ...], str], ...] = (
+    (UNET, 128, 20, 7.5, ("Euler ancestral", "UniPC"), "new"),
+    (TRANSFORMER, 128, 20, 7.0, ("flow Euler",), "new"),
+    (UNET, 256, 8, 3.0, ("DPM++ 2M",), "few steps"),
+    (TRANSFORMER, 256, 4, 3.0, ("flow Euler",), "few steps"),
+    (UNET, 256, 20, 7.5, ("Euler ancestral",), "solvers"),
+    (UNET, 256, 20, 3.0, ("UniPC",), "solvers"),
+    (TRANSFORMER, 256, 4, 7.0, ("flow Euler",), "new"),
+    (UNET, 128, 20, 3.0, ("Euler ancestral", "UniPC"), "new"),
+    (UNET, 256, 4, 3.0, ("DPM++ 2M",), "few steps"),
+    (UNET, 256, 4, 7.5, ("DPM++ 2M",), "new"),
+    (TRANSFORMER, 128, 20, 3.0, ("flow Heun",), "new"),
+    (TRANSFORMER, 256, 8, 3.0, ("flow Euler",), "few steps"),
+    (UNET, 256, 20, 7.5, ("UniPC", "PNDM"), "solvers"),
+    (UNET, 128, 20, 7.5, ("DPM++ SDE", "PNDM", "DDIM", "LMS"), "new"),
+    (UNET, 256, 8, 7.5, ("DPM++ 2M",), "new"),
+    (TRANSFORMER, 256, 20, 7.0, ("flow Euler",), "solvers"),
+    (UNET, 128, 20, 3.0, ("DPM++ SDE", "PNDM", "DDIM", "LMS"), "new"),
+    (TRANSFORMER, 256, 20, 3.0, ("flow Heun",), "solvers"),
+    (UNET, 256, 20, 3.0, ("Euler ancestral", "DPM++ SDE"), "solvers"),
+    (UNET, 128, 8, 7.5, ("Euler", "DDIM"), "new"),
+    (TRANSFORMER, 128, 8, 3.0, ("flow Euler",), "new"),
+)
+PROMPT_OF = {
+    "new": (prompts_of(OTHERS, 1)[0], OTHER_SEED),
+    "solvers": ("a four leaf clover on a white background", 5000),
+    "few steps": ("a kite on a white background", 7000),
+}
+RATIOS = (0.25, 0.5)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Draw with the policy what `auto` draws, at no lower counted speed."""
+    artist, done, drawn = Artist(), {rival_key(line): line for line in read(options.out)}, known()
+    for model, size, steps, guidance, solvers, which in CONTESTS:
+        for solver in solvers:
+            scene = Scene(model, size, steps, solver, guidance, *PROMPT_OF[which])
+            pipe = artist.pipe(model, solver)
+            (host,) = find_hosts(getattr(pipe, "unet", None) or pipe.transformer)
+            facts = facts_of(host, (1, size // 4, size // 4), steps, guidance=guidance)
+            for ratio in RATIOS:
+                rival = auto.choose(pipe, ratio)
+                speed = speedup_of(facts, rival.at_guidance(guidance))
+                plan = plan_for(facts, speed)
+                line = {**dataclasses.asdict(scene), "auto": ratio, "settings": plan.config.changed()}
+                if speed < 1.05 or rival_key(line) in done:
+                    continue
+                line |= {"auto speedup": round(speed, 3), "speedup": round(plan.speedup, 3)}
+                place = (*(line[name] for name in FIELDS), f"auto {ratio:g}")
+                of_auto = drawn.get(place)
+                line["auto psnr"] = of_auto or decibels(artist.error(scene, rival))
+                drawn[place] = line["auto psnr"]
+                line["psnr"] = decibels(artist.error(scene, plan.config))
+                line["expected"] = round(decibels(plan.harm), 1)
+                write(options.out, line)
+                print(
+                    {name: line[name] for name in ("auto speedup", "speedup", "auto psnr", "psnr")},
+                    line,
+                    flush=True,
+                )
+
+
+def table(options: argparse.Namespace) -> None:
+    """Print the comparison: a line for each model, size, number of steps and guidance."""
+    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for line in read(options.out):
+        cells[tuple(line[name] for name in ("model", "size", "steps", "guidance"))].append(line)
+    print("| model | pixels | steps | guidance | pictures | `auto` | policy | difference |")
+    print("|---|---:|---:|---:|---:|---|---|---|")
+    everything = []
+    for cell, lines in sorted(cells.items()):
+        gains = [line["psnr"] - line["auto psnr"] for line in lines]
+        everything += gains
+        mean = {name: statistics.mean(line[name] for line in lines) for name in lines[0] if "psnr" in name}
+        speed = {name: statistics.mean(line[name] for line in lines) for name in ("auto speedup", "speedup")}
+        rival = f"{mean['auto psnr']:.1f} dB, {speed['auto speedup']:.2f}×"
+        own = f"{mean['psnr']:.1f} dB, {speed['speedup']:.2f}×"
+        gain = f"{statistics.mean(gains):+.1f} dB, {min(gains):+.1f} to {max(gains):+.1f}"
+        print(f"| {' | '.join(map(str, cell))} | {len(lines)} | {rival} | {own} | {gain} |")
+    error = statistics.stdev(everything) / len(everything) ** 0.5
+    print(
+        f"\nMean difference: {statistics.mean(everything):+.2f} ± {error:.2f} dB, {len(everything)} pictures"
+    )
+
+
+def decibels(error: float) -> float:
+    return round(-10 * math.log10(max(error, 1e-10)), 3)
+
+
+def known() -> dict[tuple[Any, ...], float]:
+    """Return the PSNR of pictures of `auto` in other records."""
+    own = {UNET: "DPM++ 2M", TRANSFORMER: "flow Euler"}
+    lines = [*read(FEW_STEPS), *read(FEW_STEPS.with_name("solvers_cpu.jsonl"))]
+    found = {}
+    for line in lines:
+        if line["psnr"] is not None:
+            line = {"solver": own[line["model"]], **line}
+            found[(*(line[name] for name in FIELDS), line["method"])] = line["psnr"]
+    return found
+
+
+def rival_key(line: Mapping[str, Any]) -> str:
+    return json.dumps([*(line[name] for name in FIELDS), line["auto"], line["settings"]], sort_keys=True)
 
 
 def key(line: Mapping[str, Any]) -> str:
@@ -218,11 +489,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("measure",))
+    parser.add_argument("what", choices=("measure", "fit", "compare", "table"))
+    parser.add_argument("--policy", type=Path, default=POLICY, help="the table that the fit writes")
     parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()
-    {"measure": measure}[options.what](options)
+    {"measure": measure, "fit": fit, "compare": compare, "table": table}[options.what](options)
 
 
 if __name__ == "__main__":

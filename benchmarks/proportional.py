@@ -37,7 +37,7 @@ CHECKED = 64  # queries whose exact result is computed
 def variants(
     kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, sizes: Tensor
 ) -> dict[str, Callable[[], Tensor]]:
-    """The ways to compute attention. Not every kernel has all of them."""
+    """Return the ways to compute attention. Not every kernel has all of them."""
     tensors = (query, key, value)
     mask = sizes.log().to(query.dtype)[:, None, None, :]
     return {
@@ -49,7 +49,7 @@ def variants(
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, sizes: Tensor) -> Tensor:
-    """The result for the first queries, in float64."""
+    """Return the result for the first queries, in float64."""
     query, key, value = (t.double().transpose(1, 2) for t in (query[:, :CHECKED], key, value))
     weights = (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1) * sizes.double()[:, None, None]
     return (weights @ value / weights.sum(-1, keepdim=True)).transpose(1, 2)

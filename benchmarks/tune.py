@@ -41,7 +41,7 @@ UNSEEN, SEED = 50, 1000
 
 
 def compared(search: Search) -> list[str]:
-    """The chosen settings, the next slower and faster ones of auto, and the same for fewer steps.
+    """Return the chosen settings, the next slower and faster ones of auto, and the same for fewer steps.
 
     There are two on each side, because the search timed most of them only once.
     """

@@ -18,7 +18,7 @@ COMMANDS = re.compile(r"(<!-- commands:.*?-->\n).*?(<!-- end -->)", flags=re.DOT
 
 
 def page() -> str:
-    """The whole page, with the reference of all commands as typer knows them."""
+    """Return the whole page, with the reference of all commands as typer knows them."""
     command = typer.main.get_command(app)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="tokenmerge")
     # The page has a title of its own, and says before what the commands are.

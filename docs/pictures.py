@@ -24,7 +24,7 @@ import torch
 from diffusers import DiffusionPipeline, StableDiffusionImg2ImgPipeline
 from PIL import Image
 
-from tokenmerge import ToMeConfig, apply_token_merging, presets, token_merging
+from tokenmerge import apply_token_merging, presets, token_merging
 from tokenmerge_tools import demo
 from tokenmerge_tools.closeness import psnr
 from tokenmerge_tools.export.run import ExportOptions, export
@@ -39,7 +39,7 @@ LARGEST_FILE = 300_000  # bytes
 
 
 def bundled() -> DiffusionPipeline:
-    """The pipeline of the bundled model."""
+    """Return the pipeline of the bundled model."""
     pipe = DiffusionPipeline.from_pretrained(demo.path(MODEL), safety_checker=None)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -60,7 +60,7 @@ def seeded() -> torch.Generator:
 
 
 def closeness(one: Image.Image, dense: Image.Image) -> str:
-    """The PSNR in words."""
+    """Return the PSNR in words."""
     return f"{psnr(as_tensor([one]), as_tensor([dense])).item():.1f} dB"
 
 
@@ -68,14 +68,14 @@ def closeness(one: Image.Image, dense: Image.Image) -> str:
 
 SMALL, LARGE, STEPS = 128, 256, 20
 PASSES = (  # name, size, strength, prompt, settings of apply_token_merging
-    ("base", SMALL, 1.0, "a red apple", {"ratio": 0.3}),
-    ("hires", LARGE, 0.5, "a red apple", {"ratio": 0.5, "until": 0.9}),
-    ("img2img", LARGE, 0.7, "a green apple", {"ratio": 0.4}),
+    ("base", SMALL, 1.0, "a red apple", {"speedup": 1.5}),
+    ("hires", LARGE, 0.5, "a red apple", {"speedup": 2.0, "until": 0.9}),
+    ("img2img", LARGE, 0.7, "a green apple", {"speedup": 1.8}),
 )
 
 
 def web_uis() -> None:
-    """Three passes, each at its ratio, dense above merged."""
+    """Three passes, each at its speed, dense above merged."""
     pipe = bundled()
     img2img = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
     img2img.set_progress_bar_config(disable=True)
@@ -106,7 +106,7 @@ def web_uis() -> None:
         columns.append(
             (
                 f"{name} {size} x {size}",
-                f"ratio {settings['ratio']}{until}, {saved:.2f} times fewer operations",
+                f"speedup={settings['speedup']}{until}, {saved:.2f} times fewer operations",
             )
         )
     near = ", ".join(closeness(*pair) for pair in zip(rows["merged"], rows["dense"], strict=True))
@@ -119,9 +119,9 @@ def web_uis() -> None:
 
 REQUESTS: tuple[tuple[str, str, Any], ...] = (
     ("a red apple", "dense", None),
-    ("a yellow lemon", "auto 0.25", 0.25),
-    ("a slice of pizza", "ToMeConfig(ratio=0.5)", ToMeConfig(ratio=0.5)),
-    ("a blue fish", "presets.toma(0.5)", presets.toma(0.5)),
+    ("a yellow lemon", "speedup=2.0", {"speedup": 2.0}),
+    ("a slice of pizza", "ratio=0.5", {"ratio": 0.5}),
+    ("a blue fish", "presets.toma(0.5)", {"config": presets.toma(0.5)}),
 )
 
 
@@ -133,7 +133,7 @@ def serving() -> None:
         own = twin(first)
         own.scheduler = type(first.scheduler).from_config(first.scheduler.config)
         if settings is not None:
-            apply_token_merging(own, settings)
+            apply_token_merging(own, **settings)
         workers.append(own)
     tokens = threading.Lock()  # tokenizers are not for several threads
 
@@ -216,7 +216,7 @@ def exported() -> None:
 
 
 def playground() -> None:
-    """The page after one picture."""
+    """Show the page after one picture."""
     from playwright.sync_api import sync_playwright
 
     command = [sys.executable, "-m", "tokenmerge_tools", "play", "--no-browser"]

@@ -1,4 +1,4 @@
-"""Draw the price curves, and write the tables of README, results.md and methods/, from the records in benchmarks.
+"""Draw the price curves, and write the tables of results.md and methods/, from the records in benchmarks.
 
 python docs/price_curves.py          # writes docs/price-MODEL-SIZE-STEPS-GUIDANCE.svg and the tables
 """
@@ -22,26 +22,6 @@ from tokenmerge_tools.reporting.plots import draw
 from tokenmerge_tools.variants.variant import DENSE
 
 ROOT = Path(__file__).parent.parent
-# What results.md shows: auto and its baselines.
-IN_RESULTS = {
-    "auto": ("0.25", "0.3", "0.4", "0.5", "0.6"),
-    "tomesd": ("0.5",),
-    "deepcache": ("2", "3"),
-    "first-block-cache": ("0.1", "0.2"),
-    "fewer-steps": ("3", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15", "16"),
-}
-# The rows of README: the method and setting of a curve, their name in speeds_table's records, and what they are.
-IN_README = (
-    ("auto", "0.25", "auto 0.25", "`auto`, ratio 0.25"),
-    ("auto", "0.4", "auto 0.4", "`auto`, ratio 0.4"),
-    ("auto", "0.5", "auto 0.5", "`auto`, ratio 0.5"),
-    ("auto", "0.6", "auto 0.6", "`auto`, ratio 0.6"),
-    ("deepcache", "2", "DeepCache 2", "DeepCache, every second step"),
-    ("tomesd", "0.5", "tomesd 0.5", "tomesd, ratio 0.5"),
-)
-# Its columns: two curves, and a model of speeds_table. A record of strong guidance has a name of its own.
-CURVES_IN_README = {"guidance 3": "emoji-unet-256-20-3", "guidance 7.5": "emoji-unet-256-20-7.5"}
-MODEL_IN_README, AT_STRONG_GUIDANCE = "sd15, 512 px, 20 steps", " at guidance 7.5"
 TABLE = re.compile(
     r"(<!-- (closeness|settings|speeds|leads|points of [\w, -]+):.*?-->\n).*?(<!-- end -->)",
     flags=re.DOTALL,
@@ -71,25 +51,19 @@ def _order(record: QualityRecord) -> tuple:
     return record.model, record.width, -record.conditions["steps"], record.conditions["guidance"]
 
 
-def tables(drawn: Mapping[str, Chart], only: Mapping[str, tuple[str, ...]] | None = None) -> str:
-    """Closeness and speed-up of the points of all curves, in Markdown: for each model a row a setting.
-
-    Args:
-        drawn: the curves, by their names.
-        only: the settings that are shown, by method; None: all.
-    """
+def tables(drawn: Mapping[str, Chart]) -> str:
+    """Return closeness and speed-up of the points of all curves, in Markdown: for each model a row a setting."""
     models = dict.fromkeys("-".join(name.split("-")[:2]) for name in drawn)
     of_model = {model: {n: chart for n, chart in drawn.items() if n.startswith(model)} for model in models}
-    return "\n".join(_table(model, charts, only) for model, charts in of_model.items())
+    return "\n".join(_table(model, charts) for model, charts in of_model.items())
 
 
-def _table(model: str, drawn: Mapping[str, Chart], only: Mapping[str, tuple[str, ...]] | None) -> str:
+def _table(model: str, drawn: Mapping[str, Chart]) -> str:
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for name, chart in drawn.items():
         for line in chart.lines:
             for (closeness, speed), label in zip(line.points, line.labels, strict=True):
-                if only is None or label in only.get(line.name, ()):
-                    rows.setdefault((line.name, label), {})[name] = f"{closeness:.1f} at {speed:.2f}×"
+                rows.setdefault((line.name, label), {})[name] = f"{closeness:.1f} at {speed:.2f}×"
     heads = [
         re.sub(r"-(\d+)-(\d+)-(.*)", r"\1 px, \2 steps, guidance \3", name.removeprefix(model))
         for name in drawn
@@ -151,7 +125,7 @@ def leads_table(drawn: Mapping[str, Chart]) -> str:
 
 
 def _at_speed(line: Line, speed: float) -> float:
-    """The highest closeness of a method at this speed-up or above; −∞: it is nowhere as fast."""
+    """Return the highest closeness of a method at this speed-up or above; −∞: it is nowhere as fast."""
     points = sorted((own, closeness) for closeness, own in line.points)
     found = [closeness for own, closeness in points if own >= speed]
     if line.name == "fewer-steps":
@@ -163,7 +137,7 @@ def _at_speed(line: Line, speed: float) -> float:
 
 
 def joint_table() -> str:
-    """Closeness, counted operations and time of cache-dit, merging, and both, in Markdown: a row a variant."""
+    """Return closeness, counted operations and time of cache-dit, merging, and both, in Markdown: a row a variant."""
     files = sorted((ROOT / "benchmarks" / "results").glob("cpu-cache-dit-*.jsonl"))
     if not files:
         return "Not measured yet.\n"
@@ -207,7 +181,7 @@ def _as_fast(speed: float, fewer: Sequence[tuple[float, float, str]]) -> str:
 
 
 def settings_table() -> str:
-    """Closeness with one setting changed at a time, in Markdown: a row a setting, two columns a size."""
+    """Return closeness with one setting changed at a time, in Markdown: a row a setting, two columns a size."""
     records = (ROOT / "benchmarks" / "settings_cpu.jsonl").read_text(encoding="utf-8").splitlines()
     sizes = {line["size"]: line["psnr"] for line in map(json.loads, records)}
     heads = [f"{size} px, {len(psnr['base'])} prompts | difference" for size, psnr in sizes.items()]
@@ -220,33 +194,6 @@ def settings_table() -> str:
             against = "" if name == "base" else f"{statistics.mean(more):+.1f} ± {error:.1f}"
             row += f" | {statistics.mean(psnr[name]):.1f} | {against}"
         lines.append(f"| {row} |")
-    return "\n".join(lines) + "\n"
-
-
-def readme_table(drawn: Mapping[str, Chart]) -> str:
-    """Closeness and speed-up of a few settings side by side, in Markdown: a row a setting.
-
-    Beside each curve stands the closeness of fewer steps at the same speed.
-    """
-    points: dict[tuple[str, str, str], tuple[float, float]] = {}
-    fewer: dict[str, Line] = {}
-    for guidance, name in CURVES_IN_README.items():
-        for line in drawn[name].lines:
-            if line.name == "fewer-steps":
-                fewer[guidance] = line
-            for point, label in zip(line.points, line.labels, strict=True):
-                points[guidance, line.name, label] = point
-    _, speeds = _speeds()
-    heads = [cell for guidance in CURVES_IN_README for cell in (guidance, "fewer steps at that speed")]
-    lines = [f"| | {' | '.join(heads)} | SD 1.5's geometry |", f"|---|{'---:|' * (len(heads) + 1)}"]
-    for method, label, name, words in IN_README:
-        cells = []
-        for guidance in CURVES_IN_README:
-            closeness, speed = points[guidance, method, label]
-            cells += [f"{closeness:.1f} dB at {speed:.2f}×", f"{_at_speed(fewer[guidance], speed):.1f} dB"]
-        there = (speeds[own][MODEL_IN_README] for own in (name, name + AT_STRONG_GUIDANCE) if own in speeds)
-        cells.append(", ".join(f"{statistics.median(found):.2f}×" for found in there))
-        lines.append(f"| {words} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -289,18 +236,14 @@ def _speed(ratios: list[float]) -> str:
 
 
 def with_tables(drawn: Mapping[str, Chart]) -> dict[str, str]:
-    """The documents that have such a table, by their path, with what it is to be."""
-    # results.md has no room for short generations on small pictures.
-    shown = {name: chart for name, chart in drawn.items() if "-20-" in name or "-256-" in name}
+    """Return the documents that have such a table, by their path, with what it is to be."""
     made = {
         "docs/methods/price-curves.md": {"closeness": tables(drawn)},
         "docs/methods/each-setting.md": {"settings": settings_table()},
         "docs/results.md": {
-            "closeness": tables(shown, IN_RESULTS),
             "speeds": speeds_table(),
             "leads": leads_table(drawn),
         },
-        "README.md": {"closeness": readme_table(drawn)},
     }
     for page in sorted((ROOT / "docs" / "methods").glob("*.md")):
         if found := re.search(r"<!-- (points of (.*?)):", page.read_text(encoding="utf-8")):

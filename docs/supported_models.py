@@ -100,7 +100,7 @@ def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
 
 
 def page(checks: dict[str, tuple[int, int]] | None) -> str:
-    """The whole page; without ``checks`` their column is empty."""
+    """Return the whole page; without ``checks`` their column is empty."""
     from tokenmerge.models.unsupported import REASONS
 
     parts = [HEAD]

@@ -1,18 +1,22 @@
-"""Break central lines of the library, one at a time, and count the tests that notice each.
+"""Break central lines of the library, one at a time, and show which tests notice each.
 
     python tests/break_lines.py tests/ops tests/planners
+    python tests/break_lines.py --only "step|extrapolation" -m "not slow" tests/runtime/test_steps.py
 
-The arguments go to pytest. The lines are broken in a copy of ``src``, so that nothing has to be restored.
+With ``--only``, a line is broken if this pattern is in its description. The other arguments go to pytest. The
+lines are broken in a copy of ``src``, so that nothing has to be restored.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,9 +59,9 @@ BREAKS = (
     ),
     Break(
         "which step is complete",
-        "runtime/patching/due.py",
-        'tracker, "blocks", step.done in runs.full,',
-        'tracker, "blocks", step.done + 1 in runs.full,',
+        "runtime/steps/decide.py",
+        "    planned = plan[step.done]\n",
+        "    planned = plan[step.done - 1]\n",
     ),
     Break(
         "the index of a step",
@@ -101,10 +105,10 @@ def source(package: Path, edit: Break) -> str:
     return text.replace(edit.line, edit.broken)
 
 
-def failures(src: Path, selection: list[str]) -> tuple[int, int]:
-    """Run tests on the copy of the library. Return how many failed, and how many ran."""
+def failures(src: Path, selection: list[str]) -> tuple[Counter[str], int]:
+    """Run tests on the copy of the library. Return how many failed in each file, and how many ran."""
     paths = [str(src), str(ROOT / "tools" / "src"), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", *selection]
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *selection]
     run = subprocess.run(
         command,
         cwd=ROOT,
@@ -115,29 +119,39 @@ def failures(src: Path, selection: list[str]) -> tuple[int, int]:
     )
     if run.returncode not in (0, 1):
         raise SystemExit(run.stdout + run.stderr)
-    found = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error)", run.stdout)}
-    noticed = found.get("failed", 0) + found.get("error", 0)
-    return noticed, noticed + found.get("passed", 0)
+    noticed = Counter(re.findall(r"^(?:FAILED|ERROR) ([^:\n]+)::", run.stdout, flags=re.MULTILINE))
+    ran = sum(int(n) for n in re.findall(r"(\d+) (?:passed|failed|error)", run.stdout.splitlines()[-1]))
+    return noticed, ran
 
 
-def main(selection: list[str]) -> None:
-    """Print how many tests of a selection fail for each broken line."""
+def main(only: str, selection: list[str]) -> None:
+    """Print which tests of a selection fail for each broken line."""
     with tempfile.TemporaryDirectory() as folder:
         src = Path(folder) / "src"
         shutil.copytree(ROOT / "src", src, ignore=shutil.ignore_patterns("__pycache__"))
         package = src / "tokenmerge"
-        broken = [(edit, source(package, edit)) for edit in BREAKS]  # all are there, before anything runs
+        # All lines are there, before anything runs.
+        broken = [(edit, source(package, edit)) for edit in BREAKS if re.search(only, edit.what)]
         failed, ran = failures(src, selection)
         if failed:
-            raise SystemExit(f"{failed} of {ran} tests fail before anything is broken")
-        print(f"| broken line | of {ran} tests, so many fail |\n|---|---:|", flush=True)
+            raise SystemExit(
+                f"{failed.total()} of {ran} tests fail before anything is broken: {dict(failed)}"
+            )
+        print(f"| broken line | of {ran} tests, so many fail | in |\n|---|---:|---|", flush=True)
         for edit, text in broken:
             file = package / edit.file
             intact = file.read_text(encoding="utf-8")
             file.write_text(text, encoding="utf-8")
-            print(f"| {edit.what} | {failures(src, selection)[0]} |", flush=True)
+            noticed, _ = failures(src, selection)
+            where = ", ".join(f"{name} ({count})" for name, count in noticed.most_common())
+            print(f"| {edit.what} | {noticed.total()} | {where} |", flush=True)
             file.write_text(intact, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="a pattern in the description of a line")
+    own, rest = parser.parse_known_args()
+    main(own.only, rest)

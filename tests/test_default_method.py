@@ -252,3 +252,17 @@ def test_a_cache_limit_below_step_reuse_is_named_where_nothing_merges(monkeypatc
     pipe = pipeline(unet=hosts.unet())
     with pytest.raises(ConfigError, match="max_cache: expected at least"):
         apply_token_merging(pipe, speedup=2.0, max_cache=1)
+
+
+def test_the_handle_estimates_how_close_the_last_picture_is(fast):
+    pipe = pipeline(unet=hosts.unet())
+    patch = apply_token_merging(pipe, speedup=1.5)
+    assert patch.error is None
+    assert "estimated" not in str(patch)
+    run(pipe, 12)
+    assert patch.error is not None
+    assert patch.error.worst_step in range(12)
+    assert f"  estimated: {patch.error}" in str(patch)
+    apply_token_merging(pipe, ToMeConfig(reuse=StepReuse(every=2)))
+    run(pipe, 12)
+    assert patch.error is not None  # that of its own last run

@@ -22,6 +22,7 @@ from tokenmerge import (
 )
 from tokenmerge.api import merge_in_hosts
 from tokenmerge.config import dense_outside, read_metadata
+from tokenmerge.default_method import settings_for
 from tokenmerge.report import predict
 
 SKIPS = ToMeConfig(ratio=0.5, reuse=StepReuse(every=3))
@@ -46,10 +47,29 @@ def test_before_a_run_it_counts_the_default_size_and_number_of_steps(pipe):
     assert f"counted at {sample * scale} × {sample * scale} px, batch 2, 50 steps" in str(patch)
 
 
+def test_it_names_the_ratio_that_was_given_and_no_other_number(pipe):
+    patch = apply_token_merging(pipe, ratio=0.25)
+    assert str(patch).splitlines()[0].endswith(": ratio 0.25, merging alone")
+    assert patch.metadata().startswith("Token merging: ratio 0.25, {")
+
+
+def test_a_report_is_a_table_at_the_prompt_of_python(pipe):
+    report = apply_token_merging(pipe, SKIPS).report()
+    assert repr(report) == str(report)
+    assert "Row(" not in repr(report)
+
+
+def test_a_warning_about_a_run_stands_at_the_line_that_ran_it(pipe):
+    apply_token_merging(pipe, ToMeConfig(ratio=0.5, min_tokens=10**6, reuse=StepReuse(every=3)))
+    with pytest.warns(UserWarning, match="this generation is dense: of 2 steps") as caught:
+        generate(pipe, steps=2)
+    assert caught[0].filename == __file__
+
+
 def test_a_model_alone_has_no_number_of_steps():
     patch = apply_token_merging(hosts.unet(), SKIPS)
     assert patch.report() == predict(hosts.unet(), SKIPS)
-    assert "1 of 3 steps is full" in str(patch)
+    assert "1 of 3 steps is complete" in str(patch)
 
 
 def test_another_size_and_number_of_steps(pipe):
@@ -65,20 +85,20 @@ def test_after_a_run_it_counts_that_run(pipe):
     generate(pipe, size=64, guidance_scale=1.0)
     side = 64 // pipe.vae_scale_factor
     assert patch.report() == predict(pipe, SKIPS, side, side, batch=1, steps=12)
-    assert f"({FULL} full, {12 - FULL} reused, 0 dense), {side * side} tokens" in last_run(patch)
+    assert f"({FULL} complete, {12 - FULL} reused, 0 dense), {side * side} tokens" in last_run(patch)
     generate(pipe, steps=4, size=96)
     side = 96 // pipe.vae_scale_factor
     assert patch.report() == predict(pipe, SKIPS, side, side, batch=2, steps=4)
     assert patch.report(steps=8).height == side
 
 
-def test_steps_are_full_reused_or_dense(pipe):
+def test_steps_are_complete_reused_or_dense(pipe):
     """Of 12 steps, the last 6 do not merge, and every second one of the first 6 is a correction."""
     config = ToMeConfig(ratio=0.5, rules=dense_outside(0, 0.5), correction=Correction(every=2))
     patch = apply_token_merging(pipe, config)
     generate(pipe)
     assert "12 steps in" in last_run(patch)
-    assert "(3 full, 0 reused, 9 dense)" in last_run(patch)
+    assert "(3 complete, 0 reused, 9 dense)" in last_run(patch)
 
 
 def test_an_interrupted_run_says_how_far_it_came(pipe):
@@ -98,17 +118,16 @@ def test_settings_that_do_not_follow_the_steps_tell_the_number_of_steps(pipe):
     patch = apply_token_merging(pipe, ToMeConfig(ratio=0.5))
     generate(pipe, steps=3)
     side = 64 // pipe.vae_scale_factor
-    assert last_run(patch) == f"  last run: 3 steps, {side * side} tokens at the finest level"
+    assert last_run(patch) == f"  last run: 3 steps, {side * side} tokens"
 
 
-def test_settings_of_strong_guidance_are_those_that_are_counted(pipe):
-    config = dataclasses.replace(SKIPS, rules=[{"guidance": 5.0, "reuse.every": 1}])
-    patch = apply_token_merging(pipe, config)
-    generate(pipe, guidance_scale=3.0)
-    assert f"({FULL} full" in last_run(patch)
-    generate(pipe, guidance_scale=7.5)
-    assert "(12 full, 0 reused" in last_run(patch)
-    assert "step reuse" not in str(patch)
+def test_what_the_default_method_does_at_the_guidance_of_the_run_is_counted(pipe):
+    patch = apply_token_merging(pipe, speedup=1.2)
+    for scale in (3.0, 7.5):
+        generate(pipe, guidance_scale=scale)
+        side = 64 // pipe.vae_scale_factor
+        assert patch.config == settings_for(pipe, 1.2, side, side, steps=12, guidance=scale)
+        assert patch.report().steps == 12
 
 
 def test_the_seconds_are_those_from_the_first_call_to_the_last(pipe, monkeypatch):
@@ -179,14 +198,14 @@ def test_metadata_applies_the_same_settings_again(monkeypatch):
         apply_token_merging(vits.vit(), ViTConfig(r=1)).metadata()
 
 
-def test_steps_outside_the_part_that_merges_are_full(pipe):
-    """The text before the run predicts the number of full steps in the run."""
+def test_steps_outside_the_part_that_merges_are_complete(pipe):
+    """The text before the run predicts the number of complete steps in the run."""
     patch = apply_token_merging(pipe, SKIPS, start=0.25, until=0.75)
     generate(pipe)
     kinds = dict(part.split()[::-1] for part in last_run(patch).split("(")[1].split(")")[0].split(", "))
     run = 12 - int(kinds["reused"])
     assert FULL < run < 12
-    assert f"{run} of 12 steps are full" in str(patch)
+    assert f"{run} of 12 steps are complete" in str(patch)
 
 
 @pytest.mark.parametrize("config", [ToMeConfig(ratio=0.5), ToMeConfig(ratio=0.5, scope="keys")], ids=repr)
@@ -228,7 +247,7 @@ def test_nothing_is_timed_for_whole_blocks_and_for_large_grids(scope, size, monk
     assert patch.report(height=size, width=size).rows
 
 
-@pytest.mark.parametrize("size", [None, 17], ids=["default", "odd"])
+@pytest.mark.parametrize("size", [pytest.param(None, marks=pytest.mark.slow), 17], ids=["default", "odd"])
 def test_a_handle_of_any_unet_can_be_printed_at_any_default_size(size):
     """Counting may fail where the default size does not fit the model; printing says so instead."""
     builds = {name: family.build for name, family in unets.FAMILIES.items()}
@@ -241,7 +260,6 @@ def test_a_handle_of_any_unet_can_be_printed_at_any_default_size(size):
             model.model.diffusion_model.image_size = size
         # The size is checked when it is applied; here, only printing is.
         patch = merge_in_hosts(model, ToMeConfig(ratio=0.5, max_downsample=8), check_size=False)
-        assert repr(patch) == str(patch)
         assert repr(patch).startswith("Token merging in ")
         patch.remove()
 

@@ -30,7 +30,7 @@ SOURCE = Path(__file__).parents[2] / "tools" / "src" / "tokenmerge_tools" / "dem
 
 
 def pipeline(source: Path = SOURCE) -> StableDiffusionPipeline:
-    """The pipeline of ppdiffusers with the weights of the one of diffusers in ``source``."""
+    """Return the pipeline of ppdiffusers with the weights of the one of diffusers in ``source``."""
     scheduler = _config(source / "scheduler" / "scheduler_config.json", DPMSolverMultistepScheduler)
     pipe = StableDiffusionPipeline(
         vae=_model(AutoencoderTiny, source / "vae"),
@@ -72,14 +72,14 @@ def _tokenizer(source: Path) -> CLIPTokenizer:
 
 
 def _config(file: Path, cls: Any) -> dict[str, Any]:
-    """Settings in a file that the class of ppdiffusers has too."""
+    """Return settings in a file that the class of ppdiffusers has too."""
     known = cls._get_init_keys(cls)
     settings = json.loads(file.read_text(encoding="utf-8"))
     return {name: value for name, value in settings.items() if name in known}
 
 
 def _filled(model: nn.Layer, weights: dict[str, np.ndarray]) -> nn.Layer:
-    """The model with these weights: Paddle's linear layers keep theirs transposed.
+    """Return the model with these weights: Paddle's linear layers keep theirs transposed.
 
     Raises:
         ValueError: the names or shapes of the weights are not those of the model.
@@ -99,7 +99,7 @@ def _filled(model: nn.Layer, weights: dict[str, np.ndarray]) -> nn.Layer:
 
 
 def _betas(scheduler: dict[str, Any]) -> list[float]:
-    """The schedule with no signal in its last step, which ppdiffusers' DPM-Solver has no setting for.
+    """Return the schedule with no signal in its last step, which ppdiffusers' DPM-Solver has no setting for.
 
     As in arXiv 2305.08891, algorithm 1; the last product of alphas is 2⁻²⁴ instead of 0, as in diffusers.
     """

@@ -49,7 +49,7 @@ TEXT_TOKENS = 77
 
 
 def own(ratio: float) -> tuple[Callable, Callable]:
-    """The ``apply_tome`` of ppdiffusers and its removal."""
+    """Return the ``apply_tome`` of ppdiffusers and its removal."""
     return lambda unet: OWN_APPLY(unet, ratio=ratio), OWN_REMOVE
 
 
@@ -98,7 +98,7 @@ def measure(unet: Any, batch: int, options: argparse.Namespace) -> dict[str, dic
 
 
 def summary(times: dict[str, list[float]]) -> list[str]:
-    """A line for each variant: median and quartiles of its seconds, and how it compares with the others."""
+    """Print a line for each variant: median and quartiles of its seconds, beside the others."""
     lines = []
     for name, taken in times.items():
         low, middle, high = statistics.quantiles(taken, n=4) if len(taken) > 1 else taken * 3

@@ -100,5 +100,5 @@ else:
         return value
 
     def __dir__() -> list[str]:
-        """Names already imported, and names that can be imported."""
+        """Return names already imported, and names that can be imported."""
         return sorted({*globals(), *__all__, *_MODULES})

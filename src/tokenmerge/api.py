@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import numbers
 import os
 import warnings
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from tokenmerge import presets
 from tokenmerge.config import FoundFor, ToMeConfig, dense_outside, load_settings
-from tokenmerge.config.origin import is_default
+from tokenmerge.config.origin import RATIO, is_default
 from tokenmerge.default_method import DefaultMethod, merging_alone
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, shown
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
@@ -169,6 +170,7 @@ def _asked(model: object, config: object, speedup: float | None, ratio: float | 
     if isinstance(config, str):
         return _Asked(_preset(config, ratio), config)
     if config is not None:
+        _hosts(model)  # raises an error that names ViTConfig for a vision transformer
         is_number = isinstance(config, numbers.Real) and not isinstance(config, bool)
         raise ConfigError(
             f"config: a number alone can mean a speed-up or a ratio, got {shown(config)}; write {_TWO_WAYS}"
@@ -177,9 +179,9 @@ def _asked(model: object, config: object, speedup: float | None, ratio: float | 
             "ViTConfig(r=8), the name of a preset such as 'toma', or a file of settings such as "
             f"'tuned.json', got {shown(config)}; or write {_TWO_WAYS}"
         )
-    hosts = _hosts(model)  # raises an error that names ViTConfig for a vision transformer
+    hosts = _hosts(model)
     if ratio is not None:
-        return _Asked(merging_alone(model, hosts, ratio), hosts=hosts)
+        return _Asked(merging_alone(model, hosts, ratio), RATIO, hosts=hosts)
     default = DefaultMethod.of(model, hosts, _DEFAULT_SPEEDUP if speedup is None else speedup)
     follows = default.facts.follows_steps and default.speedup > 1
     if not follows and default.speedup > 1 and not default.widest.merges:
@@ -215,9 +217,11 @@ def _within(model: object, asked: _Asked, max_cache: str | int) -> _Asked:
 def _preset(name: str, ratio: float | None) -> ToMeConfig:
     """Return the settings of a published method."""
     if name not in presets.__all__:
+        near = difflib.get_close_matches(name, presets.__all__, 1)
         raise ConfigError(
             f"config: expected the name of a preset, one of {', '.join(presets.__all__)}, or the path of a "
-            f".json file of settings, got {shown(name)}; or write {_TWO_WAYS}"
+            f".json file of settings, got {shown(name)}"
+            + (f"; did you mean {near[0]!r}?" if near else f"; or write {_TWO_WAYS}")
         )
     make: Callable[..., ToMeConfig] = getattr(presets, name)
     return make() if ratio is None else make(ratio)

@@ -16,7 +16,7 @@ from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.plans import Facts, choose, facts_of, highest_speedup
+from tokenmerge.plans import Facts, Plan, facts_of, highest_speedup, plan_for
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 
 __all__ = ["DefaultMethod", "settings_for"]
@@ -89,10 +89,16 @@ class DefaultMethod:
             steps: number of steps of the generation; None: the default.
             guidance: scale of classifier-free guidance; None: unknown.
         """
-        settings = choose(self._known(grid, steps, guidance), self.speedup)
+        settings = self.plan(grid, steps, guidance).config
         for change in self.changes:
             settings = change(settings)
         return settings
+
+    def plan(
+        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
+    ) -> Plan:
+        """Return the plan of one generation, without changes; the arguments are those of :meth:`settings`."""
+        return plan_for(self._known(grid, steps, guidance), self.speedup)
 
     def shortfall(
         self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
@@ -103,9 +109,16 @@ class DefaultMethod:
         if highest >= self.speedup:
             return ""
         size = " × ".join(map(str, known.grid[known.grid[0] == 1 :]))
+        where = f"in {known.steps} step{'s' if known.steps > 1 else ''} on {size} tokens"
+        reached = math.floor(100 * highest) / 100
+        if reached <= 1:
+            return (
+                f"speedup={self.speedup:g}: nothing can be saved {where}, so this generation is dense; take "
+                "more steps or a larger picture"
+            )
         return (
-            f"speedup={self.speedup:g}: at most {math.floor(100 * highest) / 100:g}× can be reached in "
-            f"{known.steps} steps on {size} tokens; take more steps, a larger picture or a lower speed-up"
+            f"speedup={self.speedup:g}: at most {reached:g}× can be reached {where}; take more steps, a "
+            "larger picture or a lower speed-up"
         )
 
     def _known(self, grid: GridShape | None, steps: int | None, guidance: float | None) -> Facts:

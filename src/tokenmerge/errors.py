@@ -40,14 +40,14 @@ class MissingExtraError(TokenMergingError, ImportError):
 
     Args:
         requirement: what to install, for example ``"tokenmerge-tools[metrics]"``.
-        needed_by: what needs it, in words.
+        needed_by: what needs which package: ``"tokenmerge play needs gradio"``.
 
-    >>> print(MissingExtraError("tokenmerge-tools[metrics]", needed_by="PSNR and SSIM"))
-    PSNR and SSIM: not installed; run: pip install "tokenmerge-tools[metrics]"
+    >>> print(MissingExtraError("tokenmerge-tools[metrics]", needed_by="PSNR and SSIM need torchmetrics"))
+    PSNR and SSIM need torchmetrics, which is not installed; run: pip install "tokenmerge-tools[metrics]"
     """
 
     def __init__(self, requirement: str, needed_by: str) -> None:
-        super().__init__(f'{needed_by}: not installed; run: pip install "{requirement}"')
+        super().__init__(f'{needed_by}, which is not installed; run: pip install "{requirement}"')
 
 
 def shown(value: object) -> str:

@@ -17,6 +17,7 @@ from tokenmerge.errors import ConfigError, shown, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
+from tokenmerge.plans import Estimate, estimate_closeness
 from tokenmerge.report import Conditions, Report, RunSteps, predict, saved, slower_than_dense, summary, title
 from tokenmerge.runtime.memory.run_log import RunLog
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
@@ -97,13 +98,22 @@ class Patch(Generic[AnyReport, AnyRecord]):
         """Return the settings as one line for the parameters of a picture.
 
         The line is ``Token merging: speed-up 2, {…}``. The text after the colon is all that is needed to
-        apply the same settings again on any machine. :func:`tokenmerge.config.read_metadata` reads the line,
-        and so does ``tokenmerge generate --like picture.png``.
+        apply the same settings again on any machine. :func:`tokenmerge.config.read_metadata` reads the line.
 
         Raises:
             ConfigError: the model is a vision transformer.
         """
         raise ConfigError("metadata: a vision transformer draws no pictures; leave the call out")
+
+    @property
+    def error(self) -> Estimate | None:
+        """How close the picture of the last generation is to the dense one of the same seed, as an estimate.
+
+        It comes from what the plan expects and from how wrong the forecasts of step reuse would have been in
+        the steps that knew the truth. Of a batch, the worst picture counts. Reading it waits for the device.
+        None: nothing was generated yet, or the settings are not those of the default method.
+        """
+        return None
 
     def remove(self) -> None:
         """Restore the models. One that was restored or patched again in the meantime stays as it is.
@@ -318,6 +328,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             is_unet=bool(self._denoiser.deep_stages),
             scale=getattr(pipe, "vae_scale_factor", None),
             slower=slower,
+            estimate=str(self.error or ""),
             watched=self._states[self._denoiser.root].kept.note,
         )
         if state_of(self._denoiser.root) is not self._states[self._denoiser.root]:
@@ -334,6 +345,17 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if self._default is not None:
             return state.kept.config
         return state.kept.config if state.kept.note else state.config
+
+    @property
+    def error(self) -> Estimate | None:
+        """How close the last picture is to the dense one, see :attr:`Patch.error`."""
+        run = self._last_run
+        if run is None or self._default is None or not run.steps:
+            return None
+        known = run.height is not None and run.width is not None
+        grid = self._denoiser.grid_at(run.height or 1, run.width or 1) if known else None
+        harm = self._default.plan(grid, run.steps, run.guidance).harm
+        return estimate_closeness(harm, run.config, run.steps, run.noted())
 
     def _settings_at(self, height: int | None, width: int | None, steps: int | None) -> ToMeConfig:
         """Return the settings of a run with this size of the latents and number of steps."""

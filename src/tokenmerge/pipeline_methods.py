@@ -16,7 +16,7 @@ from tokenmerge.errors import MissingExtraError
 try:
     from diffusers import DiffusionPipeline, ModelMixin
 except ImportError as error:
-    raise MissingExtraError("diffusers", needed_by="tokenmerge.pipeline_methods") from error
+    raise MissingExtraError("diffusers", needed_by="tokenmerge.pipeline_methods needs diffusers") from error
 
 __all__: list[str] = []
 

@@ -18,7 +18,6 @@ CONFIG = ToMeConfig(
     rules=[
         {"level": 2, "ratio": 0.25, "seed": None},
         {"start": 0.5, "until": 0.8, "planner": "tiled"},
-        {"guidance": 5, "reuse.every": 2.5},
         {"until": 0.2, "ratio": 0, "reuse.every": 1},
     ],
 )

@@ -13,7 +13,7 @@ CONFIGS = [
     CONFIG,
     presets.sdtm(),
     ToMeConfig(reuse=StepReuse(full_steps=(0, 0.5, 1)), rules=dense_outside(0.1, 1)),
-    ToMeConfig(ratio=0.25, rules=[{"guidance": 5, "scope": "block", "reuse.every": 1.5}]),
+    ToMeConfig(ratio=0.25, rules=[{"start": 0.5, "scope": "block", "reuse.every": 1}]),
 ]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tokenmerge import ToMeConfig, apply_token_merging
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, bipartite_soft_matching, make_plan, strided_partition
 from tokenmerge.planners import PLANNERS
 
@@ -36,7 +37,7 @@ def test_tokens_of_different_frames_merge_only_when_asked_to(name, st):
         assert bool((first_frame != frame).any()) == (st > 1)
 
 
-def in_the_order_of_cells(features: Tensor, grid: Any, config: ToMeConfig, step: Tensor) -> Plan:
+def in_the_order_of_cells(features: Tensor, grid: Any, r: int, config: MergeSettings, step: Tensor) -> Plan:
     """A plan that removes nothing: all tokens in the order of sources and destinations over time."""
     src, dst = strided_partition(grid, (config.st, config.sy, config.sx), draw=(0, step))
     order, nearest = bipartite_soft_matching(features, src, dst)

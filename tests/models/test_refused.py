@@ -92,7 +92,7 @@ def test_the_reason_stands_also_beside_a_vision_transformer():
     pipe = SimpleNamespace(
         transformer=of("HunyuanVideoFramepackTransformer3DModel"), image_encoder=vits.clip()
     )
-    for settings in (ToMeConfig(), 0.5):
+    for settings in (ToMeConfig(), None):
         with pytest.raises(
             UnsupportedModelError, match=r"Framepack.* yet: the sequence holds earlier frames"
         ):

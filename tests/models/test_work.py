@@ -28,10 +28,8 @@ SETTINGS = {
     "plans of their own": dataclasses.replace(MERGING, plans=PlanSharing()),
     "whole blocks": dataclasses.replace(MERGING, scope="block"),
     "corrected": dataclasses.replace(MERGING, correction=Correction(every=2)),
-    "step reuse": dataclasses.replace(MERGING, ratio=0, reuse=StepReuse(every=2, ends="full", spacing=1)),
-    "all": dataclasses.replace(
-        MERGING, sx=4, reuse=StepReuse(every=2, shallow_every=2, ends="full", spacing=1)
-    ),
+    "step reuse": dataclasses.replace(MERGING, ratio=0, reuse=StepReuse(every=2)),
+    "all": dataclasses.replace(MERGING, sx=4, reuse=StepReuse(every=2, shallow_every=2)),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -267,8 +268,11 @@ def test_a_plan_within_a_sequence_merges_its_tokens_and_leaves_the_others(name, 
     within = planned.within(start, beside + n)
     merged = merge(within, sequence(x))
     assert torch.equal(merged[:, :beside], others)
-    assert torch.equal(merged[:, beside:], merge(planned, x))
-    assert torch.equal(unmerge(within, merged), sequence(unmerge(planned, merge(planned, x))))
+    # Sums of p products may have another order in a larger batch of tiles. Shares sum to 1 at most.
+    p = planned.shares.shape[-1] if isinstance(planned, SoftPlan) else 0
+    close = partial(assert_close, rtol=0, atol=2 * p * 2**-24 * max(1.0, x.abs().max().item()))
+    close(merged[:, beside:], merge(planned, x))
+    close(unmerge(within, merged), sequence(unmerge(planned, merge(planned, x))))
     assert torch.equal(within.kept()[:, beside:], planned.kept() + start[:, None])
     sizes = torch.cat([torch.ones(b, beside), planned.sizes], dim=1)
     assert torch.equal(within.sizes, sizes)
@@ -294,6 +298,16 @@ def test_merging_and_unmerging_have_the_gradients_of_their_matrices(name):
     planned = plan(name, x, grid, settings_of(name))
     assert torch.autograd.gradcheck(lambda t: merge(planned, t), x)
     assert torch.autograd.gradcheck(lambda t: unmerge(planned, merge(planned, t)), x)
+
+
+@EVERY
+def test_a_planner_removes_as_many_tokens_as_it_is_asked_to_whatever_the_ratio_says(name):
+    grid = (3, 6, 6)
+    x, config = tokens(2, grid), settings_of(name, ratio=0.75)
+    extra = (x.double().sin().sum(dim=2).abs(),) if name in GUIDED_PLANNERS else ()
+    planned = PLANNERS[name](x, grid, 24, config, torch.tensor(3), *extra)
+    expected = {"uniform": 3 * 27, "windows": 3 * 6}.get(name, 24)  # 27 sources; two windows of three sources
+    assert planned.inverse.shape[1] - planned.keep.shape[1] == expected
 
 
 @EVERY

@@ -299,7 +299,7 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
         (presets.toma(), "a plan is used for 5 steps"),
         (presets.toma(), "consecutive blocks with the same token grid share a plan"),
         (presets.ibtm(), "the planner 'tome' runs until the first guided step"),
-        (ToMeConfig(correction=Correction(every=4)), "1 of 4 full steps is dense"),
+        (ToMeConfig(correction=Correction(every=4)), "1 of 4 complete steps is dense"),
         (ToMeConfig(plans=PlanSharing(every=4)), "a plan is used for 4 steps"),
         (ToMeConfig(reuse=StepReuse(every=2)), "1 of 2 steps runs all"),
         (

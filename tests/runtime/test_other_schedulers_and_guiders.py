@@ -21,10 +21,9 @@ from tiny_pipeline import SIDE
 from tokenmerge import StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.api import merge_in_hosts
 from tokenmerge.config import FoundFor
+from tokenmerge.default_method import settings_for
 from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge.runtime.steps.pipeline import guidance_scale
-
-BY_GUIDANCE = ToMeConfig(ratio=0.25, reuse=StepReuse(every=2), rules=[{"guidance": 5, "ratio": 0.5}])
 
 
 class Modular:
@@ -49,24 +48,24 @@ class Modular:
 
 
 @pytest.mark.parametrize(
-    ("scale", "settings", "ratio"),
+    ("scale", "settings", "found"),
     [
-        (7.5, {}, 0.5),
-        (4.0, {}, 0.25),
-        (4.0, {"use_original_formulation": True}, 0.5),
-        (7.5, {"enabled": False}, 0.25),
-        (7.5, {"start": 0.5}, 0.5),
+        (7.5, {}, 7.5),
+        (4.0, {"use_original_formulation": True}, 5.0),
+        (7.5, {"enabled": False}, 1.0),
+        (7.5, {"start": 0.5}, 7.5),
     ],
 )
 @torch.no_grad()
-def test_the_guider_of_a_modular_pipeline_says_how_strong_guidance_is(scale, settings, ratio):
+def test_the_guider_of_a_modular_pipeline_says_how_strong_guidance_is(scale, settings, found):
     pipe = Modular(guiders.ClassifierFreeGuidance(guidance_scale=scale, **settings))
-    apply_token_merging(pipe, BY_GUIDANCE)
-    assert torch.isfinite(pipe(4)).all()
-    assert state_of(pipe.unet).last_run.config.ratio == ratio
+    patch = apply_token_merging(pipe, speedup=1.5)
+    assert torch.isfinite(pipe(8)).all()
+    assert state_of(pipe.unet).last_run.guidance == found
+    assert patch.config == settings_for(pipe, 1.5, 16, 16, steps=8, guidance=found)
     pipe.guider = guiders.ClassifierFreeGuidance(guidance_scale=1.0)
-    pipe(4)
-    assert state_of(pipe.unet).last_run.config.ratio == 0.25
+    pipe(8)
+    assert state_of(pipe.unet).last_run.guidance == 1.0
 
 
 OTHER = {
@@ -107,7 +106,7 @@ def editing(pipe: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 def test_steps_of_an_inverse_scheduler_are_reused(editing):
     """It turns a picture into noise before the other half of the pipeline edits it."""
-    reused = {"full": 5, "reused": 3}
+    reused = {"complete": 5, "reused": 3}
     found = FoundFor(model="UNet2DConditionModel", height=SIDE // 2, width=SIDE // 2, steps=8)
     picture = Image.new("RGB", (SIDE, SIDE), (200, 30, 60))
     with warnings.catch_warnings():

@@ -125,7 +125,7 @@ def test_from_a_picture(pipe, scheduler):
     seen = calls(pipe.unet)
     picture = Image.new("RGB", (SIDE, SIDE), (200, 30, 60))
     draw(pipe, 16, image=picture, strength=0.5)
-    assert whats(seen) == ("mmrrmrmdd" if isinstance(scheduler, PNDMScheduler) else "mmrmrmdd")
+    assert whats(seen) == ("mmrmrrmdd" if isinstance(scheduler, PNDMScheduler) else "mmrmrmdd")
     assert not kept(pipe.unet)
 
 

@@ -282,7 +282,7 @@ def test_a_picture_does_not_depend_on_its_batch(make):
         assert_close(got, expected, atol=10 * rounding.item() + 1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("make", [vits.vit, vits.timm])
+@pytest.mark.parametrize("make", [vits.vit, pytest.param(vits.timm, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_compiles_into_one_graph_and_new_settings_are_noticed(make):
     torch._dynamo.reset()
@@ -644,9 +644,9 @@ def _by_openvino(model: nn.Module, x: torch.Tensor, path: Path) -> Callable:
     [
         (vits.vit, _by_trace),
         (vits.vit, _by_older_onnx),
-        (vits.vit, _by_openvino),
+        pytest.param(vits.vit, _by_openvino, marks=pytest.mark.slow),
         (vits.timm, _by_trace),
-        (vits.timm, _by_openvino),
+        pytest.param(vits.timm, _by_openvino, marks=pytest.mark.slow),
     ],
 )
 @torch.no_grad()

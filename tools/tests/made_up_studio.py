@@ -10,7 +10,6 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.tune import rounds, runner
 from tokenmerge_tools.tune.candidates import Candidate
 from tokenmerge_tools.tune.rounds import Failed, Outcome, Rounds
@@ -35,7 +34,7 @@ class MadeUp(Rounds):
     def draw(
         self, item: int, chosen: Sequence[Candidate], configs: Mapping[str, ToMeConfig | None]
     ) -> Iterator[Outcome | Failed]:
-        self._save(Drawn(Variant(DENSE), self.steps), item, 0)
+        self._save(Variant(DENSE), item, 0)
         for one in chosen:
             if MadeUp.stop is not None and len(MadeUp.drawn) >= MadeUp.stop[0]:
                 raise MadeUp.stop[1]
@@ -46,12 +45,12 @@ class MadeUp(Rounds):
             number = zlib.crc32(one.name.encode()) % 100
             speedup = 1.0 + number / 50
             psnr = 60.0 - number / 4 + item % 3
-            self._save(one.drawn, item, number)
+            self._save(one.variant, item, number)
             seconds = DENSE_SECONDS / speedup
             cost = seconds + DENSE_SECONDS / len(chosen)
             yield Outcome(one.name, seconds, DENSE_SECONDS, cost, {"psnr": psnr, "ssim": 0.9})
 
-    def _save(self, drawn: Drawn, item: int, level: int) -> None:
+    def _save(self, drawn: Variant, item: int, level: int) -> None:
         path = self.evaluation.store.picture(drawn, self.evaluation.items[item])
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", self.evaluation.size, (level, level, level)).save(path)
@@ -69,5 +68,5 @@ def install(monkeypatch: pytest.MonkeyPatch, pipe: StableDiffusionPipeline) -> t
     # The source may change while the tests run.
     monkeypatch.setattr("tokenmerge_tools.evaluate.evaluation.source_commit", lambda: None)
     # A device on which merging saves time on every grid; here a tiny one need not.
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 4)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 4)
     return MadeUp

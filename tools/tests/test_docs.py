@@ -1,24 +1,33 @@
 """The code in the documents runs, and their texts match the program."""
 
 import ast
+import contextlib
 import json
 import re
 import runpy
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_pipeline
 import vits
-from diffusers import StableDiffusionPipeline
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from PIL import Image
 from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
 
 import tokenmerge
-from tokenmerge import ToMeConfig, presets
-from tokenmerge.config import save_config
+from tokenmerge import ConfigError, ToMeConfig, presets
+from tokenmerge.config import SETTINGS, save_config
+from tokenmerge.default_method import settings_for
 from tokenmerge.planners import PLANNERS
+from tokenmerge_tools import demo
+from tokenmerge_tools.evaluate.metrics import parse_metrics
+from tokenmerge_tools.method_spec import read_setting
 from tokenmerge_tools.reporting.curves import Chart, Line
+from tokenmerge_tools.variants.variant import parse_variant
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -51,15 +60,24 @@ def code(language: str, document: Path) -> list[str]:
 @pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")  # diffusers
 @pytest.mark.parametrize(
     ("document", "snippet"),
-    [(name, snippet) for name in WITH_PYTHON for snippet in code("python", ROOT / name)],
+    [
+        # README draws 20 steps with a bundled model.
+        pytest.param(name, snippet, marks=pytest.mark.slow if name == "README.md" else ())
+        for name in WITH_PYTHON
+        for snippet in code("python", ROOT / name)
+    ],
 )
 def test_the_python_of_the_documents_runs(document, snippet, pipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
     save_config(ToMeConfig(ratio=0.5), tmp_path / "outputs" / "tuned.json")  # what tune writes
+    pretrained = SimpleNamespace(
+        to=lambda device: pipe
+    )  # README loads Stable Diffusion XL, which is not here
+    monkeypatch.setattr(StableDiffusionXLPipeline, "from_pretrained", lambda *_, **__: pretrained)
     names = {
         "tokenmerge": tokenmerge,
-        "pipe": pipe if document != "README.md" else None,  # README loads one itself
+        "pipe": pipe,
         "vit": vits.vit(num_hidden_layers=12, image_size=224, patch_size=16),
         "video_pipe": model_of(FAMILIES["WanTransformer3DModel"]),
         "pixel_values": vits.pictures(size=224),
@@ -102,12 +120,31 @@ def test_the_notebook_stores_its_outputs_and_no_warnings():
     assert (ROOT / "docs" / "notebook.ipynb").stat().st_size < 400_000
 
 
+# What these say of former options and settings is meant so.
+OF_THE_PAST = {
+    "CHANGELOG.md",
+    "UPGRADING.md",
+    "docs/tried-and-removed.md",
+    "docs/changelog.md",
+    "docs/upgrading.md",
+}
+PRESENT = [document for document in DOCUMENTS if document.relative_to(ROOT).as_posix() not in OF_THE_PAST]
+# Classes and functions whose calls are made, to see whether their arguments exist.
+CALLED = {
+    name: getattr(tokenmerge, name) for name in ("Correction", "PlanSharing", "StepReuse", "ToMeConfig")
+}
+CALLED |= {name: getattr(presets, name) for name in presets.__all__}
+_INLINE = re.compile(r"`([^`\n]+)`")
+
+
 def commands() -> list[str]:
-    lines = "".join(text for document in DOCUMENTS for text in code("sh", document)).splitlines()
-    return [line.partition("#")[0].strip() for line in lines if line.startswith("tokenmerge")]
+    """Every command in the documents, with its continued lines."""
+    text = "".join(block for document in PRESENT for block in code("sh", document)).replace("\\\n", " ")
+    return [line.strip() for line in text.splitlines() if line.startswith("tokenmerge ")]
 
 
-def test_the_commands_of_the_documents_have_the_options_they_use():
+def test_the_commands_of_the_documents_can_be_parsed():
+    """The options exist, and so do the settings, variants and metrics that they name."""
     from typer.main import get_command
 
     from tokenmerge_tools.cli.app import app
@@ -115,10 +152,52 @@ def test_the_commands_of_the_documents_have_the_options_they_use():
     parsers = get_command(app).commands
     assert commands()
     for line in commands():
-        parameters = parsers[line.split()[1]].params
-        known = {option for parameter in parameters for option in parameter.opts}
-        known.add("--help")  # which Click answers itself
-        assert set(re.findall(r"--[\w-]+", line)) <= known, line
+        words = [word for word in shlex.split(line, comments=True) if word != "…"][1:]
+        parser = parsers[words[0]]
+        if "--help" in words:
+            continue
+        try:
+            context = parser.make_context(words[0], list(words[1:]), resilient_parsing=words[0] == "comfyui")
+            values = context.params
+            for setting in values.get("settings") or () if "settings_file" in values else ():
+                read_setting(setting)
+            for variant in values.get("variants") or ():
+                parse_variant(variant, [0.5], {})
+            parse_metrics(values.get("metrics") or ())
+        except Exception as error:
+            raise AssertionError(f"{line}: {error}") from error
+
+
+def snippets(document: Path) -> Iterator[str]:
+    """The Python of a document: its blocks, and what stands between backticks and is Python."""
+    yield from code("python", document)
+    for text in _INLINE.findall(document.read_text(encoding="utf-8")):
+        with contextlib.suppress(SyntaxError):
+            ast.parse(text)
+            yield text
+
+
+def test_the_settings_in_the_documents_exist():
+    """Calls with plain values are made. Names such as `reuse.every` are those of settings."""
+    wrong, calls = [], 0
+    for document in PRESENT:
+        for snippet in snippets(document):
+            for node in ast.walk(ast.parse(snippet)):
+                name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+                if name in CALLED and "..." not in ast.unparse(node):
+                    calls += 1
+                    try:
+                        eval(ast.unparse(node), {**CALLED, "tokenmerge": tokenmerge, "presets": presets})
+                    except NameError:  # a value from the lines above
+                        continue
+                    except (ConfigError, TypeError) as error:
+                        wrong.append(f"{document.name}: {ast.unparse(node)}: {error}")
+        for text in _INLINE.findall(document.read_text(encoding="utf-8")):
+            found = re.match(r"(?:correction|plans|reuse)\.[a-z_]+\b", text)
+            if found and found[0] not in SETTINGS:
+                wrong.append(f"{document.name}: `{text}`")
+    assert calls > 10
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_files_that_the_documents_link_to_are_there():
@@ -141,15 +220,16 @@ def test_every_method_is_described():
 
 
 def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 100
+    assert len(README.split()) <= 800
 
 
 def test_the_tables_of_closeness_say_what_the_records_say():
     written = runpy.run_path(str(ROOT / "docs" / "price_curves.py"))
     documents = written["with_tables"](written["curves"]())
-    assert {"docs/methods/price-curves.md", "docs/results.md", "README.md"} <= set(documents)
+    assert {"docs/methods/price-curves.md", "docs/results.md"} <= set(documents)
     for path, text in documents.items():
-        assert text.count("<!-- closeness") + text.count("<!-- settings") + text.count("<!-- points of") == 1
+        assert len(re.findall("<!-- (closeness|settings|leads|points of)", text)) == 1
         assert text == (ROOT / path).read_text(encoding="utf-8")
 
 
@@ -164,6 +244,45 @@ def test_a_lead_is_over_the_closest_rival_that_is_as_fast():
     table = written["leads_table"]({"emoji-unet-256-20-3": chart})
     row = "| +1.0 at 2.00× | −6.0 at 4.00× | no rival at 9.00× |"
     assert table.splitlines()[-1] == "| emoji-unet, 256 px, 20 steps, guidance 3 " + row
+
+
+def test_the_picture_of_the_demo_is_what_it_draws_today(monkeypatch):
+    """If this fails: `make docs/demo.png`."""
+    written = runpy.run_path(str(ROOT / "docs" / "demo.py"))
+    said = json.loads(Image.open(written["PICTURE"]).text[written["KEY"]])
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    command = re.search(r"tokenmerge (generate .*)", makefile)[1]
+    assert f'generate "{said["prompt"]}" --size {said["size"][0]} --steps {said["steps"]} ' in command
+    assert (said["model"], said["guidance"]) == ("emoji-unet", None)
+    fewest = said["config"]["min_tokens"]  # measured on each machine
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: fewest)
+    loaded = StableDiffusionPipeline.from_pretrained(demo.path(said["model"]))
+    width, height = (side // loaded.vae_scale_factor for side in said["size"])
+    config = settings_for(loaded, 2.0, height, width, said["steps"])
+    assert said["config"] == json.loads(json.dumps(config.to_dict()))
+
+
+def test_the_plans_on_the_page_are_those_of_the_present_policy():
+    """If this fails: `python docs/plans.py`."""
+    written = runpy.run_path(str(ROOT / "docs" / "plans.py"))
+    assert written["page"]() == written["PAGE"].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_document_names_what_is_gone(document):
+    """UPGRADING.md and the changelog say what to take instead."""
+    if document.name in ("UPGRADING.md", "CHANGELOG.md", "tried-and-removed.md"):
+        return
+    text = document.read_text(encoding="utf-8")
+    for gone in (
+        r"tokenmerge\.auto\b",
+        r"tokenmerge\.speedup\b",
+        r"reuse\.(ends|spacing|start|span|shallow_from|shallow_until)\b",
+        r"by_guidance",
+        r"apply_token_merging\(\s*\w+,\s*[\d.]+\s*[,)]",
+        r"\bfull steps?\b",
+    ):
+        assert not re.search(gone, text), gone
 
 
 def test_the_page_of_the_command_line_says_what_its_help_says():

@@ -28,6 +28,8 @@ from tokenmerge_tools.pipelines.settings import check_size, parse_size
         ("ein Äpfelchen", "ein-äpfelchen"),
         ("???", "picture"),
         ("word " * 20, "word-word-word-word-word-word-word-word"),
+        ("a grinning face on a light blue background", "a-grinning-face-on-a-light-blue"),  # whole words
+        ("w" * 50, "w" * 40),
     ],
 )
 def test_a_slug_is_a_harmless_folder_name(prompt, name):

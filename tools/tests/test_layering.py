@@ -10,7 +10,18 @@ ROOT = Path(tokenmerge_tools.__file__).parent
 
 # What tools may import of the library: the modules of its public face, and the facts about models.
 PUBLIC = (
-    *("api", "auto", "config", "errors", "handle", "models", "ops", "pictures", "presets", "report"),
+    *(
+        "api",
+        "config",
+        "default_method",
+        "errors",
+        "handle",
+        "models",
+        "ops",
+        "pictures",
+        "presets",
+        "report",
+    ),
     "integrations.comfyui.install",
 )
 # What each part imports of the parts above it, no more and no less.
@@ -29,15 +40,13 @@ MAY_IMPORT = {
     "drawing": "failures timing pipelines variants",
     "bench": "files failures machine timing method_spec pipelines records variants",
     "reporting": "files records variants",
-    "generate": (
-        "files failures machine timing method_spec closeness sheets demo pipelines variants drawing reporting"
-    ),
+    "generate": "files failures machine timing method_spec closeness sheets demo pipelines variants drawing",
     "evaluate": "files failures machine closeness sheets demo pipelines records variants drawing",
     "tune": "files failures sheets pipelines records variants drawing reporting evaluate",
     "play": "failures method_spec closeness sheets demo pipelines variants drawing",
     "export": "files failures machine method_spec pipelines",
     "cli": (
-        "files failures machine method_spec pipelines records drawing bench reporting generate "
+        "files failures machine method_spec demo pipelines records drawing bench reporting generate "
         "evaluate tune play export"
     ),
     "__main__": "cli",

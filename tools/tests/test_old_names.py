@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tokenmerge import ConfigError, Correction, PlanSharing, StepReuse, ToMeConfig, presets
-from tokenmerge.config import NEW_NAMES, SETTINGS, dense_outside
+from tokenmerge.config import NEW_NAMES, REMOVED, SETTINGS, dense_outside
 from tokenmerge_tools.method_spec import MethodSpec, read_setting
 from tokenmerge_tools.records.kinds import CellRecord
 from tokenmerge_tools.variants.variant import parse_variant
@@ -15,19 +15,19 @@ RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.
 
 
 def test_old_names_lead_to_settings():
-    assert set(NEW_NAMES.values()) <= set(SETTINGS)
+    assert set(NEW_NAMES.values()) <= {*SETTINGS, *REMOVED}
 
 
 def test_old_and_new_spelling_are_one_config():
     old = {
         **{"schedule": [1.4, 0.6], "until": 0.8, "phases": {"0.5": {"planner": "tiled"}}},
         **{"plan_every": 2, "share_plan": True, "share_guidance": False, "correct_every": 3},
-        **{"reuse_every": 4, "reuse_finest_every": 2, "reuse_finest_from": 0.25, "reuse_span": 0.5},
+        **{"reuse_every": 4, "reuse_finest_every": 2, "reuse_finest_from": 0.0, "reuse_span": 1.0},
     }
     new = ToMeConfig(
         plans=PlanSharing(every=2, blocks=True, guidance=False),
         correction=Correction(every=3),
-        reuse=StepReuse(every=4, shallow_every=2, shallow_from=0.25, span=0.5),
+        reuse=StepReuse(every=4, shallow_every=2),
         rules=[{"start": 0.5, "planner": "tiled"}, *dense_outside(0, 0.8)],
     )
     read = ToMeConfig.from_dict(old)
@@ -72,6 +72,7 @@ def test_old_names_on_the_command_line():
 
 def test_every_recorded_config_can_be_read():
     assert RESULTS
+    refused: set[str] = set()
     for line in (line for file in RESULTS for line in file.read_text(encoding="utf-8").splitlines()):
         values = json.loads(line)
         if values["kind"] == "bench":
@@ -80,9 +81,10 @@ def test_every_recorded_config_can_be_read():
             assert not any(f" {name}" in f"{record.label} ".replace("=", " ") for name in NEW_NAMES)
             assert record.seconds or record.status != "ok"
             given = record.facts.get("config")
-            if given is not None and given["scope"] == "stack":  # the record stays, and says what it measured
-                assert "scope=stack" in record.label
-                with pytest.raises(ConfigError, match=r"'stack' was removed \(docs/tried-and-removed\.md"):
-                    ToMeConfig.from_dict(given)
-            elif given is not None:
+            if given is None:
+                continue
+            try:
                 assert ToMeConfig.from_dict(given).ratio == given["ratio"]
+            except ConfigError as error:  # the record stays, and says what it measured
+                refused.add(str(error))
+    assert all("was removed (docs/tried-and-removed.md" in error for error in refused)

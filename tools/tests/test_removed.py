@@ -16,6 +16,12 @@ EXAMPLES = [
     {"clusters": 8},
     {"repeat_penalty": 0.02},
     {"correction.steps": (0.0, 0.5)},
+    {"reuse.ends": "free"},
+    {"reuse.spacing": 0.5},
+    {"reuse.start": 0.4},
+    {"reuse.shallow_from": 0.4},
+    {"reuse.shallow_until": 0.9},
+    {"reuse.span": 0.2},
     *({name: value} for name, values in REMOVED_VALUES.items() for value in values),
 ]
 EACH = pytest.mark.parametrize("settings", EXAMPLES, ids=str)
@@ -37,13 +43,11 @@ def test_a_file_that_uses_it_is_refused_and_patches_nothing(settings, tmp_path):
 
 
 @EACH
-def test_so_are_presets_levels_phases_scales_of_guidance_and_the_command_line(settings):
+def test_so_are_presets_levels_phases_and_the_command_line(settings):
     for changed in ({"levels": {2: settings}}, {"schedule.phases": {0.5: settings}}):
         if not any("." in name for name in settings):  # a part cannot change there
             with pytest.raises(ConfigError, match=PAGE):
                 ToMeConfig.from_dict(changed)
-    with pytest.raises(ConfigError, match=PAGE):
-        ToMeConfig.from_dict({"by_guidance": {5: settings}})
     ((name, value),) = settings.items()
     with pytest.raises(ConfigError, match=PAGE):
         ToMeConfig.from_dict(dict([read_setting(f"{name}={value}")]))

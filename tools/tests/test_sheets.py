@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tokenmerge_tools.sheets import Row, comparison, difference, difference_gain
+from tokenmerge_tools.sheets import Pair, comparison, difference, difference_gain
 
 
 def picture(width, height, seed=0):
@@ -30,7 +30,7 @@ def test_gain_is_the_largest_power_of_two_that_does_not_clip(apart, gain):
 
 def test_the_comparison_has_four_enlarged_panels_per_row():
     labels = np.arange(16).reshape(4, 4)
-    rows = [Row(picture(32, 32, seed), picture(32, 32, seed), labels) for seed in (0, 1)]
+    rows = [Pair(picture(32, 32, seed), picture(32, 32, seed), labels) for seed in (0, 1)]
     drawn = comparison(rows)
     large = np.asarray(rows[1].dense.resize((320, 320), Image.Resampling.NEAREST))
     pixels = np.asarray(drawn)
@@ -44,7 +44,7 @@ def test_the_comparison_has_four_enlarged_panels_per_row():
 
 
 def test_a_white_picture_is_told_from_the_paper():
-    row = Row(flat(255, 320), flat(255, 320), np.zeros((1, 1), dtype=np.int64))
+    row = Pair(flat(255, 320), flat(255, 320), np.zeros((1, 1), dtype=np.int64))
     pixels = np.asarray(comparison([row]))
     top = len(pixels) - 24 - 320
     assert (pixels[top + 10, 20:30] < 230).any()
@@ -52,12 +52,12 @@ def test_a_white_picture_is_told_from_the_paper():
 
 
 def test_large_pictures_are_not_enlarged():
-    row = Row(picture(400, 330), picture(400, 330, 1), np.zeros((1, 1), dtype=np.int64))
+    row = Pair(picture(400, 330), picture(400, 330, 1), np.zeros((1, 1), dtype=np.int64))
     assert comparison([row]).width == 2 * 24 + 4 * 400 + 3 * 16
 
 
 def test_titles_are_drawn():
-    row = Row(flat(0, 320), flat(9, 320), np.zeros((1, 1), dtype=np.int64), caption="seed 0")
+    row = Pair(flat(0, 320), flat(9, 320), np.zeros((1, 1), dtype=np.int64), caption="seed 0")
     head = np.asarray(comparison([row]).crop((0, 0, 4 * 336, 72)))
     bare = np.asarray(comparison([row], dense="25 steps").crop((0, 0, 4 * 336, 72)))
     for column in range(4):

@@ -88,8 +88,10 @@ def load_settings(path: str | Path) -> SavedSettings:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{path}: cannot read settings ({error}); pass a JSON file that save_config wrote"
+            f"{path}: cannot read settings ({reason}); pass a JSON file that tokenmerge tune or save_config "
+            "wrote"
         ) from error
 
 

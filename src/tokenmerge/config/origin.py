@@ -7,6 +7,8 @@ _OWN = "pass settings of your own, such as ToMeConfig(ratio=0.5)"
 
 # The name of the default method, before the number that was asked for.
 DEFAULT = "speed-up"
+# The name of token merging alone.
+RATIO = "ratio"
 
 
 def is_default(method: str) -> bool:
@@ -30,7 +32,7 @@ def named(method: str, given: str) -> str:
     """
     if is_default(method):
         return "the default method"
-    return f"{method!r} with {given}" if method else given
+    return f"{method!r} with {given}" if method and method != RATIO else given
 
 
 def instead(method: str, change: str) -> str:

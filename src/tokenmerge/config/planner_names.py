@@ -22,7 +22,7 @@ def texts_in(folder: Path) -> dict[str, str]:
 
 
 def _that_say(line: str) -> tuple[str, ...]:
-    """Names of the planners whose files have this line."""
+    """Return names of the planners whose files have this line."""
     return tuple(sorted(name for name, text in _TEXTS.items() if f"\n{line}\n" in text))
 
 

@@ -220,8 +220,8 @@ def check_together(settings: MergeSettings) -> None:
             over_time = f", st={settings.st}" if settings.st > 1 else ""
             raise ConfigError(
                 f"{name}: expected 0 ≤ {name} ≤ 1 − 1/(sx·sy{over_time and '·st'}) = {highest:g} for "
-                f"sx={settings.sx}, sy={settings.sy}{over_time}, got {ratio:g}; take a "
-                f"lower {name} or larger strides"
+                f"sx={settings.sx}, sy={settings.sy}{over_time}, got {ratio:g}; take a lower {name}, or a "
+                f"ToMeConfig with a larger sx or sy"
             )
     if settings.scope == "layers" and not settings.merged_layers:
         raise ConfigError(

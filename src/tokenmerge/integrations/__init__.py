@@ -4,6 +4,7 @@
 - ``export``: the arithmetic of exported programs, for ONNX Runtime and OpenVINO.
 - ``paddle``: the models of ppdiffusers, without PyTorch. It is public as :mod:`tokenmerge.paddle`. Its tensor
   functions are in ``portable``, for any array library.
+- ``serving``: plug-ins for vLLM-Omni and SGLang, which find them by entry points.
 
 ``tests/test_layering.py`` lists what each of them may import, and who imports them.
 """

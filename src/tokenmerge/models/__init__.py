@@ -2,6 +2,5 @@
 
 ``base``, ``layout`` and ``call`` define the classes that hold these facts. ``families`` has one file for each
 family of models; ``transformer``, ``unet_stages`` and ``basic_block`` hold what families share. ``find`` goes
-from a pipeline to the facts of its models. May import ``ops`` and ``errors``; knows nothing of planners or
-patching.
+from a pipeline to the facts of its models. Nothing here knows planners or patching.
 """

@@ -229,7 +229,7 @@ def _is_on_text(block: Block | None, inner: str) -> bool:
 
 
 def _joins_text(host: Host, block: Block) -> bool:
-    """Whether all layers of a block get the text in one sequence with the picture."""
+    """Return whether all layers of a block get the text in one sequence with the picture."""
     if host.deep_stages or block.grid is not None:
         return False
     paths = (path for path, _ in block.module.named_modules())

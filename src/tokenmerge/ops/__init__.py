@@ -7,6 +7,7 @@ from tokenmerge.ops.arithmetic import bits
 from tokenmerge.ops.join import join_plans
 from tokenmerge.ops.matching import (
     bipartite_soft_matching,
+    by_similarity,
     features_if_shared,
     most_similar,
     own_cell,
@@ -44,6 +45,7 @@ __all__ = [
     "attend_by_values",
     "bipartite_soft_matching",
     "bits",
+    "by_similarity",
     "features_if_shared",
     "head_size_with_columns",
     "join_plans",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tokenmerge.ops.constants import first_numbers
+
 Draw = tuple[int, Tensor]  # a seed, and the number of a step as a 0-dimensional integer tensor
 
 FACTORS = (0x7FEB352D, 0x846CA68B)  # of the avalanche function "lowbias32"
@@ -20,11 +22,11 @@ class Arithmetic:
 
     def remainders(self, size: int, draw: Draw, n: int, device: torch.device | str | None) -> Tensor:
         """Return the hashes of n places modulo ``size``: ``[n]``."""
-        return hash_of(*draw, torch.arange(n, device=device)) % size
+        return hash_of(*draw, first_numbers(n, device)) % size
 
     def upper_bits(self, draw: Draw, n: int, device: torch.device | str | None) -> Tensor:
         """Return the upper 23 bits of the hashes of n places, as integers: ``[n]``."""
-        return hash_of(*draw, torch.arange(n, device=device)) >> 9
+        return hash_of(*draw, first_numbers(n, device)) >> 9
 
     def add_rows(self, total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
         """Return ``total`` ``[m, …]`` with each of the rows ``[r, …]`` added to its row at its index ``[r]``.
@@ -35,13 +37,14 @@ class Arithmetic:
 
 
 def hash_of(seed: int, step: Tensor, place: Tensor) -> Tensor:
-    """Return uniform 32-bit integers from three counters, of the shape of ``place``."""
-    state = torch.full_like(place, seed & _MASK32)
-    for counter in (step, place):
-        state = state ^ (counter & _MASK32)
+    """Return uniform 32-bit integers from three counters, of the shape of ``place``, 0 ≤ place < 2³²."""
+    state: Tensor | int = seed & _MASK32
+    for counter in (step & _MASK32, place):
+        state = state ^ counter
         for shift, factor in zip((16, 15), FACTORS, strict=True):
             state = (state ^ (state >> shift)) * factor & _MASK32
         state = state ^ (state >> 16)
+    assert isinstance(state, Tensor)
     return state
 
 

@@ -11,7 +11,7 @@ from tokenmerge.ops.soft import SoftPlan, join_soft
 
 
 def join_plans(plans: Sequence[Plan | None], lengths: Sequence[int]) -> Plan:
-    """The plan for a sequence of n₁ + n₂ + … tokens, from plans for n₁, n₂, … tokens of the same images.
+    """Join plans for n₁, n₂, … tokens of the same images into one for n₁ + n₂ + … tokens.
 
     Merging with it merges each run by its own plan.
 
@@ -54,7 +54,7 @@ def join_plans(plans: Sequence[Plan | None], lengths: Sequence[int]) -> Plan:
 
 
 def _leaving_alone(b: int, n: int, like: IndexPlan) -> IndexPlan:
-    """The plan that removes none of n tokens."""
+    """Return the plan that removes none of n tokens."""
     none = like.sources[:, :0]
     rows = torch.arange(b * n, device=like.keep.device).view(b, n)
     return IndexPlan(rows, none, none, rows, torch.ones(b, n, device=like.keep.device))

@@ -30,11 +30,11 @@ def bipartite_soft_matching(features: Tensor, src: Tensor, dst: Tensor) -> tuple
         and for each source the position in ``dst`` of its destination.
     """
     similarity, nearest = most_similar(features, src, dst)
-    return similarity.argsort(dim=-1, descending=True), nearest
+    return by_similarity(similarity), nearest
 
 
 def most_similar(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
-    """The edges of :func:`bipartite_soft_matching`, without sorting them.
+    """Return the edges of :func:`bipartite_soft_matching`, without sorting them.
 
     It takes the same arguments.
 
@@ -42,12 +42,37 @@ def most_similar(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Te
         ``(similarity, nearest)``, both ``[b, s]``: for each source the similarity of its most similar
         destination, −1 … 1, and the position of that destination in ``dst``.
     """
-    smallest = torch.finfo(features.dtype).tiny
-    sources = _select(features, src)
-    destinations = F.normalize(_select(features, dst), dim=-1, eps=smallest).transpose(1, 2)
-    product, nearest = _largest_products(sources, destinations)
+    sources, lengths, destinations = compared(features, src, dst)
+    product, nearest = _largest_products(sources, destinations.transpose(1, 2))
     # The length of a source does not change which destination is nearest, so it is divided out at the end.
-    return product / sources.norm(dim=-1).clamp(min=smallest), nearest
+    return product / lengths, nearest
+
+
+def by_similarity(similarity: Tensor) -> Tensor:
+    """Return the positions of similarities ``[b, s]`` from the largest to the smallest.
+
+    Equal ones stay in their order, except on a CPU, whose faster sort decides for all published pictures.
+    """
+    return similarity.argsort(dim=-1, descending=True, stable=similarity.device.type != "cpu")
+
+
+def compared(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what matching multiplies, in float32 at least.
+
+    Args:
+        features: as for :func:`bipartite_soft_matching`.
+        src: likewise.
+        dst: likewise.
+
+    Returns:
+        Features of the sources ``[b, s, c]``, their lengths ``[b, s]``, and features of the destinations,
+        divided by their lengths, ``[b, d, c]``.
+    """
+    exact = torch.promote_types(features.dtype, torch.float32)
+    tokens = _select(features.to(exact), torch.cat([src, dst], dim=-1))
+    lengths = tokens.norm(dim=-1).clamp(min=torch.finfo(exact).tiny)
+    s = src.shape[-1]
+    return tokens[:, :s], lengths[:, :s], tokens[:, s:] / lengths[:, s:].unsqueeze(-1)
 
 
 def _select(x: Tensor, index: Tensor) -> Tensor:
@@ -60,7 +85,7 @@ def _select(x: Tensor, index: Tensor) -> Tensor:
 
 
 def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor:
-    """Index of each token's cell in grid order. Tokens beyond the last whole cell get the nearest one.
+    """Return index of each token's cell in grid order. Tokens beyond the last whole cell get the nearest one.
 
     >>> own_cell((3, 4), (2, 2), torch.tensor([0, 3, 6, 11])).tolist()
     [0, 1, 1, 1]

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from tokenmerge.ops.arithmetic import Draw, arithmetic
+from tokenmerge.ops.constants import first_numbers, made_once
 
 
 def num_destinations(grid: Sequence[int], cell: Sequence[int]) -> int:
-    """Number of whole cells in a grid of tokens.
+    """Return the number of whole cells in a grid of tokens.
 
     >>> num_destinations((5, 4), (2, 2))
     4
@@ -27,7 +28,7 @@ def num_destinations(grid: Sequence[int], cell: Sequence[int]) -> int:
 
 
 def num_tokens(grid: Sequence[int]) -> int:
-    """Number of tokens in a grid; like `math.prod`, which torch.compile cannot trace with dynamic sizes.
+    """Count the tokens in a grid; like `math.prod`, which torch.compile cannot trace with dynamic sizes.
 
     >>> num_tokens((2, 3, 4))
     24
@@ -41,7 +42,7 @@ def num_tokens(grid: Sequence[int]) -> int:
 def whole_cells(
     grid: Sequence[int], cell: Sequence[int], device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of each whole cell, and the tokens beyond the last whole cell of an axis.
+    """Return the tokens of each whole cell, and the tokens beyond the last whole cell of an axis.
 
     Args:
         grid: (rows, columns), or (frames, rows, columns): n tokens, the last axis fastest.
@@ -56,6 +57,13 @@ def whole_cells(
     >>> inside.t().tolist(), outside.tolist()
     ([[0, 1, 5, 6], [2, 3, 7, 8]], [4, 9])
     """
+    return _whole_cells(tuple(grid), tuple(cell), device)
+
+
+@made_once
+def _whole_cells(
+    grid: tuple[int, ...], cell: tuple[int, ...], device: torch.device | str | None
+) -> tuple[Tensor, Tensor]:
     cells = [side // stride for side, stride in zip(grid, cell, strict=True)]
     every = torch.arange(num_tokens(grid), device=device)
     inside = every.view(tuple(grid))
@@ -75,7 +83,7 @@ def whole_cells(
 
 
 def partition_at(inside: Tensor, outside: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Sources and destinations, given the position of the destination in each cell.
+    """Return sources and destinations, given the position of the destination in each cell.
 
     Args:
         inside: ``[k, d]`` from :func:`whole_cells`.
@@ -87,7 +95,7 @@ def partition_at(inside: Tensor, outside: Tensor, first: Tensor) -> tuple[Tensor
     """
     # Rotate each cell so that its destination comes first.
     size = inside.shape[0]
-    order = (torch.arange(size, device=inside.device).unsqueeze(1) + first.unsqueeze(-2)) % size
+    order = (first_numbers(size, inside.device).unsqueeze(1) + first.unsqueeze(-2)) % size
     inside = inside.expand_as(order).gather(-2, order)
     others = inside[..., 1:, :].flatten(-2)
     return torch.cat([others, outside.expand(*others.shape[:-1], -1)], dim=-1), inside[..., 0, :]

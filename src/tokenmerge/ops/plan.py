@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.ops.arithmetic import arithmetic
+from tokenmerge.ops.constants import first_rows, ones, rows_of_images
 from tokenmerge.ops.soft import SoftPlan
 
 
@@ -61,7 +62,7 @@ class IndexPlan(NamedTuple):
         return y.reshape(b * m, c).index_select(0, self.inverse.flatten()).view(b, -1, c)
 
     def in_batch(self) -> IndexPlan:
-        """This plan with rows of the whole batch, if its indices start at 0 in each image."""
+        """Return this plan with rows of the whole batch, if its indices start at 0 in each image."""
         (b, m), n = self.keep.shape, self.inverse.shape[1]
         image = torch.arange(b, device=self.keep.device).unsqueeze(1)
         return IndexPlan(
@@ -74,7 +75,7 @@ class IndexPlan(NamedTuple):
         )
 
     def joined(self, parts: int) -> IndexPlan:
-        """The plan for b / ``parts`` images, each of which joins ``parts`` images, such as video frames."""
+        """Return the plan for b / ``parts`` images, each of which joins ``parts`` images."""
         b = len(self.keep) // parts
         return IndexPlan(
             keep=self.keep.reshape(b, -1),
@@ -86,21 +87,20 @@ class IndexPlan(NamedTuple):
         )
 
     def repeated(self, times: int) -> IndexPlan:
-        """The plan for a batch that repeats the b images of this plan ``times`` times."""
-        b, m = self.keep.shape
-        before = torch.arange(times, device=self.keep.device).repeat_interleave(b).unsqueeze(1) * b
-        n_before, m_before = before * self.inverse.shape[1], before * m
+        """Return the plan for a batch that repeats the b images of this plan ``times`` times."""
+        (b, m), n, device = self.keep.shape, self.inverse.shape[1], self.keep.device
+        before_n, before_m = (first_rows(times, b * of_each, 0, device).unsqueeze(2) for of_each in (n, m))
         return IndexPlan(
-            keep=self.keep.repeat(times, 1) + n_before,
-            sources=self.sources.repeat(times, 1) + n_before,
-            targets=self.targets.repeat(times, 1) + m_before,
-            inverse=self.inverse.repeat(times, 1) + m_before,
+            keep=(self.keep + before_n).flatten(0, 1),
+            sources=(self.sources + before_n).flatten(0, 1),
+            targets=(self.targets + before_m).flatten(0, 1),
+            inverse=(self.inverse + before_m).flatten(0, 1),
             sizes=self.sizes.repeat(times, 1),
             weights=None if self.weights is None else self.weights.repeat(times, 1),
         )
 
     def within(self, start: Tensor, total: int) -> IndexPlan:
-        """The plan for sequences of ``total`` tokens that contain the n tokens of this plan in a row.
+        """Return the plan for sequences of ``total`` tokens that contain the n tokens of this plan in a row.
 
         Args:
             start: ``[b]`` index of the first of the n tokens in the sequence of each image.
@@ -133,7 +133,7 @@ Plan: TypeAlias = IndexPlan | SoftPlan
 def make_plan(
     src: Tensor, dst: Tensor, order: Tensor, nearest: Tensor, r: int, weights: Tensor | None = None
 ) -> IndexPlan:
-    """A plan that merges the r sources with the best edges and leaves all other tokens alone.
+    """Return a plan that merges the r sources with the best edges and leaves all other tokens alone.
 
     Args:
         src: ``[s]`` indices of the sources, or ``[b, s]`` for each image.
@@ -145,22 +145,24 @@ def make_plan(
             dropped; None: all count.
     """
     b, s = order.shape
+    device = order.device
     n, m = s + dst.shape[-1], s + dst.shape[-1] - r
-    merged, alone = order[:, :r], order[:, r:]
-    src, dst = src.expand(b, -1), dst.expand(b, -1)
-
-    # Merged sequence: the sources left alone, then the destinations.
-    keep = torch.cat([src.gather(1, alone), dst], dim=1)
-    sources = src.gather(1, merged)
-    targets = nearest.gather(1, merged) + (s - r)
-    inverse = torch.empty(b, n, dtype=torch.int64, device=src.device).scatter(
-        1,
-        torch.cat([keep, sources], dim=1),
-        torch.cat([torch.arange(m, device=src.device).expand(b, -1), targets], dim=1),
+    # The tokens that merge, those left alone, and the destinations. The latter two are the merged sequence.
+    tokens = torch.cat([src.expand(b, -1).gather(1, order), dst.expand(b, -1)], dim=1)
+    targets = nearest.gather(1, order[:, :r]) + first_rows(b, m, s - r, device)
+    rows = torch.cat([targets, rows_of_images(b, m, device)], dim=1)
+    inverse = torch.empty(b, n, dtype=torch.int64, device=device).scatter(1, tokens, rows)
+    counts = ones(b, r, device) if weights is None else weights.gather(1, order[:, :r])
+    sizes = ones(1, b * m, device).scatter_add(1, targets.view(1, -1), counts.view(1, -1)).view(b, m)
+    own = first_rows(b, n, 0, device)
+    return IndexPlan(
+        keep=tokens[:, r:] + own,
+        sources=tokens[:, :r] + own,
+        targets=targets,
+        inverse=inverse,
+        sizes=sizes,
+        weights=None if weights is None else counts,
     )
-    counts = torch.ones(b, r, device=src.device) if weights is None else weights.gather(1, merged)
-    sizes = torch.ones(b, m, device=src.device).scatter_add(1, targets, counts)
-    return IndexPlan(keep, sources, targets, inverse, sizes, None if weights is None else counts).in_batch()
 
 
 def merge(plan: Plan, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ _GROUP = 8  # kernels take head sizes that are multiples of this
 
 
 def head_size_with_columns(d: int) -> int:
-    """The head size with which :func:`attend_by_columns` calls a kernel: the next multiple of 8 above d."""
+    """Return the head size of :func:`attend_by_columns` for d: the next multiple of 8 above it."""
     return (d // _GROUP + 1) * _GROUP
 
 

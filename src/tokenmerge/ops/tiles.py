@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from tokenmerge.ops.matching import own_cell
-from tokenmerge.ops.partition import num_tokens
+from tokenmerge.ops.constants import made_once
+from tokenmerge.ops.matching import by_similarity, compared, own_cell
+from tokenmerge.ops.partition import num_destinations, num_tokens, whole_cells
 
 
 def tiled_matching(
@@ -38,44 +38,91 @@ def tiled_matching(
     Returns:
         As :func:`tokenmerge.ops.bipartite_soft_matching`.
     """
-    smallest = torch.finfo(features.dtype).tiny
-    destinations = F.normalize(features.index_select(1, dst), dim=-1, eps=smallest)
+    sources, lengths, destinations = compared(features, src, dst)
+    runs, beyond, back = _layout(tuple(grid), tuple(cell), tuple(sides), len(src), src.device)
+    found = [_best(sources, destinations, *run) for run in runs]
+    if beyond is not None:
+        found.append(_own(sources, destinations, *beyond))
+    product, nearest = (
+        found[0] if len(found) == 1 else (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    )
+    return by_similarity(product.index_select(1, back) / lengths), nearest.index_select(1, back)
+
+
+def _best(sources: Tensor, destinations: Tensor, places: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest product of each source with the destinations of its window, and their indices.
+
+    Args:
+        sources: ``[b, s, c]``.
+        destinations: ``[b, d, c]``.
+        places: ``[t, q]`` which q of the sources are in each of t boxes.
+        windows: ``[t, w]`` which w of the destinations each of these is compared with.
+
+    Returns:
+        ``[b, t * q]`` each.
+    """
+    in_boxes = sources.index_select(1, places.flatten()).unflatten(1, places.shape)
+    candidates = destinations.index_select(1, windows.flatten()).unflatten(1, windows.shape)
+    product, which = (in_boxes @ candidates.transpose(2, 3)).max(dim=-1)
+    nearest = windows.expand(len(sources), -1, -1).gather(2, which)
+    return product.flatten(1), nearest.flatten(1)
+
+
+def _own(sources: Tensor, destinations: Tensor, places: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each source's product with the destination of its own cell, and the cell: ``[b, s]`` each."""
+    tokens, own = sources.index_select(1, places), destinations.index_select(1, cells)
+    return (tokens * own).sum(dim=-1), cells.expand(len(sources), -1)
+
+
+@made_once
+def _layout(
+    grid: tuple[int, ...], cell: tuple[int, ...], sides: tuple[int, ...], sources: int, device: torch.device
+) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor] | None, Tensor]:
+    """Return which sources are compared with which destinations, all as places in the partition.
+
+    Returns:
+        For each product ``[t, q]`` sources and ``[t, w]`` destinations; the sources that only their own cell
+        is compared with, and these cells, if there are any; and for each source where it is in the results.
+    """
     # The partition lists one source of every cell, then the next one of every cell. They are followed by the
     # few sources beyond the last whole cell of a row or column. These go to the destination of the nearest
     # cell. Whole frames beyond the last whole cell come last. They are compared in the tile before them.
-    inside = len(dst) * (num_tokens(cell) - 1)
+    cells = num_destinations(grid, cell)
+    inside = cells * (num_tokens(cell) - 1)
     left_over = grid[0] % cell[0] if len(grid) == 3 else 0
-    behind = len(src) - left_over * num_tokens(grid[1:])
-    by_cell = torch.arange(inside, device=src.device).view(-1, len(dst))
-    late = torch.arange(behind, len(src), device=src.device).view(left_over, *grid[1:]) if left_over else None
-    places, found = [], []
-    for tile, window, outside in _tiles(grid, cell, sides, src.device):
+    behind = sources - left_over * num_tokens(grid[1:])
+    by_cell = torch.arange(inside, device=device).view(-1, cells)
+    late = torch.arange(behind, sources, device=device).view(left_over, *grid[1:]) if left_over else None
+    tiles: list[tuple[Tensor, Tensor]] = []
+    for tile, window, outside in _tiles(grid, cell, sides, device):
         of_tile = by_cell[:, tile].flatten()
         if late is not None and outside is not None:
             of_tile = torch.cat([of_tile, late[outside].flatten()])
-        places.append(of_tile)
-        found.append(_best(features, destinations, src[of_tile], window))
+        tiles.append((of_tile, window))
+    runs = _one_by_one(tiles) if device.type == "cpu" else _at_once(tiles)
+    beyond = None
     if inside < behind:
-        beyond = src[inside:behind]
-        places.append(torch.arange(inside, behind, device=src.device))
-        found.append(_own(features, destinations, beyond, own_cell(grid, cell, beyond)))
-    back = torch.cat(places).argsort()
-    product, nearest = (torch.cat(parts, dim=1).index_select(1, back) for parts in zip(*found, strict=True))
-    length = features.index_select(1, src).norm(dim=-1).clamp(min=smallest)
-    return (product / length).argsort(dim=-1, descending=True), nearest
+        places = torch.arange(inside, behind, device=device)
+        beyond = places, own_cell(grid, cell, whole_cells(grid, cell, device)[1][: behind - inside])
+    order = torch.cat([*(places.flatten() for places, _ in runs), *([] if beyond is None else beyond[:1])])
+    back = torch.zeros(sources, dtype=torch.int64, device=device)
+    return runs, beyond, back.scatter(0, order, torch.arange(len(order), device=device))
 
 
-def _best(features: Tensor, destinations: Tensor, sources: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest product of each source with the destinations of a window, and its index: ``[b, s]`` each."""
-    candidates = destinations.index_select(1, window).transpose(1, 2)
-    product, which = (features.index_select(1, sources) @ candidates).max(dim=-1)
-    return product, window[which]
+def _one_by_one(tiles: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Return a product for each tile. On a CPU, the next one reuses the memory of the one before."""
+    return [(places.unsqueeze(0), window.unsqueeze(0)) for places, window in tiles]
 
 
-def _own(features: Tensor, destinations: Tensor, sources: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """The product of each source with the destination of its own cell, and the cell: ``[b, s]`` each."""
-    tokens, own = features.index_select(1, sources), destinations.index_select(1, cells)
-    return (tokens * own).sum(dim=-1), cells.expand(len(features), -1)
+def _at_once(tiles: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Return one product of all tiles. The smaller ones repeat their last source and destination."""
+
+    def padded(runs: Sequence[Tensor]) -> Tensor:
+        longest = max(len(run) for run in runs)
+        return torch.stack([torch.cat([run, run[-1:].expand(longest - len(run))]) for run in runs])
+
+    places, windows = zip(*tiles, strict=True)
+    return [(padded(places), padded(windows))]
 
 
 def _tiles(

@@ -70,7 +70,7 @@ class SizedPlan(NamedTuple):
 
 
 def plan_by_size(plan: IndexPlan, tokens: Tokens | None) -> SizedPlan:
-    """The plan for ``tokens``, each of which may stand for several. None: each stands for itself."""
+    """Return the plan for ``tokens``, each of which may stand for several. None: each stands for itself."""
     if tokens is None:
         return SizedPlan(plan, None, None, Tokens(plan.sizes, plan.labels()))
     keep, sources, targets = plan.keep.flatten(), plan.sources.flatten(), plan.targets.flatten()

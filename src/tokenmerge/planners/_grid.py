@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, join_plans, num_destinations, num_tokens, strided_partition
@@ -166,5 +167,18 @@ def partition(
     The destination of each cell is drawn again for each ``step`` and ``settings.seed``, or is the first token
     of the cell where there is no seed.
     """
-    draw = None if settings.seed is None else (settings.seed, step)
-    return strided_partition(part, cell_of(part, settings), draw=draw, device=device)
+    cell = cell_of(part, settings)
+    if settings.seed is None or torch.compiler.is_compiling():
+        draw = None if settings.seed is None else (settings.seed, step)
+        return strided_partition(part, cell, draw=draw, device=device)
+    known = _drawn.setdefault(step, {})
+    key = tuple(part), cell, settings.seed, device
+    if key not in known:
+        with torch.inference_mode(False):  # autograd cannot save tensors of inference mode
+            known[key] = strided_partition(part, cell, draw=(settings.seed, step), device=device)
+    drawn: tuple[Tensor, Tensor] = known[key]
+    return drawn
+
+
+# The partitions of each step, as long as its number lives: all blocks with the same grid share them.
+_drawn: Any = WeakTensorKeyDictionary()

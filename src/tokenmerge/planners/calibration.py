@@ -38,7 +38,7 @@ def fewest_tokens(
 
     It is measured with what the default method adds to a merged step, once for each device, dtype, version of
     torch, number of threads and set of the arguments below. This takes at most a second or two. The result is
-    stored in :func:`cache_file`; delete that file to measure again. If merging was faster on no grid, the
+        stored in :func:`cache_file`; delete that file to measure again. If merging was faster on no grid, the
     result holds for a week, because the device may have been busy with something else.
 
     Args:

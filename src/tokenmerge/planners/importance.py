@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, make_plan, most_similar, num_destinations, uniform_noise
+from tokenmerge.ops import Plan, by_similarity, make_plan, most_similar, num_destinations, uniform_noise
 from tokenmerge.planners._grid import cell_of
 
 GUIDED = True
@@ -38,5 +38,5 @@ def plan_importance(
     similarity, nearest = most_similar(features, src, dst)
     outside = torch.ones_like(importance).scatter(1, pool, 0).gather(1, src)
     # Cosines lie between -1 and 1, so adding 3 puts every token outside the pool before all others.
-    order = (similarity.to(torch.float32) + 3 * outside).argsort(dim=1, descending=True)
+    order = by_similarity(similarity + 3 * outside)
     return make_plan(src, dst, order, nearest, r)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, make_plan, most_similar
+from tokenmerge.ops import Plan, by_similarity, make_plan, most_similar
 from tokenmerge.planners._grid import partition
 
 
@@ -24,6 +24,6 @@ def plan_threshold(
     """
     src, dst = partition(grid, settings, step, features.device)
     similarity, nearest = most_similar(features, src, dst)
-    order = similarity.argsort(dim=-1, descending=True)
+    order = by_similarity(similarity)
     counts = (similarity >= settings.threshold).to(torch.float32)
     return make_plan(src, dst, order, nearest, r, counts)

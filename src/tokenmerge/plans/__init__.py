@@ -4,8 +4,20 @@
 """
 
 from tokenmerge.plans.choose import Plan, choose, highest_speedup, plan_for
-from tokenmerge.plans.cost import speedup_of
+from tokenmerge.plans.cost import correction_bytes, speedup_of
+from tokenmerge.plans.estimate import Estimate, estimate_closeness
 from tokenmerge.plans.facts import Facts
 from tokenmerge.plans.of_host import facts_of
 
-__all__ = ["Facts", "Plan", "choose", "facts_of", "highest_speedup", "plan_for", "speedup_of"]
+__all__ = [
+    "Estimate",
+    "Facts",
+    "Plan",
+    "choose",
+    "correction_bytes",
+    "estimate_closeness",
+    "facts_of",
+    "highest_speedup",
+    "plan_for",
+    "speedup_of",
+]

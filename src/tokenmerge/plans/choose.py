@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
 from tokenmerge.plans.cost import costs_of
 from tokenmerge.plans.facts import Facts
-from tokenmerge.plans.policy import Power, harms_of, is_strong
+from tokenmerge.plans.policy import Power, fewest_tokens, harms_of, is_strong
 
 # The ratios of token merging, and the distances of corrections, that are tried.
-_RATIOS = tuple(i / 20 for i in range(2, 16))
-_CORRECTIONS = (0, 2, 4)
+_RATIOS = tuple(i / 20 for i in range(4, 16))
+_CORRECTIONS = (0, 2, 3, 4, 6)
+# Above this ratio, cells are twice as wide: with fewer destinations, more sources are left to choose from.
+_CROWDED = 0.5
 # At most so many numbers of complete steps are tried, spread over all.
 _MOST_COUNTS = 32
 # The first two steps and the last are complete.
@@ -95,40 +98,40 @@ def _mixes(facts: Facts) -> Iterator[_Mix]:
         + _of_skipping(facts.steps, finest, harms.skip.get("finest"))
         for complete, finest in counts
     }
-    for merging in _mergings(facts):
+    for merging in _mergings(facts, harms.corrected is not None):
         costs = costs_of(facts, merging)
-        merged = harms.merge[merging.scope].at(merging.ratio)
         every = merging.correction.every
+        merged = harms.of_merging(merging.scope, merging.ratio, every, merging.proportional)
         for complete, finest in counts:
             dense = -(-complete // every) if every else 0
-            harm = skipped[complete, finest] + merged * (harms.corrected if every else 1)
+            harm = skipped[complete, finest] + merged
             yield _Mix(merging, complete, finest, costs.speedup(complete, finest, dense), harm)
 
 
-def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
-    """Yield the settings of token merging to try, of which the first merges nothing."""
-    levels = [level for level in facts.work.levels if level <= 8]
-    yield _merging(facts, 0.0, "layers", 0)
-    if not any(facts.tokens(level) >= facts.fewest_tokens for level in levels):
+def _mergings(facts: Facts, corrects: bool) -> Iterator[ToMeConfig]:
+    """Yield the settings of token merging to try, of which the first merge nothing."""
+    deepest = min(8, max(facts.work.levels, default=1))
+    yield ToMeConfig(ratio=0.0, max_downsample=deepest)
+    fewest = max(facts.fewest_tokens, fewest_tokens())
+    if all(facts.tokens(level) < fewest for level in facts.work.levels if level <= deepest):
         return
     scopes = ["layers"] * facts.layers + ["block"] * (facts.whole_blocks and facts.model != "unet")
-    for scope in scopes:
-        for ratio in _RATIOS:
-            for correction in _CORRECTIONS if facts.follows_steps else (0,):
-                yield _merging(facts, ratio, scope, correction)
-
-
-def _merging(facts: Facts, ratio: float, scope: str, correction: int) -> ToMeConfig:
-    return ToMeConfig(
-        ratio=ratio,
-        max_downsample=min(8, max(facts.work.levels, default=1)),
-        min_tokens=facts.fewest_tokens if ratio else 0,
-        scope=scope if ratio else "layers",
-        planner="tiled" if ratio else "tome",
-        proportional=facts.proportional and ratio > 0,
-        plans=PlanSharing(blocks=facts.follows_steps and ratio > 0),
-        correction=Correction(every=correction),
-    )
+    residuals = facts.model == "transformer" and facts.follows_steps and facts.compares_residuals
+    corrects = corrects and facts.follows_steps and facts.corrections
+    corrections = _CORRECTIONS if corrects else (0,)
+    for scope, ratio, every in itertools.product(scopes, _RATIOS, corrections):
+        yield ToMeConfig(
+            ratio=ratio,
+            max_downsample=deepest,
+            min_tokens=fewest,
+            sx=4 if ratio > _CROWDED else 2,
+            scope=scope,
+            planner="tiled",
+            features="model_residual" if residuals else "input",
+            proportional=facts.proportional,
+            plans=PlanSharing(blocks=facts.follows_steps),
+            correction=Correction(every=every),
+        )
 
 
 def _counts(facts: Facts) -> Sequence[tuple[int, int]]:
@@ -148,14 +151,30 @@ def _of_skipping(steps: int, complete: int, harm: Power | None) -> float:
     if harm is None or complete == steps:
         return 0.0
     runs = StepReuse(every=distance(steps, complete)).steps_of(steps).full
-    total, before, last = 0.0, 0, 0
+    return sum(map(harm.at, reaches_of(runs, steps))) / steps
+
+
+def reaches_of(runs: Sequence[int], steps: int) -> list[float]:
+    """Return how far each skipped step is from the last two that ran a part.
+
+    A linear forecast errs by the second derivative times half the product of the two distances. These are
+    distances in a generation of 20 steps.
+
+    >>> reaches_of((0, 1, 4), 5)
+    [16.0, 48.0]
+    """
+    reaches, before, last = [], 0, 0
     for step in range(steps):
         if step in runs:
             before, last = last, step
         else:
-            # A linear forecast errs by the second derivative times half the product of two distances.
-            total += harm.at((step - last) * (step - before) / 2 * (_REFERENCE / steps) ** 2)
-    return total / steps
+            reaches.append(reach(step, last, before) * (_REFERENCE / steps) ** 2)
+    return reaches
+
+
+def reach(step: int, last: int, before: int) -> float:
+    """Return half the product of the distances of a step to the last two runs of a part."""
+    return (step - last) * (step - before) / 2
 
 
 def distance(steps: int, complete: int) -> float:

@@ -75,6 +75,23 @@ def speedup_of(facts: Facts, config: ToMeConfig) -> float:
     return costs_of(facts, config).speedup(complete, finest, corrections)
 
 
+def correction_bytes(facts: Facts, scope: str, samples: int, itemsize: int) -> int:
+    """Return the bytes that corrections cache between steps: one residual for each block that merges.
+
+    Args:
+        facts: about the generation.
+        scope: of token merging, ``"layers"`` or ``"block"``.
+        samples: number of samples in a call; guidance makes it two for one picture.
+        itemsize: bytes of one number.
+    """
+    values = sum(
+        plan.blocks * plan.channels * facts.tokens(plan.level)
+        for plan in facts.work.plans
+        if scope in plan.scopes and facts.tokens(plan.level) >= facts.fewest_tokens
+    )
+    return values * samples * itemsize
+
+
 def _of_call(facts: Facts, merging: ToMeConfig | None, parts: Set[Part]) -> float:
     """Return the multiplications of a call that runs these parts; None: it is dense."""
     total = sum(_of_share(facts, merging, share) for share in facts.work.shares if share.part in parts)

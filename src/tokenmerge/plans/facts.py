@@ -26,6 +26,9 @@ class Facts:
         whole_blocks: whether all blocks can merge as a whole here.
         layers: whether attention can merge alone here.
         proportional: whether attention can count a merged token as often as the tokens it stands for.
+        compares_residuals: whether planners can compare what all blocks added at the step before. In
+            transformers this is closer, and it costs one residual of memory.
+        corrections: whether there is memory for corrections, see :func:`tokenmerge.plans.correction_bytes`.
         fewest_tokens: token grids with fewer tokens than this take longer to merge than it saves.
     """
 
@@ -39,6 +42,8 @@ class Facts:
     whole_blocks: bool = False
     layers: bool = True
     proportional: bool = True
+    compares_residuals: bool = True
+    corrections: bool = True
     fewest_tokens: int = 0
 
     def tokens(self, level: int) -> int:

@@ -38,12 +38,24 @@ class Harms:
     Attributes:
         skip: harm of a step that skips a part of the model, by the part and the reach of the forecast.
         merge: harm of merging in all steps, by the scope and the ratio.
-        corrected: share of the harm of merging that is left if every second step is dense and corrects it.
+        corrected: share of the harm of merging that is left on the step after a correction, by the ratio.
+            None: corrections lose more than they give back.
+        unweighted: how many times the harm of merging is higher without proportional attention.
     """
 
     skip: Mapping[str, Power]
     merge: Mapping[str, Power]
-    corrected: float
+    corrected: Power | None
+    unweighted: float
+
+    def of_merging(self, scope: str, ratio: float, every: int, proportional: bool = True) -> float:
+        """Return the harm of merging with corrections at this distance in complete steps; 0: none."""
+        if not ratio:
+            return 0.0
+        harm = self.merge[scope].at(ratio) * (1.0 if proportional else self.unweighted)
+        if every and self.corrected is not None:
+            harm *= self.corrected.at(ratio) * (every - 1)
+        return harm
 
 
 def is_strong(guidance: float | None) -> bool:
@@ -51,16 +63,30 @@ def is_strong(guidance: float | None) -> bool:
     return guidance is None or guidance >= _table()["strong guidance"]
 
 
+def fewest_tokens() -> int:
+    """Return the fewest tokens of a grid that merges: on smaller ones, skipping more steps loses less."""
+    fewest: int = _table()["fewest tokens"]
+    return fewest
+
+
+def estimate_of() -> Mapping[str, Any]:
+    """Return the numbers of :func:`tokenmerge.plans.estimate.estimate_closeness`."""
+    numbers: Mapping[str, Any] = _table()["estimate"]
+    return numbers
+
+
 @functools.cache
 def harms_of(model: str, strong: bool) -> Harms:
     """Return the row for a class of model. One that the table lacks gets the highest harms of all classes."""
-    classes = {name: rows for name, rows in _table().items() if isinstance(rows, dict)}
+    classes = {name: rows for name, rows in _table().items() if isinstance(rows, dict) and "weak" in rows}
     chosen = [classes[model]] if model in classes else list(classes.values())
     rows = [of_class["strong" if strong else "weak"] for of_class in chosen]
+    corrected = [row["corrected"] for row in rows]
     return Harms(
         skip=_highest(row["skip"] for row in rows),
         merge=_highest(row["merge"] for row in rows),
-        corrected=max(row["corrected"] for row in rows),
+        corrected=Power(*max(corrected)) if all(corrected) else None,
+        unweighted=_table()["without proportional attention"],
     )
 
 

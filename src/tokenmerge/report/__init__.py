@@ -1,15 +1,15 @@
-"""What merging does at one size and number of steps: tokens, operations and cache, counted before a run.
+"""Counts tokens, operations and cache before a run, and shows what each step of a run did.
 
-Also what each step of a run did. May import ``runtime`` and everything below it. No model is timed here;
-``slower_than_dense`` uses the timings that ``planners.calibration`` makes once for each device.
+No model is timed here; ``slower_than_dense`` uses the timings of ``planners.calibration``.
 """
 
-from tokenmerge.report.cache_limit import Change, bytes_of, change_within
+from tokenmerge.report.cache_limit import Change, bytes_of, change_within, in_words
 from tokenmerge.report.prediction import (
     Report,
     Row,
     check_merging,
     counted_speedup,
+    gflops,
     merges_tokens,
     predict,
     saved,
@@ -31,6 +31,8 @@ __all__ = [
     "change_within",
     "check_merging",
     "counted_speedup",
+    "gflops",
+    "in_words",
     "merges_tokens",
     "predict",
     "saved",

@@ -70,7 +70,7 @@ class Row:
         return " + ".join(times.join(map(str, grid)) for grid in (self.grid, *self.references))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report(Tabled):
     """The operations of one call of a model, dense and merged.
 
@@ -135,17 +135,14 @@ class Report(Tabled):
                 row.grids(),
                 f"{row.tokens} → {row.merged_tokens}",
                 row.merged,
-                f"{row.flops_dense / 1e9:.2f} → {row.flops_merged / 1e9:.2f}",
-                saved(row.flops_dense, row.flops_merged),
+                *gflops(row.flops_dense, row.flops_merged),
             )
             for row in self.joined_rows()
         ]
-        total = f"{self.flops_dense / 1e9:.2f} → {self.flops_merged / 1e9:.2f}"
-        lines.append(("whole model", "", "", "", "", total, saved(self.flops_dense, self.flops_merged)))
+        lines.append(("whole model", "", "", "", "", *gflops(self.flops_dense, self.flops_merged)))
         if self.flops_mean is not None:
-            mean = f"{self.flops_dense / 1e9:.2f} → {self.flops_mean / 1e9:.2f}"
-            share = saved(self.flops_dense, self.flops_mean)
-            lines.append((f"mean over {self.steps} steps", "", "", "", "", mean, share))
+            mean = gflops(self.flops_dense, self.flops_mean)
+            lines.append((f"mean over {self.steps} steps", "", "", "", "", *mean))
         size = f"sample {self.height} × {self.width}, batch {self.batch}"
         return TextTable(f"{self.model}: {size}", [header, *lines], self.notes)
 
@@ -157,6 +154,15 @@ def saved(dense: int, merged: int) -> str:
     '25.0 %'
     """
     return f"{100 * (1 - merged / dense):.1f} %"
+
+
+def gflops(dense: int, merged: int) -> tuple[str, str]:
+    """Format operations in units of 10⁹, and the share of them that is saved.
+
+    >>> gflops(2 * 10**9, 10**9)
+    ('2.00 → 1.00', '50.0 %')
+    """
+    return f"{dense / 1e9:.2f} → {merged / 1e9:.2f}", saved(dense, merged)
 
 
 def predict(

@@ -17,7 +17,7 @@ _NOTES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class RunSteps(Tabled):
     """The denoising steps of a run: what ran and merged, how much the result changed, and how long it took.
 

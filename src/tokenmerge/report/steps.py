@@ -16,7 +16,7 @@ from tokenmerge.runtime.memory.state import Kept, ModelState
 from tokenmerge.runtime.patching.patch import new_state, patch_host, restore
 from tokenmerge.runtime.steps.pipeline import Pipeline
 
-# After two full steps the cache of step reuse is largest. The second must not be one of the last steps.
+# After two complete steps the cache of step reuse is largest. The second must not be one of the last steps.
 _STEPS_TO_KEEP_MOST = 4
 
 Arguments = Callable[[], dict[str, Any]]
@@ -138,7 +138,7 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
     if config.correction.on:
         every = config.correction.every
         notes.append(
-            f"correction.every={every}: 1 of {every} full steps is dense; the others add back the detail "
+            f"correction.every={every}: 1 of {every} complete steps is dense; the others add back the detail "
             "that merging lost there"
         )
     if config.reuse.on:

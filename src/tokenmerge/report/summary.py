@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.config.origin import is_default
-from tokenmerge.plans.generation import Merging, Runs, StepPlan, plan_generation
+from tokenmerge.config.origin import RATIO, is_default
+from tokenmerge.plans.generation import GenerationPlan, Merging, Runs, StepPlan, plan_generation
 from tokenmerge.report.cache_limit import in_words
 from tokenmerge.report.prediction import Report, saved
 from tokenmerge.runtime.memory.run_log import RunLog, in_kinds
@@ -24,6 +24,7 @@ class Conditions:
         is_unet: whether the denoiser is a UNet that can skip steps below its finest level.
         scale: pixels per side of a latent position; None: sizes are given in latents.
         slower: text about blocks that take longer merged than dense; None: none are known.
+        estimate: text about the closeness of the last picture; empty: nothing is known.
         watched: text about other people's code that looks into the model; empty: there is none.
     """
 
@@ -34,6 +35,7 @@ class Conditions:
     is_unet: bool = True
     scale: int | None = None
     slower: str | None = None
+    estimate: str = ""
     watched: str = ""
 
 
@@ -63,17 +65,23 @@ def summary(
         lines.append(f"  left alone: {conditions.watched}")
     if run is not None:
         lines.append(f"  last run: {_happened(run)}")
+    if conditions.estimate:
+        lines.append(f"  estimated: {conditions.estimate}")
     return lines
 
 
 def title(config: ToMeConfig, conditions: Conditions) -> str:
     """Return the first line of the summary: which models, and what was asked for."""
     named = conditions.method or str(config)
-    if conditions.method and not is_default(conditions.method):
+    if conditions.method == RATIO:
+        named = f"ratio {config.ratio:g}, merging alone"
+    elif conditions.method and not is_default(conditions.method):
         named = f"{named}, ratio {config.ratio:g}"
     return f"Token merging in {' + '.join(conditions.models)}: {named}"
 
 
+# The names of layers in diffusers, in words.
+_LAYERS = {"attn1": "self-attention", "attn2": "cross-attention"}
 # The sign of each kind of step, and what it does.
 _SIGNS = {
     "M": "complete, tokens merge",
@@ -87,13 +95,23 @@ _SIGNS = {
 def _plan(config: ToMeConfig, report: Report, is_unet: bool) -> list[str]:
     """Return the generation plan as one sign for each step, and what the signs mean."""
     assert report.steps is not None
-    signs = "".join(map(_sign, plan_generation(config, report.steps)))
-    if not report.rows:
-        signs = signs.replace("M", "D")
-    if not is_unet:
-        signs = signs.replace("f", "·")
+    signs = signs_of(plan_generation(config, report.steps), bool(report.rows), is_unet)
     meanings = "; ".join(f"{sign} {meaning}" for sign, meaning in _SIGNS.items() if sign in signs)
     return [f"plan: {signs}", f"      ({meanings})"]
+
+
+def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
+    """Draw a generation plan as one sign for each step.
+
+    Args:
+        plan: the plan.
+        merges: whether any block merges at the size of the generation.
+        is_unet: whether the model has a finest level that can run alone.
+    """
+    signs = "".join(map(_sign, plan))
+    if not merges:
+        signs = signs.replace("M", "D")
+    return signs if is_unet else signs.replace("f", "·")
 
 
 def _sign(step: StepPlan) -> str:
@@ -108,22 +126,24 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
         return "no block merges at this size; patch.report() says why"
     most = max(rows, key=lambda row: row.tokens)
     merged = ", ".join(dict.fromkeys(row.merged for row in rows))
+    for name, words in _LAYERS.items():
+        merged = merged.replace(name, words)
     where = f"{merged} of {len(rows)} of {conditions.blocks} blocks"
     what = f"{most.tokens} → {most.merged_tokens} tokens in {where}"
     if not config.correction.on:
         return what
-    return f"{what}; 1 of {config.correction.every} full steps is dense and corrects the others"
+    return f"{what}; 1 of {config.correction.every} complete steps is dense and corrects the others"
 
 
 def _reuse(config: ToMeConfig, report: Report | None) -> str:
     others = "the others skip parts of the model and extrapolate their outputs"
     if report is None or report.steps is None:
-        return f"1 of {config.reuse.every:g} steps is full; {others}"
+        return f"1 of {config.reuse.every:g} steps is complete; {others}"
     plan = plan_generation(config, report.steps)
-    full = sum(step.runs is Runs.EVERYTHING for step in plan)
-    if full == report.steps:
-        return f"all {full} steps are full, as there are too few to skip any"
-    return f"{full} of {report.steps} steps are full; {others}"
+    complete = sum(step.runs is Runs.EVERYTHING for step in plan)
+    if complete == report.steps:
+        return f"all {complete} steps are complete, as there are too few to skip any"
+    return f"{complete} of {report.steps} steps are complete; {others}"
 
 
 def _counted(conditions: Conditions, report: Report) -> str:
@@ -146,7 +166,7 @@ def _happened(run: RunLog) -> str:
     kinds = run.kinds
     if not kinds:
         steps = "" if run.steps is None else f"{run.steps} steps, "
-        return f"{steps}{run.tokens} tokens at the finest level"
+        return f"{steps}{run.tokens} tokens"
     done = kinds.total()
     steps = f"{done} steps" if done == run.steps else f"{done} of {run.steps} steps"
-    return f"{steps} in {run.seconds:.1f} s ({in_kinds(kinds)}), {run.tokens} tokens at the finest level"
+    return f"{steps} in {run.seconds:.1f} s ({in_kinds(kinds)}), {run.tokens} tokens"

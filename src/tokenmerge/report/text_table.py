@@ -17,6 +17,10 @@ class Tabled:
         """Return a table in plain text, followed by the notes."""
         return str(self._table())
 
+    def __repr__(self) -> str:
+        """Return the same, for a prompt of Python."""
+        return str(self)
+
     def _repr_html_(self) -> str:
         """Return the table for a notebook, followed by the notes."""
         return self._table().as_html()

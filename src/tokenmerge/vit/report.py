@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenmerge.config.checks import integer, optional
 from tokenmerge.errors import ConfigError
-from tokenmerge.report import Tabled, TextTable, saved
+from tokenmerge.report import Tabled, TextTable, gflops
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.patch import checked_encoders, new_vit_state, patch_encoder
@@ -28,7 +28,7 @@ class ViTRow:
     flops_merged: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ViTReport(Tabled):
     """The operations of one call of a vision transformer, dense and merged. Sizes are in pixels.
 
@@ -52,10 +52,10 @@ class ViTReport(Tabled):
     def _table(self) -> TextTable:
         lines = [("layer", "tokens", "GFLOPs", "saved")]
         lines += [
-            (row.path, f"{row.tokens} → {row.merged_tokens}", *_flops(row.flops_dense, row.flops_merged))
+            (row.path, f"{row.tokens} → {row.merged_tokens}", *gflops(row.flops_dense, row.flops_merged))
             for row in self.rows
         ]
-        lines.append(("whole model", "", *_flops(self.flops_dense, self.flops_merged)))
+        lines.append(("whole model", "", *gflops(self.flops_dense, self.flops_merged)))
         title = f"{self.model}: {self.height} × {self.width} pixels, batch {self.batch}"
         return TextTable(title, lines, self.notes)
 
@@ -124,7 +124,3 @@ def _notes(rows: tuple[ViTRow, ...], r: tuple[int, ...], unmerges: bool, average
         why = "as asked" if unmerges else "because the head pools the patches"
         notes.append(f"{rows[-1].path} gives each input token a result, {why}")
     return tuple(notes)
-
-
-def _flops(dense: int, merged: int) -> tuple[str, str]:
-    return f"{dense / 1e9:.2f} → {merged / 1e9:.2f}", saved(dense, merged)

@@ -68,7 +68,9 @@ def test_ratio_0_is_identity(model, dense):
 
 @pytest.mark.parametrize("method", [name for name in node_settings.METHODS if name != "sdtm"])
 def test_every_method_merges_and_is_repeatable(model, dense, method):
-    clone = merging(model, method, 0.5, step_reuse="off")
+    # On so few tokens, the default method only skips steps.
+    reuse = node_settings.OF_METHOD if method == "auto" else "off"
+    clone = merging(model, method, 0.5, step_reuse=reuse)
     first = hosts.sample(clone)
     assert first.isfinite().all()
     assert not torch.equal(first, dense)

@@ -1,4 +1,4 @@
-"""``python -m tokenmerge_tools``, and ``accelerate launch -m tokenmerge``."""
+"""``python -m tokenmerge_tools``."""
 
 import sys
 

@@ -67,7 +67,9 @@ def _torchmetric(name: str) -> Callable[..., Any]:
     try:
         import torchmetrics.functional.image
     except ImportError as error:
-        raise MissingExtraError("tokenmerge-tools[metrics]", needed_by="PSNR and SSIM") from error
+        raise MissingExtraError(
+            "tokenmerge-tools[metrics]", needed_by="PSNR and SSIM need torchmetrics"
+        ) from error
     measure: Callable[..., Any] = getattr(torchmetrics.functional.image, name)
     return measure
 

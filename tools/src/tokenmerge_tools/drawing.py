@@ -205,4 +205,4 @@ def merged_groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> 
     of_picture = labels[row, : math.prod(recorded.grid)]  # tokens of reference pictures follow
     grid = of_picture.reshape(recorded.grid[1:]).cpu().numpy()
     where = path.partition(".attentions")[0]
-    return grid, f"{grid.size} to {len(np.unique(grid))} tokens in {where}, last plan"
+    return grid, f"{grid.size} to {len(np.unique(grid))} tokens in {where}"

@@ -27,13 +27,16 @@ FREE_SPACE = "free some space, or choose another place with --out"
 
 
 def slug(text: str, longest: int = 40) -> str:
-    """Return a short folder name made from a prompt.
+    """Return a short folder name made from the first words of a prompt.
 
-    >>> slug("A red apple, on a table!")
-    'a-red-apple-on-a-table'
+    >>> slug("A red apple, on a table!"), slug("A red apple, on a table!", longest=14)
+    ('a-red-apple-on-a-table', 'a-red-apple-on')
     """
     words = re.sub(r"[^\w]+", "-", text.lower()).strip("-_")
-    return words[:longest].rstrip("-_") or "picture"
+    short = words[:longest]
+    if len(words) > longest and words[longest] != "-" and "-" in short:
+        short = short.rpartition("-")[0]
+    return short.rstrip("-_") or "picture"
 
 
 def free_folder(parent: Path, name: str) -> Path:

@@ -30,6 +30,7 @@ class MethodSpec:
             of :mod:`tokenmerge.presets`, by name.
         changes: settings that replace the method's own, by name, such as ``"reuse.every"``. Former names are
             accepted too. ``"auto"`` takes a ``"speedup"`` (default: 2.0) in place of a ratio.
+        source: file that the settings come from, for texts; empty: the user gave them.
 
     >>> MethodSpec("sito", {"max_downsample": 2}).config().combine
     'keep'
@@ -37,6 +38,7 @@ class MethodSpec:
 
     method: str = AUTO
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    source: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -68,9 +70,27 @@ class MethodSpec:
     @property
     def title(self) -> str:
         """What was asked for, in a few words."""
+        if self.source:
+            return f"the settings in {self.source}"
         if self.needs_model:
-            return f"{self.method}, speed-up {self.speedup:g}"
+            return f"speed-up {self.speedup:g}"
         return f"{self.method}, ratio {self.config().ratio:g}"
+
+    @property
+    def argument(self) -> str:
+        """The argument that asks for the same in ``apply_token_merging``; empty: there is no short one.
+
+        >>> MethodSpec().argument, MethodSpec("toma", {"ratio": 0.6}).argument
+        ('speedup=2.0', "'toma', ratio=0.6")
+        """
+        if self.source.endswith(".json"):
+            return repr(self.source)
+        ratio = self.changes.get("ratio", 0.5)
+        if self == merging_alone(ratio, {}):
+            return f"ratio={ratio:g}"
+        if self.source or self.method == "tome" or set(self.changes) - {SPEEDUP, "ratio"}:
+            return ""
+        return f"speedup={self.speedup}" if self.needs_model else f"{self.method!r}, ratio={ratio:g}"
 
     @property
     def _settings(self) -> dict[str, Any]:

@@ -25,8 +25,8 @@ _FRAME = (212, 212, 216)
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One row of a comparison.
+class Pair:
+    """A dense and a merged picture, which make one row of a comparison.
 
     Args:
         dense: the picture without merging.
@@ -41,7 +41,7 @@ class Row:
     caption: str = ""
 
 
-def comparison(rows: Sequence[Row], *, dense: str = "", merged: str = "", groups: str = "") -> Image.Image:
+def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", groups: str = "") -> Image.Image:
     """Draw four panels for each row: dense · merged · difference · merged groups.
 
     Args:

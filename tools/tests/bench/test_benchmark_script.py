@@ -29,7 +29,12 @@ def asked_for(
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.setattr(measure, "tokenmerge", lambda *arguments: main([str(text) for text in arguments]))
     command = importlib.import_module("tokenmerge_tools.cli.evaluate")
-    monkeypatch.setattr(command, "run_evaluate", lambda options, *_, **__: asked.append(options))
+
+    def ask(options: EvaluateOptions, *_: object, **__: object) -> None:
+        asked.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_evaluate", ask)
     part(name)
     (options,) = asked
     return options

@@ -87,7 +87,7 @@ def test_blocks_are_skipped_as_often_as_the_settings_say_and_nothing_is_left(pip
     calls = calls_of(copied)
     for text, expected in (
         ("cache-dit:threshold=1e-9", STEPS),
-        ("cache-dit:threshold=1", STEPS // 2),  # half of the steps are full
+        ("cache-dit:threshold=1", STEPS // 2),  # half of the steps are complete
         (
             "cache-dit:threshold=1,mask=fast",
             sum(cache_dit.steps_mask(total_steps=STEPS, mask_policy="fast")),
@@ -119,16 +119,6 @@ def test_the_taylor_series_changes_the_picture_and_not_which_steps_are_full(pipe
     extrapolated, as_many = with_variant(pipe, "cache-dit:threshold=1,taylor=1")
     assert calls == as_many
     assert not np.array_equal(plain, extrapolated)
-
-
-def test_where_no_step_is_skipped_merging_beside_the_cache_is_merging_alone(pipe):
-    beside, calls = with_variant(pipe, "cache-dit:threshold=1e-9,merge=0.5,scope=block")
-    alone = twin(pipe)
-    with token_merging(alone, MERGED):
-        assert np.array_equal(draw(alone), beside)
-    assert calls == STEPS
-    _, skipped = with_variant(pipe, "cache-dit:threshold=1,merge=0.5,scope=block")
-    assert skipped == STEPS // 2
 
 
 @pytest.mark.slow
@@ -176,8 +166,6 @@ def test_at_ratio_0_the_cache_draws_what_it_draws_alone(pipe):
     [
         ("cache-dit:taylor=0.5", "taylor: expected an integer ≥ 1, got 0.5"),
         ("cache-dit:mask=quick", "mask: expected one of slow, medium, fast, ultra, got 'quick'"),
-        ("cache-dit:merge=0.5,scope=stack", "scope: expected one of layers, block, got 'stack'"),
-        ("cache-dit:merge=0.9", "ratio"),
     ],
 )
 def test_a_setting_out_of_range_names_what_is_allowed(pipe, text, words):
@@ -207,14 +195,12 @@ def test_a_pipeline_that_it_does_not_know_and_a_denoiser_are_refused(pipe):
 
 
 def test_the_settings_are_read_in_any_order_and_each_name_is_one_of_its_own():
-    same = [
-        spec_of(text) for text in ("cache-dit:merge=0.5,threshold=0.2", "cache-dit:threshold=0.2, merge=0.5")
-    ]
+    same = [spec_of(f"cache-dit:{text}") for text in ("taylor=1,threshold=0.2", "threshold=0.2, taylor=1")]
     assert same[0] == same[1]
-    assert same[0].label == "cache-dit merge=0.5 threshold=0.2"
+    assert same[0].label == "cache-dit taylor=1 threshold=0.2"
     assert spec_of("cache-dit").label == "cache-dit threshold=0.08"
-    for text in ("cache-dit:ratio=0.5", "cache-dit:merge=0", "cache-dit:threshold=x"):
-        with pytest.raises(ConfigError, match=r"expected cache-dit:threshold=NUMBER.*merge=0.5.*got "):
+    for text in ("cache-dit:ratio=0.5", "cache-dit:merge=0.5", "cache-dit:taylor=0", "cache-dit:threshold=x"):
+        with pytest.raises(ConfigError, match=r"expected cache-dit:threshold=NUMBER.*mask=fast.*got "):
             spec_of(text)
 
 

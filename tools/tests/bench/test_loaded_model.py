@@ -184,5 +184,8 @@ def test_failures_are_told_apart() -> None:
     assert Failure.of(ValueError("odd")) == Failure("error", "ValueError: odd")
     again = "to measure it again, delete its line from the results"
     assert Failure.of(MemoryError()) == Failure("oom", f"out of memory; {again}")
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"))
+    for words in ("not enough memory", "can't allocate memory: you tried to allocate"):
+        assert is_out_of_memory(RuntimeError(f"[enforce fail] . DefaultCPUAllocator: {words}"))
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
     assert not is_out_of_memory(OSError("out of memory"))

@@ -137,12 +137,10 @@ def test_every_setting_can_be_told() -> None:
     assert again == spec
 
 
-def test_auto_is_chosen_when_the_model_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 7)
-    (spec,) = parse_variant("auto:sx=4", [0.25], {})
-    assert spec.label == "auto ratio=0.25 sx=4"
-    config = spec.config(hosts.unet())
-    assert (config.ratio, config.sx, config.min_tokens) == (0.25, 4, 7)
+def test_auto_takes_a_speed_up_and_is_chosen_when_the_model_is_there() -> None:
+    specs = parse_variant("auto:sx=4", [0.25], {}, [1.5, 2.0])
+    assert [spec.label for spec in specs] == ["auto speedup=1.5 sx=4", "auto speedup=2 sx=4"]
+    assert specs[0].config(hosts.unet()).sx == 4
 
 
 def test_fewer_steps_come_last_one_for_each_merging_variant() -> None:
@@ -178,7 +176,8 @@ def test_each_variant_has_the_settings_it_is_applied_with(name: str) -> None:
         ("tome:scope=keys,correction.every=3", "every token has a residual of its own"),
         ("oracle", "expected one of dense, auto, tome"),
         ("sdtm:ratio=0.6", "ratio"),
-        ("auto:ratio=1", "0.75"),
+        ("auto:ratio=0.5", "auto"),
+        ("auto:speedup=0.5", "speedup: expected a number ≥ 1"),
         ("tome:rules={", "rules=JSON"),
         ("tome:ratio=0.8", "0.75"),
         ("tome:merge_mlp=maybe", "true or false"),

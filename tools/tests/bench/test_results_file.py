@@ -2,13 +2,22 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile, read_lines, read_records
-from tokenmerge_tools.records.kinds import CellRecord, median_and_iqr
+from tokenmerge_tools.records.kinds import (
+    CellRecord,
+    QualityRecord,
+    SampleRecord,
+    TuneRecord,
+    median_and_iqr,
+)
+
+ROOT = Path(__file__).parents[3]
 
 
 def cell(variant: str = "dense", **changes: object) -> CellRecord:
@@ -121,10 +130,22 @@ def test_a_finished_cell_without_times_is_refused(tmp_path: Path, changes: dict,
         list(read_records(path, CellRecord))
 
 
-def test_the_records_in_the_repository_are_read() -> None:
-    for path in sorted(Path("benchmarks").rglob("*.jsonl")):
-        kinds = {values.get("kind") for _, values in read_lines(path)}
-        assert bool(list(read_records(path, CellRecord))) == ("bench" in kinds), path
+def test_every_record_in_the_repository_is_read_and_written_as_it_was() -> None:
+    kinds = {kind.KIND: kind for kind in (CellRecord, QualityRecord, SampleRecord, TuneRecord)}
+    found: Counter[str] = Counter()
+    for path in (path for folder in ("benchmarks", "docs") for path in (ROOT / folder).rglob("*.jsonl")):
+        lines = [values for _, values in read_lines(path)]
+        assert lines, path
+        records = list(read_records(path, *kinds.values()))
+        assert [record.KIND for record in records] == [v["kind"] for v in lines if v.get("kind") in kinds]
+        for record in records:
+            again = type(record).from_dict(json.loads(record.to_line()))
+            assert (again, again.key) == (record, record.key), path
+            assert record.label.startswith(getattr(record, "variant", "")), path
+            found[record.KIND] += 1
+    assert found["bench"] > 300
+    assert found["quality"] > 500
+    assert found["sample"] > 1500
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")

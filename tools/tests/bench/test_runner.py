@@ -37,6 +37,8 @@ def test_every_cell_becomes_a_record_with_all_its_conditions(measure: Measure, t
     assert names(records) == ["dense sdpa", "tome ratio=0.25 sdpa", "tome ratio=0.5 sdpa"] * 2
     assert [record.conditions["batch"] for record in records] == [1] * 3 + [2] * 3
     assert list(read_records(tmp_path / "results.jsonl", CellRecord)) == records
+    lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["bench"] * 6
     for record in records:
         assert record.status == "ok"
         assert len(record.seconds) == 2
@@ -174,25 +176,14 @@ def test_a_kill_loses_no_timed_call(
     assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
-        MemoryError(),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: not enough memory"),
-        RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
-    ],
-)
-def test_out_of_memory_is_a_cell_that_says_so(
-    measure: Measure, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_out_of_memory_is_a_cell_that_says_so(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
     def fails_in_the_second_round(self: object) -> None:
         nonlocal calls
         calls += 1
         if calls == 3:  # one warm-up, two rounds
-            raise error
+            raise MemoryError
 
     original = prepare_module.CellBuilder.prepare
 
@@ -353,13 +344,12 @@ def test_settings_that_follow_the_steps_are_timed_over_a_generation(
     assert merged.facts["flops_merged"] == (report.flops_merged + report.flops_dense) / 2
 
 
-@pytest.mark.parametrize(
-    "variant", ["tome:reuse.every=2,max_downsample=2", "tome:correction.every=2,scope=block", "ibtm", "toma"]
-)
-def test_a_pipeline_tells_its_steps_and_its_guidance(measure: Measure, variant: str) -> None:
-    _, merged = measure(variants=(variant,), scope="pipeline", steps=4, rounds=1, ratio=(0.25,))
-    assert (merged.status, merged.message) == ("ok", "")
-    assert (merged.facts["kept_bytes"] > 0) == (variant != "ibtm")
+def test_a_pipeline_tells_its_steps_and_its_guidance(measure: Measure) -> None:
+    variants = ("tome:reuse.every=2,max_downsample=2", "tome:correction.every=2,scope=block", "ibtm", "toma")
+    records = measure(variants=variants, scope="pipeline", steps=4, rounds=1, ratio=(0.25,))
+    assert {(record.status, record.message) for record in records} == {("ok", "")}
+    caches = [record.facts["kept_bytes"] > 0 for record in records[1:]]
+    assert caches == [record.conditions["variant"] != "ibtm" for record in records[1:]]
 
 
 @pytest.mark.slow
@@ -381,12 +371,12 @@ def test_operations_are_counted_at_the_guidance_of_the_pipeline(measure: Measure
 def test_auto_follows_the_steps_unless_it_is_compiled(
     measure: Measure, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 64)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 64)
     monkeypatch.setattr(nn.Module, "compile", lambda self, dynamic: None)
     records = measure(variants=("auto",), steps=10, rounds=1, warmup=1, compile=(compiled,))
     (auto,) = [record for record in records if record.conditions["variant"] == "auto"]
     assert (auto.status, auto.message) == ("ok", "")
-    assert auto.facts["config"]["reuse"]["every"] == (1 if compiled else 3)
+    assert (auto.facts["config"]["reuse"]["every"] == 1) == compiled
     assert any("calls of a generation" in note for note in auto.facts["notes"]) != compiled
 
 
@@ -404,28 +394,29 @@ def test_what_cannot_be_timed_honestly_is_a_row_that_says_why(
     assert [(cell.status, words in cell.message) for cell in cells] == [("unavailable", True)]
 
 
-def test_fewer_steps_have_the_counted_operations_of_a_variant(measure: Measure) -> None:
-    _, merged, fewer = measure(scope="pipeline", variants=("tome", "fewer-steps"), steps=10, rounds=1)
-    share = merged.facts["flops_merged"] / merged.facts["flops_dense"]
-    assert fewer.label == "fewer-steps (tome ratio=0.5)"
-    assert fewer.facts["steps_used"] == round(10 * share) < 10
-    assert fewer.facts["notes"][-1] == f"{round(10 * share)} of 10 steps"
-    assert set(fewer.references) == {"dense", "dense, same attention"}
-
-
-def test_fewer_steps_run_as_many_steps(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_steps_are_as_many_as_a_variant_counts_operations(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[int] = []
-    whole_pipeline = runner.load_model
+    load_model = runner.load_model
 
     def load(**arguments: object) -> object:
-        model = whole_pipeline(**arguments)
-        bind = model.bind
-        spy = lambda copied, size, steps: (seen.append(steps), bind(copied, size, steps))[1]  # noqa: E731
-        return dataclasses.replace(model, bind=spy)
+        model = load_model(**arguments)
+
+        def bind(copied: object, size: object, steps: int) -> object:
+            seen.append(steps)
+            return model.bind(copied, size, steps)
+
+        return dataclasses.replace(model, bind=bind)
 
     monkeypatch.setattr(runner, "load_model", load)
-    fewer = measure(scope="pipeline", variants=("tome", "fewer-steps"), steps=10, rounds=1)[-1]
-    assert seen == [10, 10, fewer.facts["steps_used"]]
+    _, merged, fewer = measure(scope="pipeline", variants=("tome", "fewer-steps"), steps=10, rounds=1)
+    steps = round(10 * merged.facts["flops_merged"] / merged.facts["flops_dense"])
+    assert fewer.label == "fewer-steps (tome ratio=0.5)"
+    assert fewer.facts["steps_used"] == steps < 10
+    assert fewer.facts["notes"][-1] == f"{steps} of 10 steps"
+    assert set(fewer.references) == {"dense", "dense, same attention"}
+    assert seen == [10, 10, steps]
 
 
 @pytest.mark.parametrize(
@@ -480,9 +471,3 @@ def test_what_does_not_fit_is_refused_before_anything_is_measured(
     with pytest.raises(ConfigError):
         measure(**axes)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_records_are_lines_of_plain_json(measure: Measure, tmp_path: Path) -> None:
-    measure(variants=("tome",))
-    for line in (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines():
-        assert json.loads(line)["kind"] == "bench"

@@ -18,9 +18,10 @@ import tokenmerge_tools.bench.loaded_model
 import tokenmerge_tools.generate.run
 import tokenmerge_tools.pipelines.call
 from tokenmerge import PlanSharing, presets
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import ToMeConfig, save_config
 from tokenmerge.report import predict
-from tokenmerge_tools.cli import main
+from tokenmerge_tools.cli import main, terminal
+from tokenmerge_tools.drawing import Progress
 from tokenmerge_tools.pipelines.loading import find_model
 from tokenmerge_tools.pipelines.meta_model import load_sketch
 
@@ -45,7 +46,7 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     """A device on which merging saves time on every grid; here a tiny one need not."""
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 4)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 4)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def refused(capsys, *arguments):
 # --- the commands ---------------------------------------------------------------------------------
 
 
-def test_generate_prints_a_table_and_writes_a_folder(folder, tmp_path, capsys):
+def test_generate_says_in_about_ten_lines_what_it_drew_and_writes_a_folder(folder, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["generate", "a red apple", "--model", folder, "--steps", 2, "--repeat", 1, "--out", out]
     arguments += ["--method", "tome"]
@@ -86,8 +87,38 @@ def test_generate_prints_a_table_and_writes_a_folder(folder, tmp_path, capsys):
         )
         == 0
     )
-    printed = capsys.readouterr()
-    table = printed.out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    side = tiny_pipeline.SIDE
+    assert lines[:2] == [
+        f'Drawing "a red apple", {side} × {side} pixels, 2 steps, with {folder}',
+        f"Look at both: {out / 'comparison.png'}",
+    ]
+    text = "\n".join(lines)
+    for words in (
+        "  dense (without tokenmerge) ",
+        "  merged (with tokenmerge) ",
+        "× as fast",
+        "dB to the dense picture",
+        "every step ran the whole model; 25 % of the tokens merged",
+        "one timed run each; --repeat 3 gives figures to rely on",
+        f"Pictures:    {out}",
+    ):
+        assert words in text
+    assert len(lines) <= 13
+    assert (out / "comparison.png").is_file()
+    conditions = json.loads((out / "run.json").read_text())["conditions"]
+    chosen = conditions["options"]
+    changes = {"ratio": 0.25, "max_downsample": 2, "seed": None}
+    assert chosen["merging"] == {"method": "tome", **changes, "seed": "none"}
+    assert conditions["config"] == json.loads(json.dumps(ToMeConfig(**changes).to_dict()))
+    assert (chosen["prompt"], chosen["steps"], chosen["seed"], chosen["repeat"]) == ("a red apple", 2, 7, 1)
+
+
+def test_details_are_a_table_and_what_the_patch_says(folder, tmp_path, capsys):
+    arguments = ["generate", "a red apple", "--model", folder, "--steps", 2, "--repeat", 1, "--out", tmp_path]
+    assert main([*map(str, arguments), "--method", "tome", "--details"]) == 0
+    printed = capsys.readouterr().out
+    table = printed[printed.index("StableDiffusionPipeline, ") :].splitlines()
     assert [cell.strip() for cell in table[2].split("┃")[1:-1]] == [
         "variant",
         "time per image (fastest to slowest)",
@@ -98,22 +129,34 @@ def test_generate_prints_a_table_and_writes_a_folder(folder, tmp_path, capsys):
     ]
     assert [line.split()[1] for line in table[4:6]] == ["dense", "merged"]
     assert "1.00x" in table[4]
-    assert table[-1] == f"written to {out}"
-    assert "dense" in printed.err  # the progress bars
-    assert (out / "comparison.png").is_file()
-    conditions = json.loads((out / "run.json").read_text())["conditions"]
-    chosen = conditions["options"]
-    changes = {"ratio": 0.25, "max_downsample": 2, "seed": None}
-    assert chosen["merging"] == {"method": "tome", **changes, "seed": "none"}
-    assert conditions["config"] == json.loads(json.dumps(ToMeConfig(**changes).to_dict()))
-    assert "merged: tome ratio=0.25 max_downsample=2 seed=none" in table
-    assert (chosen["prompt"], chosen["steps"], chosen["seed"], chosen["repeat"]) == ("a red apple", 2, 7, 1)
+    assert "Token merging in UNet2DConditionModel: " in printed
+    assert "memory: peak resident memory" in printed
+
+
+def test_settings_of_a_file_are_named_by_the_file(folder, tmp_path, capsys):
+    """Their values fill three lines, and the user gave none of them."""
+    file = tmp_path / "tuned.json"
+    save_config(ToMeConfig(ratio=0.25, planner="tiled", rules=[{"level": 2, "ratio": 0.1}]), file)
+    common = ["generate", "a red apple", "--model", folder, "--steps", 2, "--repeat", 1]
+    assert main([*map(str, common), "--settings", str(file), "--out", str(tmp_path / "a")]) == 0
+    printed = capsys.readouterr().out
+    assert f"tokenmerge.apply_token_merging(pipe, {str(file)!r})" in printed
+    assert "rules" not in printed
+    assert "planner=" not in printed
+
+
+def test_progress_is_printed_without_a_terminal_too(capsys):
+    seconds = iter([0, 1, 11, 12, 30])
+    move = terminal._in_lines("steps", lambda: next(seconds))
+    for done in (1, 2):
+        move(Progress("dense", done, 20))
+    assert capsys.readouterr().err == "dense: 2 of 20 steps\n"
 
 
 def test_every_option_of_generate_reaches_the_options(monkeypatch, folder):
     seen = []
 
-    def stop(options, on_progress):
+    def stop(options, *listeners):
         seen.append(options)
         raise KeyboardInterrupt
 
@@ -166,8 +209,9 @@ def test_every_option_of_generate_reaches_the_options(monkeypatch, folder):
 def test_generate_prints_and_draws_the_steps_that_it_recorded(folder, tmp_path, capsys):
     arguments = ["generate", "a red apple", "--model", folder, "--steps", 2, "--repeat", 1, "--out", tmp_path]
     assert main([*map(str, arguments), "--method", "tome", "--record-steps", "--no-compare"]) == 0
-    table = capsys.readouterr().out.splitlines()
-    assert table[0].startswith("2 steps (2 full, 0 reused, 0 dense)")
+    printed = capsys.readouterr().out
+    table = printed[printed.index("2 steps (") :].splitlines()
+    assert table[0].startswith("2 steps (2 complete, 0 reused, 0 dense)")
     assert [line.split()[0] for line in table[1:4]] == ["step", "0", "1"]
 
 
@@ -176,7 +220,7 @@ def test_inspect_prints_the_report_and_cuts_nothing(folder, capsys):
     printed = capsys.readouterr().out
     for cell in (
         "up_blocks.1.attentions.1.transformer_blocks.0",
-        "16 x 32",
+        "16 × 32",
         "512 → 256",
         "attn1",
         "whole model",
@@ -186,15 +230,13 @@ def test_inspect_prints_the_report_and_cuts_nothing(folder, capsys):
     assert "…" not in printed
 
 
-def test_without_a_method_it_is_auto(folder, capsys):
+def test_without_a_method_it_is_auto_or_merging_alone(folder, capsys):
+    assert main(["inspect", str(folder), "--speedup", "1.5", "--steps", "10", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["method"] == "auto"
     assert main(["inspect", str(folder), "--ratio", "0.4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["method"], found["merging"]["ratio"], found["merging"]["reuse"]["every"]) == (
-        "auto",
-        0.4,
-        2,
-    )
-    assert found["kept_bytes"] > 0
+    settings = found["merging"]
+    assert (found["method"], settings["ratio"], settings["reuse"]["every"]) == ("tome", 0.4, 1)
 
 
 def test_inspect_as_json_is_the_report(folder, capsys):
@@ -248,8 +290,7 @@ def test_env_prints_versions_and_back_ends(capsys):
     printed = capsys.readouterr().out
     for word in ("tokenmerge", torch.__version__, "threads", "cpu", "sdpa", "xformers"):
         assert word in printed
-    assert main(["env", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["versions"]["torch"] == torch.__version__
+    assert json.loads(printed)["versions"]["torch"] == torch.__version__
 
 
 def test_version(capsys):
@@ -288,6 +329,14 @@ def test_without_arguments_the_commands_are_listed(capsys):
         (["generate", "x", "--steps", "2.5"], "'--steps': expected an integer, got '2.5'"),
         (["generate", "x", "--size", "nan"], "size: expected WIDTHxHEIGHT or one number"),
         (["generate", "x", "--model", "nothing"], "model: 'nothing' is not a model"),
+        (["generate", "x", "--model", "./nope"], "model: there is no folder ./nope; expected"),
+        (["generate", "x", "--like", "no.png"], "like: cannot read no.png (No such file or directory)"),
+        (
+            ["generate", "x", "--settings", "no.json"],
+            "cannot read settings (No such file or directory); pass",
+        ),
+        (["export", "emoji-unet", "--out", "x"], "Missing option '--to': onnx, openvino."),
+        (["play", "--port", "99999999"], "port: expected an integer from 1 to 65535, got 99999999"),
         (["generate", "x", "--record-steps", "--compile"], "records no steps; leave --compile out"),
         (["generate", "x", "--speed"], "No such option: --speed"),
         (["inspect", "--size", "0"], "size: expected WIDTHxHEIGHT or one number"),
@@ -306,14 +355,10 @@ def test_without_arguments_the_commands_are_listed(capsys):
             ["inspect", "--method", "tome", "--set", "reuse.shallow_every=2"],
             "reuse.shallow_every: expected 1 to reuse.every=1",
         ),
-        (
-            ["inspect", "--set", "reuse.span=0"],
-            "reuse.span: expected a share of the steps, above 0 and up to 1",
-        ),
-        (
-            ["inspect", "--set", "reuse.shallow_from=1"],
-            "reuse.shallow_from: expected a share of the steps, from 0 to below 1",
-        ),
+        (["inspect", "--set", "reuse.span=0.5"], "reuse.span: '0.5' was removed"),
+        (["env", "--json"], "No such option: --json"),
+        (["evaluate", "--save-grid", "a.png"], "No such option: --save-grid"),
+        (["tune", "--min-glyphs", "1"], "No such option: --min-glyphs"),
         (["inspect", "--sx", "3", "--set", "sx=4"], "set: sx is given twice, as 3 and as 4"),
         (["generate", "x", "--method", "ca_tome", "--compile"], "leave --compile out"),
         (["paint"], "No such command 'paint'"),
@@ -472,7 +517,8 @@ def test_with_torch_alone_the_extra_is_named():
     )
     assert ran.returncode == 2
     assert ran.stderr == (
-        'tokenmerge: the tokenmerge command: not installed; run: pip install "tokenmerge-tools"\n'
+        "tokenmerge: the tokenmerge command needs typer, which is not installed; run: pip install "
+        '"tokenmerge-tools"\n'
     )
 
 

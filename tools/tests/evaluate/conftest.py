@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import tiny_pipeline
 from PIL import Image
 from tools.tests import tiny_networks
 
-from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 from tokenmerge_tools.evaluate.prompts import Item, Prompt
 from tokenmerge_tools.evaluate.runner import evaluate
@@ -30,31 +30,57 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source may change while the tests run, and asking git takes longer than drawing."""
+    monkeypatch.setattr("tokenmerge_tools.evaluate.evaluation.source_commit", lambda: None)
+
+
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.txt"
+    return write_prompts(tmp_path)
+
+
+def write_prompts(folder: Path) -> Path:
+    path = folder / "prompts.txt"
     path.write_text("red apple\nblue boat\ngreen tree\n")
     return path
 
 
+def make_options(models: Path, prompts: Path, out: Path, **changes: object) -> EvaluateOptions:
+    """Options for three prompts on the tiny pipeline, with changes."""
+    values = {
+        "model": str(models / "tiny"),
+        "prompts": prompts,
+        "steps": 2,
+        "variants": ("tome",),
+        "ratio": (0.5,),
+        "batch": 2,
+        "device": "cpu",
+        "out": out / "results" / "evaluate.jsonl",
+    }
+    return EvaluateOptions(**{**values, **changes})
+
+
 @pytest.fixture
 def options(models: Path, prompts: Path, tmp_path: Path) -> Callable[..., EvaluateOptions]:
-    """Options for three prompts on the tiny pipeline, with changes."""
+    return lambda **changes: make_options(models, prompts, tmp_path, **changes)
 
-    def make(**changes: object) -> EvaluateOptions:
-        values = {
-            "model": str(models / "tiny"),
-            "prompts": prompts,
-            "steps": 2,
-            "variants": ("tome",),
-            "ratio": (0.5,),
-            "batch": 2,
-            "device": "cpu",
-            "out": tmp_path / "results" / "evaluate.jsonl",
-        }
-        return EvaluateOptions(**{**values, **changes})
 
-    return make
+@pytest.fixture(scope="session")
+def drawn_once(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results and pictures of a run with the default options."""
+    folder = tmp_path_factory.mktemp("drawn")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("tokenmerge_tools.evaluate.evaluation.source_commit", lambda: None)
+        evaluate(make_options(models, write_prompts(folder), folder))
+    return folder / "results"
+
+
+@pytest.fixture
+def finished(drawn_once: Path, tmp_path: Path) -> Path:
+    """A copy of a finished run, in the place where a run with the default options looks for it."""
+    return shutil.copytree(drawn_once, tmp_path / "results")
 
 
 @pytest.fixture
@@ -77,8 +103,8 @@ def picture(seed: int, side: int = 32) -> Image.Image:
     return Image.fromarray(pixels).resize((side, side))
 
 
-def drawn(name: str = "dense", steps: int = 4, **settings: object) -> Drawn:
-    return Drawn(Variant(name, tuple(settings.items())), steps)
+def drawn(name: str = "dense", **settings: object) -> Variant:
+    return Variant(name, tuple(settings.items()))
 
 
 def item(text: str = "red apple", seed: int = 0, category: str | None = None) -> Item:

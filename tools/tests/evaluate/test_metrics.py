@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import builtins
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +12,9 @@ from torchmetrics.multimodal import CLIPScore
 
 from tokenmerge.errors import ConfigError, MissingExtraError
 from tokenmerge_tools.demo.retrieval import GRID
-from tokenmerge_tools.evaluate.measure import Measured, figures_of, measure
-from tokenmerge_tools.evaluate.metrics import METRIC_NAMES, load_metrics, parse_metrics
-from tokenmerge_tools.evaluate.networks import Clip, Inception, Vision
+from tokenmerge_tools.evaluate.measure import figures_of, measure
+from tokenmerge_tools.evaluate.metrics import load_metrics, parse_metrics
+from tokenmerge_tools.evaluate.networks import Clip, Vision
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.sheets import as_tensor
 
@@ -93,8 +92,11 @@ def test_a_network_without_text_has_no_clip_score(models: Path) -> None:
 def test_metrics_that_take_the_same_network_share_it(models: Path) -> None:
     metrics = load(*(f"{name}={models / 'dino'}" for name in ("dino", "fid", "kid")))
     assert len(metrics.loaded) == 1
-    assert metrics.networks == dict.fromkeys(("dino", "fid", "kid"), str(models / "dino"))
-    assert list(metrics.features) == [str(models / "dino")]
+    assert dict.fromkeys(("fid", "kid"), metrics.loaded[0]) == metrics.of_sets
+    assert [metric.name for metric in metrics.of_pictures] == ["psnr", "ssim", "dino"]
+    metrics = load(*(f"{name}={models / 'clip'}" for name in ("clip", "clip-score")))
+    assert len(metrics.loaded) == 1
+    assert metrics.networks == dict.fromkeys(("clip", "clip-score"), str(models / "clip"))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,9 @@ def test_metrics_that_take_the_same_network_share_it(models: Path) -> None:
     [
         ("none", "expected some of psnr, ssim, lpips, dino.*got 'none'"),
         ("psnr=x", "expected NAME=NETWORK for one of lpips, dino.*got 'psnr=x'"),
-        ("fid=", "expected NAME=NETWORK"),
+        ("dino=", "expected NAME=NETWORK"),
+        ("fid=", "expected NAME=NETWORK for one of lpips, .*, fid, kid, got 'fid='"),
+        ("all", "expected some of psnr, .*fid, kid, glyphs, got 'all'"),
     ],
 )
 def test_an_unknown_metric_is_named(text: str, words: str) -> None:
@@ -111,66 +115,24 @@ def test_an_unknown_metric_is_named(text: str, words: str) -> None:
 
 
 def test_psnr_and_ssim_come_first_and_each_once() -> None:
-    assert [w.name for w in parse_metrics(["kid", "ssim", "kid"])] == ["psnr", "ssim", "kid"]
-    assert {w.name for w in parse_metrics(["all"])} == set(METRIC_NAMES)
-    network = next(w for w in parse_metrics(["fid=./mine", "all"]) if w.name == "fid")
-    assert (network.network, network.by_name) == ("./mine", True)
+    assert [w.name for w in parse_metrics(["dino", "ssim", "dino"])] == ["psnr", "ssim", "dino"]
 
 
-def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
-    """Make these imports fail, as they do if torchvision does not match torch."""
-    original = builtins.__import__
-
-    def fail(name, *args, **kwargs):
-        if name.startswith(modules):
-            raise RuntimeError(f"operator of {name} does not exist")
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", fail)
-
-
-def test_all_leaves_out_what_does_not_work_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
+def test_a_metric_whose_network_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(name, **options):
-        asked.append(name)
         raise OSError(f"no connection to fetch {name}")
 
-    without(monkeypatch, "torchmetrics.image")
-    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", unreachable)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
     notes: list[str] = []
-    metrics = load("all", notes=notes)
-    assert [metric.name for metric in metrics.of_pictures] == ["psnr", "ssim"]
-    assert metrics.of_sets == ()
-    assert len(asked) == len(set(asked)) == 3  # clip and clip-score share one
-    text = "\n".join(notes)
-    for name in ("lpips", "dino", "clip-score", "fid"):
-        assert f"{name} needs the weights of" in text
-        assert f"{name} is left out: cannot load " in text
-    assert "glyphs is left out: the prompt 'red apple' names no glyph" in text
-
-
-def test_a_metric_that_is_named_has_to_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "torchmetrics.image")
-    with pytest.raises(
-        ConfigError, match=r"metric fid: cannot load inception-v3 \(operator .*leave it out, or use all"
-    ):
-        load("fid")
+    with pytest.raises(ConfigError, match=r"metric dino: cannot load .*no connection .*or leave it out"):
+        load("dino", notes=notes)
+    assert notes == ["dino needs the weights of facebook/dinov2-base, which are downloaded if missing"]
 
 
 def test_without_torchmetrics_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"tokenmerge-tools\[metrics\]"):
         load()
-
-
-def test_inception_runs_where_its_libraries_import() -> None:
-    try:
-        network = Inception("inception-v3")
-    except ConfigError as error:
-        pytest.skip(f"not here: {error}")
-    assert network([picture(0)]).shape == (1, 2048)
 
 
 def test_glyphs_counts_pictures_that_show_what_was_asked_for() -> None:
@@ -199,20 +161,16 @@ def test_figures_are_means_over_all_and_over_a_category(tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             shown.save(path)
     metrics = load()
-    parts = [measure([[(2, items[2])]], variants, store, metrics)]
-    parts += [measure([], variants, store, metrics)]
-    parts += [measure([[(0, items[0]), (1, items[1])]], variants, store, metrics)]
-    measured = Measured.merge(parts)
-    assert measured.indices.tolist() == [0, 1, 2]
+    measured = measure([items[:2], items[2:]], variants, store, metrics)
     psnr = measured.columns["tome ratio=0.5", "psnr"]
     assert psnr[0] == float("inf")
-    whole = figures_of("tome ratio=0.5", measured, metrics, None)
+    whole = figures_of("tome ratio=0.5", measured, metrics, range(3))
     assert (whole.images, whole.equal) == (3, 1)
     assert whole.values["psnr"] == pytest.approx(float(psnr[1:].double().mean()))
-    one = figures_of("tome ratio=0.5", measured, metrics, None, chosen=[2])
+    one = figures_of("tome ratio=0.5", measured, metrics, [2])
     assert (one.images, one.equal, one.values["psnr"]) == (1, 0, pytest.approx(float(psnr[2])))
-    assert figures_of("dense", measured, metrics, None).values == {}
-    same = figures_of("tome ratio=0.5", measured, metrics, None, chosen=[0])
+    assert figures_of("dense", measured, metrics, range(3)).values == {}
+    same = figures_of("tome ratio=0.5", measured, metrics, [0])
     assert (same.equal, list(same.values)) == (1, ["ssim"])
 
 
@@ -224,4 +182,4 @@ def test_a_picture_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"cannot read the picture .*seed0\.png .it is not a picture.; delete"
     ):
-        measure([[(0, item())]], [drawn()], store, load())
+        measure([[item()]], [drawn()], store, load())

@@ -33,8 +33,8 @@ def test_whatever_is_drawn_otherwise_has_another_name() -> None:
         drawn("tome", ratio=0.12345678),
         drawn("tome", ratio=0.12345679),
         drawn("tomesd", ratio=0.5),
-        drawn("fewer-steps", steps=2, **{"as": "tome ratio=0.5"}),
-        drawn("fewer-steps", steps=3, **{"as": "tome ratio=0.5"}),
+        drawn("fewer-steps", steps=2),
+        drawn("fewer-steps", steps=3),
     ]
     items = [item(long + "here"), item(long + "there"), item(long + "here", seed=1), item("a/b"), item("a b")]
     stores = [store(), store(steps=5), store(width=32), store(model="other/name"), store(dtype="fp16")]

@@ -15,8 +15,8 @@ def write(tmp_path: Path, content: str | bytes) -> Path:
     return path
 
 
-def texts(tmp_path: Path, content: str, template: str | None = None) -> list[str]:
-    return [prompt.text for prompt in read_prompts(write(tmp_path, content), template)]
+def texts(tmp_path: Path, content: str) -> list[str]:
+    return [prompt.text for prompt in read_prompts(write(tmp_path, content))]
 
 
 def test_each_line_is_a_prompt_and_repeated_ones_are_read_once(tmp_path: Path) -> None:
@@ -35,19 +35,6 @@ def test_parti_prompts_bring_their_categories(tmp_path: Path) -> None:
         Prompt('"Go" in neon letters', "World Knowledge"),
         Prompt("a bear", "Animals"),
         Prompt("a cube", None),
-    ]
-
-
-def test_imagenet_classes_become_photos_of_their_first_name(tmp_path: Path) -> None:
-    content = "n01440764 tench, Tinca tinca\nn02110958 pug, pug-dog\n"
-    assert texts(tmp_path, content) == ["a photo of a tench", "a photo of a pug"]
-    assert texts(tmp_path, content, "a sketch of a {}") == ["a sketch of a tench", "a sketch of a pug"]
-
-
-def test_bare_class_names_take_a_template(tmp_path: Path) -> None:
-    assert texts(tmp_path, "tench\n{odd} pug\n", "a photo of a {}") == [
-        "a photo of a tench",
-        "a photo of a {odd} pug",
     ]
 
 
@@ -93,11 +80,6 @@ def test_rows_of_other_lengths_are_read(tmp_path: Path) -> None:
     rows = 'Category\tPrompt\nAnimals\ta "pug\nArts\nFood\ta pie\tx\ty\nFood\ta\rb\n'
     prompts = read_prompts(write(tmp_path, rows))
     assert prompts == [Prompt('a "pug', "Animals"), Prompt("a pie", "Food"), Prompt("a\rb", "Food")]
-
-
-def test_a_template_without_a_place_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"expected \{\} where the text goes.*got 'a photo'"):
-        read_prompts(write(tmp_path, "tench"), "a photo")
 
 
 def test_every_prompt_is_drawn_with_every_seed() -> None:

@@ -12,26 +12,27 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
-from tools.tests.evaluate.conftest import drawn, item, picture
+from tools.tests.evaluate.conftest import picture
 
 from tokenmerge import ToMeConfig, token_merging
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge_tools import timing
 from tokenmerge_tools.closeness import psnr
 from tokenmerge_tools.drawing import Studio
-from tokenmerge_tools.evaluate.drawn import parse_variants, plan_variants
-from tokenmerge_tools.evaluate.evaluation import weights_key
+from tokenmerge_tools.evaluate.distances import DISTANCES
+from tokenmerge_tools.evaluate.evaluation import parse_variants, plan_variants, weights_key
 from tokenmerge_tools.evaluate.measure import Figures, Measured, figures_of
-from tokenmerge_tools.evaluate.picture_store import PictureStore
-from tokenmerge_tools.evaluate.results import pack, unpack
+from tokenmerge_tools.evaluate.networks import Vision
 from tokenmerge_tools.pipelines.call import PipelineCall
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind
 from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile, read_results
 from tokenmerge_tools.records.kinds import QualityRecord, SampleRecord
+from tokenmerge_tools.reporting.quality_tables import quality_tables
 from tokenmerge_tools.sheets import as_tensor
 from tokenmerge_tools.variants.variant import Variant
 
 Run = Callable[..., list[QualityRecord]]
+AUTO, AUTO_LABEL = "auto:speedup=1.5,min_tokens=64", "auto speedup=1.5 min_tokens=64"
 
 
 def pictures(folder: Path) -> dict[str, np.ndarray]:
@@ -73,7 +74,12 @@ def test_figures_are_those_of_the_pictures_on_disk(run: Run, tmp_path: Path) -> 
 
 def test_methods_follow_the_steps_of_the_pipeline(run: Run) -> None:
     late = 'rules=[{"start": 0.2, "ratio": 0.0}]'
-    variants = (f"tome:{late}", "tome:correction.every=2,scope=block", "ibtm", "auto:min_tokens=64")
+    variants = (
+        f"tome:{late}",
+        "tome:correction.every=2,scope=block",
+        "ibtm",
+        AUTO,
+    )
     with pytest.warns(
         UserWarning, match=r"this generation is dense: by the rules .*nothing merges in any of 2 steps"
     ):
@@ -82,7 +88,7 @@ def test_methods_follow_the_steps_of_the_pipeline(run: Run) -> None:
         f"tome ratio=0.5 {late}",
         "tome ratio=0.5 scope=block correction.every=2",
         "ibtm ratio=0.5",
-        "auto ratio=0.5 min_tokens=64",
+        AUTO_LABEL,
     ]
     # The first merges in neither of the two steps.
     assert any("equal dense in every pixel" in note for note in records[f"tome ratio=0.5 {late}"].notes)
@@ -98,11 +104,11 @@ def test_a_steps_mask_of_cache_dit_is_warmed_up_and_drawn(run: Run) -> None:
 
 
 def test_settings_read_from_a_record_draw_the_same_picture(run: Run, models: Path, tmp_path: Path) -> None:
-    run(variants=("auto:min_tokens=64", "tomesd"), steps=6, limit=1, batch=1)
+    run(variants=(AUTO, "tomesd"), steps=6, limit=1, batch=1)
     records = by_label(read_results([tmp_path / "results"]).quality)
     read = {label: record.config for label, record in records.items()}
     assert read["dense"] is None  # dense has no settings
-    settings = ToMeConfig.from_dict(read["auto ratio=0.5 min_tokens=64"])
+    settings = ToMeConfig.from_dict(read[AUTO_LABEL])
     assert settings.planner == "tiled"  # auto chose it
     pipe = DiffusionPipeline.from_pretrained(models / "tiny")
     with token_merging(pipe, settings):
@@ -113,11 +119,11 @@ def test_settings_read_from_a_record_draw_the_same_picture(run: Run, models: Pat
 
 
 def test_a_note_tells_of_pictures_with_different_settings(run: Run, tmp_path: Path, monkeypatch) -> None:
-    run(variants=("auto:min_tokens=64",), limit=1)
+    run(variants=(AUTO,), limit=1)
     # Another seed is drawn later, by an auto that chooses other settings.
     chosen = dataclasses.replace(ToMeConfig(ratio=0.5), planner="tome")
-    monkeypatch.setattr(Variant, "config", lambda *_: chosen)
-    record = by_label(run(variants=("auto:min_tokens=64",), limit=1, seeds=2))["auto ratio=0.5 min_tokens=64"]
+    monkeypatch.setattr(Variant, "config", lambda *_, **facts: chosen)
+    record = by_label(run(variants=(AUTO,), limit=1, seeds=2))[AUTO_LABEL]
     assert record.config is None
     assert any("drawn with 2 different settings" in note for note in record.notes)
 
@@ -132,6 +138,7 @@ def test_no_picture_depends_on_the_batch(run: Run, tmp_path: Path) -> None:
         assert np.abs(one[name] - six[name]).max() <= 1  # kernels round differently at another batch size
 
 
+@pytest.mark.usefixtures("finished")
 def test_records_draw_curve_and_sliders(run: Run, tmp_path: Path) -> None:
     records = run(samples=2)
     results = read_results([tmp_path / "results"])
@@ -221,12 +228,13 @@ def test_a_hub_model_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> 
     assert weights_key(ModelSource(SourceKind.HUB, "owner/name")) == "0123abc"
 
 
+@pytest.mark.usefixtures("finished")
 def test_figures_of_an_earlier_run_stay(run: Run, models: Path, tmp_path: Path) -> None:
     network = str(models / "dino")
-    run(metrics=(f"kid={network}",))
+    run(metrics=(f"clip={models / 'clip'}",))
     records = run(metrics=(f"dino={network}",))
-    assert list(by_label(records)["tome ratio=0.5"].figures) == ["psnr", "ssim", "kid", "dino"]
-    assert records[1].measured_with == {"kid": network, "dino": network}
+    assert list(by_label(records)["tome ratio=0.5"].figures) == ["psnr", "ssim", "clip", "dino"]
+    assert records[1].measured_with == {"clip": str(models / "clip"), "dino": network}
     assert list(read_results([tmp_path / "results"]).quality) == records
 
 
@@ -237,6 +245,16 @@ def test_sets_are_compared_with_dense_or_with_a_folder(run: Run, models: Path, t
     assert dense.figures == {}
     assert tome.figures["fid"] > 0
     assert "fid of only 3 pictures is biased upwards" in "\n".join(notes)
+    network, folder = Vision(str(models / "dino")), tmp_path / "results" / "evaluate"
+
+    def features(variant: str) -> torch.Tensor:
+        return network(
+            [Image.open(path).convert("RGB") for path in sorted(folder.rglob(f"{variant}*/*.png"))]
+        )
+
+    one, two = features("tome"), features("dense")
+    for name, distance in DISTANCES.items():
+        assert tome.figures[name] == pytest.approx(distance(one, two), rel=1e-4)
     (tmp_path / "reference" / "below").mkdir(parents=True)
     for seed in range(5):
         picture(seed, side=20 + 4 * seed).save(tmp_path / "reference" / "below" / f"{seed}.PNG")
@@ -245,12 +263,22 @@ def test_sets_are_compared_with_dense_or_with_a_folder(run: Run, models: Path, t
     assert tome_to_folder.figures["fid"] != tome.figures["fid"]
     assert tome_to_folder.measured_with["fid"].endswith(f"dino, against {tmp_path / 'reference'}")
     assert list(read_results([tmp_path / "results"]).quality) == [dense_to_folder, tome_to_folder]
+    (table,) = quality_tables([dense_to_folder, tome_to_folder])
+    assert {"fid ↓", "kid ↓"} <= set(table.header)
     assert run(metrics=metrics)[0].figures == {}  # dense has no distance from itself
 
 
-def test_figures_by_category(run: Run, prompts: Path) -> None:
+def test_distances_between_sets_need_two_pictures(run: Run, models: Path, monkeypatch) -> None:
+    for loaded in ("load_pipeline_for", "load_metrics"):
+        monkeypatch.setattr(f"tokenmerge_tools.evaluate.runner.{loaded}", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=r"fid: expected at least 2 pictures, got 1; add --seeds 2"):
+        run(metrics=("fid",), limit=1)
+
+
+def test_figures_by_category(run: Run, prompts: Path, models: Path) -> None:
     prompts.write_text("Prompt\tCategory\nred apple\tFood\nblue boat\tThings\ngreen pear\tFood\n")
-    records = run()
+    records = run(metrics=(f"kid={models / 'dino'}",))
+    assert ["kid" in record.figures for record in records] == [False] * 3 + [True, False, False]
     rows = [(record.label, record.category, record.images) for record in records]
     assert rows == [
         (label, *rest)
@@ -276,21 +304,19 @@ def test_a_figure_that_is_no_number_is_left_out_and_named() -> None:
         ("tome", "psnr"): torch.tensor([20.0, infinite, 30.0]),
         ("tome", "ssim"): torch.tensor([0.5, nan, 0.5]),
         ("tome", "dino"): torch.tensor([0.5, infinite, 0.5]),
-        ("tome", "net"): torch.zeros(3, 1),
-        ("dense", "net"): torch.zeros(3, 1),
     }
     metrics = SimpleNamespace(
         of_pictures=[SimpleNamespace(name=name) for name in ("psnr", "ssim", "dino")],
-        of_sets=[SimpleNamespace(name="fid", network="net", distance=lambda one, two: nan)],
     )
-    measured = Measured(torch.arange(3), columns)
-    assert figures_of("tome", measured, metrics, None) == Figures(
-        {"psnr": 25.0}, equal=1, images=3, undefined=("ssim", "dino", "fid")
+    measured = Measured(columns, {})
+    assert figures_of("tome", measured, metrics, range(3), {"fid": nan, "kid": -0.5}) == Figures(
+        {"psnr": 25.0, "kid": -0.5}, equal=1, images=3, undefined=("ssim", "dino", "fid")
     )
     columns["tome", "psnr"][0] = nan
-    assert figures_of("tome", measured, metrics, None).values == {}
+    assert figures_of("tome", measured, metrics, range(3)).values == {}
 
 
+@pytest.mark.usefixtures("finished")
 def test_notes_name_metrics_that_are_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = Figures({"ssim": 1.0}, equal=0, images=3, undefined=("psnr",))
     monkeypatch.setattr("tokenmerge_tools.evaluate.results.figures_of", lambda *_: figures)
@@ -299,18 +325,8 @@ def test_notes_name_metrics_that_are_left_out(run: Run, monkeypatch: pytest.Monk
     assert any("psnr is left out" in note for note in tome.notes)
 
 
-def test_the_sheet_has_a_row_for_each_prompt_and_a_column_for_each_variant(run: Run, tmp_path: Path) -> None:
-    sheet = tmp_path / "new" / "grid.png"
-    run(grid=sheet, ratio=(0.25, 0.5), samples=2)
-    rows, columns = np.asarray(Image.open(sheet)).shape[:2]
-    run(grid=sheet, ratio=(0.5,), samples=3)
-    more_rows, fewer_columns = np.asarray(Image.open(sheet)).shape[:2]
-    assert more_rows > rows
-    assert fewer_columns < columns
-
-
 def test_fewer_steps_are_those_whose_operations_fit(run: Run) -> None:
-    variants = ("tome", "auto:reuse.every=2,reuse.span=1,min_tokens=0", "fewer-steps")
+    variants = ("tome", "auto:reuse.every=2,min_tokens=0", "fewer-steps")
     records = by_label(run(variants=variants, steps=12, limit=1))
     dense, tome, auto, *fewer = records.values()
     assert [record.steps_used for record in (dense, tome, auto)] == [None] * 3
@@ -321,16 +337,16 @@ def test_fewer_steps_are_those_whose_operations_fit(run: Run) -> None:
 
 
 def test_fewer_steps_that_cannot_be_counted_say_so() -> None:
-    specs = parse_variants(["deepcache", "fewer-steps"], [0.5], None)
+    specs = parse_variants(["deepcache", "fewer-steps"], [0.5], [2.0], None)
     with pytest.raises(ConfigError, match=r"fewer-steps: the operations of deepcache interval=3 cannot"):
         plan_variants(specs, 25, lambda spec: None)
 
 
 def test_a_variant_that_counts_no_saving_has_no_fewer_steps() -> None:
-    specs = parse_variants(["tome", "fewer-steps"], [0.25, 0.5], None)
+    specs = parse_variants(["tome", "fewer-steps"], [0.25, 0.5], [2.0], None)
     speedups = {0.25: 1.01, 0.5: 2.0}
     *_, fewer = plan_variants(specs, 25, lambda spec: speedups[dict(spec.settings)["ratio"]])
-    assert (fewer.label, fewer.steps) == ("fewer-steps steps=12", 12)
+    assert (fewer.label, fewer.steps(25)) == ("fewer-steps steps=12", 12)
 
 
 def test_pictures_are_timed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,11 +387,13 @@ def test_pictures_are_timed(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
         ({"metrics": ("none",)}, ConfigError, "got 'none'"),
         ({"metrics": ("glyphs",)}, ConfigError, "'red apple' names no glyph"),
         ({"reference": Path()}, ConfigError, "only fid and kid compare with it"),
+        (
+            {"reference": Path("none"), "metrics": ("fid",)},
+            ConfigError,
+            "reference: expected a folder with at least 2 pictures.*none with 0",
+        ),
         ({"prompts": None}, ConfigError, "only bundled models .emoji-unet, emoji-mmdit. have their own"),
-        ({"prompts": None, "model": "emoji-unet", "template": "a {}"}, ConfigError, "give --prompts too"),
         ({"out": Path("results")}, ConfigError, "expected a file ending in .jsonl, got results"),
-        ({"grid": Path("grid")}, ConfigError, "save-grid: expected a file ending in .png"),
-        ({"grid": Path("grid.png"), "samples": 0}, ConfigError, "raise --samples"),
         ({"size": (30, 31)}, ConfigError, "multiples of 2"),
         ({"size": (8, 8)}, ConfigError, "SSIM needs at least 11 pixels, got 8x8"),
         ({"max_downsample": 1, "size": (12, 2)}, NothingToMergeError, "merge"),
@@ -393,17 +411,6 @@ def test_bad_input_is_named_before_anything_is_loaded(
     with pytest.raises(error, match=words):
         run(**changes)
     assert not list(tmp_path.rglob("*.png"))
-
-
-def test_distances_between_sets_need_two_pictures(run: Run, models: Path, tmp_path: Path) -> None:
-    fid = f"fid={models / 'dino'}"
-    with pytest.raises(ConfigError, match=r"fid: expected at least 2 pictures, got 1; add --seeds 2"):
-        run(metrics=(fid,), limit=1)
-    (tmp_path / "empty").mkdir()
-    for name in (".a-unfinished.png", ".b.png"):
-        picture(0).save(tmp_path / "empty" / name)
-    with pytest.raises(ConfigError, match=r"reference: expected a folder with at least 2 pictures.*with 0"):
-        run(metrics=(fid,), reference=tmp_path / "empty")
 
 
 def test_a_missing_tomesd_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,14 +467,7 @@ def test_a_disk_without_room_for_the_conditions_is_named(run: Run, monkeypatch: 
         run()
 
 
-def test_a_disk_without_room_for_samples_of_another_machine_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(ConfigError, match=r"out: cannot write .*a.png .No space left"):
-        unpack([{tmp_path / "a.png": b"content"}])
-
-
+@pytest.mark.usefixtures("finished")
 def test_a_picture_replaced_by_one_of_another_size_is_named(run: Run, tmp_path: Path) -> None:
     run()
     path = sorted(tmp_path.rglob("tome*/*.png"))[0]
@@ -485,6 +485,7 @@ def test_too_little_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch
         run()
 
 
+@pytest.mark.usefixtures("finished")
 def test_a_torn_results_file_is_reported_and_continued(run: Run, tmp_path: Path) -> None:
     run()
     file = tmp_path / "results" / "evaluate.jsonl"
@@ -494,22 +495,3 @@ def test_a_torn_results_file_is_reported_and_continued(run: Run, tmp_path: Path)
     assert "torn" in notes[0]
     assert list(read_results([tmp_path / "results"]).quality) == records
     assert len(read_results([tmp_path / "results"]).samples) == 3
-
-
-def test_samples_travel_to_a_machine_that_does_not_have_them(tmp_path: Path) -> None:
-    stores = [
-        PictureStore(tmp_path / "evaluate.jsonl", {"model": name, "width": 8, "height": 8, "steps": 1})
-        for name in ("here", "there")
-    ]
-    path = stores[0].picture(drawn(), item())
-    path.parent.mkdir(parents=True)
-    picture(0).save(path)
-    packed = pack([item(), item("boat")], [drawn(), drawn("tome", ratio=0.5)], stores[0])
-    assert list(packed) == [path]
-    path.unlink()
-    path.parent.rmdir()
-    unpack([{}, packed])
-    assert np.array_equal(np.asarray(Image.open(path)), np.asarray(picture(0)))
-    path.write_bytes(b"own")
-    unpack([packed])
-    assert path.read_bytes() == b"own"

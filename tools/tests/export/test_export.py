@@ -180,7 +180,7 @@ def test_an_exported_file_names_no_path_of_the_machine(exported):
 
 def test_auto_is_its_merging_part(folder, tmp_path, monkeypatch):
     """Tiled matching at every level at a ratio of 0.5, and no setting that follows the steps."""
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 4)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 4)
     seen, settings_of = {}, run.settings_of
 
     def look(merging, call):
@@ -252,7 +252,7 @@ def test_settings_that_follow_the_steps(folder, tmp_path, capsys):
 def test_a_missing_package(folder, tmp_path, capsys, monkeypatch):
     stop(monkeypatch, "openvino", packages=("openvino_is_not_here", "onnx"))
     line = refused(capsys, folder, tmp_path / "out", "--to", "openvino")
-    assert "OpenVINO needs openvino_is_not_here: not installed; run: pip install" in line
+    assert "OpenVINO needs openvino_is_not_here, which is not installed; run: pip install" in line
     assert '"tokenmerge-tools[export]"' in line
 
 

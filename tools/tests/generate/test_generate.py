@@ -15,6 +15,7 @@ from PIL import Image
 import tokenmerge
 import tokenmerge_tools.generate.run
 from tokenmerge.config import ToMeConfig
+from tokenmerge.default_method import settings_for
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge_tools.generate.run import generate
 from tokenmerge_tools.method_spec import MethodSpec
@@ -114,6 +115,24 @@ def test_the_record_holds_conditions_times_and_quality(run):
     assert record["report"]["rows"][0]["merged_tokens"] < record["report"]["rows"][0]["tokens"]
 
 
+def test_the_comparison_is_announced_before_the_last_timed_call(folder, tmp_path):
+    happened = []
+
+    def announce(path):
+        assert path.is_file()
+        happened.append("comparison")
+
+    generate(
+        options(folder, tmp_path, repeat=2),
+        lambda progress: happened.append(f"{progress.part} {progress.done}"),
+        lambda options: happened.append(options.size),
+        announce,
+    )
+    assert happened[0] == (tiny_pipeline.SIDE, tiny_pipeline.SIDE)
+    assert happened.index("merged 2") + 1 == happened.index("comparison")
+    assert happened.index("comparison") < happened.index("dense 3")
+
+
 def test_quality_is_that_of_the_pictures_on_disk(run):
     result, out, _ = run
     for index in (0, 1):
@@ -127,8 +146,8 @@ def test_progress_counts_every_step_of_every_call(run):
     _, _, steps = run
     for variant in ("dense", "merged"):
         own = [step for step in steps if step.part == variant]
-        assert [step.done for step in own] == [1, 2, 3, 4, 5, 6]  # warm-up and two timed calls of two steps
-        assert {step.total for step in own} == {6}
+        assert [step.done for step in own] == [1, 2, 3, 4]  # two timed calls of two steps
+        assert {step.total for step in own} == {4}
 
 
 # --- what the pictures depend on -------------------------------------------------------------------
@@ -150,13 +169,15 @@ def test_ratio_zero_gives_the_dense_picture_and_says_so(folder, tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["quality"]["psnr_db"] == ["inf"]
 
 
-@pytest.mark.parametrize(("guidance", "ratio"), [(None, 0.25), (7.5, 0.25), (3.0, 0.5), (1.0, 0.5)])
-def test_the_report_is_that_of_the_guidance_of_the_run(folder, tmp_path, guidance, ratio):
-    merging = MethodSpec("tome", {"ratio": 0.5, "rules": [{"guidance": 5.0, "ratio": 0.25}]})
-    result = generate(options(folder, tmp_path, steps=1, compare=False, merging=merging, guidance=guidance))
-    row = result.report.rows[0]
-    assert 1 - row.merged_tokens / row.tokens == ratio
-    assert not any("--steps" in note for note in result.notes)
+@pytest.mark.parametrize("guidance", [None, 3.0])
+def test_the_default_method_is_that_of_the_guidance_of_the_run(folder, tmp_path, guidance):
+    merging = MethodSpec("auto", {"speedup": 1.3})
+    asked = options(folder, tmp_path, steps=8, compare=False, merging=merging, guidance=guidance)
+    result = generate(asked)
+    pipe = load_pipeline(find_model(str(folder)), torch.float32, torch.device("cpu"))
+    latents = [asked.size[side] // pipe.vae_scale_factor for side in (1, 0)]
+    wanted = settings_for(pipe, 1.3, *latents, steps=8, guidance=7.5 if guidance is None else guidance)
+    assert ToMeConfig.from_dict(result.conditions["config"]) == wanted
 
 
 def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_path):
@@ -177,16 +198,12 @@ def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_p
 
 def test_a_method_that_chooses_by_the_model_says_what_it_chose(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    merging = MethodSpec("auto", {"ratio": 0.25, "planner": "tome", "min_tokens": 64})
+    changes = {"ratio": 0.25, "planner": "tome", "min_tokens": 64}
+    with pytest.raises(ConfigError, match="ratio: the method auto takes a speed-up"):
+        MethodSpec("auto", changes)
+    merging = MethodSpec("auto", {"speedup": 1.5, "reuse.every": 2, "reuse.shallow_every": 1})
     result = generate(options(folder, tmp_path / "out", compare=False, merging=merging))
-    config = result.conditions["config"]
-    assert (config["ratio"], config["planner"], config["min_tokens"], config["reuse"]["every"]) == (
-        0.25,
-        "tome",
-        64,
-        2,
-    )
-    assert result.report.rows
+    assert result.conditions["config"]["reuse"]["every"] == 2
 
 
 def test_without_comparison_only_merged_runs(folder, tmp_path):
@@ -308,15 +325,16 @@ def test_a_twin_shares_weights_and_leaves_the_pipeline_as_it_was(pipe):
 
 def test_an_interrupted_run_keeps_what_it_has(folder, tmp_path):
     def interrupt(progress):
-        if progress.part == "merged" and progress.done == 4:  # the last step of the first timed call
+        if progress.part == "merged" and progress.done == 4:  # the last step of the second timed call
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         generate(options(folder, tmp_path, repeat=2), interrupt)
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["complete"] is False
-    assert len(record["variants"]["dense"]["seconds_per_call"]) == 1
-    assert record["variants"]["merged"]["seconds_per_call"] == []
+    assert len(record["variants"]["dense"]["seconds_per_call"]) == 2
+    assert len(record["variants"]["merged"]["seconds_per_call"]) == 1
+    assert record["quality"] is not None
     assert (tmp_path / "comparison.png").is_file()
     assert not list(tmp_path.glob(".*"))
 
@@ -341,7 +359,7 @@ def test_without_torchmetrics_the_run_goes_on_and_says_what_to_install(folder, t
 
 def test_recorded_steps_are_in_the_result_and_the_record(folder, tmp_path):
     result = generate(options(folder, tmp_path, steps=3, record_steps=True, compare=False))
-    assert [row.kind for row in result.steps] == ["full"] * 3
+    assert [row.kind for row in result.steps] == ["complete"] * 3
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["steps"] == result.steps.to_dicts()
 

@@ -14,12 +14,18 @@ from tokenmerge_tools.play.trials import Trial
 def trial(
     method: str = "tome",
     ratio: float = 0.5,
+    speedup: float = 2.0,
     seconds: tuple[float, float] = (2, 1),
     psnr: float = 30.0,
     **changes: Any,
 ) -> Trial:
     picture = Image.new("RGB", (4, 4))
+    amount = {"speedup": speedup} if method == "auto" else {"ratio": ratio}
     options = GenerateOptions(
-        **{"prompt": "a red apple", "merging": MethodSpec(method, {"ratio": ratio}), **changes}
+        **{
+            "prompt": "a red apple",
+            "merging": MethodSpec(method, amount),
+            **changes,
+        }
     )
     return Trial(options, picture, picture, picture, "groups", *seconds, psnr, "summary")

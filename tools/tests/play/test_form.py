@@ -11,7 +11,7 @@ from tokenmerge_tools.play.form import Form
 
 
 def test_the_fields_become_options():
-    form = Form("emoji-unet", " a red apple ", 7.0, "192 x 128", 5.0, "2.5", "toma", 0.25)
+    form = Form("emoji-unet", " a red apple ", 7.0, "192 x 128", 5.0, "2.5", "toma", 2.0, 0.25)
     options = form.options(device="cpu", dtype="bf16")
     assert (options.model, options.prompt, options.seed) == ("emoji-unet", "a red apple", 7)
     assert (options.size, options.steps, options.guidance) == ((192, 128), 5, 2.5)
@@ -28,7 +28,7 @@ def test_what_is_left_empty_is_the_model_s_own():
 @pytest.mark.parametrize("size", ["", "192x128"])
 @pytest.mark.parametrize("guidance", ["", "2.5"])
 def test_options_become_the_fields_that_they_came_from(size, guidance):
-    form = Form("emoji-mmdit", "a pear", 3, size, 9, guidance, "sito", 0.4)
+    form = Form("emoji-mmdit", "a pear", 3, size, 9, guidance, "sito", 2.0, 0.4)
     assert Form.of(form.options()) == form
 
 
@@ -60,8 +60,10 @@ def test_the_largest_trial_is_allowed():
         ({"guidance": "much"}, "guidance: expected a number such as 3"),
         ({"guidance": "-1"}, "guidance"),
         ({"guidance": "nan"}, "guidance"),
-        ({"ratio": None}, "ratio: it is empty"),
-        ({"ratio": 1.5}, "ratio"),
+        ({"speedup": None}, "speedup: it is empty"),
+        ({"speedup": 0.5}, "speedup"),
+        ({"method": "toma", "ratio": None}, "ratio: it is empty"),
+        ({"method": "toma", "ratio": 1.5}, "ratio"),
         ({"method": "none"}, "method: expected one of auto"),
         ({"method": ["tome"]}, "method: expected a string"),
         ({"prompt": None}, "prompt: it is empty"),

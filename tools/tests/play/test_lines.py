@@ -24,7 +24,7 @@ def test_the_first_python_line_after_the_imports_merges_with_the_method(method, 
 
 
 def test_a_ratio_of_zero_is_a_ratio():
-    assert "merging(pipe, 0.0)" in python_lines(trial(method="auto", ratio=0).options)
+    assert "merging(pipe, 'toma', ratio=0)" in python_lines(trial(method="toma", ratio=0).options)
 
 
 def test_a_prompt_with_quotes_stays_one_string():

@@ -27,6 +27,7 @@ FIELDS = {
     "steps": 2,
     "guidance": "",
     "method": "tome",
+    "speedup": 2.0,
     "ratio": 0.5,
 }
 ENDLESS = {"size": "256", "steps": 900}  # several minutes
@@ -81,7 +82,12 @@ def fields(**changes: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    command = [sys.executable, "-m", "tokenmerge_tools", "play", "--no-browser", "--device", "cpu"]
+    # A visitor who never comes is waited for a second only, since that time is spent drawing.
+    script = (
+        "import sys; from tokenmerge_tools.cli import main; from tokenmerge_tools.play import trials;"
+        "trials._PATIENCE = 1.0; sys.exit(main(['play', '--no-browser', '--device', 'cpu']))"
+    )
+    command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         yield Server(running.stdout.readline().split()[0])

@@ -29,7 +29,7 @@ def studio():
 
 
 def options(folder, method="tome", ratio=0.5, **changes):
-    merging = MethodSpec(method, {"ratio": ratio})
+    merging = MethodSpec(method, {} if method == "auto" else {"ratio": ratio})
     given = {"prompt": "a red apple", "model": str(folder), "steps": STEPS, "seed": 3, "guidance": 2.5}
     return GenerateOptions(**{**given, "merging": merging, **changes})
 
@@ -70,13 +70,6 @@ def test_a_trial_says_what_was_measured(studio, folder):
     assert "256 to 128 tokens" in groups_caption(trial)  # 16 x 16 latents
     assert "256 → 128 tokens" in details(trial)
     assert trial.groups.size[0] % trial.merged.size[0] == 0
-
-
-@pytest.mark.parametrize(("guidance", "corrects"), [(2.5, True), (1.5, False)])
-def test_the_notes_are_of_the_guidance_of_the_trial(studio, folder, guidance, corrects):
-    merging = MethodSpec("tome", {"rules": [{"guidance": 2.0, "correction.every": 2}]})
-    trial = draw(studio, options(folder, merging=merging, guidance=guidance))
-    assert any("correction.every=2" in note for note in trial.notes) == corrects
 
 
 def test_at_ratio_zero_the_pictures_are_identical(studio, folder):

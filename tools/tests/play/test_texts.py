@@ -20,7 +20,15 @@ def test_identical_pictures_are_called_so():
 
 def test_the_caption_has_all_settings():
     shown = texts.caption(trial(method="toma", ratio=0.25, size=(192, 128), seed=7, steps=9, guidance=2.5))
-    for part in ("toma 0.25", "a red apple", "emoji-unet", "seed 7", "192×128", "9 steps", "guidance 2.5"):
+    for part in (
+        "toma, ratio 0.25",
+        "a red apple",
+        "emoji-unet",
+        "seed 7",
+        "192×128",
+        "9 steps",
+        "guidance 2.5",
+    ):
         assert part in shown
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.cli.report import report
 from tokenmerge_tools.records.file import UnfinishedCells
-from tokenmerge_tools.records.kinds import CellRecord
+from tokenmerge_tools.records.kinds import Record, TuneRecord
 
 app = typer.Typer()
 app.command()(report)
@@ -21,7 +21,7 @@ def run(*arguments: object) -> object:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def write(path: Path, *cells: CellRecord) -> Path:
+def write(path: Path, *cells: Record) -> Path:
     path.write_text("".join(record.to_line() for record in cells), encoding="utf-8")
     return path
 
@@ -43,6 +43,17 @@ def test_markdown_alone(tmp_path: Path) -> None:
     out = tmp_path / "out" / "report.md"
     assert run(write(tmp_path / "results.jsonl", cell()), "-o", out).exit_code == 0
     assert [file.name for file in out.parent.iterdir()] == [out.name]
+
+
+def test_a_folder_with_records_of_every_command_is_reported(tmp_path: Path) -> None:
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    write(folder / "bench.jsonl", cell())
+    look = TuneRecord(conditions="{}", about="look", name="dense", item=0, values={"seconds": 1.0})
+    write(folder / "tuned.jsonl", look, look)
+    result = run(folder, "-o", tmp_path / "report.md")
+    assert result.exit_code == 0, result.output
+    assert "tuned.jsonl: 2 measurements of tokenmerge tune, whose result is in its own files" in result.stderr
 
 
 def test_a_report_of_a_torn_file_says_so(tmp_path: Path) -> None:

@@ -65,6 +65,16 @@ def test_the_summary_counts_and_names_the_fastest_method() -> None:
     assert summary([], []) == "Nothing was timed."
 
 
+def test_where_nothing_is_faster_no_row_is_best_and_the_summary_says_so() -> None:
+    slow = [cell("tome", (4.42,), 4.4, ratio=ratio) for ratio in (0.25, 0.5)]
+    slow += [cell("tomesd", (4.39,), 4.4, ratio=ratio) for ratio in (0.25, 0.5)]
+    (table,) = measured_tables(slow)
+    assert not any(row.best for row in table.rows)
+    assert "no variant is faster than dense" in table.notes
+    assert not any(row.best for one in price_tables(charts(slow, quality())) for row in one.rows)
+    assert "No method is faster than dense: the fastest, tomesd ratio=0.25, is at 1.00×." in summary(slow, [])
+
+
 def test_the_fastest_row_of_a_table_is_marked_and_bold() -> None:
     tables = measured_tables(CELLS)
     assert [[row.cells[0] for row in table.rows if row.best] for table in tables[:2]] == [
@@ -80,6 +90,7 @@ def test_pictures_that_all_equal_dense_are_identical() -> None:
     (table,) = quality_tables([dense, same, other])
     column = table.header.index("psnr ↑")
     assert [row.cells[column] for row in table.rows] == ["", "identical", "30"]
+    assert "glyphs: share of the pictures that show the emoji that the prompt names" in table.notes
 
 
 def test_notes_are_said_once() -> None:

@@ -10,7 +10,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge_tools.records.file import Results, read_results
 from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, SampleRecord
 from tokenmerge_tools.reporting.content import content_of
-from tokenmerge_tools.reporting.curves import charts
+from tokenmerge_tools.reporting.curves import Chart, Line, charts
 from tokenmerge_tools.reporting.plots import draw
 from tokenmerge_tools.reporting.render import as_markdown
 from tokenmerge_tools.reporting.tables import Table, measured_tables
@@ -101,18 +101,8 @@ def test_of_cells_with_the_same_name_the_newest_is_shown() -> None:
         assert content.notes == ("2 older cells are left out; newer ones differ only in commit, seed",)
 
 
-def test_charts_show_speedup_time_and_closeness() -> None:
+def test_charts_show_speedup_against_closeness() -> None:
     found = {(chart.title.split(":")[0], chart.x): chart for chart in charts(grid_of_cells(), quality())}
-    resolution = found["Speed-up against resolution", "√(width × height), pixels"]
-    lines = {line.name: line.points for line in resolution.lines}
-    assert lines["tome ratio=0.5"] == ((512, 1.25), (768, 1.375), (1024, pytest.approx(1.5)))
-    time = found["Time against ratio", "ratio of tokens removed"]
-    assert {line.name for line in time.lines} == {"tome", "tomesd", "oracle", "tome merge_mlp"}
-    assert [x for x, _ in next(line.points for line in time.lines if line.name == "tome")] == [
-        0.25,
-        0.5,
-        0.75,
-    ]
     price = found["Speed-up against closeness", "PSNR, higher is better"]
     lines = {line.name: line for line in price.lines}
     assert lines["tome"].points[-1] == (22.5, pytest.approx(1.375))
@@ -121,16 +111,15 @@ def test_charts_show_speedup_time_and_closeness() -> None:
 
 
 def test_cells_with_other_attention_are_in_no_chart() -> None:
-    cells = [
-        cell("tome", ratio=ratio, attention="default", width=side, height=side)
-        for side in (512, 768)
-        for ratio in (0.25, 0.5)
+    other = [
+        dataclasses.replace(c, conditions={**c.conditions, "attention": "default"}) for c in grid_of_cells()
     ]
-    assert charts(cells, []) == []
+    assert charts(other, quality()) == []
 
 
 def test_a_chart_is_the_same_bytes_each_time_and_takes_any_text() -> None:
-    chart = charts([cell(ratio=r, model=f"a $x^$ {EVIL}") for r in (0.25, 0.5)], [])[0]
+    line = Line(f"a $x^$ {EVIL}", ((30.0, 1.5), (25.0, 2.0)), ("0.25", EVIL))
+    chart = Chart(f"a $x^$ {EVIL}", "PSNR", "speed-up", (line,))
     assert draw(chart) == draw(chart)
     assert "<script>" not in draw(chart)
 
@@ -181,7 +170,7 @@ SAMPLE = SampleRecord(prompt="p", seed=0, variant="tome", settings={}, dense="a.
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"kind": "odd"}\n', "expected one of bench, quality, sample, got 'odd'"),
+        ('{"kind": "odd"}\n', "expected one of bench, quality, sample, tune, got 'odd'"),
         ('{"kind": "sample"}\n', "prompt, seed.* missing"),
         (SAMPLE.to_line().replace("a.png", "../a.png"), "inside the results folder"),
         (SAMPLE.to_line().replace("a.png", "/etc/passwd"), "inside the results folder"),

@@ -1,4 +1,4 @@
-"""Options for a tiny pipeline, and a studio that draws nothing."""
+"""Options for a tiny pipeline, a studio that draws nothing, and a finished search with it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from diffusers import StableDiffusionPipeline
 from tools.tests import made_up_studio
 
 from tokenmerge_tools.tune.goal import Goal, TuneOptions
+from tokenmerge_tools.tune.runner import Search, tune
 
 
 @pytest.fixture
@@ -18,23 +19,32 @@ def made_up(monkeypatch: pytest.MonkeyPatch, pipe: StableDiffusionPipeline) -> t
     return made_up_studio.install(monkeypatch, pipe)
 
 
+def make_options(model: Path, results: Path, **changes: object) -> TuneOptions:
+    """Options for three prompts, with changes."""
+    prompts = results / "prompts.txt"
+    prompts.write_text("red apple\nblue boat\ngreen tree\n")
+    values = {
+        "goal": Goal("psnr", speedup=1.5),
+        "model": str(model),
+        "prompts": prompts,
+        "steps": 20,
+        "device": "cpu",
+        "items": 8,
+        "within": 100_000.0,
+        "out": results / "results" / "tuned.json",
+    }
+    return TuneOptions(**{**values, **changes})
+
+
 @pytest.fixture
 def options(folder: Path, tmp_path: Path) -> Callable[..., TuneOptions]:
     """Options for three prompts on the tiny pipeline, with changes."""
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("red apple\nblue boat\ngreen tree\n")
+    return lambda **changes: make_options(folder, tmp_path, **changes)
 
-    def make(**changes: object) -> TuneOptions:
-        values = {
-            "goal": Goal("psnr", speedup=1.5),
-            "model": str(folder),
-            "prompts": prompts,
-            "steps": 20,
-            "device": "cpu",
-            "items": 8,
-            "within": 100_000.0,
-            "out": tmp_path / "results" / "tuned.json",
-        }
-        return TuneOptions(**{**values, **changes})
 
-    return make
+@pytest.fixture(scope="module")
+def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Search:
+    """A finished search with the default options, for tests that only read it."""
+    with pytest.MonkeyPatch.context() as patched:
+        made_up_studio.install(patched, StableDiffusionPipeline.from_pretrained(folder, safety_checker=None))
+        return tune(make_options(folder, tmp_path_factory.mktemp("tuned")))

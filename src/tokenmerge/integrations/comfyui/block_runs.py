@@ -1,9 +1,9 @@
 """Step reuse in transformers: runs of blocks that are skipped together.
 
 In a step that skips a run, its first block adds the extrapolated sum of what the blocks of the run added in
-full steps; the other blocks return their input. The sum does not include what a ControlNet adds between two
-blocks, since ComfyUI also adds it in steps that skip the blocks. Anything else between two blocks begins a
-new run.
+complete steps; the other blocks return their input. The sum does not include what a ControlNet adds between
+two blocks, since ComfyUI also adds it in steps that skip the blocks. Anything else between two blocks begins
+a new run.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class BlockRuns:
         Args:
             block: ComfyUI's name and number for the block.
             arguments: ComfyUI's arguments for the block.
-            run: computes the result of a full step from arguments. It may change their image and text.
+            run: computes the result of a complete step from arguments. It may change their image and text.
         """
         image, text, distance = arguments["img"], arguments.get("txt"), self._residuals.decision.deep
         known = self._places.get((self._residuals.call, block))

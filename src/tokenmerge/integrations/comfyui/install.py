@@ -14,8 +14,8 @@ from tokenmerge.errors import ConfigError
 SOURCE = Path(__file__).parent / "custom_node"
 NAME = "comfyui-tokenmerge"
 AFTERWARDS = (
-    'Install tokenmerge in ComfyUI\'s Python too, and restart ComfyUI. The node "Token Merging" is under '
-    "model_patches, tokenmerge; workflows are under Templates."
+    "Install tokenmerge in ComfyUI's Python too, and restart ComfyUI. Then right click → Add Node → "
+    "model_patches → tokenmerge → Token Merging. Two workflows are under Templates."
 )
 # The line of pyproject.toml by which a folder is known as one of this node.
 _OURS = b'PublisherId = "tokenmerge"'

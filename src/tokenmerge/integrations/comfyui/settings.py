@@ -61,20 +61,20 @@ class Settings:
     Attributes:
         config: which tokens merge, where and how; of the default method, for a size and a number of steps.
         target: the model.
-        default: the default method, which chooses the settings of each sampling; None: ``config`` has them.
         start: share of the sampling, by noise, before which nothing merges.
         end: share of the sampling after which nothing merges.
         notes: how the method differs in ComfyUI, as sentences.
         others: what other nodes do to the model.
+        default: the default method, which chooses the settings of each sampling; None: ``config`` has them.
     """
 
     config: ToMeConfig
     target: Target
-    default: DefaultMethod | None = None
     start: float = 0.0
     end: float = 1.0
     notes: tuple[str, ...] = ()
     others: Others = dataclasses.field(default_factory=Others)
+    default: DefaultMethod | None = None
 
     def for_sampling(self, grid: tuple[int, int, int], steps: int, guidance: float | None) -> Settings:
         """Return the settings of one sampling.
@@ -116,7 +116,7 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
         config = _for_unet(config, target, asked, notes)
     else:
         config = _for_transformer(config, asked, notes)
-    return Settings(config, target, None, asked.start, asked.end, tuple(notes))
+    return Settings(config, target, asked.start, asked.end, tuple(notes))
 
 
 def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> Settings:
@@ -142,7 +142,7 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
         _for_unet(config, target, asked, [])
     else:
         _for_transformer(config, asked, [])
-    return Settings(config, target, default, asked.start, asked.end)
+    return Settings(config, target, asked.start, asked.end, default=default)
 
 
 def _can_skip(target: Target) -> bool:

@@ -2,7 +2,7 @@
 
 A step that skips the deep stages calls ComfyUI's own forward on a view of the UNet, in which the skipped
 blocks do nothing; no module changes. What the skipped blocks would have returned is extrapolated from the
-full steps before it (DeepCache, arXiv 2312.00858; TaylorSeer, arXiv 2503.06923).
+complete steps before it (DeepCache, arXiv 2312.00858; TaylorSeer, arXiv 2503.06923).
 """
 
 from __future__ import annotations

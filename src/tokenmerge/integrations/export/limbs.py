@@ -47,7 +47,7 @@ _found: Any = WeakTensorKeyDictionary()
 
 
 def _limbs(seed: int, step: Tensor, n: int, device: torch.device | str | None) -> Limbs:
-    """The hashes of n places. All blocks of a program share them, because they take many operations."""
+    """Compute the hashes of n places, once for all blocks of a program."""
     known = _found.setdefault(step, {})
     if (seed, n) not in known:
         known[seed, n] = hash_in_limbs(seed, step, torch.arange(n, device=device))
@@ -56,7 +56,7 @@ def _limbs(seed: int, step: Tensor, n: int, device: torch.device | str | None) -
 
 
 def _split(x: Any) -> Any:
-    """The limbs of the lower 32 bits of an integer, or of a tensor of integers."""
+    """Return the limbs of the lower 32 bits of an integer, or of a tensor of integers."""
     return x & _LOW, (x >> _LIMB) & _LOW, (x >> 2 * _LIMB) & _HIGH
 
 

@@ -19,11 +19,11 @@ try:
 except ImportError as error:
     raise MissingExtraError(
         "tokenmerge[paddle]",
-        needed_by="tokenmerge.paddle (tested with paddlepaddle 3.3.1 and ppdiffusers 0.29.0)",
+        needed_by="tokenmerge.paddle needs paddlepaddle and ppdiffusers, tested at 3.3.1 and 0.29.0",
     ) from error
 
 from tokenmerge.integrations.paddle.api import (
-    Patch,
+    PaddlePatch,
     apply_patch,
     apply_token_merging,
     apply_tome,
@@ -32,11 +32,11 @@ from tokenmerge.integrations.paddle.api import (
     remove_tome,
     token_merging,
 )
-from tokenmerge.integrations.paddle.report import Report, predict
+from tokenmerge.integrations.paddle.report import PaddleReport, predict
 
 __all__ = [
-    "Patch",
-    "Report",
+    "PaddlePatch",
+    "PaddleReport",
     "apply_patch",
     "apply_token_merging",
     "apply_tome",

@@ -13,7 +13,7 @@ from tokenmerge.config import ToMeConfig, check_below_highest_ratio, flat
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.paddle.models import PaddleModel, find_hosts
 from tokenmerge.integrations.paddle.patch import check_swappable, patch_host, restore, run_of
-from tokenmerge.integrations.paddle.report import Report, predict
+from tokenmerge.integrations.paddle.report import PaddleReport, predict
 from tokenmerge.integrations.paddle.runtime import Run, blocks_to_merge
 from tokenmerge.integrations.portable.merging import PLANNERS
 
@@ -28,7 +28,7 @@ _DEFAULTS = flat(vars(ToMeConfig()))
 Model = TypeVar("Model")
 
 
-class Patch:
+class PaddlePatch:
     """A handle on a patched model, which :func:`apply_token_merging` returns."""
 
     def __init__(self, pipe_or_layer: Any, config: ToMeConfig, runs: dict[Any, Run]) -> None:
@@ -36,7 +36,7 @@ class Patch:
         self._config = config
         self._runs = runs
 
-    def report(self, height: int | None = None, width: int | None = None, batch: int = 2) -> Report:
+    def report(self, height: int | None = None, width: int | None = None, batch: int = 2) -> PaddleReport:
         """Count what merging does for a sample of this size: :func:`tokenmerge.paddle.predict`."""
         return predict(self._model, self._config, height, width, batch)
 
@@ -50,8 +50,8 @@ class Patch:
         return str(self.report())
 
 
-def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Patch:
-    """Patch a model of ppdiffusers in place, so that it merges tokens from its next call on.
+def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> PaddlePatch:
+    """PaddlePatch a model of ppdiffusers in place, so that it merges tokens from its next call on.
 
     If an error is raised, the model stays as it was.
 
@@ -86,7 +86,7 @@ def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Patch:
         if mine:
             runs[host.root] = Run(config, host, mine)
             patch_host(host, runs[host.root])
-    return Patch(pipe_or_layer, config, runs)
+    return PaddlePatch(pipe_or_layer, config, runs)
 
 
 def remove_token_merging(pipe_or_layer: Any) -> None:
@@ -100,7 +100,7 @@ def remove_token_merging(pipe_or_layer: Any) -> None:
 
 
 @contextlib.contextmanager
-def token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Iterator[Patch]:
+def token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Iterator[PaddlePatch]:
     """Merge tokens within the context, then restore the earlier state, also after an exception.
 
     The arguments and errors are those of :func:`apply_token_merging`.

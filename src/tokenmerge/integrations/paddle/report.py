@@ -17,7 +17,7 @@ _TEXT_TOKENS = 77
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class PaddleRow:
     """One transformer block, with fields as in :class:`tokenmerge.report.Row`.
 
     FLOPs are those of the sub-layers in ``merged``, and not of the whole block.
@@ -35,13 +35,13 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class PaddleReport:
     """The blocks that merge in one call, with fields as in :class:`tokenmerge.report.Report`."""
 
     height: int
     width: int
     batch: int
-    rows: tuple[Row, ...]
+    rows: tuple[PaddleRow, ...]
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ def predict(
     height: int | None = None,
     width: int | None = None,
     batch: int = 2,
-) -> Report:
+) -> PaddleReport:
     """Count what merging does, without running the model. The model may be patched.
 
     The size is that of the sample: for latent diffusion, of the latents. None: the model's default size.
@@ -93,10 +93,10 @@ def predict(
         height, width = size
     rows = tuple(row for host in hosts for row in _rows(host, config, height, width, batch))
     notes = tuple(note for host in hosts for note in _notes(host, config, rows))
-    return Report(height, width, batch, rows, notes)
+    return PaddleReport(height, width, batch, rows, notes)
 
 
-def _rows(host: PaddleModel, config: ToMeConfig, height: int, width: int, batch: int) -> Iterator[Row]:
+def _rows(host: PaddleModel, config: ToMeConfig, height: int, width: int, batch: int) -> Iterator[PaddleRow]:
     for block in blocks_to_merge(host, config):
         settings, grid = config.at_level(block.level), host.grid(block, height, width)
         n, r = grid[0] * grid[1], num_removed(grid, settings)
@@ -106,7 +106,7 @@ def _rows(host: PaddleModel, config: ToMeConfig, height: int, width: int, batch:
         queries = n if settings.scope == "keys" else n - r
         dense = sum(_flops(block, name, n, n) for name in names)
         merged = sum(_flops(block, name, queries, n - r) for name in names)
-        yield Row(
+        yield PaddleRow(
             model=host.name,
             path=block.path,
             level=block.level,
@@ -138,7 +138,7 @@ def _matching_flops(block: PaddleBlock, grid: tuple[int, int], settings: MergeSe
     return 2 * (grid[0] * grid[1] - cells) * compared * int(block.layer.attn1.to_q.weight.shape[0])
 
 
-def _notes(host: PaddleModel, config: ToMeConfig, rows: tuple[Row, ...]) -> Iterator[str]:
+def _notes(host: PaddleModel, config: ToMeConfig, rows: tuple[PaddleRow, ...]) -> Iterator[str]:
     merging = {row.path for row in rows if row.model == host.name}
     for level in sorted({block.level for block in host.blocks}):
         dense = [b for b in host.blocks if b.level == level and b.path not in merging]

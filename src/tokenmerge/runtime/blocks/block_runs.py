@@ -2,9 +2,9 @@
 
 Where each block gets the very tensors that the block before it returned, the sum of their residuals is the
 result of the last one less the input of the first one. A step that skips them adds this sum, extrapolated, in
-the first block, and the others return what they get. Runs are found while a full step runs: whatever the host
-or a ControlNet changes between two blocks begins a new run. In a ControlNet, each block is a run of its own,
-since more than the next block reads its result.
+the first block, and the others return what they get. Runs are found while a complete step runs: whatever the
+host or a ControlNet changes between two blocks begins a new run. In a ControlNet, each block is a run of its
+own, since more than the next block reads its result.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from tokenmerge.models.call import HostCall
 from tokenmerge.runtime.memory.caches import BlockRun
 from tokenmerge.runtime.memory.context import RunningBlocks, ThreadState
+from tokenmerge.runtime.memory.forecasts import note_forecast
 from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
 from tokenmerge.runtime.memory.state import BlockState
 
@@ -29,7 +30,7 @@ def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> A
     Args:
         state: of the block, which can run on merged tokens as a whole.
         call: of the block.
-        run: returns the result of a full step.
+        run: returns the result of a complete step.
     """
     assert state.block_layout is not None
     tokens, text = state.layout.tokens_of(call), call.argument("encoder_hidden_states")
@@ -70,7 +71,9 @@ def finish_run(thread: ThreadState) -> None:
     latest = (added, None if text is given_text else text - given_text)
     residual = Residual(False, latest)
     same = before is not None and before.residual is not None and before.blocks == running.blocks
-    residual = updated(before.residual if same and before is not None else None, residual, thread.part)
+    known = before.residual if same and before is not None else None
+    note_forecast(thread, "deep", known, residual)
+    residual = updated(known, residual, thread.part)
     made = cache.runs[number]
     cache.runs[number] = dataclasses.replace(made, residual=residual, blocks=running.blocks)
 

@@ -62,7 +62,7 @@ def add_lost(
     residuals: Sequence[Tensor | None],
     combine: Combine,
 ) -> Any:
-    """Add back the detail lost by merging, known from the last full step.
+    """Add back the detail lost by merging, known from the last complete step.
 
     What is lost of a token is how its residual differs from the residual of its group.
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from tokenmerge.runtime.blocks.host_method import HostMethod
+from tokenmerge.runtime.memory.forecasts import note_forecast
 from tokenmerge.runtime.memory.reuse import extrapolated, residual_of, updated
 from tokenmerge.runtime.memory.state import STATE, StageState
 
@@ -29,7 +30,9 @@ def stage_call(original: HostMethod) -> Callable:
             return tree_map(torch.zeros_like, placeholder)  # read by modules that are skipped too
         result = original.of(self)(*args, **kwargs)
         if state.is_last:
-            cache.residuals[call] = updated(before, residual_of(result, [0.0]))
+            residual = residual_of(result, [0.0])
+            note_forecast(state.model.threads.value, "finest" if state.shallow else "deep", before, residual)
+            cache.residuals[call] = updated(before, residual)
         else:
             cache.placeholders[call] = tree_map(
                 lambda tensor: tensor.new_zeros(()).expand(tensor.shape), result

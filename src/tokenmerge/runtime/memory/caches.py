@@ -118,7 +118,7 @@ class Memory:
         tracker = self.tracker
         by_number: tuple[dict[int, Any], ...] = (
             tracker.planned,
-            tracker.measured,
+            tracker.corrected,
             tracker.compared,
             tracker.shapes,
             self.guidance_differences,

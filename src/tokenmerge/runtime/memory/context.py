@@ -105,7 +105,7 @@ class ThreadState:
         memory: what the running call caches; None before the first.
         spans: by call and level, the image tokens that the first block was called with, followed by those
             that the last block returned, once it has run.
-        running_blocks: blocks of a full step whose residual is cached; None: there are none.
+        running_blocks: blocks of a complete step whose residual is cached; None: there are none.
     """
 
     def __init__(self, context: CallContext, groups: Sequence[int]) -> None:

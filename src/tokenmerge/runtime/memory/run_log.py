@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
+
+from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
 
-# "full": everything runs, and tokens merge. "reused": a part of the model is skipped. "dense": no token
+# "complete": everything runs, and tokens merge. "reused": a part of the model is skipped. "dense": no token
 # merges and nothing is skipped.
-StepKind = Literal["full", "reused", "dense"]
+StepKind = Literal["complete", "reused", "dense"]
+
+
+class ForecastError(NamedTuple):
+    """How wrong a forecast of step reuse would have been, in a step that ran the part.
+
+    Attributes:
+        step: index of the step.
+        part: ``"deep"`` for blocks and deep stages, ``"finest"`` for the finest level of a UNet.
+        gap: steps since the part ran before.
+        error: length of the error divided by that of the truth, for each image, float32.
+    """
+
+    step: int
+    part: str
+    gap: int
+    error: Tensor
 
 
 class RunLog:
-    """What happened in one generation so far. It holds plain numbers, which are known without a GPU sync.
+    """What happened in one generation so far. Its numbers are known without waiting for the device.
 
     Attributes:
         config: settings of the generation.
@@ -24,6 +42,7 @@ class RunLog:
         width: width of the sample, likewise.
         references: height and width of each reference picture in the sequence of the sample.
         tokens: number of tokens at the finest level, over all frames of a video and all references.
+        errors: of the forecasts of step reuse.
         steps: number of denoising steps of the generation; None: unknown.
     """
 
@@ -42,6 +61,7 @@ class RunLog:
         self.width = sizes[0][1] if sizes else None
         self.references = sizes[1:]
         self.tokens = sum(frames * rows * columns for frames, rows, columns in grids)
+        self.errors: list[ForecastError] = []
         self._kinds: dict[int, StepKind] = {}
         self._began = self._ended = time.perf_counter()
 
@@ -52,6 +72,14 @@ class RunLog:
     def note_end(self) -> None:
         """Note the time at the end of a call."""
         self._ended = time.perf_counter()
+
+    def noted(self) -> dict[str, dict[int, float]]:
+        """Return the errors of forecasts by part and step, each the largest of its images. This waits."""
+        found: dict[str, dict[int, float]] = {}
+        for one in self.errors:
+            of_part, error = found.setdefault(one.part, {}), float(one.error.max())
+            of_part[one.step] = max(error, of_part.get(one.step, 0.0))
+        return found
 
     @property
     def seconds(self) -> float:
@@ -70,7 +98,7 @@ class RunLog:
 def in_kinds(kinds: Counter[StepKind]) -> str:
     """Return how many steps of each kind ran, in words.
 
-    >>> in_kinds(Counter(["full", "reused", "reused"]))
-    '1 full, 2 reused, 0 dense'
+    >>> in_kinds(Counter(["complete", "reused", "reused"]))
+    '1 complete, 2 reused, 0 dense'
     """
     return ", ".join(f"{kinds[kind]} {kind}" for kind in get_args(StepKind))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from tokenmerge.config import FoundFor, MergeSettings, ToMeConfig
@@ -26,6 +28,8 @@ from tokenmerge.runtime.steps.per_thread import PerThread
 from tokenmerge.runtime.steps.pipeline import Pipeline
 from tokenmerge.runtime.steps.scheduler import Generation
 
+# Packages through which a call reaches this one.
+_NOT_THE_CALLER = ("tokenmerge", "torch", "diffusers", "contextlib")
 # The one attribute that a patched module has beside its own: one of the classes of this file, or the grids of
 # a module around blocks.
 STATE = "_tokenmerge"
@@ -176,7 +180,7 @@ class ModelState:
         """Warn, unless the message is empty or was given before."""
         if message and message not in self.told:
             self.told.add(message)
-            warnings.warn(message, stacklevel=2)
+            warn_caller(message)
 
     def set_size(self, height: int, width: int) -> None:
         """Give the size of the latents, for calls whose token grid cannot be read.
@@ -370,3 +374,13 @@ class StageState:
         """How far the running call extrapolates it, see :class:`Decision`; None: it runs."""
         decision = self.model.context.decision
         return decision.finest if self.shallow else decision.deep
+
+
+def warn_caller(message: str) -> None:
+    """Warn at the line that called this package, through PyTorch and diffusers."""
+    level = 2
+    if not torch.compiler.is_compiling():
+        frame = sys._getframe(1)
+        while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_CALLER:
+            frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

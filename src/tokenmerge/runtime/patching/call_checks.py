@@ -17,7 +17,7 @@ from tokenmerge.ops import num_tokens
 from tokenmerge.planners import sequence_of, sequence_of_part
 from tokenmerge.plans.generation import Runs, plan_generation
 from tokenmerge.runtime.blocks.planning import check_grid, merges_tokens
-from tokenmerge.runtime.memory.state import ModelState
+from tokenmerge.runtime.memory.state import ModelState, warn_caller
 from tokenmerge.runtime.steps.scheduler import DenoisingStep
 
 
@@ -141,16 +141,17 @@ def refuse_training(config: ToMeConfig, method: str) -> None:
 
 def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: DenoisingStep) -> None:
     """Warn about a generation that is dense: too few steps to merge or to skip, and too few tokens."""
+    if state.default is not None:  # it says how much of a speed-up it can reach
+        return
     steps, grids = step.steps, state.threads.value.grid.shapes
     counted = f"{steps} step{'s' if steps > 1 else ''}"
     stages = [(level, stage.at_level(level)) for level in state.settings for stage in config.stages()]
     of_steps = [rule for rule in config.rules if rule.of_steps]
     each = (config.at_step(index, steps) for index in range(steps))
     if of_steps and not any(own.merges or own.reuse.on for own in each):
-        warnings.warn(
+        warn_caller(
             f"this generation is dense: by the rules {', '.join(map(str, of_steps))}, nothing merges in any "
-            f"of {counted}; leave more steps between their start and until, or take more steps",
-            stacklevel=2,
+            f"of {counted}; leave more steps between their start and until, or take more steps"
         )
     elif (
         config.reuse.on
@@ -158,12 +159,11 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
         and not merges_tokens(stages, *grids)
     ):
         tokens, by_method = sum(map(num_tokens, grids)), bool(state.method)
-        warnings.warn(
+        warn_caller(
             f"this generation is dense: of {counted} {named(state.method, config.reuse.given)} leaves none "
             f"out, and on {tokens} tokens{'' if by_method else f', with min_tokens={config.min_tokens},'} "
             f"nothing merges; {'' if by_method else 'lower min_tokens, '}generate a larger image, or take "
-            "more steps",
-            stacklevel=2,
+            "more steps"
         )
 
 

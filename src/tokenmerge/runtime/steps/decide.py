@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ class Decision:
         deep: of blocks or deep stages that are skipped: steps since they ran, divided by the interval between
             their last two runs. A tensor, so that compiled blocks need no graph for each value.
         finest: the same for the finest level of a UNet.
+        forecasts: for each of these two parts that runs, how far a forecast would have had to reach: that
+            distance, and the steps since the part ran.
     """
 
     runs: Runs = Runs.EVERYTHING
@@ -30,6 +33,7 @@ class Decision:
     caches: bool = False
     deep: Tensor | None = None
     finest: Tensor | None = None
+    forecasts: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
 
     @property
     def measures(self) -> bool:
@@ -51,19 +55,22 @@ def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) 
     plan = plan_generation(config, step.steps)
     planned = plan[step.done]
     runs, deep, finest = planned.runs, None, None
+    forecasts: dict[str, tuple[float, int]] = {}
     if planned.caches:
         holds = [1 not in ran for ran in dataclasses.astuple(config.reuse.steps_of(step.steps))]
+        for part in ("deep", "finest"):
+            if (distance := tracker.distance(part, shape)) is not None:
+                forecasts[part] = distance, tracker.gap(part)
         deep = _distance(tracker, "deep", runs is Runs.EVERYTHING, shape, holds[0])
         # A step that runs everything runs the finest level of a UNet too.
         finest = _distance(tracker, "finest", deep is None or runs is not Runs.LEAST, shape, holds[1])
         runs = Runs.EVERYTHING if deep is None else Runs.FINEST if finest is None else Runs.LEAST
     merging = planned.merging
     if config.correction.on and runs is Runs.EVERYTHING and config.at_step(step.done, step.steps).merges:
-        if tracker.measured.get(tracker.call) != shape:  # nothing corrects this call yet
-            merging = merging_to_correct(config, step.done, step.steps)
-        if merging is not Merging.MERGES:
-            tracker.measured[tracker.call] = shape
-    return Decision(runs, merging, planned.caches, deep, finest)
+        # As planned, unless the model joins late, or the shape of its sample changes.
+        due = tracker.corrects(config.correction.every, shape)
+        merging = merging_to_correct(config, step.done, step.steps) if due else Merging.MERGES
+    return Decision(runs, merging, planned.caches, deep, finest, forecasts)
 
 
 def _distance(

@@ -20,7 +20,7 @@ class StepTracker:
         call: number of the running call.
         plan_call: number of the call whose plans the running one uses.
         planned: by call, the step in which its plans were made, and what they were for.
-        measured: by call, the shape of the sample when it was last measured what merging loses.
+        corrected: by call, how many calls ago a dense correction step was, and the sample's shape then.
         compared: by call, a question, how many times in a row it got the same answer, and the answer.
         shapes: by call, the shape of the sample when it was last made.
         ran: by call and part of the model, the last two steps in which the part ran, and the sample's shape.
@@ -30,7 +30,7 @@ class StepTracker:
     call: int = 0
     plan_call: int = 0
     planned: dict[int, tuple[int, object]] = dataclasses.field(default_factory=dict)
-    measured: dict[int, tuple[object, ...]] = dataclasses.field(default_factory=dict)
+    corrected: dict[int, tuple[int, tuple[object, ...] | None]] = dataclasses.field(default_factory=dict)
     compared: dict[int, tuple[object, int, bool]] = dataclasses.field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     ran: dict[tuple[int, str], tuple[int | None, int, tuple[object, ...]]] = dataclasses.field(
@@ -78,6 +78,18 @@ class StepTracker:
             self.planned[self.call] = self.index, purpose
         return due
 
+    def corrects(self, every: int, shape: tuple[object, ...]) -> bool:
+        """Return whether a correction is due in the running call; notes that it is.
+
+        Args:
+            every: distance between corrections, counted in complete steps.
+            shape: of the sample; another shape needs a correction of its own.
+        """
+        since, seen = self.corrected.get(self.call, (every, None))
+        due = seen != shape or since + 1 >= every
+        self.corrected[self.call] = 0 if due else since + 1, shape
+        return due
+
     def answer(self, question: object, look: Callable[[], bool]) -> bool:
         """Return the answer to a question that needs a synchronisation with the device.
 
@@ -111,11 +123,25 @@ class StepTracker:
             Steps since the part ran, divided by the interval between its last two runs; 0 after a single
             run. None: the part runs now, and this is noted.
         """
-        before, last, seen = self.ran.get((self.call, part), (None, -1, None))
+        _, last, seen = self.ran.get((self.call, part), (None, -1, None))
         if seen == shape and not runs:
-            if before is not None:
-                return (self.index - last) / (last - before)
+            distance = self.distance(part, shape)
+            if distance is not None:
+                return distance
             if holds:
                 return 0.0
         self.ran[self.call, part] = last if seen == shape else None, self.index, shape
         return None
+
+    def distance(self, part: str, shape: tuple[object, ...]) -> float | None:
+        """Return the steps since a part ran, divided by the interval between its last two runs.
+
+        None: it has not run twice with this shape of the sample.
+        """
+        before, last, seen = self.ran.get((self.call, part), (None, -1, None))
+        return None if before is None or seen != shape else (self.index - last) / (last - before)
+
+    def gap(self, part: str) -> int:
+        """Return the steps since a part ran; 0: it has not run."""
+        _, last, _ = self.ran.get((self.call, part), (None, self.index, None))
+        return self.index - last

@@ -11,8 +11,6 @@ import typer
 import tokenmerge
 from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.comfyui import install as folder
-from tokenmerge_tools.cli import terminal
-from tokenmerge_tools.cli.arguments import AsJson
 from tokenmerge_tools.cli.bench import bench
 from tokenmerge_tools.cli.evaluate import evaluate
 from tokenmerge_tools.cli.export import export
@@ -34,13 +32,9 @@ def _examples(*lines: str) -> str:
     return "Examples:\n\n" + "\n\n".join(f"- `tokenmerge {line}`" for line in lines)
 
 
-def env(as_json: AsJson = False) -> None:
-    """Show versions, devices, threads and attention back-ends of this machine."""
-    found = environment()
-    if as_json:
-        print(json.dumps(found, indent=2))
-    else:
-        terminal.show(terminal.environment_table(found))
+def env() -> None:
+    """Print versions, devices, threads and attention back-ends of this machine as JSON."""
+    print(json.dumps(environment(), indent=2))
 
 
 _comfyui = typer.Typer(help="Install the node “Token Merging” for ComfyUI.", rich_markup_mode="markdown")
@@ -71,29 +65,29 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
     generate: (
         "generate 'a red apple'",
         "generate 'a castle' --model owner/name --size 768x512",
-        "generate 'a castle' --model ./sdxl --ratio 0.5",
+        "generate 'a castle' --model ./sdxl --speedup 2",
         "generate 'a castle' --method toma --ratio 0.6",
         "generate 'a castle' --set scope=block --set reuse.every=2 --set correction.every=3",
         "generate 'a castle' --control edges.png --controlnet ./canny",
     ),
     inspect: (
         "inspect",
-        "inspect owner/name --size 768x512 --ratio 0.5",
+        "inspect owner/name --size 768x512 --steps 30 --guidance 5 --speedup 2",
         "inspect ./sdxl --json",
         "inspect --method sdtm --steps 25",
     ),
     bench: (
-        "bench --size 512 --size 768 --ratio 0.5",
+        "bench --size 512 --size 768 --speedup 2",
         "bench --model owner/name --scope pipeline --variant tome",
         "bench --variant todo --variant toma:ratio=0.6 --variant tome:scope=block,reuse.every=2",
         "bench --preset paper --dtype fp32",
         "bench --grid my-grid.toml -o results.jsonl",
     ),
     evaluate: (
-        "evaluate --limit 20 --ratio 0.25 --ratio 0.5 --save-grid grid.png",
+        "evaluate --limit 20 --speedup 1.5 --speedup 2",
         "evaluate --model owner/name --prompts PartiPrompts.tsv --metric dino --metric clip-score",
+        "evaluate --model owner/name --prompts prompts.txt --metric lpips --metric clip=./my-clip",
         "evaluate --model owner/name --prompts classes.txt --metric fid --reference ./imagenet-val",
-        "evaluate --metric fid=facebook/dinov2-base --metric kid=facebook/dinov2-base",
     ),
     tune: (
         "tune --min-speedup 1.5 --size 256 --steps 20",
@@ -111,10 +105,7 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
         "play",
         "play --model owner/name --device cuda",
     ),
-    env: (
-        "env",
-        "env --json",
-    ),
+    env: ("env",),
 }
 for _command, _lines in _COMMANDS.items():
     app.command(epilog=_examples(*_lines))(_command)
@@ -150,7 +141,10 @@ def run(arguments: Sequence[str]) -> int:
         )
     except _UsageError as error:
         place = error.ctx.command_path if error.ctx else "tokenmerge"
-        raise ConfigError(f"{error.format_message()} See: {place} --help") from error
+        message = error.format_message()
+        if message.startswith("Missing") and (wanted := getattr(error.param, "help", None)):
+            message = f"{message.rstrip('.')}: {wanted}"
+        raise ConfigError(f"{message} See: {place} --help") from error
     except typer.Abort as error:
         raise KeyboardInterrupt from error
     if code == _INTERRUPTED:

@@ -84,7 +84,7 @@ def _warnings_in_one_line() -> Iterator[None]:
 
 def _commands(arguments: Sequence[str]) -> int:
     if not all(importlib.util.find_spec(package) for package in ("typer", "rich")):
-        raise MissingExtraError("tokenmerge-tools", needed_by="the tokenmerge command")
+        raise MissingExtraError("tokenmerge-tools", needed_by="the tokenmerge command needs typer")
     from tokenmerge_tools.cli.app import run
 
     return run(arguments)

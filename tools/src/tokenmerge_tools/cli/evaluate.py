@@ -31,10 +31,9 @@ def evaluate(
     Each picture is timed, so that tokenmerge report can draw the price curve from this one run. The variant
     fewer-steps is a dense run with as many steps as each other variant counts operations.
 
-    All metrics are loaded before the first picture: you see which weights are downloaded, and a named metric
-    that cannot work here raises an error. After Ctrl-C, finished pictures are kept; run the same command
-    again to continue. For videos, picture metrics are means over the frames, and the motion is compared with
-    dense. Under accelerate launch, the prompts are split over the processes.
+    All metrics are loaded before the first picture: you see which weights are downloaded, and a metric that
+    cannot work here raises an error. After Ctrl-C, finished pictures are kept; run the same command again to
+    continue. For videos, picture metrics are means over the frames, and the motion is compared with dense.
     """
     for file in settings or ():
         warn_of_differences(file, given["model"], given.get("size"), given["steps"])
@@ -44,12 +43,9 @@ def evaluate(
     quiet_libraries("tokenmerge evaluate")
     with terminal.progress_bars("pictures") as on_progress:
         records = run_evaluate(options, on_progress, on_note=lambda note: terminal.say(f"note: {note}"))
-    if records is None:  # only the first of several processes prints
-        return
     (table,) = quality_tables(records)
     terminal.show(
         terminal.as_rich(table),
         *(f"note: {note}" for note in table.notes),
-        *([] if options.grid is None else [f"samples are in {options.grid}"]),
         f"written to {options.out}; next: tokenmerge report {options.out.parent}",
     )

@@ -26,8 +26,8 @@ def export(
     """Export a denoiser that merges tokens, at a fixed size, for programs that run without PyTorch.
 
     The exported model plans and merges by itself in each call. It is one graph for every step, so it cannot
-    reuse steps: with the method auto, which is the default at a ratio of 0.5, only its token merging is
-    exported. Settings that follow the denoising steps are refused. A ratio of 0 exports the dense model.
+    reuse steps, and takes a ratio in place of a speed-up: by default half of the tokens merge. Settings that
+    follow the denoising steps are refused. A ratio of 0 exports the dense model.
     The result is checked against PyTorch, and export.json in the folder describes it.
     """
     options = ExportOptions(model=model, **given)

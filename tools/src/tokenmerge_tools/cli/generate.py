@@ -30,12 +30,15 @@ def generate(
             "scheduler, bundled model and token merging are those of the picture, except for options given."
         ),
     ] = None,
+    details: Annotated[
+        bool, typer.Option("--details", help="Also print a table of times and memory, and all settings.")
+    ] = False,
     given: dict[str, Any],
 ) -> None:
     """Generate pictures with and without merging from the same seeds; measure time, memory and closeness.
 
     This writes the pictures, a comparison picture and run.json. Times are medians of interleaved pipeline
-    calls after an untimed warm-up.
+    calls after a few untimed steps.
     """
     if prompt is not None:
         given["prompt"] = prompt
@@ -50,7 +53,9 @@ def generate(
         raise ConfigError('prompt: say what to draw, such as "a red apple", or give a picture with --like')
     options = GenerateOptions(**given)
     with terminal.progress_bars("steps") as on_progress:
-        result = run_generate(options, on_progress)
+        result = run_generate(options, on_progress, terminal.say_what, terminal.say_where)
+    print("\n".join(terminal.result_lines(result, options)))
     if result.steps is not None:
         print(result.steps)
-    terminal.show(terminal.result_table(result), *terminal.result_notes(result))
+    if details:
+        terminal.show(terminal.result_table(result), *terminal.result_notes(result))

@@ -60,5 +60,4 @@ def inspect(
         settings = {"method": merging.method, "merging": config.to_dict()}
         print(json.dumps({**settings, **report.to_dict()}, indent=2))
     else:
-        notes = (*found.notes, *report.notes)
-        terminal.show(terminal.report_table(report, pixels), *(f"note: {note}" for note in notes))
+        print("\n".join([str(report), *(f"note: {note}" for note in found.notes)]))

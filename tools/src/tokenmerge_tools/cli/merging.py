@@ -45,7 +45,10 @@ def merging(
     ] = MethodSpec.method,
     speedup: Annotated[
         float | None,
-        _merging("Wanted speed-up of the method auto, by counted operations. Default: 2.", parser="number"),
+        _merging(
+            "Wanted speed-up of the default method (auto), by counted operations. Default: 2.",
+            parser="number",
+        ),
     ] = None,
     ratio: Annotated[
         float | None,
@@ -102,7 +105,8 @@ def merging(
         return MethodSpec(method, changes)
     if method != MethodSpec.method:
         raise ConfigError(f"settings: {settings_file} sets everything; leave out --method {method}")
-    return MethodSpec("tome", {**changes_of_file(settings_file), **changes})
+    also = f" and {', '.join(changes)}" if changes else ""
+    return MethodSpec("tome", {**changes_of_file(settings_file), **changes}, f"{settings_file}{also}")
 
 
 def changes_of_file(path: Path) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import (
@@ -21,14 +22,16 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from tokenmerge.report import Report, saved
+from tokenmerge.report import in_words
+from tokenmerge_tools import demo
 from tokenmerge_tools.drawing import Progress
 from tokenmerge_tools.generate.result import Result, VariantResult
-from tokenmerge_tools.records.kinds import variant_label
+from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.reporting.tables import Table as PlainTable
 
 # Pipes and files have no width, so tables are as wide as their content.
 _NO_EDGE = 10_000
+_SECONDS_BETWEEN_LINES = 10
 
 
 def show(table: Table, *lines: str) -> None:
@@ -43,10 +46,20 @@ def show(table: Table, *lines: str) -> None:
 def progress_bars(unit: str) -> Iterator[Callable[[Progress], None]]:
     """Show a bar on stderr for each part of a run. Yield the function that updates the bars.
 
-    The unit names the counted things, in the plural.
+    The unit names the counted things, in the plural. If stderr is not a terminal, a line is printed there
+    from time to time.
     """
+    if not sys.stderr.isatty():
+        yield _in_lines(unit)
+        return
     columns = (TextColumn("{task.description:>7}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
-    bars = Bars(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
+    bars = Bars(
+        *columns,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        redirect_stdout=sys.stdout.isatty(),  # a file gets its lines directly
+    )
     tasks: dict[str, TaskID] = {}
 
     def move(progress: Progress) -> None:
@@ -60,6 +73,19 @@ def progress_bars(unit: str) -> Iterator[Callable[[Progress], None]]:
     finally:
         if tasks:
             bars.stop()
+
+
+def _in_lines(unit: str, clock: Callable[[], float] = time.monotonic) -> Callable[[Progress], None]:
+    """Return a function that prints the progress on stderr, at most one line in ten seconds."""
+    last = clock()
+
+    def move(progress: Progress) -> None:
+        nonlocal last
+        if clock() - last >= _SECONDS_BETWEEN_LINES:
+            last = clock()
+            say(f"{progress.part}: {progress.done} of {progress.total} {unit}")
+
+    return move
 
 
 @contextlib.contextmanager
@@ -85,6 +111,69 @@ def as_rich(plain: PlainTable) -> Table:
     return table
 
 
+def say_what(options: GenerateOptions) -> None:
+    """Print what a run draws, as it begins."""
+    width, height = options.size or (0, 0)
+    bundled = " (bundled)" if options.model in demo.NAMES else ""
+    print(
+        f'Drawing "{options.prompt}", {width} × {height} pixels, {options.steps} steps, '
+        f"with {options.model}{bundled}",
+        flush=True,
+    )
+
+
+def say_where(comparison: Path) -> None:
+    """Print where the picture is that compares dense and merged."""
+    print(f"Look at both: {comparison}", flush=True)
+
+
+def result_lines(result: Result, options: GenerateOptions) -> list[str]:
+    """Write a few lines about a run for somebody who sees the first one."""
+    lines = [""]
+    names = {"dense": "dense (without tokenmerge)", "merged": "merged (with tokenmerge)"}
+    for variant in result.variants:
+        median = variant.per_image(result.batch).median
+        gain = result.speedup(variant)
+        faster = "" if gain is None or variant.name == "dense" else f", {gain:.1f}× as fast"
+        lines.append(f"  {names[variant.name]:<27} {_seconds(median):>7}{faster}")
+    cache = f"{in_words(result.report.kept_bytes)} of cache" if result.report.kept_bytes else "no cache"
+    if result.quality is not None:
+        lines += ["", f"  {_close_to_dense(result)}; {cache}"]
+    lines.append(f"  {_what_ran(result, options.steps)}")
+    lines.append("")
+    if options.model in demo.NAMES:
+        lines.append('  Your model:  tokenmerge generate "a castle" --model owner/name')
+    if argument := options.merging.argument:
+        lines.append(f"  In Python:   tokenmerge.apply_token_merging(pipe, {argument})")
+    lines.append(f"  Pictures:    {result.folder}")
+    runs = (
+        "one timed run each; --repeat 3 gives figures to rely on"
+        if options.repeat == 1
+        else (f"medians of {options.repeat} timed runs each")
+    )
+    return [*lines, f"  ({runs}, --details shows the settings)"]
+
+
+def _close_to_dense(result: Result) -> str:
+    """Say how close the pictures are, with a word on what that means."""
+    psnr, _ = _closeness(result, result.variants[-1])
+    if not psnr.endswith("dB"):
+        return f"the pictures are {psnr}"
+    return f"{float(psnr.removesuffix(' dB')):.1f} dB to the dense picture (40 dB is hard to tell apart)"
+
+
+def _what_ran(result: Result, steps: int) -> str:
+    """Say how many steps ran the whole model, and how many tokens merged in them."""
+    config, rows = result.config, result.report.rows
+    complete = len(config.reuse.steps_of(steps).full) if config.reuse.on else steps
+    ran = "every step" if complete == steps else f"{complete} of {steps} steps"
+    most = max(rows, key=lambda row: row.tokens, default=None)
+    if most is None or most.merged_tokens == most.tokens:
+        return f"{ran} ran the whole model; no tokens merged"
+    share = 100 * (1 - most.merged_tokens / most.tokens)
+    return f"{ran} ran the whole model; {share:.0f} % of the tokens merged"
+
+
 def result_table(result: Result) -> Table:
     """Make a table of time, speed-up, memory and closeness of each variant."""
     c = result.conditions
@@ -99,7 +188,8 @@ def result_table(result: Result) -> Table:
         times, gain = variant.per_image(result.batch), result.speedup(variant)
         table.add_row(
             variant.name,
-            f"{_seconds(times.median)} ({_seconds(times.fastest)} to {_seconds(times.slowest)})",
+            _seconds(times.median)
+            + (f" ({_seconds(times.fastest)} to {_seconds(times.slowest)})" if times.runs > 1 else ""),
             *([] if gain is None else [f"{gain:.2f}x"]),
             "n/a" if variant.peak_bytes is None else f"{variant.peak_bytes / 2**20:,.0f} MiB",
             *(_closeness(result, variant) if compared else ()),
@@ -107,82 +197,25 @@ def result_table(result: Result) -> Table:
     return table
 
 
-def _empty(title: str, *columns: str, footer: bool = False) -> Table:
+def _empty(title: str, *columns: str) -> Table:
     """Make a table whose first column holds text, and the others numbers."""
-    table = Table(title=Text(title), title_justify="left", show_footer=footer)
+    table = Table(title=Text(title), title_justify="left")
     for number, name in enumerate(columns):
         table.add_column(name, justify="right" if number else "left", overflow="fold")
     return table
 
 
 def result_notes(result: Result) -> list[str]:
-    """Write the lines below a result table: what its numbers mean, and where the pictures are."""
+    """Write the lines below a result table: what merging did, and what the numbers mean."""
     runs = len(result.variants[-1].seconds)
-    settings = dict(result.conditions["options"]["merging"])
-    merged = variant_label(settings.pop("method"), settings)
     compared = "PSNR and SSIM: merged against dense, means over the pictures"
     return [
-        f"merged: {merged}",
-        f"times: median of {runs} pipeline call{'s' if runs > 1 else ''} after an untimed warm-up",
+        *result.summary.splitlines(),
+        f"times: median of {runs} pipeline call{'s' if runs > 1 else ''} after a few untimed steps",
         f"memory: {result.conditions['peak_memory']}",
         *([compared] if result.quality else []),
         *(f"note: {note}" for note in result.notes),
-        f"written to {result.folder}",
     ]
-
-
-def report_table(report: Report, pixels: tuple[int, int]) -> Table:
-    """Make a table of what merging does to each block and to the whole model."""
-    totals = [("whole model", report.flops_merged)]
-    if report.flops_mean is not None:
-        totals.append((f"mean over {report.steps} steps", report.flops_mean))
-    title = f"{report.model}: {pixels[0]} x {pixels[1]} pixels, {report.batch} samples per step"
-    table = _empty(
-        title,
-        *("block", "level", "grid", "tokens", "merged", "GFLOPs dense", "GFLOPs merged", "saved"),
-        footer=True,
-    )
-    block, _, _, _, layers, *gains = table.columns
-    layers.justify = "left"
-    block.footer = "\n".join(name for name, _ in totals)
-    sums = [(_gflops(report.flops_dense), _gflops(f), saved(report.flops_dense, f)) for _, f in totals]
-    for column, cells in zip(gains, zip(*sums, strict=True), strict=True):
-        column.footer = "\n".join(cells)
-    for row in report.joined_rows():
-        tokens = f"{row.tokens} → {row.merged_tokens}"
-        flops = (
-            _gflops(row.flops_dense),
-            _gflops(row.flops_merged),
-            saved(row.flops_dense, row.flops_merged),
-        )
-        table.add_row(row.path, str(row.level), row.grids(" x "), tokens, row.merged, *flops)
-    return table
-
-
-def environment_table(environment: dict[str, Any]) -> Table:
-    """Make a table of :func:`tokenmerge_tools.machine.environment`, one fact per row."""
-    table = Table(show_header=False)
-    for name in ("what", "value"):
-        table.add_column(name, overflow="fold")
-    cpu = environment["cpu"]
-    machine = {
-        "system": environment["os"],
-        "CPU": f"{cpu['model']}, {cpu['cores']} cores, {cpu['instructions']}",
-        "threads": str(environment["threads"]),
-    }
-    devices = {device["device"]: _device(device) for device in environment["devices"]}
-    attention = {f"attention: {name}": found for name, found in environment["attention"].items()}
-    for section in (environment["versions"], machine, devices, attention):
-        for name, value in section.items():
-            table.add_row(Text(name), Text(value or "not installed", style="" if value else "dim"))
-        table.add_section()
-    return table
-
-
-def _device(device: dict[str, Any]) -> str:
-    memory = device["memory_bytes"]
-    size = "" if memory is None else f", {memory / 2**30:.0f} GiB"
-    return f"{device['name']}{size}, {', '.join(device['dtypes'])}"
 
 
 def _closeness(result: Result, variant: VariantResult) -> tuple[str, str]:
@@ -199,8 +232,6 @@ def _closeness(result: Result, variant: VariantResult) -> tuple[str, str]:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _gflops(operations: int) -> str:
-    return f"{operations / 1e9:,.2f}" if operations >= 1e9 else f"{operations / 1e9:.3g}"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.{1 if seconds >= 10 else 2}f} s"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Any
@@ -15,12 +17,13 @@ from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
 from tokenmerge_tools.pipelines.loading import quiet_libraries
 from tokenmerge_tools.pipelines.options import option
-from tokenmerge_tools.tune.goal import GOAL_METRICS, Goal, TuneOptions, flag_of, parse_goal, parse_seconds
+from tokenmerge_tools.tune.goal import GOAL_METRICS, Goal, TuneOptions, parse_goal, parse_seconds
 from tokenmerge_tools.tune.result import python_lines, tuned_table, write_result
 from tokenmerge_tools.tune.runner import Search, TuneProgress
 from tokenmerge_tools.tune.runner import tune as run_tune
 
 GOAL_NOT_REACHED = 3
+_FEWEST_OF_A_SEARCH = 4
 
 _goal = partial(option, "Goal", parser="number")
 
@@ -36,16 +39,6 @@ def tune(
     ] = None,
     min_ssim: Annotated[float | None, _goal("The same with at least this mean SSIM.")] = None,
     max_lpips: Annotated[float | None, _goal("The same with at most this mean LPIPS.")] = None,
-    min_dino: Annotated[
-        float | None, _goal("The same with at least this similarity of DINOv2 features.")
-    ] = None,
-    min_clip: Annotated[
-        float | None, _goal("The same with at least this similarity of CLIP features.")
-    ] = None,
-    min_clip_score: Annotated[
-        float | None, _goal("The same with at least this CLIP score of the prompt.")
-    ] = None,
-    min_glyphs: Annotated[float | None, _goal("The same with at least this share of glyphs found.")] = None,
     given: dict[str, Any],
     within: Annotated[
         str, option("Search", "How long to measure, such as 90s, 10min or 1h. Continued runs count too.")
@@ -58,8 +51,7 @@ def tune(
     comparison. Ctrl-C stops early and reports what was found; run the same command again to continue. The
     exit code is 3 if no setting reaches the goal.
     """
-    values = dict(locals())  # every option by its name
-    bounds = {name: values[flag_of(name).replace("-", "_")] for name in GOAL_METRICS}
+    bounds = dict(zip(GOAL_METRICS, (min_psnr, min_ssim, max_lpips), strict=True))
     metric = given.get("metric")
     goal = parse_goal(min_speedup, bounds, metric and metric.partition("=")[0])
     options = TuneOptions(goal=goal, within=parse_seconds(within), **given)
@@ -92,12 +84,20 @@ def _report(search: Search) -> None:
         verdict = f"no setting reaches {search.goal}; the nearest is {decision.name}"
     else:
         verdict = f"{decision.name} reaches {search.goal}"
-        verdict += "" if decision.sure else ", but only within the noise; raise --within to be surer"
+        looks = [look for look in search.looks if look.name == decision.name]
+        if len(looks) == 1:
+            verdict += " on one picture, which is not enough to be sure; raise --within"
+        elif not decision.sure:
+            verdict += ", but only within the noise; raise --within to be surer"
     spent = [look.cost for look in search.looks if look.name in search.configs]
-    if len(spent) == 1 < len(search.configs):
-        verdict += (
-            f"; it is the only one of {len(search.configs)} settings that was measured, in {spent[0]:.1f} s; "
-            "raise --within to compare more"
+    tried = {look.name for look in search.looks if look.name in search.configs}
+    if search.complete and len(tried) < min(_FEWEST_OF_A_SEARCH, len(search.configs)):
+        enough = math.ceil(statistics.mean(spent) * 2 * len(search.configs) / 60)
+        were = "settings was" if len(tried) == 1 else "settings were"
+        verdict = (
+            f"Not enough time: only {len(tried)} of {len(search.configs)} {were} tried, so this is no "
+            f"search. Give --within {enough}min, or take the default method: "
+            f"tokenmerge.apply_token_merging(pipe, speedup={search.goal.speedup or 1.5:g}). {verdict}"
         )
     terminal.show(
         terminal.as_rich(table),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +14,10 @@ from tokenmerge.config.checks import integer, optional
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import counted_speedup
 from tokenmerge_tools import demo
-from tokenmerge_tools.evaluate.drawn import CHOICES, Drawn, parse_variants, plan_variants
-from tokenmerge_tools.evaluate.metrics import ALL, METRIC_NAMES, Wanted, parse_metrics
+from tokenmerge_tools.evaluate.distances import DISTANCES, pictures_in
+from tokenmerge_tools.evaluate.metrics import METRIC_NAMES, Wanted, parse_metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import (
-    IMAGENET_TEMPLATE,
     PROMPTS_HELP,
     Item,
     Prompt,
@@ -32,10 +32,10 @@ from tokenmerge_tools.pipelines.meta_model import ModelSketch, check_merging, lo
 from tokenmerge_tools.pipelines.options import GenerateOptions, PipelineOptions, machine, option, picture
 from tokenmerge_tools.pipelines.settings import check_size, dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge_tools.records.kinds import key_of
-from tokenmerge_tools.variants.variant import Variant
+from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS, VARIANTS, Variant, parse_variant
 
 _SMALLEST_SIDE = 11  # pixels, the window of SSIM
-_FILES = (".png", ".jpg", ".jpeg", ".webp")
+CHOICES = (*(name for name, kind in VARIANTS.items() if kind.is_faster), FEWER_STEPS)
 _WEIGHTS = (".safetensors", ".bin", ".json", ".txt")
 
 
@@ -50,9 +50,6 @@ class EvaluateOptions(PipelineOptions):
     """
 
     prompts: Annotated[Path | None, _prompts(PROMPTS_HELP)] = None
-    template: Annotated[
-        str | None, _prompts(f"Text around each line of the file, such as '{IMAGENET_TEMPLATE}'.")
-    ] = None
     limit: Annotated[int | None, _prompts("Use only the first N prompts.", parser="integer")] = None
     seeds: Annotated[int, _prompts("Pictures per prompt.", parser="integer")] = 1
     seed: Annotated[
@@ -74,8 +71,8 @@ class EvaluateOptions(PipelineOptions):
     metrics: Annotated[
         tuple[str, ...],
         _compared(
-            f"In addition to psnr and ssim: {', '.join(METRIC_NAMES[2:])}, or {ALL} for every metric that "
-            "works here. NAME=NETWORK uses the network in a folder or with a hub id.",
+            f"In addition to psnr and ssim: {', '.join(METRIC_NAMES[2:])}. NAME=NETWORK uses the network in "
+            "a folder or with a hub id.",
             "--metric",
         ),
     ] = ()
@@ -95,11 +92,7 @@ class EvaluateOptions(PipelineOptions):
             "Results file, one JSON line per record. Pictures go to a folder of the same name.", "--out", "-o"
         ),
     ] = Path("outputs/evaluate.jsonl")
-    grid: Annotated[
-        Path | None,
-        _results("Write a sheet of samples: one row per prompt, one column per variant.", "--save-grid"),
-    ] = None
-    samples: Annotated[int, _results("How many prompts the sheet and the report show.", parser="integer")] = 4
+    samples: Annotated[int, _results("How many prompts the report shows.", parser="integer")] = 4
     batch: Annotated[
         int, machine("Pictures per call. It changes the pictures only by rounding.", parser="integer")
     ] = 4
@@ -110,22 +103,15 @@ class EvaluateOptions(PipelineOptions):
             optional(integer(lowest))(name, getattr(self, name))
         self.specs()
         wanted = {metric.name for metric in self.wanted()}
-        if self.reference is not None and not wanted & {"fid", "kid"}:
-            raise ConfigError(f"reference: only fid and kid compare with it; add --metric fid, kid or {ALL}")
-        if self.prompts is None:
-            if self.model not in demo.NAMES:
-                raise ConfigError(
-                    f"prompts: only bundled models ({', '.join(demo.NAMES)}) have their own; give --prompts "
-                    "with a file, one prompt per line"
-                )
-            if self.template is not None:
-                raise ConfigError("template: it is for the lines of a file; give --prompts too")
+        if self.reference is not None and not wanted & set(DISTANCES):
+            raise ConfigError("reference: only fid and kid compare with it; add --metric fid or --metric kid")
+        if self.prompts is None and self.model not in demo.NAMES:
+            raise ConfigError(
+                f"prompts: only bundled models ({', '.join(demo.NAMES)}) have their own; give --prompts with "
+                "a file, one prompt per line"
+            )
         if self.out.suffix != ".jsonl":
             raise ConfigError(f"out: expected a file ending in .jsonl, got {self.out}")
-        if self.grid is not None and self.grid.suffix not in (".png", ".jpg", ".webp"):
-            raise ConfigError(f"save-grid: expected a file ending in .png, .jpg or .webp, got {self.grid}")
-        if self.grid is not None and self.samples == 0:
-            raise ConfigError("save-grid: samples=0 leaves it empty; raise --samples")
 
     def drawing(self, prompt: str) -> GenerateOptions:
         """Return the options of ``tokenmerge generate`` for drawing a prompt."""
@@ -141,21 +127,13 @@ class EvaluateOptions(PipelineOptions):
         """Return the metrics, including the retrieval of glyphs for the built-in prompts."""
         wanted = parse_metrics(self.metrics)
         if self.prompts is None and "glyphs" not in [metric.name for metric in wanted]:
-            wanted.append(Wanted("glyphs", None, by_name=False))
+            wanted.append(Wanted("glyphs", None))
         return wanted
 
     def read_prompts(self) -> list[Prompt]:
         """Return the prompts to draw."""
-        found = built_in_prompts() if self.prompts is None else read_prompts(self.prompts, self.template)
+        found = built_in_prompts() if self.prompts is None else read_prompts(self.prompts)
         return found[: self.limit]
-
-
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """At least two reference pictures for FID and KID."""
-
-    folder: Path
-    pictures: tuple[Path, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +141,8 @@ class Evaluation:
     """What an evaluation draws, and where.
 
     The size is (width, height) in pixels, and dense is the first variant. ``frames`` is the length of videos;
-    None: pictures are drawn. Without reference pictures, FID and KID compare with the dense ones.
+    None: pictures are drawn. ``reference`` is the folder that FID and KID compare with; None: the dense
+    pictures.
     """
 
     source: ModelSource
@@ -171,16 +150,17 @@ class Evaluation:
     dtype: torch.dtype
     prompts: tuple[Prompt, ...]
     items: tuple[Item, ...]
-    variants: tuple[Drawn, ...]
+    variants: tuple[Variant, ...]
     store: PictureStore
-    reference: Reference | None
     frames: int | None = None
+    reference: Path | None = None
 
 
 def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluation:
-    """Read the prompts, the model's configs and the list of reference pictures."""
+    """Read the prompts and the model's configs, and look for the reference pictures."""
     prompts = options.read_prompts()
-    reference = None if options.reference is None else _pictures_in(options.reference)
+    if options.reference is not None:
+        pictures_in(options.reference)
     source = find_model(options.model)
     dtype = resolve_dtype(options.dtype, device)
     if options.scheduler is not None:
@@ -223,9 +203,50 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         items=tuple(items_of(prompts, range(options.seed, options.seed + options.seeds))),
         variants=tuple(variants),
         store=PictureStore(options.out, conditions),
-        reference=reference,
         frames=frames,
+        reference=options.reference,
     )
+
+
+def parse_variants(
+    texts: Sequence[str], ratios: Sequence[float], max_downsample: int | None, speedups: Sequence[float]
+) -> list[Variant]:
+    """Read the variants to compare with dense, in order and each once."""
+    defaults = {} if max_downsample is None else {"max_downsample": max_downsample}
+    specs: list[Variant] = []
+    for text in texts:
+        name = text.partition(":")[0]
+        if name not in (*CHOICES, DENSE):
+            raise ConfigError(f"variant: expected some of {', '.join(CHOICES)}, got {name!r}")
+        if missing := VARIANTS[name].missing():
+            raise ConfigError(f"variant {name}: {missing}; or leave it out")
+        specs += parse_variant(text, ratios, defaults, speedups)
+    found = list(dict.fromkeys(spec for spec in specs if spec.name != DENSE))
+    if FEWER_STEPS in [spec.name for spec in found] and len(found) == 1:
+        raise ConfigError("variant: fewer-steps needs a merged variant to compare with; give one too")
+    return found
+
+
+def plan_variants(
+    specs: Sequence[Variant], steps: int, counted: Callable[[Variant], float | None]
+) -> list[Variant]:
+    """List dense, then the variants, and then fewer steps for each of them, if requested.
+
+    ``steps`` are those of dense. ``counted`` returns the speed-up of a variant by counted operations; None if
+    they cannot be counted.
+    """
+    merged = [spec for spec in specs if VARIANTS[spec.name].is_faster]
+    found = [Variant(DENSE), *merged]
+    if len(merged) < len(specs):
+        speedups = [speedup for speedup in map(counted, merged) if speedup is not None]
+        if not speedups:
+            raise ConfigError(
+                f"variant fewer-steps: the operations of {merged[0].label} cannot be counted here, and the "
+                "number of steps is unknown; leave fewer-steps out, or add a method such as auto"
+            )
+        numbers = dict.fromkeys(max(1, round(steps / speedup)) for speedup in speedups)
+        found += [Variant(FEWER_STEPS, (("steps", n),)) for n in numbers if n < steps]
+    return found
 
 
 def _frames(source: ModelSource, wanted: int | None) -> int | None:
@@ -252,20 +273,6 @@ def _counted(
         sketch.denoiser, height=height, width=width, steps=steps, guidance=guidance, follows_steps=True
     )
     return counted_speedup(sketch.denoiser, config, height, width, steps=steps)
-
-
-def _pictures_in(folder: Path) -> Reference:
-    """Find all pictures in a folder and its subfolders."""
-    # A leading dot marks hidden files, and pictures that are still being written.
-    found = sorted(
-        path for path in folder.rglob("*") if path.suffix.lower() in _FILES and not path.name.startswith(".")
-    )
-    if len(found) < 2:
-        raise ConfigError(
-            f"reference: expected a folder with at least 2 pictures ({', '.join(_FILES)}), got {folder} with "
-            f"{len(found)}"
-        )
-    return Reference(folder, tuple(found))
 
 
 def weights_key(source: ModelSource) -> str | None:

@@ -1,4 +1,4 @@
-"""Measures the pictures of one process, and averages over the pictures of all processes."""
+"""Measures the pictures of an evaluation, and averages over them."""
 
 from __future__ import annotations
 
@@ -6,54 +6,36 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tokenmerge_tools.evaluate.drawn import Drawn
+from tokenmerge_tools.evaluate.distances import DISTANCES, Features, Network
 from tokenmerge_tools.evaluate.metrics import MOTION, Metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import Item
-from tokenmerge_tools.files import open_picture
 from tokenmerge_tools.sheets import as_tensor
-from tokenmerge_tools.variants.variant import DENSE
+from tokenmerge_tools.variants.variant import DENSE, Variant
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
 
 SECONDS = "seconds"
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Measurements of n pictures or videos, given by their indices [n].
+    """Measurements of n pictures or videos.
 
-    ``columns`` has, by (variant, name of the metric), its values [n]; by (variant, name of the network),
-    features [n, d], or [n, f, d] for videos of f frames; by (variant, ``SECONDS``), the seconds that each one
-    took, NaN if unknown. ``configs`` has, by variant, the settings that pictures were drawn with, as JSON.
+    ``columns`` has, by (variant, name of the metric), its values [n], and by (variant, ``SECONDS``) the
+    seconds that each one took, NaN if unknown. ``configs`` has, by variant, the settings that pictures were
+    drawn with, as JSON, and ``features`` those of all its pictures and frames.
     """
 
-    indices: Tensor
     columns: Mapping[tuple[str, str], Tensor]
-    configs: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def merge(cls, parts: Sequence[Measured]) -> Measured:
-        """Join the measurements of several processes, in the order of the pictures' indices."""
-        filled = [part for part in parts if len(part.indices)]
-        indices = torch.cat([part.indices for part in filled])
-        order = indices.argsort()
-        names = filled[0].columns
-        columns = {name: torch.cat([part.columns[name] for part in filled])[order] for name in names}
-        labels = dict.fromkeys(label for part in filled for label in part.configs)
-        configs = {
-            label: frozenset[str]().union(*(part.configs.get(label, ()) for part in filled))
-            for label in labels
-        }
-        return cls(indices[order], columns, configs)
+    configs: Mapping[str, frozenset[str]]
+    features: Mapping[str, Features] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,37 +52,38 @@ class Figures:
 
 
 def measure(
-    batches: Sequence[Sequence[tuple[int, Item]]],
-    variants: Sequence[Drawn],
-    store: PictureStore,
-    metrics: Metrics,
+    batches: Sequence[Sequence[Item]], variants: Sequence[Variant], store: PictureStore, metrics: Metrics
 ) -> Measured:
-    """Measure what was drawn before, in batches of indices and items. Dense comes first."""
+    """Measure what was drawn before, in batches. Dense comes first."""
     columns: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     configs: dict[str, set[str]] = defaultdict(set)
-    for batch in batches:
-        items = [item for _, item in batch]
+    features: dict[str, dict[Network, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    for items in batches:
         for group in [items] if store.length is None else ([item] for item in items):
-            _add_rows(group, variants, store, metrics, columns)
+            _add_rows(group, variants, store, metrics, columns, features)
         for variant in variants:
             seconds = [store.seconds(variant, item) for item in items]
             columns[variant.label, SECONDS].append(torch.tensor(seconds, dtype=torch.float64))
             configs[variant.label] |= {found for item in items if (found := store.config(variant, item))}
     return Measured(
-        torch.tensor([index for batch in batches for index, _ in batch]),
         {name: torch.cat(parts) for name, parts in columns.items()},
         {label: frozenset(found) for label, found in configs.items()},
+        {label: {n: torch.cat(parts) for n, parts in found.items()} for label, found in features.items()},
     )
 
 
 def _add_rows(
     items: Sequence[Item],
-    variants: Sequence[Drawn],
+    variants: Sequence[Variant],
     store: PictureStore,
     metrics: Metrics,
     columns: dict[tuple[str, str], list[Tensor]],
+    features: dict[str, dict[Network, list[Tensor]]],
 ) -> None:
-    """Add a row for each picture, or one for a video: means over frames, motion, features of all frames."""
+    """Add a row for each picture, or one for a video: means over its frames, and its motion.
+
+    The features of all pictures and frames are added too.
+    """
     video = store.length is not None
     dense: list[Image] = []
     for variant in variants:
@@ -115,8 +98,8 @@ def _add_rows(
             pixels, dense_pixels = as_tensor(images), as_tensor(dense)
             for name, measure_motion in MOTION.items():
                 columns[variant.label, name].append(measure_motion(pixels, dense_pixels).unsqueeze(0))
-        for name, network in metrics.features.items():
-            columns[variant.label, name].append(network(images)[None] if video else network(images))
+        for network in dict.fromkeys(metrics.of_sets.values()):
+            features[variant.label][network].append(network(images))
 
 
 def _mean_of_frames(values: Tensor) -> Tensor:
@@ -125,30 +108,30 @@ def _mean_of_frames(values: Tensor) -> Tensor:
     return (finite if len(finite) else values).mean(dim=0, keepdim=True)
 
 
-def describe(batches: Sequence[Sequence[tuple[int, Path]]], metrics: Metrics) -> Measured:
-    """Compute the features of reference pictures. Their columns have the variant ``""``."""
-    columns: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
-    for batch in batches:
-        images = [open_picture(path, "reference", "leave it out of the folder") for _, path in batch]
-        for name, network in metrics.features.items():
-            columns["", name].append(network(images))
-    indices = torch.tensor([index for batch in batches for index, _ in batch])
-    return Measured(indices, {name: torch.cat(parts) for name, parts in columns.items()})
+def distances_of(
+    variant: str, measured: Measured, metrics: Metrics, reference: Features | None
+) -> dict[str, float]:
+    """Return the distances of a variant's pictures from the reference pictures; None: from the dense ones."""
+    if reference is None:
+        if variant == DENSE:
+            return {}
+        reference = measured.features.get(DENSE, {})
+    own = measured.features.get(variant, {})
+    return {name: DISTANCES[name](own[net], reference[net]) for name, net in metrics.of_sets.items()}
 
 
 def figures_of(
     variant: str,
     measured: Measured,
     metrics: Metrics,
-    reference: Measured | None,
-    chosen: Sequence[int] | None = None,
+    chosen: Sequence[int],
+    distances: Mapping[str, float] | None = None,
 ) -> Figures:
-    """Average the measurements of one variant.
+    """Average the measurements of one variant over the chosen pictures, given by their indices.
 
-    ``chosen`` has the indices of the pictures of one category; None: all pictures. Distances between sets are
-    only computed for all pictures. Without reference pictures, they compare with the dense ones.
+    The distances between sets are added as they are.
     """
-    rows = slice(None) if chosen is None else torch.tensor(chosen)
+    rows = torch.tensor(chosen)
     values: dict[str, float] = {}
     equal = 0
     for name in [*(metric.name for metric in metrics.of_pictures), *MOTION]:
@@ -159,26 +142,14 @@ def figures_of(
                 found = found[~found.isposinf()]
             if len(found):
                 values[name] = float(found.mean())
-    for distance in metrics.of_sets if chosen is None else ():
-        other = measured.columns[DENSE, distance.network]
-        if reference is not None:
-            other = reference.columns["", distance.network]
-        elif variant == DENSE:
-            continue
-        own = measured.columns[variant, distance.network]
-        # Every frame of a video counts as a picture.
-        values[distance.name] = distance.distance(own.flatten(0, -2), other.flatten(0, -2))
+    values |= distances or {}
     undefined = tuple(name for name, value in values.items() if not math.isfinite(value))
     finite = {name: value for name, value in values.items() if name not in undefined}
-    return Figures(finite, equal, len(measured.indices) if chosen is None else len(chosen), undefined)
+    return Figures(finite, equal, len(chosen), undefined)
 
 
-def speedups_of(variant: str, measured: Measured, chosen: Sequence[int] | None = None) -> list[float]:
-    """Return the speed-up t_dense / t of each picture, sorted. Pictures of unknown time are left out.
-
-    The arguments are as for :func:`figures_of`.
-    """
-    rows = slice(None) if chosen is None else torch.tensor(chosen)
-    dense, own = (measured.columns[name, SECONDS][rows] for name in (DENSE, variant))
+def speedups_of(variant: str, measured: Measured, chosen: Sequence[int]) -> list[float]:
+    """Return the speed-up t_dense / t of each chosen picture, sorted, without those of unknown time."""
+    dense, own = (measured.columns[name, SECONDS][torch.tensor(chosen)] for name in (DENSE, variant))
     found = dense / own
     return sorted(found[found.isfinite()].tolist())

@@ -15,23 +15,15 @@ from tokenmerge.errors import ConfigError, MissingExtraError
 from tokenmerge_tools.closeness import motion, motion_error, psnr, ssim
 from tokenmerge_tools.demo.glyphs import asked_for
 from tokenmerge_tools.demo.retrieval import Gallery
+from tokenmerge_tools.evaluate.distances import DISTANCES, INCEPTION, Inception, Network
 from tokenmerge_tools.evaluate.lpips import Lpips
-from tokenmerge_tools.evaluate.networks import (
-    INCEPTION,
-    Clip,
-    Inception,
-    Network,
-    Vision,
-    frechet_distance,
-    kernel_distance,
-)
+from tokenmerge_tools.evaluate.networks import Clip, Vision
 from tokenmerge_tools.files import is_folder
 from tokenmerge_tools.sheets import as_tensor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-ALL = "all"
 _PIXELWISE = {"psnr": psnr, "ssim": ssim}
 _GLYPHS = "glyphs"
 _CLIP = "openai/clip-vit-large-patch14"
@@ -41,12 +33,11 @@ _NETWORKS = {
     "dino": "facebook/dinov2-base",
     "clip": _CLIP,
     "clip-score": _CLIP,
-    "fid": INCEPTION,
-    "kid": INCEPTION,
+    **dict.fromkeys(DISTANCES, INCEPTION),
 }
-_DISTANCES = {"fid": frechet_distance, "kid": kernel_distance}
 
 METRIC_NAMES = (*_PIXELWISE, *_NETWORKS, _GLYPHS)
+PICTURE_METRICS = tuple(name for name in METRIC_NAMES if name not in DISTANCES)  # a value for each picture
 
 # (b pictures, the dense pictures of the same seeds, their prompts) → values [b]
 Measure = Callable[[Sequence["Image"], Sequence["Image"], Sequence[str]], Tensor]
@@ -57,14 +48,10 @@ MOTION: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"motion": motion, "m
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A requested metric, with its network if it has one.
-
-    A metric that the user named raises an error if it cannot work here. Any other is left out.
-    """
+    """A requested metric, with its network if it has one."""
 
     name: str
     network: str | None
-    by_name: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,25 +64,15 @@ class PictureMetric:
 
 
 @dataclasses.dataclass(frozen=True)
-class SetMetric:
-    """A distance between two sets of pictures, by the features [n, d] and [m, d] of one network."""
-
-    name: str
-    network: str
-    distance: Callable[[Tensor, Tensor], float]
-
-
-@dataclasses.dataclass(frozen=True)
 class Metrics:
     """All metrics of an evaluation.
 
-    ``features`` are the networks of the distances, by name, ``networks`` the name of the network of each
+    ``of_sets`` has the network of each distance between sets, ``networks`` the name of the network of each
     metric that has one, and ``loaded`` all networks.
     """
 
     of_pictures: tuple[PictureMetric, ...]
-    of_sets: tuple[SetMetric, ...]
-    features: dict[str, Network]
+    of_sets: dict[str, Network]
     networks: dict[str, str]
     loaded: tuple[Any, ...]
 
@@ -106,99 +83,73 @@ class Metrics:
 
 
 def parse_metrics(texts: Sequence[str]) -> list[Wanted]:
-    """Read ``NAME``, ``NAME=NETWORK`` or ``"all"``. PSNR and SSIM are always included.
+    """Read ``NAME`` or ``NAME=NETWORK``. PSNR and SSIM are always included.
 
-    >>> [wanted.name for wanted in parse_metrics(["kid"])]
-    ['psnr', 'ssim', 'kid']
+    >>> [wanted.name for wanted in parse_metrics(["dino"])]
+    ['psnr', 'ssim', 'dino']
     """
-    found = {name: Wanted(name, None, by_name=False) for name in _PIXELWISE}
+    found = {name: Wanted(name, None) for name in _PIXELWISE}
     for text in texts:
         name, equals, network = text.partition("=")
-        if text == ALL:
-            every = (*_NETWORKS, _GLYPHS)
-            found |= {n: Wanted(n, _NETWORKS.get(n), by_name=False) for n in every if n not in found}
-            continue
         if name not in METRIC_NAMES:
-            raise ConfigError(f"metric: expected some of {', '.join(METRIC_NAMES)}, {ALL}, got {text!r}")
+            raise ConfigError(f"metric: expected some of {', '.join(METRIC_NAMES)}, got {text!r}")
         if equals and (name not in _NETWORKS or not network):
             raise ConfigError(
                 f"metric: expected NAME=NETWORK for one of {', '.join(_NETWORKS)}, got {text!r}"
             )
-        found[name] = Wanted(name, network or _NETWORKS.get(name), by_name=True)
+        found[name] = Wanted(name, network or _NETWORKS.get(name))
     return list(found.values())
 
 
 def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Callable[[str], None]) -> Metrics:
-    """Load all networks on the CPU.
-
-    ``on_note`` is called with messages about weights to download, and about metrics that are left out.
-    """
+    """Load all networks on the CPU. ``on_note`` is called with messages about weights to download."""
     if importlib.util.find_spec("torchmetrics") is None:
-        raise MissingExtraError("tokenmerge-tools[metrics]", needed_by="tokenmerge evaluate")
-    loader = _Loader()
-    of_pictures, of_sets = [], []
-    networks: dict[str, str] = {}
+        raise MissingExtraError(
+            "tokenmerge-tools[metrics]", needed_by="tokenmerge evaluate needs torchmetrics"
+        )
+    loaded: dict[tuple[str, str], Any] = {}
+    of_pictures: list[PictureMetric] = []
+    of_sets: dict[str, Network] = {}
+
+    def load(kind: Callable[[str], Any], network: str) -> Any:
+        """Load a network, once for all metrics that use it."""
+        key = (kind.__name__, network)
+        if key not in loaded:
+            loaded[key] = kind(network)
+        return loaded[key]
+
     for one in wanted:
         if one.network is not None and not is_folder(Path(one.network)):
             on_note(f"{one.name} needs the weights of {one.network}, which are downloaded if missing")
         try:
-            if one.name in _DISTANCES:
-                loader.features(one.network or "")
-                of_sets.append(SetMetric(one.name, one.network or "", _DISTANCES[one.name]))
+            if one.name in DISTANCES:
+                of_sets[one.name] = load(Inception if one.network == INCEPTION else Vision, one.network or "")
             else:
+                measure = _measure(one.name, one.network or "", prompts, load)
                 beside_dense = one.name not in ("clip-score", _GLYPHS)
-                measure = loader.measure(one.name, one.network or "", prompts)
                 of_pictures.append(PictureMetric(one.name, measure, beside_dense))
         except ConfigError as error:
-            if one.by_name:
-                raise ConfigError(
-                    f"metric {one.name}: {error}; leave it out, or use {ALL} for every metric that works here"
-                ) from error
-            on_note(f"{one.name} is left out: {error}")
-        else:
-            networks |= {one.name: one.network} if one.network is not None else {}
-    features = {metric.network: loader.features(metric.network) for metric in of_sets}
-    return Metrics(tuple(of_pictures), tuple(of_sets), features, networks, tuple(loader.loaded.values()))
+            raise ConfigError(f"metric {one.name}: {error}; or leave it out") from error
+    networks = {one.name: one.network for one in wanted if one.network is not None}
+    return Metrics(tuple(of_pictures), of_sets, networks, tuple(loaded.values()))
 
 
-class _Loader:
-    """Tries to load each network only once, even if several metrics use it."""
-
-    def __init__(self) -> None:
-        self.loaded: dict[tuple[str, str], Any] = {}
-        self.failed: dict[tuple[str, str], ConfigError] = {}
-
-    def measure(self, name: str, network: str, prompts: Sequence[str]) -> Measure:
-        if name in _PIXELWISE or name == "lpips":
-            pixelwise = _PIXELWISE.get(name) or self._network(Lpips, network)
-            return lambda pictures, dense, _: pixelwise(as_tensor(pictures), as_tensor(dense))
-        if name == "clip-score":
-            return _clip_score(self._network(Clip, network))
-        if name == _GLYPHS:
-            return _glyphs(prompts)
-        return _Similarity(self._network(Clip if name == "clip" else Vision, network))
-
-    def features(self, network: str) -> Network:
-        loaded: Network = self._network(Inception if network == INCEPTION else Vision, network)
-        return loaded
-
-    def _network(self, kind: Callable[[str], Any], name: str) -> Any:
-        key = (kind.__name__, name)
-        if key in self.failed:
-            raise self.failed[key]
-        if key not in self.loaded:
-            try:
-                self.loaded[key] = kind(name)
-            except ConfigError as error:
-                self.failed[key] = error
-                raise
-        return self.loaded[key]
+def _measure(name: str, network: str, prompts: Sequence[str], load: Callable[..., Any]) -> Measure:
+    """Make a metric with a value for each picture. ``load`` takes the kind of its network, and the name."""
+    if name in _PIXELWISE or name == "lpips":
+        pixelwise = _PIXELWISE.get(name) or load(Lpips, network)
+        return lambda pictures, dense, _: pixelwise(as_tensor(pictures), as_tensor(dense))
+    if name == "clip-score":
+        return _clip_score(load(Clip, network))
+    if name == _GLYPHS:
+        return _glyphs(prompts)
+    return _Similarity(load(Clip if name == "clip" else Vision, network))
 
 
 class _Similarity:
     """Cosine similarity between the features of a picture and of the dense picture."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Vision) -> None:
         self.network = network
         self._dense: tuple[Sequence[Image], Tensor] | None = None
 

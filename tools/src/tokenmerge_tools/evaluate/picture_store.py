@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.prompts import Item
 from tokenmerge_tools.files import FREE_SPACE, open_picture, read_bytes, slug, write_atomically
 from tokenmerge_tools.records.kinds import key_of
-from tokenmerge_tools.variants.variant import DENSE
+from tokenmerge_tools.variants.variant import DENSE, Variant
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -49,20 +48,19 @@ class PictureStore:
         name = f"{slug(Path(c['model']).name)}-{c['width']}x{c['height']}-{c['steps']}-steps-{key_of(c)}"
         return self.results.with_suffix("") / name
 
-    def picture(self, variant: Drawn, item: Item) -> Path:
+    def picture(self, variant: Variant, item: Item) -> Path:
         """Return the path of a picture, ``FOLDER/VARIANT/PROMPT-SEED.png``."""
-        spec = variant.spec
         name = DENSE
-        if spec.name != DENSE:
-            key = key_of({"variant": spec.name, "settings": dict(spec.settings), "steps": variant.steps})
-            name = f"{slug(spec.label, longest=80)}-{key}"
+        if variant.name != DENSE:
+            key = key_of({"variant": variant.name, "settings": dict(variant.settings)})
+            name = f"{slug(variant.label, longest=80)}-{key}"
         # The key distinguishes prompts with the same beginning.
         key = key_of({"prompt": item.prompt.text})
         return self.folder / name / f"{slug(item.prompt.text)}-{key}-seed{item.seed}.png"
 
     def save(
         self,
-        variant: Drawn,
+        variant: Variant,
         item: Item,
         picture: Image | Sequence[Image],
         seconds: float | None,
@@ -91,22 +89,22 @@ class PictureStore:
             write = partial(picture.save, pnginfo=about)
         write_atomically(self.picture(variant, item), write, advice=advice)
 
-    def seconds(self, variant: Drawn, item: Item) -> float:
+    def seconds(self, variant: Variant, item: Item) -> float:
         """Return the seconds that a picture took to draw; NaN if the file does not have them."""
         return float(self._text(variant, item, _SECONDS) or math.nan)
 
-    def config(self, variant: Drawn, item: Item) -> str | None:
+    def config(self, variant: Variant, item: Item) -> str | None:
         """Return all settings that a picture was drawn with, as JSON; None if the file has none."""
         return self._text(variant, item, _CONFIG)
 
-    def _text(self, variant: Drawn, item: Item, key: str) -> str | None:
+    def _text(self, variant: Variant, item: Item, key: str) -> str | None:
         import PIL.Image
 
         with PIL.Image.open(self.picture(variant, item)) as picture:
             text = picture.info.get(key)
         return text if isinstance(text, str) else None
 
-    def frames(self, variant: Drawn, item: Item) -> list[Image]:
+    def frames(self, variant: Variant, item: Item) -> list[Image]:
         """Read the frames of a video. A picture counts as a single frame."""
         first = self.open(variant, item)
         if self.length is None:
@@ -118,7 +116,7 @@ class PictureStore:
         """Number of frames of each video; None: pictures are drawn."""
         return self.conditions.get("frames")
 
-    def open(self, variant: Drawn, item: Item) -> Image:
+    def open(self, variant: Variant, item: Item) -> Image:
         """Read a picture, or the first frame of a video."""
         path = self.picture(variant, item)
         picture = open_picture(path, "out", _DRAWN_AGAIN)

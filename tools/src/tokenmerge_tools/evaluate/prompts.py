@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,15 +11,12 @@ from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 from tokenmerge_tools.files import read_bytes
 from tokenmerge_tools.pipelines.options import check_prompt
 
-IMAGENET_TEMPLATE = "a photo of a {}"
 PROMPTS_HELP = (
-    "File with one prompt per line, PartiPrompts' TSV, or ImageNet's classes with WordNet ids. "
-    "Default: the prompts of the bundled model."
+    "File with one prompt per line, or PartiPrompts' TSV. Default: the prompts of the bundled model."
 )
 
 _BUILT_IN = 100
 _LARGEST = 64 * 2**20  # bytes; a million prompts
-_SYNSET = re.compile(r"n\d{8}\s+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,33 +46,19 @@ def built_in_prompts() -> list[Prompt]:
     return [Prompt(caption(glyphs[glyph].name, ground)) for glyph, ground in choose_prompts(_BUILT_IN)]
 
 
-def read_prompts(path: Path, template: str | None = None) -> list[Prompt]:
+def read_prompts(path: Path) -> list[Prompt]:
     """Read a UTF-8 file of prompts. Repeated prompts are read once.
 
     In a table separated by tabs (PartiPrompts), the column ``Prompt`` is read, and the column ``Category`` if
-    there is one. If all lines start with WordNet ids (the classes of ImageNet-1k, such as ``n01440764 tench,
-    Tinca tinca``), the first name of each is read, and the default template is "a photo of a {}". In any
-    other file, each line is a prompt. ``template`` is the text around each prompt, with ``{}`` in its place.
+    there is one. In any other file, each line is a prompt.
     """
     lines = _lines(path)
+    found: list[tuple[str, str | None]] = [(line, None) for line in lines]
     if "Prompt" in lines[0].split("\t"):
         names, *rows = (line.split("\t") for line in lines)
         columns = [dict(zip(names, row, strict=False)) for row in rows]
         found = [(row.get("Prompt", ""), row.get("Category") or None) for row in columns]
-    elif all(map(_SYNSET.match, lines)):
-        found = [(_SYNSET.sub("", line).partition(",")[0], None) for line in lines]
-        template = template or IMAGENET_TEMPLATE
-    else:
-        found = [(line, None) for line in lines]
-    if template is not None and "{}" not in template:
-        raise ConfigError(
-            f"template: expected {{}} where the text goes, such as {IMAGENET_TEMPLATE!r}, got {template!r}"
-        )
-    prompts = {
-        text: Prompt(text, category)
-        for line, category in found
-        if (text := line.strip() if template is None else template.replace("{}", line.strip()))
-    }
+    prompts = {text: Prompt(text, category) for line, category in found if (text := line.strip())}
     for text in prompts:
         check_prompt(f"prompts: {path}: {text[:20]!r}…", text)
     if not prompts:

@@ -1,39 +1,36 @@
-"""The results of an evaluation: quality records, and sample pictures for the report and the sheet."""
+"""The results of an evaluation: quality records, and sample pictures for the report."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 
-from tokenmerge_tools.evaluate.drawn import Drawn
+from tokenmerge_tools.evaluate.distances import Features
 from tokenmerge_tools.evaluate.evaluation import Evaluation
-from tokenmerge_tools.evaluate.measure import Measured, figures_of, speedups_of
+from tokenmerge_tools.evaluate.measure import Measured, distances_of, figures_of, speedups_of
 from tokenmerge_tools.evaluate.metrics import Metrics
-from tokenmerge_tools.evaluate.picture_store import CONTINUES, PictureStore
+from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import Item
-from tokenmerge_tools.files import write_atomically
 from tokenmerge_tools.records.kinds import QualityRecord, SampleRecord, key_of
-from tokenmerge_tools.sheets import sample_sheet
-from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS
+from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS, Variant
 
 
 def quality_records(
     evaluation: Evaluation,
     metrics: Metrics,
     measured: Measured,
-    reference: Measured | None,
+    reference: Features | None,
     known: Mapping[str, QualityRecord | SampleRecord],
 ) -> list[QualityRecord]:
     """Make the records of each variant, for all pictures and then for each category.
 
-    Values in known records of earlier runs are kept unless they were measured again.
+    Values in known records of earlier runs are kept unless they were measured again. ``reference`` has the
+    features of the reference pictures; None: sets of pictures are compared with the dense ones.
     """
     categories = dict.fromkeys([None, *(item.prompt.category for item in evaluation.items)])
     records = []
@@ -54,24 +51,24 @@ def _record(
     evaluation: Evaluation,
     metrics: Metrics,
     measured: Measured,
-    reference: Measured | None,
-    variant: Drawn,
+    reference: Features | None,
+    variant: Variant,
     category: str | None,
 ) -> QualityRecord:
-    chosen = [i for i, item in enumerate(evaluation.items) if category == item.prompt.category]
-    rows = None if category is None else chosen
-    figures = figures_of(variant.label, measured, metrics, reference, rows)
+    rows = [i for i, item in enumerate(evaluation.items) if category in (None, item.prompt.category)]
+    # A category has too few pictures for distances between sets.
+    distances = {} if category else distances_of(variant.label, measured, metrics, reference)
+    figures = figures_of(variant.label, measured, metrics, rows, distances)
     configs = measured.configs.get(variant.label, frozenset())
-    speedups = [] if variant.spec.name == DENSE else speedups_of(variant.label, measured, rows)
+    speedups = [] if variant.name == DENSE else speedups_of(variant.label, measured, rows)
     quartiles = np.quantile(speedups, (0.25, 0.5, 0.75)).tolist() if speedups else None
     conditions = dict(evaluation.store.conditions)
     measured_with = dict(metrics.networks)
     if evaluation.reference is not None:
-        for metric in metrics.of_sets:
-            measured_with[metric.name] += f", against {evaluation.reference.folder}"
+        measured_with |= {n: f"{measured_with[n]}, against {evaluation.reference}" for n in metrics.of_sets}
     notes = []
-    if variant.steps != conditions["steps"]:
-        notes.append(f"{variant.steps} of {conditions['steps']} steps")
+    if (steps := variant.steps(conditions["steps"])) != conditions["steps"]:
+        notes.append(f"{steps} of {conditions['steps']} steps")
     if figures.equal:
         notes.append(
             f"{figures.equal} of {figures.images} pictures equal dense in every pixel; their PSNR is "
@@ -87,8 +84,8 @@ def _record(
     texts = [prompt.text for prompt in evaluation.prompts]
     return QualityRecord(
         **{name: conditions.pop(name) for name in ("model", "width", "height")},
-        variant=variant.spec.name,
-        settings=dict(variant.spec.settings),
+        variant=variant.name,
+        settings=dict(variant.settings),
         figures=figures.values,
         images=figures.images,
         category=category,
@@ -99,7 +96,7 @@ def _record(
         },
         speedup=quartiles and quartiles[1],
         speedup_quartiles=quartiles and (quartiles[0], quartiles[2]),
-        steps_used=variant.steps if variant.spec.name == FEWER_STEPS else None,
+        steps_used=steps if variant.name == FEWER_STEPS else None,
         measured_with=measured_with,
         config=json.loads(*configs) if len(configs) == 1 else None,
         notes=tuple(f"{variant.label}: {note}" for note in notes),
@@ -107,22 +104,8 @@ def _record(
     )
 
 
-def pack(items: Sequence[Item], variants: Sequence[Drawn], store: PictureStore) -> dict[Path, bytes]:
-    """Read the sample pictures on this machine, to send their bytes to the first process."""
-    paths = [store.picture(variant, item) for item in items for variant in variants]
-    return {path: path.read_bytes() for path in paths if path.exists()}
-
-
-def unpack(packed: Iterable[Mapping[Path, bytes]]) -> None:
-    """Write the pictures that this machine does not have."""
-    for files in packed:
-        for path, content in files.items():
-            if not path.exists():
-                write_atomically(path, partial(Path.write_bytes, data=content), advice=CONTINUES)
-
-
 def sample_records(
-    items: Sequence[Item], variants: Sequence[Drawn], store: PictureStore
+    items: Sequence[Item], variants: Sequence[Variant], store: PictureStore
 ) -> list[SampleRecord]:
     """Make a record for each item and each variant except dense, which must come first."""
     dense, *others = variants
@@ -130,28 +113,11 @@ def sample_records(
         SampleRecord(
             prompt=item.prompt.text,
             seed=item.seed,
-            variant=variant.spec.name,
-            settings=dict(variant.spec.settings),
+            variant=variant.name,
+            settings=dict(variant.settings),
             dense=store.relative(store.picture(dense, item)),
             image=store.relative(store.picture(variant, item)),
         )
         for item in items
         for variant in others
     ]
-
-
-def write_sheet(path: Path, items: Sequence[Item], variants: Sequence[Drawn], store: PictureStore) -> None:
-    """Write the sheet of samples, with one row for each prompt and one column for each variant."""
-    columns = [(variant.spec.name, _small_print(variant, store)) for variant in variants]
-    rows = []
-    for item in items:
-        pictures = [store.open(variant, item) for variant in variants]
-        rows.append((pictures, f"{item.prompt.text} · seed {item.seed}"))
-    write_atomically(path, sample_sheet(columns, rows).save, "save-grid", "choose another file")
-
-
-def _small_print(variant: Drawn, store: PictureStore) -> str:
-    if variant.spec.name == DENSE:
-        return f"{store.conditions['width']} x {store.conditions['height']}, {variant.steps} steps"
-    words = variant.label.removeprefix(variant.spec.name).strip()
-    return words if variant.steps == store.conditions["steps"] else f"{variant.steps} steps {words}"

@@ -55,5 +55,7 @@ def options_like(
     if picture.merging is None:
         notes.append(f"{path}: it has no settings of token merging; those of the options are used")
     elif not _METHODS & set(given):
-        taken["merging"] = MethodSpec("tome", {**picture.merging.changed(), **options["merging"].changes})
+        own = options["merging"].changes
+        also = f" and {', '.join(own)}" if own else ""
+        taken["merging"] = MethodSpec("tome", {**picture.merging.changed(), **own}, f"{path}{also}")
     return taken, notes

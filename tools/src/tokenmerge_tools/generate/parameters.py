@@ -4,7 +4,7 @@ The text stands under ``parameters``::
 
     a red apple
     Negative prompt: blue
-    Steps: 20, CFG scale: 3.0, Seed: 0, Size: 256x256, Model: emoji-unet, Token merging: "auto 0.5, {…}"
+    Steps: 20, CFG scale: 3.0, Seed: 0, Size: 256x256, Model: emoji-unet, Token merging: "speed-up 2, {…}"
 
 Values that contain a comma, a colon, a quote or a line break are in double quotes, written as JSON.
 """
@@ -113,8 +113,9 @@ def read_picture(path: Path) -> Parameters:
     """Read the parameters of a picture from its PNG file."""
     import PIL.Image
 
+    content = io.BytesIO(read_bytes(path, "like", _ADVICE))
     try:
-        with PIL.Image.open(io.BytesIO(read_bytes(path, "like", _ADVICE))) as picture:
+        with PIL.Image.open(content) as picture:
             text = getattr(picture, "text", {}).get(_KEY)
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
         raise ConfigError(f"like: cannot read the picture {path} (it is not a picture); {_ADVICE}") from error

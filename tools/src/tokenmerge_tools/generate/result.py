@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tokenmerge.config import ToMeConfig
 from tokenmerge.report import Report, RunSteps
 from tokenmerge_tools.timing import Measurement, Times
 
@@ -48,6 +49,7 @@ class Result:
     """All results of a run. Dense comes first among the variants, if it ran.
 
     ``quality`` is None without a dense run or without torchmetrics, and ``steps`` if they were not recorded.
+    ``config`` has the settings, and ``summary`` is the text of the patch after the run.
     """
 
     folder: Path
@@ -58,6 +60,8 @@ class Result:
     report: Report
     notes: tuple[str, ...]
     complete: bool
+    config: ToMeConfig
+    summary: str = ""
     steps: RunSteps | None = None
 
     def speedup(self, variant: VariantResult) -> float | None:
@@ -89,5 +93,6 @@ class Result:
             "quality": quality,
             "report": self.report.to_dict(),
             "notes": list(self.notes),
+            "summary": self.summary,
             **({} if self.steps is None else {"steps": self.steps.to_dicts()}),
         }

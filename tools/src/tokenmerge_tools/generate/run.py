@@ -16,7 +16,7 @@ from tokenmerge.errors import ConfigError, MissingExtraError, reason_of
 from tokenmerge.handle import RecordedPlan
 from tokenmerge.report import RunSteps
 from tokenmerge_tools.closeness import psnr, ssim
-from tokenmerge_tools.drawing import Progress, Studio, merged_groups, prepare
+from tokenmerge_tools.drawing import Drawing, Progress, Studio, merged_groups, prepare
 from tokenmerge_tools.failures import is_of_compiler, is_out_of_memory
 from tokenmerge_tools.files import (
     free_folder,
@@ -39,7 +39,7 @@ from tokenmerge_tools.pipelines.settings import (
     resolve_dtype,
     scheduler_class_name,
 )
-from tokenmerge_tools.sheets import Row, as_tensor, comparison
+from tokenmerge_tools.sheets import Pair, as_tensor, comparison
 from tokenmerge_tools.timing import Measurement, peak_memory_meaning
 from tokenmerge_tools.variants import contexts
 
@@ -49,13 +49,22 @@ if TYPE_CHECKING:
 
 
 def generate(
-    options: GenerateOptions, on_progress: Callable[[Progress], None] = lambda progress: None
+    options: GenerateOptions,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_start: Callable[[GenerateOptions], None] = lambda options: None,
+    on_comparison: Callable[[Path], None] = lambda path: None,
 ) -> Result:
     """Generate, compare, measure and write everything to a folder.
 
-    First, one untimed call of each variant warms up and makes the pictures. Then ``repeat`` interleaved calls
-    of each are timed. Results are written as soon as they exist, so that an interrupted run keeps them: the
-    dense pictures before the first merged call, and ``run.json`` after every timed call.
+    First, a few untimed steps of each variant warm up. Then ``repeat`` interleaved calls of each are timed,
+    of which the first makes the pictures. Results are written as soon as they exist, so that an interrupted
+    run keeps them: the dense pictures before the first merged call, and ``run.json`` after every call.
+
+    Args:
+        options: what to draw, and how.
+        on_progress: is called after each step of a timed call.
+        on_start: is called with the options, once the model is loaded and the size is known.
+        on_comparison: is called with the path of the picture that compares dense and merged, once it exists.
     """
     require_diffusers("tokenmerge generate")
     if options.compile and not options.merging.needs_model:
@@ -75,7 +84,9 @@ def generate(
 
     pipe = load_pipeline_for(options, source, dtype, device)
     with _one_line_errors(options):
-        return _Generating(pipe, options, control, folder, on_progress).run()
+        run = _Generating(pipe, options, control, folder, on_progress, on_comparison)
+        on_start(run.options)
+        return run.run()
 
 
 class _Generating:
@@ -88,11 +99,14 @@ class _Generating:
         control: Image | None,
         folder: Path,
         on_progress: Callable[[Progress], None],
+        on_comparison: Callable[[Path], None],
     ) -> None:
-        self.pipe, self.options, self.folder = pipe, options, folder
+        self.pipe, self.folder = pipe, folder
+        self.on_comparison = on_comparison
         # A compiled model is one graph for all steps, so its settings cannot change over the steps.
         prepared = prepare(pipe, options, control, follows_steps=False if options.compile else None)
         self.call, self.config, self.report = prepared.call, prepared.config, prepared.report
+        self.options = prepared.options
         if options.compile:
             check_compile(self.config)
         width, height = size = prepared.options.size or (0, 0)
@@ -110,7 +124,7 @@ class _Generating:
             "environment": environment(),
         }
         self.parameters = parameters_of(options, size)
-        self.metadata = ""
+        self.metadata = self.summary = ""
         self.measurements: list[Measurement] = []
         self.quality: Quality | None = None
         self.steps: RunSteps | None = None
@@ -118,14 +132,16 @@ class _Generating:
         done: Counter[str] = Counter()
 
         def on_step(name: str, steps_per_call: int) -> None:
+            if name not in self._variants():  # it warms up
+                return
             done[name] += 1
-            calls = options.repeat + 1 + (name == "merged" and options.compile)
+            calls = options.repeat + (name == "merged" and options.record_steps)
             on_progress(Progress(name, done[name], steps_per_call * calls))
 
         self.studio = Studio(pipe, on_step)
 
     def run(self) -> Result:
-        """Make the pictures, then time the calls."""
+        """Time the calls; the first of each variant makes the pictures."""
         options, merging = self.options, self.options.merging
         self._write_record(complete=False)
         method = f"{DEFAULT} {merging.speedup:g}" if merging.needs_model else ""
@@ -133,39 +149,48 @@ class _Generating:
         with self.studio as studio:
             patch = studio.add("merged", apply)
             self.metadata = patch.metadata()
-            if options.compare:
-                if options.compile:
-                    _compile(self.pipe)
-                dense = self._pictures("dense")
-            patch.record_steps(options.record_steps)
             with patch.record() as plans:
-                merged = self._pictures("merged")
-            if options.record_steps:
-                self.steps = patch.steps
-                patch.record_steps(False)
-            if options.compile:  # only now, so that the graph does not contain the recording of plans
-                _compile(studio.pipes["merged"])
-                merged = self._pictures("merged")
+                for name in self._variants():
+                    studio.warm_up(name, self.call)
+            if options.compile:  # only now, so that no graph contains the recording of plans
+                for name in self._variants():
+                    _compile(studio.pipes[name])
+                    studio.warm_up(name, self.call)
+            with contextlib.nullcontext(plans) if options.compile else patch.record() as plans:
+                pictures = {one.variant: one.pictures for one in self._timed(1)}
             if options.compare:
-                self._compare(dense, merged, plans)
-            for measurement in studio.rounds(dict.fromkeys(self._variants(), self.call), options.repeat):
-                self.measurements.append(measurement)
+                self._compare(pictures["dense"], pictures["merged"], plans)
                 self._write_record(complete=False)
+            for _ in self._timed(options.repeat - 1):
+                pass
+            self.summary = str(patch)
+            if options.record_steps:
+                patch.record_steps(True)
+                studio.draw("merged", self.call)
+                self.steps = patch.steps
         return self._write_record(complete=True)
+
+    def _timed(self, repeat: int) -> Iterator[Drawing]:
+        """Draw and time interleaved calls, and write the record after each, and the pictures of the first."""
+        for drawing in self.studio.rounds(dict.fromkeys(self._variants(), self.call), repeat):
+            if not any(earlier.variant == drawing.variant for earlier in self.measurements):
+                self._write_pictures(drawing)
+            self.measurements.append(drawing)
+            self._write_record(complete=False)
+            yield drawing
 
     def _variants(self) -> tuple[str, ...]:
         return ("dense", "merged") if self.options.compare else ("merged",)
 
-    def _pictures(self, variant: str) -> list[Image]:
-        """Make and write one picture per seed."""
-        pictures = self.studio.draw(variant, self.call)
-        for index, picture in enumerate(pictures):
+    def _write_pictures(self, drawing: Drawing) -> None:
+        """Write one picture per seed."""
+        metadata = self.metadata if drawing.variant == "merged" else None
+        for index, picture in enumerate(drawing.pictures):
             parameters = dataclasses.replace(self.parameters, seed=self.call.seeds[index])
             write_atomically(
-                self.folder / f"{variant}-{index:02d}.png",
-                partial(write_picture, picture, parameters, self.metadata if variant == "merged" else None),
+                self.folder / f"{drawing.variant}-{index:02d}.png",
+                partial(write_picture, picture, parameters, metadata),
             )
-        return pictures
 
     def _compare(self, dense: list[Image], merged: list[Image], plans: Mapping[str, RecordedPlan]) -> None:
         """Measure how close the pictures are, and write them side by side."""
@@ -187,7 +212,7 @@ class _Generating:
             self.notes.append(str(error))
         groups = [merged_groups(plans, index, len(merged)) for index in range(len(merged))]
         rows = [
-            Row(dense[index], merged[index], groups[index][0], captions[index])
+            Pair(dense[index], merged[index], groups[index][0], captions[index])
             for index in range(len(merged))
         ]
         picture = comparison(
@@ -196,7 +221,9 @@ class _Generating:
             merged=self.options.merging.title,
             groups=groups[0][1],
         )
-        write_atomically(self.folder / "comparison.png", picture.save)
+        path = self.folder / "comparison.png"
+        write_atomically(path, picture.save)
+        self.on_comparison(path)
 
     def _write_record(self, complete: bool) -> Result:
         result = Result(
@@ -208,6 +235,8 @@ class _Generating:
             report=self.report,
             notes=tuple(self.notes),
             complete=complete,
+            config=self.config,
+            summary=self.summary,
             steps=self.steps,
         )
         write_json(self.folder / "run.json", result.to_dict())

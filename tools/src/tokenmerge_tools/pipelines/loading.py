@@ -10,7 +10,7 @@ import gc
 import inspect
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,8 @@ _DENOISING = ("unet", "transformer", "controlnet")
 DENOISERS = ("unet", "transformer")
 ABSENT = [None, None]  # the entry in model_index.json of a component that the pipeline does not have
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin")
+# Errors of the network, of huggingface_hub, requests and httpx.
+_UNREACHABLE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError"}
 _LONGEST_NAME = 200
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")  # with the longest names that the hub allows
 _ACCEPTED = (
@@ -100,6 +102,8 @@ def find_model(name: str) -> ModelSource:
         return ModelSource(SourceKind.CHECKPOINT, str(path), allows_pickles)
     if _HUB_ID.fullmatch(location) and not location.startswith("."):
         return ModelSource(SourceKind.HUB, location, allows_pickles)
+    if "/" in location.strip("/") or location.startswith((".", "/", "~")):
+        raise ConfigError(f"model: there is no folder {_short(location)}; expected {_ACCEPTED}")
     raise ConfigError(f"model: {_short(name)!r} is not a model; expected {_ACCEPTED}")
 
 
@@ -208,7 +212,7 @@ def require_diffusers(needed_by: str) -> Any:
     try:
         import diffusers
     except ImportError as error:
-        raise MissingExtraError("diffusers", needed_by) from error
+        raise MissingExtraError("diffusers", f"{needed_by} needs diffusers") from error
     return diffusers
 
 
@@ -221,14 +225,30 @@ def read_index(source: ModelSource) -> dict[str, Any]:
     """Read ``model_index.json``: [library, class] of each component, by its name."""
     import diffusers
 
-    with loading(source.location):
-        index = diffusers.DiffusionPipeline.load_config(source.location)
+    try:
+        with loading(source.location):
+            index = diffusers.DiffusionPipeline.load_config(source.location)
+    except ConfigError as error:
+        if source.kind is not SourceKind.HUB or not _UNREACHABLE & set(_causes(error)):
+            raise
+        raise ConfigError(
+            f"model: cannot reach the hub to load {source.location}; check the network, or give a folder of "
+            "this machine"
+        ) from error
     if not isinstance(index, dict):
         raise ConfigError(
             f"model: model_index.json of {source.location} is not an object with the pipeline's components; "
             "give a folder that pipe.save_pretrained() wrote"
         )
     return index
+
+
+def _causes(error: BaseException) -> Iterator[str]:
+    """Yield the names of the classes of an error and of what caused it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield from (one.__name__ for one in type(cause).__mro__)
+        cause = cause.__cause__ or cause.__context__
 
 
 def _checkpoint_pipeline(source: ModelSource) -> Any:

@@ -92,7 +92,7 @@ class Gate:
                 self.visitors.leave(session)
 
     def _refusal(self, scope: Message) -> tuple[int, str] | None:
-        """The status and the reason if a request is refused."""
+        """Return the status and the reason if a request is refused."""
         headers = {
             name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
         }
@@ -122,7 +122,7 @@ class Gate:
 
 
 def _names(host: str) -> tuple[set[str], bool]:
-    """The names under which a server that listens on ``host`` is opened, and whether any address is one.
+    """Return the names of a server that listens on ``host``, and whether any address is one of them.
 
     Only names can be pointed here by others, so a server that listens everywhere is opened by any address.
     """
@@ -144,7 +144,7 @@ def _is_address(name: str) -> bool:
 
 
 def _session(scope: Message) -> str | None:
-    """The session that a connection waits for news of."""
+    """Return the session that a connection waits for news of."""
     path = scope["path"]
     if path.startswith(_HEARTBEAT):
         return str(path.removeprefix(_HEARTBEAT))

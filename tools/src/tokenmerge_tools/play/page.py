@@ -140,10 +140,12 @@ def _fields(gr: Any, models: tuple[str, ...], first: Form) -> tuple[list[Any], A
         fields.append(size)
     with gr.Row():
         fields.append(gr.Number(first.steps, label="Steps", precision=0, min_width=100, elem_id="steps"))
-        fields.append(gr.Textbox(first.guidance, label="Guidance", placeholder="default", min_width=100))
+        fields.append(gr.Textbox(first.guidance, label="Guidance", placeholder="the model's", min_width=100))
     fields.append(gr.Dropdown(list(METHODS), value=first.method, label="Method", elem_id="method"))
-    fields.append(gr.Slider(1, 5, first.speedup, step=0.1, label="Speed-up wanted of auto"))
-    fields.append(gr.Slider(0, 0.75, first.ratio, step=0.05, label="Ratio of tokens removed by the others"))
+    fields.append(gr.Slider(1, 5, first.speedup, step=0.1, label="Speed-up (method auto)"))
+    fields.append(
+        gr.Slider(0, 0.75, first.ratio, step=0.05, label="Ratio of tokens that merge (other methods)")
+    )
     with gr.Row():
         draw = gr.Button("Draw", variant="primary", elem_id="draw", min_width=100)
         halt = gr.Button("Stop", interactive=False, elem_id="stop", min_width=100)

@@ -27,8 +27,11 @@ _NEEDED = ("gradio", "torchmetrics", "diffusers")
 
 def require_gradio() -> None:
     """Raise a MissingExtraError unless everything that the playground needs is installed."""
-    if not all(importlib.util.find_spec(package) for package in _NEEDED):
-        raise MissingExtraError("tokenmerge-tools[play]", needed_by="tokenmerge play")
+    missing = [package for package in _NEEDED if not importlib.util.find_spec(package)]
+    if missing:
+        raise MissingExtraError(
+            "tokenmerge-tools[play]", needed_by=f"tokenmerge play needs {', '.join(missing)}"
+        )
 
 
 def serve(

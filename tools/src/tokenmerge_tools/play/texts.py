@@ -9,7 +9,6 @@ import shlex
 from tokenmerge.errors import TokenMergingError, reason_of
 from tokenmerge_tools import demo
 from tokenmerge_tools.failures import is_out_of_memory
-from tokenmerge_tools.method_spec import AUTO
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.play.trials import Trial
 
@@ -89,12 +88,8 @@ def python_lines(options: GenerateOptions) -> str:
 
 def _merging(options: GenerateOptions) -> str:
     """Return the arguments of ``apply_token_merging`` after the pipeline."""
-    method, ratio = options.merging.method, options.merging.changes.get("ratio", 0.5)
-    if method == AUTO:
-        return f"speedup={options.merging.speedup}"
-    if method == "tome":
-        return f"tokenmerge.ToMeConfig(ratio={ratio})"
-    return f"{method!r}, ratio={ratio}"
+    ratio = options.merging.changes.get("ratio", 0.5)
+    return options.merging.argument or f"tokenmerge.ToMeConfig(ratio={ratio})"
 
 
 def tune_command(trial: Trial) -> str:

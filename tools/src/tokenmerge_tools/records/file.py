@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from tokenmerge.errors import ConfigError, TokenMergingError, reason_of
 from tokenmerge_tools.files import check_regular, is_folder, read_bytes, writing
-from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, Record, SampleRecord
+from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, Record, SampleRecord, TuneRecord
 
 R = TypeVar("R", bound=Record)
 TimedCall = tuple[float, int | None]  # seconds, and peak memory in bytes or None
@@ -168,14 +168,21 @@ class Results:
 
 
 def read_results(paths: Sequence[Path]) -> Results:
-    """Read results files of ``bench`` and ``evaluate``, and all ``*.jsonl`` files of folders."""
+    """Read results files of ``bench`` and ``evaluate``, and all ``*.jsonl`` files of folders.
+
+    Measurements of ``tune`` in them are skipped, with a note.
+    """
     cells: dict[str, CellRecord] = {}
     quality: dict[str, QualityRecord] = {}
     samples: dict[tuple[Path, str], Sample] = {}
     notes: list[str] = []
     for file in _files(paths):
-        folder = file.parent
-        for record in read_records(file, CellRecord, QualityRecord, SampleRecord, notes=notes, only=True):
+        folder, tuned = file.parent, 0
+        kinds = (CellRecord, QualityRecord, SampleRecord, TuneRecord)
+        for record in read_records(file, *kinds, notes=notes, only=True):
+            if isinstance(record, TuneRecord):
+                tuned += 1
+                continue
             if isinstance(record, SampleRecord):
                 pair = Sample(record, folder / record.dense, folder / record.image)
                 samples[folder, record.key] = pair
@@ -183,6 +190,8 @@ def read_results(paths: Sequence[Path]) -> Results:
             latest: dict[str, Any] = cells if isinstance(record, CellRecord) else quality
             latest.pop(record.key, None)
             latest[record.key] = record
+        if tuned:
+            notes.append(f"{file}: {tuned} measurements of tokenmerge tune, whose result is in its own files")
     return Results(tuple(cells.values()), tuple(quality.values()), tuple(samples.values()), tuple(notes))
 
 

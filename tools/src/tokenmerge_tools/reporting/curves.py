@@ -17,8 +17,8 @@ from tokenmerge_tools.records.kinds import (
     variant_label,
 )
 from tokenmerge_tools.reporting.quality_tables import quality_name, where_drawn
-from tokenmerge_tools.reporting.tables import SETTING, grouped, setting_name, where_of
-from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS
+from tokenmerge_tools.reporting.tables import grouped
+from tokenmerge_tools.variants.variant import DENSE
 
 AGAINST_CLOSENESS = "Speed-up against closeness: "  # begins the title of such a chart
 _SPEEDUP = "speed-up, t_dense / t"
@@ -39,8 +39,7 @@ class Line:
 class Chart:
     """A chart.
 
-    ``level`` is the (name, y) of a horizontal line to compare with. ``metric`` is the closeness metric on the
-    x axis; None: x is something else.
+    ``level`` is the (name, y) of a horizontal line to compare with, and ``metric`` that on the x axis.
     """
 
     title: str
@@ -48,56 +47,15 @@ class Chart:
     y: str
     lines: tuple[Line, ...]
     level: tuple[str, float] | None = None
-    from_zero: bool = False
-    metric: str | None = None
+    metric: str = "psnr"
 
 
 def charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> list[Chart]:
-    """Make charts of speed-up against resolution, time against ratio, and speed-up against closeness.
+    """Make charts of speed-up against closeness.
 
-    They only show cells with fused attention, so that its gain is not credited to merging.
+    They only use cells with fused attention, so that its gain is not credited to merging.
     """
-    timed = _timed(cells)
-    return [*_against_resolution(timed), *_against_ratio(timed), *_against_closeness(timed, quality)]
-
-
-def _against_resolution(cells: Sequence[CellRecord]) -> Iterable[Chart]:
-    rest = [name for name in (*SETTING, "compile") if name not in ("width", "height")]
-    for group in grouped(cells, lambda cell: [cell.conditions[name] for name in rest]):
-        # Fewer steps take the time of a method by definition, so they would say nothing new here.
-        found = [c for c in group if c.conditions["variant"] not in (DENSE, FEWER_STEPS) and c.speedup]
-        lines = [
-            Line(label, tuple(sorted((_side(c), c.speedup or 0.0) for c in members)))
-            for label in sorted({cell.label for cell in found})
-            if len(members := [cell for cell in found if cell.label == label]) > 1
-        ]
-        if lines and len({_side(cell) for cell in found}) > 1:
-            name = setting_name(found[0].conditions)
-            _, size, *_ = name.split(", ")
-            title = f"Speed-up against resolution: {name.replace(f', {size}', '', 1)}"
-            yield Chart(title, "√(width × height), pixels", _SPEEDUP, tuple(lines), level=("dense", 1.0))
-
-
-def _against_ratio(cells: Sequence[CellRecord]) -> Iterable[Chart]:
-    for found in grouped(cells, lambda cell: (*where_of(cell), cell.conditions["compile"])):
-        families: dict[str, list[tuple[float, float]]] = {}
-        for cell in found:
-            variant, settings = cell.conditions["variant"], cell.conditions["settings"]
-            if "ratio" in settings:
-                point = settings["ratio"], cell.median or 0.0
-                families.setdefault(_family(variant, settings), []).append(point)
-        if len({ratio for points in families.values() for ratio, _ in points}) < 2:
-            continue
-        dense = next((cell.median for cell in found if cell.conditions["variant"] == DENSE), None)
-        compiled = ", compiled" if found[0].conditions["compile"] else ""
-        yield Chart(
-            f"Time against ratio: {setting_name(found[0].conditions)}{compiled}",
-            "ratio of tokens removed",
-            "seconds per call",
-            tuple(Line(name, tuple(sorted(points))) for name, points in sorted(families.items())),
-            level=None if dense is None else ("dense", dense),
-            from_zero=True,
-        )
+    return list(_against_closeness(_timed(cells), quality))
 
 
 def _against_closeness(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Iterable[Chart]:
@@ -115,8 +73,8 @@ def _against_closeness(cells: Sequence[CellRecord], quality: Sequence[QualityRec
                     f"{metric.upper()}, {closer} is better",
                     _SPEEDUP,
                     lines,
-                    level=None if with_dense else ("dense", 1.0),
-                    metric=metric,
+                    None if with_dense else ("dense", 1.0),
+                    metric,
                 )
 
 
@@ -192,7 +150,3 @@ def _family(variant: str, settings: Mapping[str, Any]) -> str:
     'tome merge_mlp'
     """
     return variant_label(variant, {name: value for name, value in settings.items() if name not in _KNOBS})
-
-
-def _side(cell: CellRecord) -> float:
-    return math.sqrt(cell.conditions["width"] * cell.conditions["height"])

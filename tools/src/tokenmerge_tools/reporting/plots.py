@@ -61,7 +61,7 @@ def svg_of(make_figure: Callable[[], Any], needed_by: str) -> str:
     try:
         import matplotlib
     except ImportError as error:
-        raise MissingExtraError("tokenmerge-tools[plots]", needed_by) from error
+        raise MissingExtraError("tokenmerge-tools[plots]", f"{needed_by}: they need matplotlib") from error
     with matplotlib.rc_context(_STYLE):
         text = io.StringIO()
         make_figure().savefig(text, format="svg", metadata={"Date": None})
@@ -118,8 +118,6 @@ def _fill(axes: Any, chart: Chart) -> None:
     axes.set_xlabel(chart.x)
     axes.set_ylabel(chart.y)
     axes.margins(x=_ROOM, y=_ROOM)
-    if chart.from_zero:
-        axes.set_ylim(bottom=0)
 
 
 def _label_points(axes: Any, chart: Chart) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER, CellRecord
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart
-from tokenmerge_tools.reporting.tables import BASELINES, Table, TableRow, call_name, times
+from tokenmerge_tools.reporting.tables import BASELINES, FASTER, Table, TableRow, call_name, times
 
 # Mean PSNR in dB. From 40 on, pictures are hard to tell apart; at 30, details differ.
 _CLOSENESS = (40.0, 35.0, 30.0)
@@ -20,7 +20,7 @@ _Figures = dict[str, float]  # by metric
 def price_tables(charts: Iterable[Chart]) -> list[Table]:
     """Make one table for each set of pictures, with a row for each point of its charts.
 
-    Rows that no other row beats in both speed and closeness are marked as best.
+    Rows that are faster than dense, and that no other row beats in both speed and closeness, are marked.
     """
     return [_table(title, charts) for title, charts in _by_pictures(charts).items()]
 
@@ -62,6 +62,9 @@ def summary(cells: Sequence[CellRecord], charts: Sequence[Chart]) -> str:
     methods = [cell for cell in timed if cell.conditions["variant"] not in BASELINES]
     if methods:
         best = max(methods, key=lambda cell: cell.speedup or 0.0)
+        if (best.speedup or 0.0) <= FASTER:
+            at = f"{best.label}, is at {times(best.speedup)}"
+            return f"{text} No method is faster than dense: the fastest, {at}."
         text += (
             f" The largest speed-up of a method is {times(best.speedup)}: {best.label} on "
             f"{call_name(best.conditions)}"
@@ -73,8 +76,7 @@ def summary(cells: Sequence[CellRecord], charts: Sequence[Chart]) -> str:
 def _by_pictures(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
     found: dict[str, list[Chart]] = {}
     for chart in charts:
-        if chart.metric is not None:
-            found.setdefault(chart.title.removeprefix(AGAINST_CLOSENESS), []).append(chart)
+        found.setdefault(chart.title.removeprefix(AGAINST_CLOSENESS), []).append(chart)
     return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
 
 
@@ -107,13 +109,13 @@ def _points(charts: Sequence[Chart]) -> tuple[dict[_Point, float], dict[_Point, 
         for line in chart.lines:
             for (x, y), label in zip(line.points, line.labels, strict=True):
                 speeds[line.name, label] = y
-                figures.setdefault((line.name, label), {})[chart.metric or ""] = x
+                figures.setdefault((line.name, label), {})[chart.metric] = x
     return speeds, figures
 
 
 def _table(title: str, charts: Sequence[Chart]) -> Table:
     speeds, figures = _points(charts)
-    metrics = [chart.metric or "" for chart in charts]
+    metrics = [chart.metric for chart in charts]
     first = metrics[0]
     sign = -1.0 if first in LOWER_IS_CLOSER else 1.0
     known = {
@@ -122,12 +124,14 @@ def _table(title: str, charts: Sequence[Chart]) -> Table:
     rows = tuple(
         TableRow(
             (*point, times(speeds[point]), *(_figure(figures[point].get(metric)) for metric in metrics)),
-            best=point in known and not any(map(partial(_beats, known[point]), known.values())),
+            best=point in known
+            and speeds[point] > FASTER
+            and not any(map(partial(_beats, known[point]), known.values())),
         )
         for point in sorted(figures, key=lambda point: -speeds[point])
     )
     arrows = tuple(f"{metric} {'↓' if metric in LOWER_IS_CLOSER else '↑'}" for metric in metrics)
-    notes = (f"marked rows: no other row is both faster and closer in {first}",)
+    notes = (f"marked rows: faster than dense, and no other row is both faster and closer in {first}",)
     return Table(title, ("method", "setting", "speed-up", *arrows), rows, notes, words=1)
 
 

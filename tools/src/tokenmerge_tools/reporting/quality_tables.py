@@ -17,6 +17,7 @@ _MOTION = (
     "videos: metrics of pictures are means over the frames; motion: 0 for a frozen video, 1 for as much "
     "motion as dense; motion-error: 0 for the same motion as dense"
 )
+_GLYPHS = "glyphs: share of the pictures that show the emoji that the prompt names"
 _SPEEDUP = "speed-up: t_dense / t per picture, median and quartiles"
 
 
@@ -68,6 +69,7 @@ def _table(records: Sequence[QualityRecord]) -> Table:
     notes = [
         "↑ higher, ↓ lower is better; psnr in dB",
         *[_SPEEDUP] * timed,
+        *[_GLYPHS] * ("glyphs" in metrics),
         *[_MOTION] * ("motion" in metrics),
     ]
     notes += once((note for record in records for note in record.notes), [r.label for r in records])

@@ -21,7 +21,7 @@ def as_html(content: Content) -> str:
         import jinja2
     except ImportError as error:
         raise MissingExtraError(
-            "tokenmerge-tools[plots]", needed_by="the page of tokenmerge report"
+            "tokenmerge-tools[plots]", needed_by="the page of tokenmerge report needs Jinja2"
         ) from error
     # autoescape, because prompts and names can contain any text.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
@@ -32,7 +32,7 @@ def as_html(content: Content) -> str:
         ("quality", "Closeness to dense", content.quality),
     )
     prices = [
-        (table, [(c.title, a) for c, a in drawn if c.metric and c.title == AGAINST_CLOSENESS + table.title])
+        (table, [(c.title, a) for c, a in drawn if c.title == AGAINST_CLOSENESS + table.title])
         for table in content.prices
     ]
     return environment.from_string(text).render(
@@ -40,7 +40,6 @@ def as_html(content: Content) -> str:
         summary=content.summary,
         fastest=content.fastest,
         prices=prices,
-        charts=[(chart.title, address) for chart, address in drawn if chart.metric is None],
         sections=[(anchor, name, *_shared_notes(tables)) for anchor, name, tables in sections if tables],
         samples=_by_prompt(content.samples),
         conditions=content.conditions,

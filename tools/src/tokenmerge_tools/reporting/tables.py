@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
@@ -19,6 +18,8 @@ SETTING = (
 )
 BASELINES = ("dense", "oracle", "fewer-steps")
 _ATTENTION = {"sdpa": "SDPA", "xformers": "xFormers", "default": "plain"}
+# A speed-up up to this is within the noise of timing.
+FASTER = 1.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,16 +105,19 @@ def machine_name(conditions: Mapping[str, Any]) -> str:
 
 def _measured(cells: Sequence[CellRecord]) -> Table:
     methods = [cell.speedup for cell in cells if cell.speedup and cell.conditions["variant"] not in BASELINES]
-    fastest = max(methods, default=math.inf)
+    fastest = max(methods, default=0.0)
     rows = tuple(
-        TableRow(_figures(cell), best=bool(cell.speedup) and cell.speedup == fastest)
+        TableRow(_figures(cell), best=fastest > FASTER and cell.speedup == fastest)
         for cell in sorted(cells, key=_rank)
     )
     notes = [f"{what_of(cell)}: {cell.message}" for cell in cells if cell.status != "ok"]
     notes += once((note for cell in cells for note in _notes(cell)), [cell.label for cell in cells])
     meanings = dict.fromkeys(cell.facts.get("peak_memory") for cell in cells if cell.peak_bytes is not None)
     notes += [f"peak GiB: {meaning}" for meaning in meanings if meaning]
-    notes += ["marked row: the fastest variant that is not a baseline"] if methods else []
+    if fastest > FASTER:
+        notes.append("marked row: the fastest variant that is not a baseline")
+    elif methods:
+        notes.append("no variant is faster than dense")
     header = (
         *("variant", "attention", "seconds per call", "quartiles", "peak GiB", "speed-up"),
         *("same attention", "time saved", "FLOPs saved"),

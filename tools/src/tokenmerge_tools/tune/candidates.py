@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from tokenmerge import presets
 from tokenmerge.config import StepReuse, ToMeConfig
-from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.tune.goal import Goal
 from tokenmerge_tools.tune.search import Entry
 from tokenmerge_tools.variants.variant import FEWER_STEPS, VARIANTS, Variant, parse_variant
@@ -66,7 +65,7 @@ _FAMILIES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
 class Candidate:
     """A setting to try, and what the search knows of it."""
 
-    drawn: Drawn
+    variant: Variant
     entry: Entry
 
     @property
@@ -76,7 +75,7 @@ class Candidate:
 
 
 def candidates(goal: Goal, steps: int) -> list[Candidate]:
-    """List what a search tries, in order: ``auto``, baselines, step reuse, merging, presets."""
+    """List what a search tries, in order: the default method, baselines, step reuse, merging, presets."""
     found = [_candidate(text, steps, family, strength) for family, text, strength in _merging()]
     number = len(_SPEEDUPS)
     found[number:number] = _rivals(goal, steps)
@@ -116,7 +115,7 @@ def _candidate(text: str, steps: int, family: str, strength: float) -> Candidate
         text = text.replace("tomesd:", "tome:plans.guidance=false,", 1)
     (spec,) = parse_variant(text, [ToMeConfig.ratio], {})
     group = AUTO_FAMILY if family == AUTO_FAMILY else ""
-    return Candidate(Drawn(spec, steps), Entry(spec.label, family, strength, group))
+    return Candidate(spec, Entry(spec.label, family, strength, group))
 
 
 def _rivals(goal: Goal, steps: int) -> list[Candidate]:
@@ -125,7 +124,7 @@ def _rivals(goal: Goal, steps: int) -> list[Candidate]:
     for number in _numbers_of_steps(goal, steps):
         spec = Variant(FEWER_STEPS, (("steps", number),))
         entry = Entry(spec.label, FEWER_STEPS, -number, FEWER_STEPS, rival=True)
-        found.append(Candidate(Drawn(spec, number), entry))
+        found.append(Candidate(spec, entry))
     for name, setting, values in (
         ("deepcache", "interval", (5, 3, 2)),
         ("first-block-cache", "threshold", (0.2, 0.1, 0.05)),
@@ -134,7 +133,7 @@ def _rivals(goal: Goal, steps: int) -> list[Candidate]:
         if VARIANTS[name].missing() is None:
             for value in values:
                 (spec,) = parse_variant(f"{name}:{setting}={value}", (), {})
-                found.append(Candidate(Drawn(spec, steps), Entry(spec.label, name, value, name, rival=True)))
+                found.append(Candidate(spec, Entry(spec.label, name, value, name, rival=True)))
     return found
 
 

@@ -12,14 +12,13 @@ from typing import Annotated
 
 from tokenmerge.errors import ConfigError, shown
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
-from tokenmerge_tools.evaluate.metrics import METRIC_NAMES
+from tokenmerge_tools.evaluate.metrics import PICTURE_METRICS
 from tokenmerge_tools.evaluate.prompts import PROMPTS_HELP
 from tokenmerge_tools.pipelines.options import PipelineOptions, option
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER
 
-# FID and KID compare sets of thousands of pictures, and have no value for a single one.
-GOAL_METRICS = tuple(name for name in METRIC_NAMES if name not in ("fid", "kid"))
-_AT_MOST = {"ssim": 1.0, "dino": 1.0, "clip": 1.0, "clip-score": 100.0, "glyphs": 1.0}
+# Metrics that can be a goal. With a wanted speed-up, it can be any that has a value for each picture.
+GOAL_METRICS = ("psnr", "ssim", "lpips")
 _UNITS = {"s": 1, "min": 60, "h": 3600}
 
 
@@ -74,9 +73,9 @@ def parse_goal(min_speedup: float | None, bounds: Mapping[str, float | None], me
             f"{found}; give the one that matters most, such as --min-speedup 1.5"
         )
     if min_speedup is not None:
-        if metric is not None and metric not in GOAL_METRICS:
+        if metric is not None and metric not in PICTURE_METRICS:
             raise ConfigError(
-                f"metric: expected one of {', '.join(GOAL_METRICS)}, which have a value for each picture, "
+                f"metric: expected one of {', '.join(PICTURE_METRICS)}, which have a value for each picture, "
                 f"got {metric!r}"
             )
         if not (math.isfinite(min_speedup) and min_speedup > 1):
@@ -88,7 +87,7 @@ def parse_goal(min_speedup: float | None, bounds: Mapping[str, float | None], me
     ((name, value),) = given.items()
     if metric is not None and metric != name:
         raise ConfigError(f"metric: --{flag_of(name)} measures {name}, got {metric!r}; leave --metric out")
-    most = _AT_MOST.get(name, math.inf)
+    most = 1.0 if name == "ssim" else math.inf
     if not (math.isfinite(value) and 0 < value <= most):
         upto = "" if math.isinf(most) else f" and at most {most:g}"
         raise ConfigError(f"{flag_of(name)}: expected a number above 0{upto}, got {value:g}")
@@ -133,7 +132,7 @@ class TuneOptions(PipelineOptions):
         str | None,
         option(
             "Goal",
-            f"Closeness metric used with --min-speedup: {', '.join(GOAL_METRICS)}. NAME=NETWORK uses the "
+            f"Closeness metric used with --min-speedup: {', '.join(PICTURE_METRICS)}. NAME=NETWORK uses the "
             "network in a folder or with a hub id. Default: psnr.",
         ),
     ] = None

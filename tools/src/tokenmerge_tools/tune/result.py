@@ -10,7 +10,6 @@ from typing import Any
 from tokenmerge.config import FoundFor
 from tokenmerge.config.json_file import VERSION
 from tokenmerge.errors import MissingExtraError
-from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.files import write_atomically, write_json, write_text
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart, Line
 from tokenmerge_tools.reporting.plots import draw
@@ -98,6 +97,8 @@ def _verdict(search: Search, one: Estimate) -> str:
     if one.name == decision.name:
         if not decision.reached:
             return "nearest to the goal"
+        if one.looks == 1:
+            return "chosen; one picture is not enough to be sure"
         return "chosen" if decision.sure else "chosen; reaches the goal within the noise"
     if one.name in decision.ties:
         return "as good within the noise"
@@ -157,7 +158,8 @@ def _chart(search: Search) -> Chart:
         f"{goal.metric.upper()}, {closer} is better",
         "speed-up, t_dense / t",
         tuple(lines),
-        level=("dense", 1.0) if goal.speedup is None else ("goal", goal.speedup),
+        ("dense", 1.0) if goal.speedup is None else ("goal", goal.speedup),
+        goal.metric,
     )
 
 
@@ -168,8 +170,8 @@ def _write_worst(search: Search, path: Any) -> str:
     worst = min(own, key=lambda look: look.closeness)
     item = search.evaluation.items[worst.item]
     store = search.evaluation.store
-    dense = store.open(Drawn(Variant(DENSE), search.options.steps), item)
-    merged = store.open(search.candidates[worst.name].drawn, item)
+    dense = store.open(Variant(DENSE), item)
+    merged = store.open(search.candidates[worst.name].variant, item)
     gain = difference_gain(dense, merged)
     value = f"{search.goal.metric} {search.goal.closeness(worst.closeness):.4g}"
     caption = f"{item.prompt.text} · seed {item.seed} · {value}"

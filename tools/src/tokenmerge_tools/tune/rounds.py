@@ -14,7 +14,6 @@ import torch
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import TokenMergingError
 from tokenmerge_tools.drawing import Studio
-from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.evaluation import Evaluation
 from tokenmerge_tools.evaluate.metrics import Metrics
 from tokenmerge_tools.evaluate.picture_store import CONTINUES
@@ -87,7 +86,7 @@ class Rounds:
         """
         what = self.evaluation.items[item]
         call = self.call.of_pictures([what.prompt.text], [what.seed])
-        drawn = {DENSE: Drawn(Variant(DENSE), self.steps), **{one.name: one.drawn for one in chosen}}
+        drawn = {DENSE: Variant(DENSE), **{one.name: one.variant for one in chosen}}
         failed: list[Failed] = []
 
         def fail(name: str, error: Exception) -> None:
@@ -102,9 +101,9 @@ class Rounds:
             for name, one in drawn.items():
                 try:
                     if name != DENSE:
-                        studio.add(name, partial(one.spec.apply, config=configs[name]))
-                    self._warm_up(studio, name, call.with_steps(one.steps))
-                    calls[name] = call.with_steps(one.steps)
+                        studio.add(name, partial(one.apply, config=configs[name]))
+                    self._warm_up(studio, name, call.with_steps(one.steps(self.steps)))
+                    calls[name] = call.with_steps(one.steps(self.steps))
                 except Exception as error:
                     fail(name, error)
             for found in studio.rounds(calls, on_error=fail):

@@ -185,11 +185,11 @@ class _Searching:
                     config: ToMeConfig | None = ToMeConfig.from_dict(record.values["config"])
                 else:
                     height, width = self.rounds.latent
-                    config = one.drawn.spec.config(
+                    config = one.variant.config(
                         self.rounds.pipe,
                         height=height,
                         width=width,
-                        steps=one.drawn.steps,
+                        steps=one.variant.steps(self.options.steps),
                         guidance=self.rounds.call.guidance,
                     )
                 if config is None:
@@ -226,8 +226,8 @@ class _Searching:
     def _counted(self) -> dict[str, float]:
         found = {record.name: float(record.values["speedup"]) for record in self._counts()}
         for one in self.candidates.values():
-            if one.drawn.steps < self.options.steps:
-                found[one.name] = self.options.steps / one.drawn.steps
+            if (steps := one.variant.steps(self.options.steps)) < self.options.steps:
+                found[one.name] = self.options.steps / steps
         return found
 
     def _count(self, names: Sequence[str]) -> bool:

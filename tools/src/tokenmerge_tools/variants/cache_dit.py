@@ -1,4 +1,4 @@
-"""The baseline cache-dit: Dual Block Cache (DBCache), alone or with tokens merged in the blocks that run."""
+"""The baseline cache-dit: Dual Block Cache (DBCache)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from tokenmerge.api import token_merging
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge_tools.method_spec import merging_alone
 from tokenmerge_tools.pipelines.loading import denoiser_of
 from tokenmerge_tools.variants.caches import check_pipeline
 
 _NAME = "cache-dit"
 MASKS = ("slow", "medium", "fast", "ultra")
-SCOPES = ("layers", "block")
 # By default, cache-dit computes the first 8 steps, and the first 8 blocks of each step. Its examples with 8
 # and 4 steps compute half of the steps. Here, the first blocks are at most a sixth of the model's blocks.
 _WARM_UP, _FIRST, _BLOCKS_PER_FIRST = 8, 8, 6
@@ -35,31 +32,26 @@ def cache_dit(
     threshold: float,
     taylor: float | None = None,
     mask: str | None = None,
-    merge: float | None = None,
-    scope: str = "layers",
 ) -> Iterator[None]:
     """Skip all but the first blocks on steps where the residual of these blocks changed little: cache-dit.
 
     The first sixth of the blocks, at least 1 and at most 8, runs in every step. If its residual is close to
-    that of the last full step, the other blocks are skipped, and their residual of that step is added again.
-    The first 8 steps are full, or the first half of a generation of fewer than 16 steps.
+    that of the last complete step, the other blocks are skipped, and their residual of that step is added
+    again.
+    The first 8 steps are complete, or the first half of a generation of fewer than 16 steps.
 
     - threshold: relative mean absolute difference below which the other blocks are skipped, > 0. A higher
       threshold is faster and less close to dense. From 1 on, they are skipped whatever the difference.
     - taylor: order of the Taylor series that extrapolates the residual (TaylorSeer, arXiv 2503.06923), an
       integer ≥ 1. None: the residual is not extrapolated.
-    - mask: one of :data:`MASKS`: cache-dit's list of steps that are always full, in place of the first
+    - mask: one of :data:`MASKS`: cache-dit's list of steps that are always complete, in place of the first
       ones, for 4, 6, and 8 or more steps. A faster mask has fewer of them.
-    - merge: fraction of tokens that :mod:`tokenmerge` merges in the blocks that run, > 0 and ≤ 0.75.
-    - scope: ``"layers"`` merges around the attention, ``"block"`` around whole blocks.
     """
     check_pipeline(_NAME, pipe)
     if taylor is not None and (taylor < 1 or taylor != int(taylor)):
         raise ConfigError(f"{_NAME}: taylor: expected an integer ≥ 1, got {taylor:g}")
     if mask is not None and mask not in MASKS:
         raise ConfigError(f"{_NAME}: mask: expected one of {', '.join(MASKS)}, got {mask!r}")
-    if scope not in SCOPES:
-        raise ConfigError(f"{_NAME}: scope: expected one of {', '.join(SCOPES)}, got {scope!r}")
     package: Any = importlib.import_module("cache_dit")
     with _quiet():
         known = package.BlockAdapterRegister.is_supported(pipe)
@@ -87,10 +79,7 @@ def cache_dit(
         )
         return {"cache_config": cache, "calibrator_config": order}
 
-    with contextlib.ExitStack() as in_force:
-        if merge is not None:
-            in_force.enter_context(token_merging(pipe, merging_alone(merge, {"scope": scope}).config()))
-        in_force.enter_context(_in_each_call(pipe, package, settings))
+    with _in_each_call(pipe, package, settings):
         yield
 
 

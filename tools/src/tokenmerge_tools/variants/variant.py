@@ -97,7 +97,7 @@ VARIANTS = {
         is_faster=True,
         package="cache-dit==1.5.3",
         number=("threshold", 0.08),
-        options={"taylor": 1.0, "mask": "fast", "merge": 0.5, "scope": "block"},
+        options={"taylor": 1.0, "mask": "fast"},
     ),
     # Dense, with as many steps as a merged variant counts operations.
     FEWER_STEPS: VariantKind(contexts.dense),
@@ -119,6 +119,10 @@ class Variant:
     def label(self) -> str:
         """The variant with its settings, such as ``"tome ratio=0.5"``."""
         return variant_label(self.name, dict(self.settings))
+
+    def steps(self, dense: int) -> int:
+        """Return its number of denoising steps, where dense has ``dense``. Only fewer steps have another."""
+        return int(dict(self.settings)["steps"]) if self.name == FEWER_STEPS else dense
 
     @property
     def merging(self) -> MethodSpec | None:

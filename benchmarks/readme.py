@@ -1,0 +1,131 @@
+"""Measure the table of README.md: the speed asked for, the speed measured, and how the picture changes.
+
+All pictures are of one bundled model at one size, number of steps and guidance, with prompts that no number
+of the policy was fitted on. The time of a call is its processor time on one thread: text, all steps and
+decoding. The calls of a prompt are interleaved.
+
+    OMP_NUM_THREADS=1 python benchmarks/readme.py measure --out benchmarks/readme_cpu.jsonl  # 2 minutes
+    python benchmarks/readme.py write benchmarks/readme_cpu.jsonl  # into README.md and docs/index.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+
+from tokenmerge import token_merging
+from tokenmerge_tools import demo
+from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
+
+MODEL, SIZE, STEPS, GUIDANCE = "emoji-unet", 256, 20, 7.5
+SPEEDUPS = (1.5, 2.0, 3.0)
+PROMPTS, SEED = 44, 9000  # other ones than policy.py has
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "index.md")
+BLOCK = re.compile(r"(<!-- rows: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
+
+
+def measure(out: Path, prompts: int) -> None:
+    """Draw each prompt dense and at each speed."""
+    pipe = DiffusionPipeline.from_pretrained(demo.path(MODEL))
+    pipe.set_progress_bar_config(disable=True)
+    for warm_up in (None, *SPEEDUPS):  # nothing is timed the first time that it runs
+        draw(pipe, "a red apple", 0, warm_up, steps=4)
+    for number, (glyph, background) in enumerate(choose_prompts(prompts, seed=PROMPTS)):
+        prompt, seed = caption(read_glyphs()[glyph].name, background), SEED + number
+        dense, seconds = draw(pipe, prompt, seed)
+        line: dict[str, Any] = {"prompt": prompt, "seed": seed, "dense": seconds}
+        for speedup in SPEEDUPS:
+            line[f"speedup={speedup:g}"] = beside(dense, *draw(pipe, prompt, seed, speedup))
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+
+
+def draw(
+    pipe: DiffusionPipeline, prompt: str, seed: int, speedup: float | None = None, steps: int = STEPS
+) -> tuple[torch.Tensor, float]:
+    """Return a picture and the seconds of the call; None: it is dense."""
+    merging = contextlib.nullcontext() if speedup is None else token_merging(pipe, speedup=speedup)
+    with merging:
+        start = time.process_time()
+        picture = pipe(
+            prompt,
+            height=SIZE,
+            width=SIZE,
+            num_inference_steps=steps,
+            guidance_scale=GUIDANCE,
+            generator=torch.Generator().manual_seed(seed),
+            output_type="pt",
+        ).images[0]
+        return picture, time.process_time() - start
+
+
+def beside(dense: torch.Tensor, picture: torch.Tensor, seconds: float) -> dict[str, float]:
+    return {"seconds": seconds, "psnr": float(-10 * torch.log10((dense - picture).square().mean()))}
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Return the table with its condition, in Markdown."""
+    heads = ["| you ask for | you get | the picture |", "|---|---:|---|"]
+    prompts = "1 prompt" if len(lines) == 1 else f"{len(lines)} prompts"
+    where = f"{SIZE} × {SIZE} pixels, {STEPS} steps, guidance {GUIDANCE:g}, {prompts}, one CPU thread"
+    return "\n".join([*heads, *rows(lines), "", f"*The bundled `{MODEL}`, {where}.*", ""])
+
+
+def write(lines: list[dict[str, Any]]) -> None:
+    """Write the table into the documents that have it."""
+    made = table(lines)
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        path.write_text(BLOCK.sub(lambda found: found[1] + made + found[2], text), encoding="utf-8")
+        print(path)
+
+
+def rows(lines: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the rows of the table: medians over the prompts of the speed, and means of the PSNR."""
+
+    def figures(name: str) -> tuple[float, float]:
+        speed = statistics.median(line["dense"] / line[name]["seconds"] for line in lines)
+        return speed, statistics.mean(line[name]["psnr"] for line in lines)
+
+    for speedup in SPEEDUPS:
+        speed, psnr = figures(f"speedup={speedup:g}")
+        yield f"| `speedup={speedup}` | {speed:.1f}× | {in_words(psnr)} ({psnr:.0f} dB) |"
+
+
+def in_words(psnr: float) -> str:
+    """Say how much a picture with this PSNR differs."""
+    return "hard to tell apart" if psnr >= 40 else "small details differ" if psnr >= 30 else "same subject"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    measured = commands.add_parser("measure")
+    measured.add_argument("--out", type=Path, required=True)
+    measured.add_argument("--prompts", type=int, default=4)
+    commands.add_parser("write").add_argument("record", type=Path)
+    options = parser.parse_args()
+    diffusers.utils.logging.set_verbosity_error()
+    if options.command == "measure":
+        measure(options.out, options.prompts)
+    else:
+        write([json.loads(line) for line in options.record.read_text(encoding="utf-8").splitlines()])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""A diffusers pipeline in a server, which merges tokens as each request asks."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from tokenmerge.api import Patch, apply_token_merging, remove_token_merging
+from tokenmerge.config import ToMeConfig
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.integrations.serving.asked import DENSE, REQUESTED, speedup
+
+
+class ServedPipeline:
+    """A pipeline with the speed-up of the server, or of the request that runs.
+
+    Args:
+        pipe: the diffusers pipeline. If its model is not supported, it stays dense, and a warning says why.
+        wanted: speed-up of requests that ask for none, or the path of a file of settings.
+        log: the server's own logger, so that the lines are shown where its lines are.
+
+    Raises:
+        ConfigError, NothingToMergeError: as for :func:`tokenmerge.apply_token_merging`.
+    """
+
+    def __init__(self, pipe: object, wanted: float | str, log: logging.Logger) -> None:
+        self._pipe, self._wanted, self._log = pipe, wanted, log
+        self._in_force: float | str = DENSE
+        # Choosing settings for a speed-up takes seconds, and applying chosen ones takes milliseconds.
+        self._settings = functools.lru_cache(maxsize=64)(self._chosen)
+        try:
+            patch = self._apply(wanted)
+        except UnsupportedModelError as error:
+            self._wanted = DENSE
+            log.warning("token merging: the model is served dense: %s", error)
+        else:
+            self._tell(patch)
+
+    def use(self, requested: object) -> None:
+        """Apply what the next generation asks for; nothing happens if that is in force.
+
+        Args:
+            requested: the speed-up that the request asks for; 1 is dense, and None is what the server does.
+
+        Raises:
+            ConfigError: the speed-up is not a number ≥ 1, or the model does not reach it.
+            UnsupportedModelError: a speed-up is asked for, and the model is not supported.
+        """
+        wanted = self._wanted if requested is None else speedup(REQUESTED, requested)
+        if wanted != self._in_force:
+            self._apply(wanted)
+            self._tell()
+
+    def _apply(self, wanted: float | str) -> Patch[Any, Any] | None:
+        patch = None
+        if isinstance(wanted, str):
+            patch = apply_token_merging(self._pipe, wanted)
+        elif wanted != DENSE:
+            patch = apply_token_merging(self._pipe, self._settings(wanted))
+        elif self._in_force != DENSE:
+            remove_token_merging(self._pipe)
+        self._in_force = wanted
+        return patch
+
+    def _tell(self, patch: Patch[Any, Any] | None = None) -> None:
+        """Log what is in force, and what a patch says of itself."""
+        name = self._in_force if isinstance(self._in_force, str) else f"{self._in_force:g}×"
+        name = "dense" if self._in_force == DENSE else name
+        self._log.info("token merging: %s%s", name, "" if patch is None else f"\n{patch}")
+
+    def _chosen(self, wanted: float) -> ToMeConfig:
+        patch = apply_token_merging(self._pipe, speedup=wanted)
+        self._in_force = wanted
+        return patch.config

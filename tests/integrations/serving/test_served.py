@@ -1,0 +1,91 @@
+"""What the plug-ins do with a pipeline, without a server."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+import torch
+
+from tokenmerge import ConfigError, UnsupportedModelError
+from tokenmerge.integrations.serving.asked import by_environment, is_asked
+from tokenmerge.integrations.serving.served import ServedPipeline
+
+LOG = logging.getLogger(__name__)
+GROUPS = {"vllm_omni": "vllm_omni.general_plugins", "sglang": "sglang.multimodal_gen.plugins"}
+
+
+@pytest.mark.parametrize("server", GROUPS)
+def test_an_entry_point_loads_nothing_heavy_until_it_is_asked(server):
+    """It runs without the server, without torch, and with empty settings."""
+    (point,) = (point for point in entry_points(group=GROUPS[server]) if point.name == "tokenmerge")
+    assert point.value == f"tokenmerge.integrations.serving.{server}:register"
+    script = (
+        "import os, sys; from importlib.metadata import EntryPoint\n"
+        "os.environ.update(TOKENMERGE_SPEEDUP='', TOKENMERGE_SETTINGS='')\n"
+        f"EntryPoint('tokenmerge', {point.value!r}, '').load()()\n"
+        "print([name for name in ('torch', 'diffusers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_the_environment_asks_for(monkeypatch):
+    monkeypatch.delenv("TOKENMERGE_SPEEDUP", raising=False)
+    monkeypatch.delenv("TOKENMERGE_SETTINGS", raising=False)
+    assert not is_asked()
+    monkeypatch.setenv("TOKENMERGE_SPEEDUP", "2")
+    assert is_asked()
+    assert by_environment() == 2.0
+    for wrong in ("fast", "0.5", "nan", "inf", "-1"):
+        monkeypatch.setenv("TOKENMERGE_SPEEDUP", wrong)
+        with pytest.raises(
+            ConfigError, match=r"TOKENMERGE_SPEEDUP: expected a number ≥ 1, such as 2\.0, got"
+        ):
+            by_environment()
+    monkeypatch.setenv("TOKENMERGE_SETTINGS", "tuned.json")
+    with pytest.raises(ConfigError, match="expected one of them"):
+        by_environment()
+    monkeypatch.setenv("TOKENMERGE_SPEEDUP", "")
+    assert by_environment() == "tuned.json"
+
+
+def draw(pipe):
+    call = {"num_inference_steps": 12, "generator": torch.manual_seed(0), "output_type": "pt"}
+    return pipe("a", **call).images
+
+
+def test_a_speedup_is_chosen_once(pipe, monkeypatch):
+    """Choosing its settings takes seconds, and a request that repeats it applies them in milliseconds."""
+    import tokenmerge.integrations.serving.served as module
+
+    asked = []
+    apply = module.apply_token_merging
+
+    def counted(model, *settings, **given):
+        asked.append(given.get("speedup"))
+        return apply(model, *settings, **given)
+
+    monkeypatch.setattr(module, "apply_token_merging", counted)
+    served = ServedPipeline(pipe, 2.0, LOG)
+    served.use(None)
+    assert asked == [2.0, None]
+    fast = draw(pipe)
+    served.use(1)
+    served.use(2.0)
+    served.use(2)
+    assert asked == [2.0, None, None]
+    assert torch.equal(draw(pipe), fast)
+
+
+def test_a_request_for_a_speedup_of_an_unsupported_model_is_an_error(caplog):
+    pipe = torch.nn.Linear(2, 2)
+    served = ServedPipeline(pipe, 2.0, LOG)
+    assert "Linear" in caplog.text
+    served.use(None)
+    served.use(1)
+    with pytest.raises(UnsupportedModelError):
+        served.use(2.0)

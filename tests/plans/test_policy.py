@@ -1,0 +1,73 @@
+"""The policy: few numbers, each class of model with the record that they come from."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmerge.plans.policy import Power, fewest_tokens, harms_of, is_strong
+
+ROOT = Path(__file__).parents[2]
+
+
+def table() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        resources.files("tokenmerge.plans").joinpath("policy.json").read_text()
+    )
+    return found
+
+
+def numbers(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(map(numbers, value.values()))
+    return sum(map(numbers, value)) if isinstance(value, list) else isinstance(value, int | float)
+
+
+def test_the_policy_has_at_most_40_numbers():
+    assert 0 < numbers(table()) <= 40
+
+
+def test_each_class_names_the_record_of_its_numbers():
+    for name in ("unet", "transformer"):
+        assert (ROOT / table()[name]["record"]).is_file()
+
+
+def test_guidance_is_strong_from_5_on():
+    assert [is_strong(scale) for scale in (None, 1.0, 4.9, 5.0, 7.5)] == [True, False, False, True, True]
+
+
+@pytest.mark.parametrize("strong", [False, True])
+@pytest.mark.parametrize("model", ["unet", "transformer", "other"])
+def test_harms_are_positive_and_grow(model, strong):
+    harms = harms_of(model, strong)
+    for harm in (*harms.skip.values(), *harms.merge.values()):
+        assert harm.size > 0
+        assert harm.growth > 0
+        assert harm.at(2) > harm.at(1)
+
+
+def test_merging_without_its_counts_loses_more():
+    harms = harms_of("unet", True)
+    plain, weighted = (harms.of_merging("layers", 0.5, 0, proportional=own) for own in (False, True))
+    assert plain == 10 * weighted
+
+
+def test_what_does_not_merge_loses_nothing():
+    assert harms_of("unet", True).of_merging("layers", 0.0, 2) == 0
+
+
+def test_a_later_correction_leaves_more():
+    harms = harms_of("transformer", False)
+    assert harms.of_merging("block", 0.5, 2) < harms.of_merging("block", 0.5, 4)
+
+
+def test_the_fewest_tokens_are_those_of_the_table():
+    assert fewest_tokens() == table()["fewest tokens"]
+
+
+def test_a_power_grows():
+    assert Power(3, 2).at(2) == 12
