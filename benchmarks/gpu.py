@@ -449,7 +449,7 @@ def _parts_of_attention(
         torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(run.device, run.half)
         for shape in ((batch, n, channels), (4 * channels, channels))
     )
-    layer = calibration._self_attention(weights / channels**0.5, heads)
+    layer = calibration.self_attention(weights / channels**0.5, heads)
     step = torch.zeros((), dtype=torch.int64, device=run.device)
     plan = None
     for planner in ("tiled", "tome"):
