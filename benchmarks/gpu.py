@@ -107,7 +107,7 @@ class Run:
         self.folder = options.out.parent
         self.folder.mkdir(parents=True, exist_ok=True)
         self.part, self.statuses = "", Counter[str]()
-        self._file = options.out.open("a", encoding="utf-8")
+        self._record = options.out
         self._ends = self._part_ends = BEGAN + options.limit
 
     def begin(self, part: str, budget: float) -> None:
@@ -144,8 +144,8 @@ class Run:
         self.statuses[status] += 1
         now = round(time.monotonic() - BEGAN, 1)
         line = {"part": self.part, "name": name, "status": status, "at_s": now, **facts}
-        self._file.write(json.dumps(line, default=str, ensure_ascii=False) + "\n")
-        self._file.flush()
+        with self._record.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, default=str, ensure_ascii=False) + "\n")
         print(
             f"[{now:6.1f}] {self.part}: {name}: {facts.get('error') or facts.get('ms') or status}", flush=True
         )
@@ -449,7 +449,7 @@ def _parts_of_attention(
         torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(run.device, run.half)
         for shape in ((batch, n, channels), (4 * channels, channels))
     )
-    layer = calibration._self_attention(weights / channels**0.5, heads)
+    layer = calibration.self_attention(weights / channels**0.5, heads)
     step = torch.zeros((), dtype=torch.int64, device=run.device)
     plan = None
     for planner in ("tiled", "tome"):
@@ -564,8 +564,8 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 @torch.no_grad()
 def _waits(run: Run, name: str) -> Facts:
-    """Return how many times each step waits for the device, and the lines that ask."""
-    loop, facts = _small(run, name, torch.float32), {}
+    """Return how many times each step waits for the device, and the lines that ask. Only CUDA counts them."""
+    loop, facts = _small(run, name, torch.float32), {"counted": run.on_gpu}
     for variant, context in (("dense", contextlib.nullcontext), *_settings(loop).items()):
         with context():
             loop()  # kernels are loaded

@@ -14,6 +14,7 @@ import torch
 from tests.models.tiny import FAMILIES
 
 from tokenmerge.default_method import settings_for
+from tokenmerge.models.placement import narrowest
 from tokenmerge.planners import calibration
 
 
@@ -218,6 +219,13 @@ def test_the_narrowest_attention_decides(whole, monkeypatch):
     sharing = (len(down) + len(up)) // 2
     assert sharing > 1
     assert asked == [(2, attention.to_q.out_features, attention.heads, sharing if whole else 1)]
+
+
+def test_plans_are_counted_in_the_narrowest_attention():
+    narrow, wide = (64, 4), (128, 4)
+    found = [*[(narrow, "down")] * 2, *[(narrow, "up")] * 3, *[(wide, "middle")] * 9]
+    assert narrowest(found) == (*narrow, 2)
+    assert narrowest([]) == ()
 
 
 def test_a_model_that_takes_its_guidance_is_timed_with_one_picture(monkeypatch):

@@ -92,7 +92,7 @@ def measure_fewest_tokens(
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cpu").to(device, dtype)
 
-    layer = _self_attention(noise(4 * channels, channels) / channels**0.5, heads)
+    layer = self_attention(noise(4 * channels, channels) / channels**0.5, heads)
     step = torch.zeros((), dtype=torch.int64, device=device)
     config = ToMeConfig(ratio=0.5, planner="tiled")
     for side in SIDES:
@@ -111,7 +111,7 @@ def measure_fewest_tokens(
     return (2 * SIDES[-1]) ** 2
 
 
-def _self_attention(weights: Tensor, heads: int) -> Callable[..., Tensor]:
+def self_attention(weights: Tensor, heads: int) -> Callable[..., Tensor]:
     """Make self-attention with weights ``[4 * channels, channels]``: queries, keys, values, output."""
     channels = weights.shape[1]
     project, out = weights.split((3 * channels, channels))

@@ -26,13 +26,15 @@ class StepSeed:
     def of(self, timestep: Tensor | float, device: torch.device) -> Tensor:
         """Return the number of a step, int64, on a device.
 
-        The same timestep tensor gives the same result tensor again, and so does the same timestep on the CPU.
+        The same timestep tensor gives the same result tensor again. On a device, so does the same timestep on
+        the CPU.
         """
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-            return _bits(timestep, device)
         if not isinstance(timestep, Tensor) or not needs_sync(timestep):
+            traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+            if traced or device.type == "cpu":
+                return _bits(timestep, device)
             return self._read(int(_bits(timestep, torch.device("cpu"))), device)
-        if timestep.is_inference():
+        if torch.compiler.is_compiling() or timestep.is_inference():
             return _bits(timestep, device)  # its value may have changed unseen
         if self._last is not None:
             last, version, number = self._last
@@ -59,5 +61,5 @@ def same_step(step: Tensor, other: Tensor) -> bool:
 
 
 def _bits(timestep: Tensor | float, device: torch.device) -> Tensor:
-    latest = torch.as_tensor(timestep, device=device, dtype=torch.float32).max()
-    return bits(latest)
+    latest = torch.as_tensor(timestep, device=device, dtype=torch.float32)
+    return bits(latest.max() if latest.numel() > 1 else latest.view(()))
