@@ -12,11 +12,13 @@ COMFYUI := .venv-comfyui
 # that sees the packages of the main one.
 SERVING := .venv-serving
 SERVING_PIP = $(BIN)/python -m pip --python $(SERVING) --disable-pip-version-check install --quiet --constraint constraints.txt
+# The oldest PyTorch that pyproject.toml allows.
+OLDEST := .venv-oldest
 
 # A module's tests run on one worker, so that its fixtures are made once. A thread for each worker.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist loadscope
 
-.PHONY: demo docs/demo.png test test-slow test-all test-paddle test-comfyui test-serving environments docs format clean
+.PHONY: demo docs/demo.png test test-slow test-all test-paddle test-comfyui test-serving test-oldest environments docs format clean
 
 # Threads wait passively, so that a busy machine is not slowed down further.
 demo: $(VENV)/ready
@@ -38,7 +40,7 @@ test-slow: $(VENV)/tested
 	$(PYTEST) -m slow
 
 # Every test that there is.
-test-all: test test-slow test-paddle test-comfyui test-serving
+test-all: test test-slow test-paddle test-comfyui test-serving test-oldest
 
 test-paddle: $(PADDLE)/ready
 	OMP_NUM_THREADS=1 $(PADDLE)/bin/python -m pytest -c tests/integrations/paddle/pytest.ini --numprocesses auto --dist worksteal \
@@ -52,8 +54,13 @@ test-serving: $(SERVING)/ready
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(SERVING)/bin/python -m pytest -c tests/integrations/serving/pytest.ini --numprocesses auto --dist worksteal \
 		tests/integrations/serving
 
-# What `make test-paddle` and `make test-comfyui` build first.
-environments: $(PADDLE)/ready $(COMFYUI)/ready
+# What depends on the version of PyTorch: patching, steps, compiling, exporting.
+test-oldest: $(OLDEST)/ready
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(OLDEST)/bin/python -m pytest --numprocesses auto --dist loadscope -m "not slow" \
+		tests/test_api.py tests/test_auto.py tests/runtime tests/integrations/export/test_arithmetic.py
+
+# What `make test-paddle`, `make test-comfyui` and `make test-oldest` build first.
+environments: $(PADDLE)/ready $(COMFYUI)/ready $(OLDEST)/ready
 
 # The site, in docs/_build/html: open index.html. A warning, such as a broken link, is an error.
 docs: $(VENV)/documented
@@ -64,7 +71,7 @@ format: $(VENV)/tested
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(PADDLE) $(COMFYUI) $(SERVING) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
+	rm -rf $(VENV) $(PADDLE) $(COMFYUI) $(SERVING) $(OLDEST) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
 
 $(VENV)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -108,4 +115,13 @@ $(SERVING)/ready: $(VENV)/tested
 		> $$($(SERVING)/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
 	$(SERVING_PIP) --group serving-test
 	$(SERVING_PIP) --no-deps sglang vllm-omni
+
+# Without torchao, which needs a newer PyTorch. All other versions are those of the main environment.
+$(OLDEST)/ready: pyproject.toml tools/pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet "pip>=25.1"
+	grep -v "^torch==" constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet torch==2.7.0
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(OLDEST)/constraints.txt \
+		--editable . --editable ./tools --group oldest-test
 	touch $@
