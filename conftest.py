@@ -1,6 +1,7 @@
 """Settings for all tests."""
 
 import gc
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tokenmerge.default_method, "fewest_tokens", fewest_tokens)
     monkeypatch.setattr(tokenmerge.handle, "fewest_tokens", lambda *_: 0)  # nothing is slower than dense
+    # Pictures of tests have few tokens. The policy merges larger grids alone.
+    monkeypatch.setattr(import_module("tokenmerge.plans.choose"), "fewest_tokens", lambda: _FEWEST)
 
 
 @pytest.fixture(scope="module")

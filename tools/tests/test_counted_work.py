@@ -17,7 +17,7 @@ from tokenmerge_tools.bench.geometry import GEOMETRIES
 from tokenmerge_tools.demo import path
 
 MERGING = ToMeConfig(ratio=0.5, max_downsample=8, planner="tiled", plans=PlanSharing(blocks=True))
-REUSE = StepReuse(every=3, shallow_every=2, ends="full", spacing=1)
+REUSE = StepReuse(every=3, shallow_every=2)
 SETTINGS = {
     "layers": MERGING,
     "wide cells": dataclasses.replace(MERGING, ratio=0.75, sx=4),

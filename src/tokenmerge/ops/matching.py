@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tokenmerge.ops.once import once
 from tokenmerge.ops.partition import num_tokens
 
 # Largest number of similarities in memory at once. More sources are compared in slices, so that memory grows
@@ -69,7 +70,8 @@ def compared(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor
         divided by their lengths, ``[b, d, c]``.
     """
     exact = torch.promote_types(features.dtype, torch.float32)
-    tokens = _select(features.to(exact), torch.cat([src, dst], dim=-1))
+    both = once(src, "with destinations", lambda: torch.cat([src, dst], dim=-1), dst)
+    tokens = _select(features.to(exact), both)
     lengths = tokens.norm(dim=-1).clamp(min=torch.finfo(exact).tiny)
     s = src.shape[-1]
     return tokens[:, :s], lengths[:, :s], tokens[:, s:] / lengths[:, s:].unsqueeze(-1)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tokenmerge.ops.arithmetic import Draw, arithmetic
-from tokenmerge.ops.constants import first_numbers, made_once
+from tokenmerge.ops.constants import first_numbers
+from tokenmerge.ops.once import made_once
 
 
 def num_destinations(grid: Sequence[int], cell: Sequence[int]) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.ops.constants import made_once
 from tokenmerge.ops.matching import by_similarity, compared, own_cell
+from tokenmerge.ops.once import made_once
 from tokenmerge.ops.partition import num_destinations, num_tokens, whole_cells
 
 

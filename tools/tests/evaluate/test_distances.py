@@ -99,7 +99,9 @@ def test_inception_gets_the_bytes_of_the_pictures(monkeypatch: pytest.MonkeyPatc
     class Flat(torch.nn.Module):
         """Its features are its input."""
 
-        weight = torch.nn.Parameter(torch.zeros(1))
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
 
         def forward(self, pixels: torch.Tensor) -> torch.Tensor:
             assert pixels.dtype == torch.uint8

@@ -12,7 +12,8 @@ from torch import Tensor
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.ops import Plan, keep_destinations, merge, unmerge
+from tokenmerge.ops import IndexPlan, Plan, keep_destinations, merge, unmerge
+from tokenmerge.ops.once import once
 from tokenmerge.runtime.memory.reuse import Residual
 
 # Makes merged tokens from a plan and tokens.
@@ -34,25 +35,45 @@ def merged_call(
     """
     tokens = layout.tokens_of(call)
     n, m = plan.inverse.shape[1], plan.keep.shape[1]
-    merged = _replace_image(layout, tokens, n, partial(combine, plan))
+    whole = _with_text(layout, plan, tokens.shape[1] - n)
+    merged = (
+        _replace_image(layout, tokens, n, partial(combine, plan)) if whole is None else combine(whole, tokens)
+    )
     name = layout.tokens or call.names[0]
     now = following(call, layout, plan).replaced(name, merged)
     if layout.same_as_tokens and call.argument(layout.same_as_tokens) is call.argument(name):
         now = now.replaced(layout.same_as_tokens, merged)
     result = now.result()
 
-    def back(image: Tensor) -> Tensor:
-        if not change_only:
-            return unmerge(plan, image)
+    def back(value: Tensor) -> Tensor:
+        if change_only:
+            return _replace_image(layout, value, m, add_change)
+        if whole is not None and value.shape[1] == merged.shape[1]:
+            return unmerge(whole, value)
+        return _replace_image(layout, value, m, partial(unmerge, plan))
+
+    def add_change(image: Tensor) -> Tensor:
         return layout.image(tokens, n) + unmerge(plan, image - layout.image(merged, m))
 
     if isinstance(result, Tensor):
-        return _replace_image(layout, result, m, back)
+        return back(result)
     results = list(result)
     for i, value in enumerate(results):
         if i in layout.outputs and value is not None:
-            results[i] = _replace_image(layout, value, m, back)
+            results[i] = back(value)
     return tuple(results)
+
+
+def _with_text(layout: Layout, plan: Plan, text: int) -> IndexPlan | None:
+    """Return the plan for a sequence that ``text`` tokens precede, which merge with none.
+
+    None: there is no text before the tokens, or a graph would make the plan for each block.
+    """
+    if text == 0 or layout.text == "last" or torch.compiler.is_compiling():
+        return None
+    if not isinstance(plan, IndexPlan):
+        return None
+    return once(plan.inverse, ("text", text), partial(plan.after, text), plan.sizes)
 
 
 def add_lost(
@@ -136,6 +157,15 @@ def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -
         return type(value)([_followed(part, argument, layout, plan) for part in value])
     if value is None or argument.ndim not in (None, value.ndim):
         return value
+    if value.is_inference() or value.requires_grad:  # it may change unseen, or each result has its gradient
+        return _at_kept_tokens(value, argument, layout, plan)
+    # Hosts give all blocks the same tensor.
+    follow = partial(_at_kept_tokens, value, argument, layout, plan)
+    return once(plan.keep, (id(value), argument, layout), follow, value)
+
+
+def _at_kept_tokens(value: Tensor, argument: TokenArgument, layout: Layout, plan: Plan) -> Tensor:
+    """Return the entries of the tokens whose place the merged tokens take, beside those of the text."""
     b, n = plan.inverse.shape
     if argument.broadcasts_to is not None:
         value = value[(None,) * (argument.broadcasts_to - value.ndim)]
@@ -144,7 +174,8 @@ def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -
     for axis in argument.axes:
         if value.shape[axis] > 1:
             _check_entries(argument, value, value.shape[axis], n)
-            index = _entries(plan, value.shape[axis] - n, layout)
+            text = value.shape[axis] - n
+            index = once(plan.keep, ("entries", text, layout.text), partial(_entries, plan, text, layout))
             if argument.batched:
                 along, shape = [1] * value.ndim, list(value.shape)
                 along[0], along[axis] = index.shape

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.layout import Layout
 from tokenmerge.ops import Plan, attend_by_columns, attend_by_values, head_size_with_columns
+from tokenmerge.ops.once import once
 
 
 class Kernel(NamedTuple):
@@ -71,7 +72,7 @@ class ProportionalAttention(TorchFunctionMode):
         sizes = self._sizes_of(len(key), key.shape[-2])
         if sizes is None:
             return function(**given)
-        bias = sizes.log().to(key.dtype)
+        bias = once(sizes, key.dtype, lambda: sizes.log().to(key.dtype))
         bias = bias.view(len(bias), *[1] * (key.ndim - 2), -1)
         mask = given.get("attn_mask")
         if mask is not None and mask.dtype == torch.bool:
@@ -97,17 +98,26 @@ class ProportionalAttention(TorchFunctionMode):
     def _sizes_of(self, batch: int, tokens: int) -> Tensor | None:
         """``[batch, tokens]``: how often each key counts; None: these are not the keys of the plan."""
         images, m = self.sizes.shape
-        sizes, text = self.sizes, tokens - m
+        text, first = tokens - m, self._images_seen
         if text < 0:
             return None
         if batch == 1 < images:  # hosts that attend image by image, since their texts differ in length
-            sizes = sizes[self._images_seen].unsqueeze(0)
+            self._images_seen += 1
+            own = self.sizes[first : first + 1]
         elif batch % images:
             return None
-        self._images_seen += len(sizes)
-        sizes = F.pad(sizes, (text, 0) if self.layout.text == "first" else (0, text), value=1.0)
-        # Hosts that fold heads into the batch repeat each image for its heads.
-        return sizes.repeat_interleave(batch // len(sizes), 0) if batch != len(sizes) else sizes
+        else:
+            self._images_seen += images
+            own = self.sizes
+
+        def with_text() -> Tensor:
+            sizes = F.pad(own, (text, 0) if self.layout.text == "first" else (0, text), value=1.0)
+            # Hosts that fold heads into the batch repeat each image for its heads.
+            return sizes.repeat_interleave(batch // len(sizes), 0) if batch != len(sizes) else sizes
+
+        if text == 0 and batch == len(own):
+            return own
+        return once(self.sizes, (first, batch, text, self.layout.text), with_text)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)

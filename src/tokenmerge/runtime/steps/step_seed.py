@@ -61,5 +61,5 @@ def same_step(step: Tensor, other: Tensor) -> bool:
 
 
 def _bits(timestep: Tensor | float, device: torch.device) -> Tensor:
-    latest = torch.as_tensor(timestep, device=device, dtype=torch.float32).max()
-    return bits(latest)
+    latest = torch.as_tensor(timestep, device=device, dtype=torch.float32)
+    return bits(latest.max() if latest.numel() > 1 else latest.view(()))

@@ -37,7 +37,7 @@ class Inception:
         if importlib.util.find_spec("torch_fidelity") is None:
             raise ConfigError(
                 f"its network {name} comes with torch-fidelity, which is not installed; run: pip install "
-                "torch-fidelity; or name a network of transformers, such as fid=facebook/dinov2-base"
+                "torch-fidelity; or name a network of transformers, as NAME=facebook/dinov2-base"
             )
         with loading(name):
             from torchmetrics.image.fid import FrechetInceptionDistance

@@ -1,0 +1,201 @@
+"""Count the kernels that one call of a model launches, dense and merged, and write them into docs/gpu.md.
+
+The models are on the meta device, so nothing is computed, and no accelerator is needed. The counted call is
+the second one, with another timestep: what depends on the token grid alone is known by then, and what depends
+on the step is not. Weights are in bfloat16. Views and allocations launch nothing; fused attention is one
+launch, as on a GPU.
+
+    python benchmarks/launches.py                # all models: one to two minutes
+    python benchmarks/launches.py sd15 flux      # these
+    python benchmarks/launches.py --record NAME  # and keep the counts under this name
+    python benchmarks/launches.py --table        # only write the table from the record
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tokenmerge import PlanSharing, ToMeConfig, apply_patch, apply_token_merging, remove_patch
+from tokenmerge.models.find import find_hosts
+from tokenmerge_tools.bench.geometry import find_geometry
+
+RECORD = Path(__file__).with_name("launches_meta.jsonl")
+PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+SIZES = {
+    "sd15": ((512, 512), (768, 768), (1024, 1024)),
+    "sdxl": ((1024, 1024),),
+    "sd3": ((1024, 1024),),
+    "flux": ((1024, 1024),),
+    "wan": ((480, 832),),
+}
+SHARED = PlanSharing(blocks=True)
+# What the columns of the table are called, and the settings. SDXL merges at its second level only.
+METHODS: dict[str, dict[str, Any]] = {
+    "`ToMeConfig(ratio=0.5)`": {},
+    '`planner="tiled"`': {"planner": "tiled"},
+    "as `auto` merges": {"planner": "tiled", "plans": SHARED, "proportional": True},
+}
+# Operations that launch nothing, beside those that return views.
+_NO_LAUNCH = {"empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "promote_types"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that launch a kernel, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        name = function._schema.name.removeprefix("aten::")
+        made = function._schema.returns
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in made)
+        if not is_view and name not in _NO_LAUNCH:
+            self.of[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Makes fused attention one launch; on the meta device it would be several operations."""
+
+    def __init__(self, launches: Launches) -> None:
+        super().__init__()
+        self.launches = launches
+
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is not F.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        given = {**dict(zip(("query", "key", "value"), args, strict=False)), **(kwargs or {})}
+        self.launches.of["scaled_dot_product_attention"] += 1
+        query: Tensor = given["query"]
+        return query.new_empty(*query.shape[:-1], given["value"].shape[-1])
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Launches]:
+    """Count the launches within the context."""
+    with torch.no_grad(), Launches() as launches, _FusedAttention(launches):
+        yield launches
+
+
+def build(name: str) -> nn.Module:
+    """Return a model of the published size on the meta device."""
+    import diffusers
+
+    geometry = find_geometry(name)
+    with torch.device("meta"):
+        model = getattr(diffusers, geometry.denoiser)(**geometry.config).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def example(name: str, model: nn.Module, height: int, width: int) -> dict[str, Any]:
+    """Return the arguments of a call with pictures of this size; guidance doubles the batch."""
+    if name == "wan":  # 81 frames
+
+        def blank(*shape: int) -> Tensor:
+            return torch.zeros(1, *shape, device="meta", dtype=torch.bfloat16)
+
+        sample = blank(16, 21, height // 8, width // 8)
+        return {
+            "hidden_states": sample,
+            "timestep": torch.zeros(1, device="meta"),
+            "encoder_hidden_states": blank(512, 4096),
+        }
+    geometry = find_geometry(name)
+    return find_hosts(model)[0].example(height // 8, width // 8, 2 if geometry.guided else 1)
+
+
+def launches(model: nn.Module, arguments: dict[str, Any]) -> collections.Counter[str]:
+    """Count the launches of a second call, of another step."""
+    first = "sample" if "sample" in arguments else "hidden_states"
+    others = {name: value for name, value in arguments.items() if name != first}
+    for _ in range(2):
+        others["timestep"] = torch.zeros_like(others["timestep"])
+        with counting() as counted:
+            # tomesd reads the size of the sample from the first argument.
+            model(arguments[first].clone(), **others)
+    return counted.of
+
+
+def counts(name: str, model: nn.Module, height: int, width: int) -> Iterator[tuple[str, int]]:
+    """Yield each method and the launches of a call with it."""
+    arguments = example(name, model, height, width)
+    yield "dense", launches(model, arguments).total()
+    is_unet = "sample" in arguments
+    if is_unet:
+        import tomesd
+
+        deepest = 2 if name == "sdxl" else 1
+        tomesd.apply_patch(model, ratio=0.5, max_downsample=deepest)
+        yield "tomesd", launches(model, arguments).total()
+        tomesd.remove_patch(model)
+        apply_patch(model, ratio=0.5, max_downsample=deepest)
+        yield "`apply_patch(ratio=0.5)`", launches(model, arguments).total()
+        remove_patch(model)
+    for method, settings in METHODS.items():
+        config = ToMeConfig(ratio=0.5, max_downsample=2 if name == "sdxl" else 1, **settings)
+        patch = apply_token_merging(model, config)
+        yield method, launches(model, arguments).total()
+        patch.remove()
+
+
+def write_table() -> None:
+    """Write the counts of the first and the last name in the record into the page."""
+    rows = [json.loads(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    found = {(row["name"], row["model"], row["method"]): row["launches"] for row in rows}
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+
+    def cell(model: str, method: str) -> str:
+        then, now = (found.get((name, model, method)) for name in (names[0], names[-1]))
+        return str(now or "") if then in (None, now) else f"{then} → {now}"
+
+    lines = [f"| one call | {' | '.join(methods)} |", f"|---|{'---:|' * len(methods)}"]
+    lines += [f"| {model} | {' | '.join(cell(model, method) for method in methods)} |" for model in models]
+    before, rest = PAGE.read_text(encoding="utf-8").split("<!-- launches -->\n", 1)
+    after = rest.split("<!-- end of launches -->", 1)[1]
+    table = "\n".join(lines)
+    PAGE.write_text(f"{before}<!-- launches -->\n{table}\n<!-- end of launches -->{after}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", choices=[*SIZES, []], help="default: all")
+    parser.add_argument("--record", metavar="NAME", help="what the counts are kept as, such as a commit")
+    parser.add_argument("--table", action="store_true", help="only write the table into docs/gpu.md")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    for name in [] if options.table else options.models or SIZES:
+        model = build(name)
+        for height, width in SIZES[name]:
+            title = f"{find_geometry(name).title}, {width} × {height}"
+            for method, count in counts(name, model, height, width):
+                row = {"name": options.record, "model": title, "method": method, "launches": count}
+                print(json.dumps(row, ensure_ascii=False), flush=True)
+                if options.record:
+                    with RECORD.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    if options.record or options.table:
+        write_table()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""What many blocks compute alike is made once, since each operation is a launch on an accelerator."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+Sizes = ParamSpec("Sizes")
+Made = TypeVar("Made")
+
+_MOST = 256  # results of each function that are kept, the latest ones
+
+
+def made_once(make: Callable[Sizes, Made]) -> Callable[Sizes, Made]:
+    """Keep what a function makes, so that other calls with the same arguments launch nothing.
+
+    The arguments are sizes and, as the last one, a device. Nobody may change the tensors that it makes.
+    """
+    known: dict[object, Made] = {}
+
+    @functools.wraps(make)
+    def get(*args: Sizes.args, **kwargs: Sizes.kwargs) -> Made:
+        if torch.compiler.is_compiling():  # sizes may be symbolic
+            return make(*args, **kwargs)
+        empty = torch.empty(0, device=args[-1])  # type: ignore[call-overload]
+        if type(empty) is not Tensor:  # FakeTensorMode makes tensors of its own, and takes no others
+            return make(*args, **kwargs)
+        key = *args[:-1], empty.device
+        made = known.get(key)
+        if made is None:
+            with torch.inference_mode(False):  # autograd cannot save tensors of inference mode
+                made = known[key] = make(*args, **kwargs)
+            while len(known) > _MOST:
+                known.pop(next(iter(known)), None)
+        return made
+
+    return get
+
+
+_made: Any = WeakTensorKeyDictionary()  # by a tensor of the plan, for as long as that lives
+
+
+def once(of: Tensor, key: Hashable, make: Callable[[], Made], value: Tensor | None = None) -> Made:
+    """Return what ``make`` returned in the first call with this tensor and key; a graph makes its own.
+
+    If there is a ``value``, make it anew where that is another tensor than before, or was changed in place.
+    """
+    if torch.compiler.is_compiling():
+        return make()
+    known = _made.setdefault(of, {})
+    version = None if value is None or value.is_inference() else value._version
+    last = known.get(key)
+    if last is None or last[1] != version or (value is not None and last[0]() is not value):
+        with torch.inference_mode(False):  # autograd cannot save tensors of inference mode
+            made = make()
+        last = known[key] = None if value is None else weakref.ref(value), version, made
+    found: Made = last[2]
+    return found
