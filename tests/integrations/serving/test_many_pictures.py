@@ -47,7 +47,7 @@ def test_killed_processes_lose_no_prompt(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
     running = start(tmp_path)
     try:
-        until = time.monotonic() + 300
+        until = time.monotonic() + 600
         while len(first := list((tmp_path / "pictures").glob("*.png"))) < 2:
             assert running.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < until
@@ -58,7 +58,7 @@ def test_killed_processes_lose_no_prompt(folder: Path, tmp_path: Path) -> None:
 
     again = start(tmp_path)
     try:
-        assert again.wait(timeout=300) == 0, (tmp_path / "log").read_text()
+        assert again.wait(timeout=600) == 0, (tmp_path / "log").read_text()
     finally:
         if again.poll() is None:
             kill(again)

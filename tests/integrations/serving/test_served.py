@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from tokenmerge import ConfigError, UnsupportedModelError
 from tokenmerge.integrations.serving.asked import by_environment, is_asked
 from tokenmerge.integrations.serving.served import ServedPipeline
 
+PROJECT = Path(__file__).parents[3] / "pyproject.toml"
 LOG = logging.getLogger(__name__)
 GROUPS = {"vllm_omni": "vllm_omni.general_plugins", "sglang": "sglang.multimodal_gen.plugins"}
 
@@ -21,12 +22,13 @@ GROUPS = {"vllm_omni": "vllm_omni.general_plugins", "sglang": "sglang.multimodal
 @pytest.mark.parametrize("server", GROUPS)
 def test_an_entry_point_loads_nothing_heavy_until_it_is_asked(server):
     """It runs without the server, without torch, and with empty settings."""
-    (point,) = (point for point in entry_points(group=GROUPS[server]) if point.name == "tokenmerge")
-    assert point.value == f"tokenmerge.integrations.serving.{server}:register"
+    point = f"tokenmerge.integrations.serving.{server}:register"
+    declared = f'[project.entry-points."{GROUPS[server]}"]\ntokenmerge = "{point}"\n'
+    assert declared in PROJECT.read_text(encoding="utf-8")
     script = (
         "import os, sys; from importlib.metadata import EntryPoint\n"
         "os.environ.update(TOKENMERGE_SPEEDUP='', TOKENMERGE_SETTINGS='')\n"
-        f"EntryPoint('tokenmerge', {point.value!r}, '').load()()\n"
+        f"EntryPoint('tokenmerge', {point!r}, '').load()()\n"
         "print([name for name in ('torch', 'diffusers', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

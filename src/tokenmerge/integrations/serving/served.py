@@ -72,4 +72,5 @@ class ServedPipeline:
     def _chosen(self, wanted: float) -> ToMeConfig:
         patch = apply_token_merging(self._pipe, speedup=wanted)
         self._in_force = wanted
-        return patch.config
+        settings: ToMeConfig = patch.config
+        return settings
