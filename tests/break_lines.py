@@ -36,8 +36,8 @@ BREAKS = (
     Break(
         "the mean of a merged token",
         "ops/plan.py",
-        "        total.div_(self.sizes.view(-1, 1))\n",
-        "",
+        "        sizes = self.sizes.view(-1, 1)\n",
+        "        sizes = torch.ones_like(self.sizes).view(-1, 1)\n",
     ),
     Break(
         "the rows that unmerging reads",
@@ -48,8 +48,8 @@ BREAKS = (
     Break(
         "the sign of a similarity",
         "ops/matching.py",
-        "    return product / sources.norm(dim=-1).clamp(min=smallest), nearest",
-        "    return -product / sources.norm(dim=-1).clamp(min=smallest), nearest",
+        "    return product / lengths, nearest",
+        "    return -product / lengths, nearest",
     ),
     Break(
         "linear extrapolation",
@@ -85,8 +85,8 @@ BREAKS = (
     Break(
         "log(size) of proportional attention",
         "runtime/blocks/proportional_attention.py",
-        "bias = sizes.log().to(key.dtype)",
-        "bias = sizes.to(key.dtype)",
+        "lambda: sizes.log().to(key.dtype)",
+        "lambda: sizes.to(key.dtype)",
     ),
     Break(
         "the place of the image in a joint sequence",

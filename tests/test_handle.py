@@ -122,11 +122,11 @@ def test_settings_that_do_not_follow_the_steps_tell_the_number_of_steps(pipe):
 
 
 def test_what_the_default_method_does_at_the_guidance_of_the_run_is_counted(pipe):
-    patch = apply_token_merging(pipe, speedup=1.2)
+    patch = apply_token_merging(pipe, speedup=2.0)
     for scale in (3.0, 7.5):
         generate(pipe, guidance_scale=scale)
         side = 64 // pipe.vae_scale_factor
-        assert patch.config == settings_for(pipe, 1.2, side, side, steps=12, guidance=scale)
+        assert patch.config == settings_for(pipe, 2.0, side, side, steps=12, guidance=scale)
         assert patch.report().steps == 12
 
 

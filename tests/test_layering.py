@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "default_method": "config planners models plans runtime.steps",
     "integrations.comfyui": "errors ops config presets planners models plans "
     "runtime.steps runtime.memory runtime.blocks default_method",
-    "handle": "errors config planners models default_method "
+    "handle": "errors config planners models plans default_method "
     "runtime.steps runtime.memory runtime.patching report vit",
     "api": "errors ops config presets models integrations.export "
     "runtime.steps runtime.memory runtime.patching report vit default_method handle",

@@ -190,7 +190,7 @@ class MergeSettings(Value):
         whatever the model calls them.
         """
         wanted = {"attn1": self.merge_attn, "attn2": self.merge_crossattn, "ff": self.merge_mlp}
-        return tuple(name for name, on in wanted.items() if on)
+        return tuple(filter(wanted.get, wanted))
 
 
 def check_together(settings: MergeSettings) -> None:

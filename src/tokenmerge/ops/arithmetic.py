@@ -33,7 +33,8 @@ class Arithmetic:
 
         ``total`` itself may change. Several rows may have the same index.
         """
-        return total.index_add_(0, index, rows)
+        # Autograd may need what is in ``total`` before, where that is part of another tensor.
+        return (total.index_add if torch.is_grad_enabled() else total.index_add_)(0, index, rows)
 
 
 def hash_of(seed: int, step: Tensor, place: Tensor) -> Tensor:

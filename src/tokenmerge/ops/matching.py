@@ -54,7 +54,9 @@ def by_similarity(similarity: Tensor) -> Tensor:
 
     Equal ones stay in their order, except on a CPU, whose faster sort decides for all published pictures.
     """
-    return similarity.argsort(dim=-1, descending=True, stable=similarity.device.type != "cpu")
+    if similarity.device.type == "cpu":
+        return similarity.argsort(dim=-1, descending=True)
+    return similarity.argsort(dim=-1, descending=True, stable=True)
 
 
 def compared(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -51,13 +51,14 @@ class IndexPlan(NamedTuple):
         exact = torch.promote_types(x.dtype, torch.float32)
         # Selected together, which takes one launch less in float32 and two less in half precision.
         chosen = once(self.keep, "chosen", self._chosen, self.sources)
-        total, moved = rows.index_select(0, chosen).to(exact).tensor_split([self.keep.numel()])
+        both, kept = rows.index_select(0, chosen).to(exact), self.keep.numel()
+        total, moved = both[:kept], both[kept:]
         if self.weights is not None:
             moved = moved * self.weights.view(-1, 1)
         total = arithmetic().add_rows(total, self.targets.flatten(), moved)
         # Not in place, since that would keep the memory of the moved tokens.
         sizes = self.sizes.view(-1, 1)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return (total / sizes).to(x.dtype).view(b, -1, c)
         merged = x.new_empty(total.shape)
         return torch.div(total, sizes, out=merged).view(b, -1, c)
@@ -101,7 +102,8 @@ class IndexPlan(NamedTuple):
     def repeated(self, times: int) -> IndexPlan:
         """Return the plan for a batch that repeats the b images of this plan ``times`` times."""
         (b, m), n, device = self.keep.shape, self.inverse.shape[1], self.keep.device
-        before_n, before_m = (first_rows(times, b * of_each, 0, device).unsqueeze(2) for of_each in (n, m))
+        before_n = first_rows(times, b * n, 0, device).unsqueeze(2)
+        before_m = first_rows(times, b * m, 0, device).unsqueeze(2)
         return IndexPlan(
             keep=(self.keep + before_n).flatten(0, 1),
             sources=(self.sources + before_n).flatten(0, 1),

@@ -126,10 +126,11 @@ def _of_plan(facts: Facts, merging: ToMeConfig, plan: Planning) -> float:
 def _compared(cells: int) -> int:
     """Return the pairs of cells that are compared along an axis: those of each box with the window around it.
 
-    >>> _compared(16), _compared(32)
-    (256, 768)
+    On an accelerator, the boxes and windows at the ends are filled up to the size of the largest ones.
+
+    >>> _compared(12), _compared(16), _compared(24), _compared(64)
+    (144, 256, 768, 2048)
     """
     boxes = range(0, cells, _BOX)
-    ends = [min(cells, start + _BOX) for start in boxes]
     windows = [min(cells, start + _BOX + _MARGIN) - max(0, start - _MARGIN) for start in boxes]
-    return sum((end - start) * window for start, end, window in zip(boxes, ends, windows, strict=True))
+    return len(boxes) * min(cells, _BOX) * max(windows)

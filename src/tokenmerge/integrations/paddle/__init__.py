@@ -19,7 +19,10 @@ try:
 except ImportError as error:
     raise MissingExtraError(
         "tokenmerge[paddle]",
-        needed_by="tokenmerge.paddle needs paddlepaddle and ppdiffusers, tested at 3.3.1 and 0.29.0",
+        needed_by=(
+            "tokenmerge.paddle, tested with paddlepaddle 3.3.1 and ppdiffusers 0.29.0, needs "
+            + (error.name or "paddlepaddle")
+        ),
     ) from error
 
 from tokenmerge.integrations.paddle.api import (
