@@ -2,6 +2,7 @@
 
 `measure` draws pictures of both bundled models with step reuse alone and with token merging alone. A line of
 the record is one picture: its settings, and its mean squared error to the dense picture of the same seed.
+`spacing` draws with complete steps evenly spaced, and closer together towards the end.
 `fit` writes the policy from this record and from those of `tokenmerge evaluate` that have settings.
 `compare` draws other prompts with the policy, at no lower counted speed than `auto` has, and `table` prints
 that record. A second run with the same record continues where the first one stopped.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -32,7 +34,7 @@ import torch
 from diffusers import DiffusionPipeline
 from solvers import scheduler
 
-from tokenmerge import ToMeConfig, auto
+from tokenmerge import StepReuse, ToMeConfig, auto
 from tokenmerge.api import merge_in_hosts
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import facts_of, plan_for, policy, speedup_of
@@ -450,6 +452,27 @@ def table(options: argparse.Namespace) -> None:
     )
 
 
+def spacing(options: argparse.Namespace) -> None:
+    """Draw with complete steps evenly spaced, and closer together towards the end."""
+    artist = Artist()
+    done = {tuple(line[name] for name in (*FIELDS, "every", "spacing")) for line in read(options.out)}
+    order = [(UNET, solver, 7.5, (3.0, 2.0)) for solver in ("UniPC", "Euler ancestral", "DPM++ 2M", "DDIM")]
+    order += [(UNET, solver, 3.0, (3.0, 2.0)) for solver in ("UniPC", "Euler ancestral", "DPM++ 2M", "DDIM")]
+    order += [(TRANSFORMER, "flow Euler", 7.0, (1.8, 3.0)), (TRANSFORMER, "flow Euler", 3.0, (2.0, 3.0))]
+    for number, prompt in enumerate(prompts_of(SPACED, 2)):
+        for model, solver, guidance, distances in order:
+            scene = Scene(model, 128, 20, solver, guidance, prompt, 8200 + number)
+            for every, exponent in itertools.product(distances, (1.0, 0.8, 0.65)):
+                line = {**dataclasses.asdict(scene), "every": every, "spacing": exponent}
+                if tuple(line[name] for name in (*FIELDS, "every", "spacing")) not in done:
+                    reused = StepReuse(every=every, ends="full", spacing=exponent)
+                    error = artist.error(scene, ToMeConfig(ratio=0, reuse=reused))
+                    write(options.out, {**line, "db": decibels(error)})
+
+
+SPACED = 44  # seed of the choice of prompts
+
+
 def decibels(error: float) -> float:
     return round(-10 * math.log10(max(error, 1e-10)), 3)
 
@@ -490,12 +513,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("measure", "fit", "compare", "table"))
+    parser.add_argument("what", choices=("measure", "fit", "compare", "table", "spacing"))
     parser.add_argument("--policy", type=Path, default=POLICY, help="the table that the fit writes")
     parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()
-    {"measure": measure, "fit": fit, "compare": compare, "table": table}[options.what](options)
+    {"measure": measure, "fit": fit, "compare": compare, "table": table, "spacing": spacing}[options.what](
+        options
+    )
 
 
 if __name__ == "__main__":
