@@ -131,7 +131,6 @@ def merging_in_transformer(steps: int) -> Iterator[Settings]:
 
 
 POLICY = Path(policy.__file__).with_name("policy.json")
-FEW_STEPS = Path(__file__).with_name("few_steps_cpu.jsonl")
 RESULTS = Path(__file__).with_name("results")
 UNET, TRANSFORMER = "emoji-unet", "emoji-mmdit"
 STRONG = {UNET: 7.5, TRANSFORMER: 7.0}
@@ -400,7 +399,7 @@ RATIOS = (0.25, 0.5)
 
 def compare(options: argparse.Namespace) -> None:
     """Draw with the policy what `auto` draws, at no lower counted speed."""
-    artist, done, drawn = Artist(), {rival_key(line): line for line in read(options.out)}, known()
+    artist, done = Artist(), {rival_key(line): line for line in read(options.out)}
     for model, size, steps, guidance, solvers, which in CONTESTS:
         for solver in solvers:
             scene = Scene(model, size, steps, solver, guidance, *PROMPT_OF[which])
@@ -415,10 +414,7 @@ def compare(options: argparse.Namespace) -> None:
                 if speed < 1.05 or rival_key(line) in done:
                     continue
                 line |= {"auto speedup": round(speed, 3), "speedup": round(plan.speedup, 3)}
-                place = (*(line[name] for name in FIELDS), f"auto {ratio:g}")
-                of_auto = drawn.get(place)
-                line["auto psnr"] = of_auto or decibels(artist.error(scene, rival))
-                drawn[place] = line["auto psnr"]
+                line["auto psnr"] = decibels(artist.error(scene, rival))
                 line["psnr"] = decibels(artist.error(scene, plan.config))
                 line["expected"] = round(decibels(plan.harm), 1)
                 write(options.out, line)
@@ -475,18 +471,6 @@ SPACED = 44  # seed of the choice of prompts
 
 def decibels(error: float) -> float:
     return round(-10 * math.log10(max(error, 1e-10)), 3)
-
-
-def known() -> dict[tuple[Any, ...], float]:
-    """Return the PSNR of pictures of `auto` in other records."""
-    own = {UNET: "DPM++ 2M", TRANSFORMER: "flow Euler"}
-    lines = [*read(FEW_STEPS), *read(FEW_STEPS.with_name("solvers_cpu.jsonl"))]
-    found = {}
-    for line in lines:
-        if line["psnr"] is not None:
-            line = {"solver": own[line["model"]], **line}
-            found[(*(line[name] for name in FIELDS), line["method"])] = line["psnr"]
-    return found
 
 
 def rival_key(line: Mapping[str, Any]) -> str:
