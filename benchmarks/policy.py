@@ -2,6 +2,7 @@
 
 `measure` draws pictures of both bundled models with step reuse alone and with token merging alone. A line of
 the record is one picture: its settings, and its mean squared error to the dense picture of the same seed.
+`spacing` draws with complete steps evenly spaced, and closer together towards the end.
 `fit` writes the policy from this record and from those of `tokenmerge evaluate` that have settings.
 `compare` draws other prompts with the policy, at no lower counted speed than `auto` has, and `table` prints
 that record. A second run with the same record continues where the first one stopped.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -32,7 +34,7 @@ import torch
 from diffusers import DiffusionPipeline
 from solvers import scheduler
 
-from tokenmerge import ToMeConfig, auto
+from tokenmerge import StepReuse, ToMeConfig, auto
 from tokenmerge.api import merge_in_hosts
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import facts_of, plan_for, policy, speedup_of
@@ -129,7 +131,6 @@ def merging_in_transformer(steps: int) -> Iterator[Settings]:
 
 
 POLICY = Path(policy.__file__).with_name("policy.json")
-FEW_STEPS = Path(__file__).with_name("few_steps_cpu.jsonl")
 RESULTS = Path(__file__).with_name("results")
 UNET, TRANSFORMER = "emoji-unet", "emoji-mmdit"
 STRONG = {UNET: 7.5, TRANSFORMER: 7.0}
@@ -398,7 +399,7 @@ RATIOS = (0.25, 0.5)
 
 def compare(options: argparse.Namespace) -> None:
     """Draw with the policy what `auto` draws, at no lower counted speed."""
-    artist, done, drawn = Artist(), {rival_key(line): line for line in read(options.out)}, known()
+    artist, done = Artist(), {rival_key(line): line for line in read(options.out)}
     for model, size, steps, guidance, solvers, which in CONTESTS:
         for solver in solvers:
             scene = Scene(model, size, steps, solver, guidance, *PROMPT_OF[which])
@@ -413,10 +414,7 @@ def compare(options: argparse.Namespace) -> None:
                 if speed < 1.05 or rival_key(line) in done:
                     continue
                 line |= {"auto speedup": round(speed, 3), "speedup": round(plan.speedup, 3)}
-                place = (*(line[name] for name in FIELDS), f"auto {ratio:g}")
-                of_auto = drawn.get(place)
-                line["auto psnr"] = of_auto or decibels(artist.error(scene, rival))
-                drawn[place] = line["auto psnr"]
+                line["auto psnr"] = decibels(artist.error(scene, rival))
                 line["psnr"] = decibels(artist.error(scene, plan.config))
                 line["expected"] = round(decibels(plan.harm), 1)
                 write(options.out, line)
@@ -450,20 +448,29 @@ def table(options: argparse.Namespace) -> None:
     )
 
 
+def spacing(options: argparse.Namespace) -> None:
+    """Draw with complete steps evenly spaced, and closer together towards the end."""
+    artist = Artist()
+    done = {tuple(line[name] for name in (*FIELDS, "every", "spacing")) for line in read(options.out)}
+    order = [(UNET, solver, 7.5, (3.0, 2.0)) for solver in ("UniPC", "Euler ancestral", "DPM++ 2M", "DDIM")]
+    order += [(UNET, solver, 3.0, (3.0, 2.0)) for solver in ("UniPC", "Euler ancestral", "DPM++ 2M", "DDIM")]
+    order += [(TRANSFORMER, "flow Euler", 7.0, (1.8, 3.0)), (TRANSFORMER, "flow Euler", 3.0, (2.0, 3.0))]
+    for number, prompt in enumerate(prompts_of(SPACED, 2)):
+        for model, solver, guidance, distances in order:
+            scene = Scene(model, 128, 20, solver, guidance, prompt, 8200 + number)
+            for every, exponent in itertools.product(distances, (1.0, 0.8, 0.65)):
+                line = {**dataclasses.asdict(scene), "every": every, "spacing": exponent}
+                if tuple(line[name] for name in (*FIELDS, "every", "spacing")) not in done:
+                    reused = StepReuse(every=every, ends="full", spacing=exponent)
+                    error = artist.error(scene, ToMeConfig(ratio=0, reuse=reused))
+                    write(options.out, {**line, "db": decibels(error)})
+
+
+SPACED = 44  # seed of the choice of prompts
+
+
 def decibels(error: float) -> float:
     return round(-10 * math.log10(max(error, 1e-10)), 3)
-
-
-def known() -> dict[tuple[Any, ...], float]:
-    """Return the PSNR of pictures of `auto` in other records."""
-    own = {UNET: "DPM++ 2M", TRANSFORMER: "flow Euler"}
-    lines = [*read(FEW_STEPS), *read(FEW_STEPS.with_name("solvers_cpu.jsonl"))]
-    found = {}
-    for line in lines:
-        if line["psnr"] is not None:
-            line = {"solver": own[line["model"]], **line}
-            found[(*(line[name] for name in FIELDS), line["method"])] = line["psnr"]
-    return found
 
 
 def rival_key(line: Mapping[str, Any]) -> str:
@@ -490,12 +497,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("measure", "fit", "compare", "table"))
+    parser.add_argument("what", choices=("measure", "fit", "compare", "table", "spacing"))
     parser.add_argument("--policy", type=Path, default=POLICY, help="the table that the fit writes")
     parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()
-    {"measure": measure, "fit": fit, "compare": compare, "table": table}[options.what](options)
+    {"measure": measure, "fit": fit, "compare": compare, "table": table, "spacing": spacing}[options.what](
+        options
+    )
 
 
 if __name__ == "__main__":
