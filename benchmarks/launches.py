@@ -127,10 +127,9 @@ def launches(model: nn.Module, arguments: dict[str, Any]) -> collections.Counter
     first = "sample" if "sample" in arguments else "hidden_states"
     others = {name: value for name, value in arguments.items() if name != first}
     for _ in range(2):
-        others["timestep"] = torch.zeros_like(others["timestep"])
+        sample, others["timestep"] = arguments[first].clone(), torch.zeros_like(others["timestep"])
         with counting() as counted:
-            # tomesd reads the size of the sample from the first argument.
-            model(arguments[first].clone(), **others)
+            model(sample, **others)  # tomesd reads the size of the sample from the first argument
     return counted.of
 
 

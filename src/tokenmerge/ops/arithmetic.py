@@ -33,20 +33,19 @@ class Arithmetic:
 
         ``total`` itself may change. Several rows may have the same index.
         """
-        # Autograd may need what is in ``total`` before, where that is part of another tensor.
-        return (total.index_add if torch.is_grad_enabled() else total.index_add_)(0, index, rows)
+        return total.index_add_(0, index, rows)
 
 
 def hash_of(seed: int, step: Tensor, place: Tensor) -> Tensor:
     """Return uniform 32-bit integers from three counters, of the shape of ``place``, 0 ≤ place < 2³²."""
-    state: Tensor | int = seed & _MASK32
-    for counter in (step & _MASK32, place):
-        state = state ^ counter
-        for shift, factor in zip((16, 15), FACTORS, strict=True):
-            state = (state ^ (state >> shift)) * factor & _MASK32
-        state = state ^ (state >> 16)
-    assert isinstance(state, Tensor)
-    return state
+    first, state = seed & _MASK32, step & _MASK32
+    return _mixed(_mixed(state ^ first if first else state) ^ place)
+
+
+def _mixed(state: Tensor) -> Tensor:
+    for shift, factor in zip((16, 15), FACTORS, strict=True):
+        state = (state ^ (state >> shift)) * factor & _MASK32
+    return state ^ (state >> 16)
 
 
 _pytorch = _in_exports = Arithmetic()

@@ -15,18 +15,18 @@ def first_numbers(n: int, device: torch.device | str | None) -> Tensor:
 
 
 @made_once
-def first_rows(b: int, n: int, shift: int, device: torch.device) -> Tensor:
+def first_rows(b: int, n: int, shift: int, device: torch.device | str | None) -> Tensor:
     """Return ``shift`` more than the first row of each of b images of n rows: ``[b, 1]``."""
     return (torch.arange(b, device=device) * n + shift).unsqueeze(1)
 
 
 @made_once
-def rows_of_images(b: int, n: int, device: torch.device) -> Tensor:
+def rows_of_images(b: int, n: int, device: torch.device | str | None) -> Tensor:
     """Return the rows of b images of n rows: ``[b, n]``."""
     return torch.arange(b * n, device=device).view(b, n)
 
 
 @made_once
-def ones(b: int, n: int, device: torch.device) -> Tensor:
+def ones(b: int, n: int, device: torch.device | str | None) -> Tensor:
     """Return float32 ones: ``[b, n]``."""
     return torch.ones(b, n, device=device)

@@ -49,19 +49,20 @@ class IndexPlan(NamedTuple):
         b, n, c = x.shape
         rows = x.reshape(b * n, c)
         exact = torch.promote_types(x.dtype, torch.float32)
-        # Selected together, which takes one launch less in float32 and two less in half precision.
-        chosen = once(self.keep, "chosen", self._chosen, self.sources)
-        both, kept = rows.index_select(0, chosen).to(exact), self.keep.numel()
-        total, moved = both[:kept], both[kept:]
+        # Autograd and graphs need each step by itself; otherwise fewer launches do the same.
+        fuses = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing())
+        if fuses:
+            chosen = rows.index_select(0, once(self.keep, "chosen", self._chosen, self.sources)).to(exact)
+            total, moved = chosen[: self.keep.numel()], chosen[self.keep.numel() :]
+        else:
+            total = rows.index_select(0, self.keep.flatten()).to(exact)
+            moved = rows.index_select(0, self.sources.flatten()).to(exact)
         if self.weights is not None:
             moved = moved * self.weights.view(-1, 1)
-        total = arithmetic().add_rows(total, self.targets.flatten(), moved)
-        # Not in place, since that would keep the memory of the moved tokens.
-        sizes = self.sizes.view(-1, 1)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return (total / sizes).to(x.dtype).view(b, -1, c)
-        merged = x.new_empty(total.shape)
-        return torch.div(total, sizes, out=merged).view(b, -1, c)
+        total, sizes = arithmetic().add_rows(total, self.targets.flatten(), moved), self.sizes.view(-1, 1)
+        if fuses:  # a tensor of its own, so that the memory of the moved tokens is free
+            return torch.div(total, sizes, out=x.new_empty(total.shape)).view(b, -1, c)
+        return total.div_(sizes).to(x.dtype).view(b, -1, c)
 
     def _chosen(self) -> Tensor:
         """Return the rows of the tokens that stay, then those of the tokens that merge into them."""

@@ -69,9 +69,7 @@ def _with_text(layout: Layout, plan: Plan, text: int) -> IndexPlan | None:
 
     None: there is no text before the tokens, or a graph would make the plan for each block.
     """
-    if text == 0 or layout.text == "last" or torch.compiler.is_compiling():
-        return None
-    if not isinstance(plan, IndexPlan):
+    if text == 0 or layout.text == "last" or not isinstance(plan, IndexPlan) or torch.compiler.is_compiling():
         return None
     return once(plan.inverse, ("text", text), partial(plan.after, text), plan.sizes)
 
