@@ -1,4 +1,4 @@
-"""Where the kernels in Triton are not used, PyTorch computes. tests/ops/in_triton tests the kernels themselves."""
+"""When PyTorch computes and not the kernels in Triton. The folder in_triton tests the kernels themselves."""
 
 from __future__ import annotations
 
