@@ -32,16 +32,19 @@ def quality_records(
     Values in known records of earlier runs are kept unless they were measured again. ``reference`` has the
     features of the reference pictures; None: sets of pictures are compared with the dense ones.
     """
+    now = {*(metric.name for metric in metrics.of_pictures), *metrics.of_sets}
     categories = dict.fromkeys([None, *(item.prompt.category for item in evaluation.items)])
     records = []
     for variant, category in product(evaluation.variants, categories):
         record = _record(evaluation, metrics, measured, reference, variant, category)
         earlier = known.get(record.key)
         if isinstance(earlier, QualityRecord):
-            kept = {name: value for name, value in earlier.figures.items() if name not in metrics.networks}
-            measured_with = {**earlier.measured_with, **record.measured_with}
+            undefined = now - record.figures.keys()
+            both = {**earlier.figures, **record.figures}
             record = dataclasses.replace(
-                record, figures={**kept, **record.figures}, measured_with=measured_with
+                record,
+                figures={name: value for name, value in both.items() if name not in undefined},
+                measured_with={**earlier.measured_with, **record.measured_with},
             )
         records.append(record)
     return records
