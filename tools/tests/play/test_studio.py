@@ -3,7 +3,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import tiny_pipeline
 from diffusers import DiffusionPipeline
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.plans import policy
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.play.texts import details, groups_caption, python_lines
@@ -170,9 +168,9 @@ def test_one_trial_at_a_time(studio, folder):
     assert len(set(order)) == 2
 
 
-def test_what_the_model_warns_of_is_kept_with_the_trial(studio, folder, monkeypatch):
+@pytest.mark.usefixtures("large_grids_alone")
+def test_what_the_model_warns_of_is_kept_with_the_trial(studio, folder):
     # With two steps none is skipped, and 256 tokens are too few for the default method to merge.
-    monkeypatch.setattr(import_module("tokenmerge.plans.choose"), "fewest_tokens", policy.fewest_tokens)
     trial = draw(studio, options(folder, "auto", steps=2))
     assert any("dense" in warning for warning in trial.warnings)
     assert trial.identical
