@@ -506,9 +506,8 @@ def test_too_little_memory_for_a_picture_is_one_line(
     arguments = [*command, "--model", folder, *prompts, "--out", out, "--steps", 1]
     assert main(list(map(str, arguments))) == 2
     printed = capsys.readouterr()
-    assert printed.out == ""
-    *progress, line = printed.err.splitlines()
-    assert [shown.split()[0] for shown in progress] == ["drawing"] * bool(prompts)
+    assert printed.out.count("\n") == (command[0] == "generate")  # what it draws
+    (line,) = printed.err.splitlines()
     assert "memory" in line
     assert "lower --" in line
 
