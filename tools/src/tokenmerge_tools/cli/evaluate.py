@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
-from tokenmerge_tools.cli.merging import variant_of_file, warn_of_differences
+from tokenmerge_tools.cli.merging import rule_instead, variant_of_file
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 from tokenmerge_tools.evaluate.runner import evaluate as run_evaluate
 from tokenmerge_tools.pipelines.loading import quiet_libraries
@@ -35,10 +35,10 @@ def evaluate(
     cannot work here raises an error. After Ctrl-C, finished pictures are kept; run the same command again to
     continue. For videos, picture metrics are means over the frames, and the motion is compared with dense.
     """
-    for file in settings or ():
-        warn_of_differences(file, given["model"], given.get("size"), given["steps"])
-    if settings:
-        given["variants"] = (*given.get("variants", ()), *map(variant_of_file, settings))
+    about = [given.get(name) for name in ("size", "steps", "scheduler", "guidance")]
+    own = [variant_of_file(file, rule_instead(file, given["model"], *about)) for file in settings or ()]
+    if own:
+        given["variants"] = (*given.get("variants", ()), *own)
     options = EvaluateOptions(**given)
     quiet_libraries("tokenmerge evaluate")
     with terminal.progress_bars("pictures") as on_progress:

@@ -225,10 +225,11 @@ class SampleRecord(Record):
 class TuneRecord(Record):
     """One measurement of a search.
 
-    ``conditions`` is a key of everything that it depends on, except the setting and the item. It is about a
-    ``"look"``: one picture; ``"settings"``: all settings that a name stands for on this model and device; or
-    ``"counted"``: the speed-up by counted operations, and the seconds that counting took. The item is the
-    number of the prompt and seed, −1 for a record that is not of a picture.
+    ``conditions`` is a key of everything that it depends on, except the plan and the item. It is about a
+    ``"plan"``: the closeness of its final latents; a ``"look"``: one timed picture; ``"dense"``: the seconds
+    of a dense picture; or ``"facts"``: what was timed to choose the default method. The item is the number of
+    the prompt and seed, −1 for a record that is not of a picture. Records about ``"settings"`` and
+    ``"counted"`` are of searches before November 2026.
     """
 
     KIND: ClassVar[str] = "tune"
@@ -253,11 +254,14 @@ class TuneRecord(Record):
             metrics = [float(value) for value in dict(found["metrics"]).values()]
             if not all(map(isfinite, metrics)):
                 raise ValueError(f"expected finite metrics, got {metrics}")
-        elif values["about"] == "counted":
-            float(found["speedup"])
-            float(found.get("seconds", 0.0))
-        elif values["about"] == "settings":
-            dict(found["config"])
+        elif values["about"] == "plan":
+            _times([found["seconds"]])
+            if not isfinite(float(found["snr"])):
+                raise ValueError(f"expected a finite snr, got {found['snr']}")
+        elif values["about"] == "dense":
+            _times([found["seconds"]])
+        elif values["about"] == "facts":
+            int(found["fewest_tokens"])
         return values
 
 
