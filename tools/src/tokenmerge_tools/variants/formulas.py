@@ -18,8 +18,8 @@ from tokenmerge_tools.variants.generation import (
     transformer_blocks,
 )
 
-# The state of one pass of guidance between steps, by name.
-_State = dict[str, Any]
+_TOKENS = "hidden_states"
+_State = dict[str, Any]  # of one pass of guidance between steps
 
 
 def easycache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractContextManager[None]:
@@ -163,25 +163,24 @@ def sada(pipe: Any, config: None) -> contextlib.AbstractContextManager[None]:
 def _inputs(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
     """Return the tokens of the picture and of the text among the arguments of a block."""
     known = about(block)
-    found = known._get_parameter_from_args_kwargs
+    found, name = (
+        known._get_parameter_from_args_kwargs,
+        getattr(known, "hidden_states_argument_name", _TOKENS),
+    )
     has_text = known.return_encoder_hidden_states_index is not None
-    name = getattr(known, "hidden_states_argument_name", "hidden_states")
-    return found(name, args, kwargs), found("encoder_hidden_states", args, kwargs) if has_text else None
-
-
-def _outputs(block: nn.Module, output: Any) -> tuple[Tensor, Any]:
-    """Return the tokens of the picture and of the text in the output of a block."""
-    known = about(block)
-    if not isinstance(output, tuple):
-        return output, None
-    place = known.return_encoder_hidden_states_index
-    return output[known.return_hidden_states_index], None if place is None else output[place]
+    return found(name, args, kwargs), found(f"encoder_{_TOKENS}", args, kwargs) if has_text else None
 
 
 def _returned(block: nn.Module, sample: Tensor, text: Any) -> Any:
     """Return what a block returns for these tokens of the picture and of the text."""
     place = about(block).return_encoder_hidden_states_index
     return sample if place is None else (text, sample) if place == 0 else (sample, text)
+
+
+def _outputs(block: nn.Module, output: Any) -> tuple[Tensor, Any]:
+    """Undo :func:`_returned`."""
+    found: tuple[Tensor, Any] = output if isinstance(output, tuple) else (output, None)
+    return found[::-1] if about(block).return_encoder_hidden_states_index == 0 else found
 
 
 def _replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:

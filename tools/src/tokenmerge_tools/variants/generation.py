@@ -15,14 +15,10 @@ from tokenmerge_tools.pipelines.loading import denoiser_of
 
 
 class Generation:
-    """One call of a pipeline.
+    """One call of a pipeline by a rival, with its arguments by name; without any before the first call.
 
-    Attributes:
-        name: the rival that runs in it.
-        pipe: the pipeline. ``model`` is its denoiser.
-        arguments: the arguments of the call, by name; none before the first call.
-        index: number of finished steps.
-        turn: number of the denoiser's call in this step, from 0: guidance may need two.
+    ``index`` is the number of finished steps, and ``turn`` that of the denoiser's call in this step, from 0:
+    guidance may need two.
     """
 
     def __init__(self, name: str, pipe: Any, call: inspect.BoundArguments | None = None) -> None:

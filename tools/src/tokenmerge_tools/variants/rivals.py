@@ -50,11 +50,11 @@ class VariantKind:
 _rival = partial(VariantKind, of_pipeline=True, is_faster=True)
 
 
-def _of_diffusers(name: str, apply: Callable[..., None], **needs: bool) -> Callable[..., Any]:
-    return partial(caches.of_diffusers, name, apply, **needs)
+def _cache(settings: Callable[..., Any], name: str, apply: str, **needs: bool) -> Callable[..., VariantKind]:
+    return partial(_rival, partial(caches.of_diffusers, name, apply, settings, **needs))
 
 
-_THRESHOLDS = (0.03, 0.05, 0.1, 0.2, 0.3)
+_ONE = {"one_pass": True}
 # The defaults are those of the library, or of the paper's code. An interval of 2 is the weakest of all.
 RIVALS = {
     # With tome:plans.guidance=false, this package does the same as tomesd.
@@ -64,32 +64,24 @@ RIVALS = {
     "deepcache": _rival(
         caches.deepcache, package="DeepCache==0.1.1", number=("interval", 3), ladder=(2, 3, 4, 5, 7)
     ),
-    "first-block-cache": _rival(
-        _of_diffusers("first-block-cache", caches.first_block), number=("threshold", 0.05), ladder=_THRESHOLDS
+    "first-block-cache": _cache(caches.first_block, "first-block-cache", "apply_first_block_cache")(
+        number=("threshold", 0.05), ladder=(0.015, 0.03, 0.05, 0.1, 0.2)
     ),
-    "taylorseer": _rival(
-        _of_diffusers("taylorseer", caches.taylorseer), number=("interval", 5), ladder=(2, 3, 5, 7, 9)
+    "taylorseer": _cache(caches.taylorseer, "taylorseer", "apply_taylorseer_cache")(
+        number=("interval", 5), ladder=(2, 3, 5, 7, 9)
     ),
-    "magcache": _rival(
-        _of_diffusers("magcache", caches.magcache),
-        number=("threshold", 0.06),
-        ladder=(0.015, 0.03, 0.06, 0.12, 0.24),
+    "magcache": _cache(caches.magcache, "magcache", "apply_mag_cache")(
+        number=("threshold", 0.06), ladder=(0.015, 0.03, 0.06, 0.12, 0.24)
     ),
-    "seacache": _rival(
-        _of_diffusers("seacache", caches.seacache),
-        number=("threshold", 0.25),
-        ladder=(0.1, 0.15, 0.25, 0.4, 0.6),
+    "seacache": _cache(caches.seacache, "seacache", "apply_sea_cache")(
+        number=("threshold", 0.25), ladder=(0.1, 0.15, 0.25, 0.4, 0.6)
     ),
-    "fastercache": _rival(
-        _of_diffusers("fastercache", caches.fastercache, one_pass=True),
-        number=("interval", 2),
-        ladder=(2, 3, 4),
+    "fastercache": _cache(caches.fastercache, "fastercache", "apply_faster_cache", **_ONE)(
+        number=("interval", 2), ladder=(2, 3, 4)
     ),
-    "pyramid": _rival(
-        _of_diffusers("pyramid", caches.pyramid, one_pass=True, in_blocks=False),
-        number=("interval", 2),
-        ladder=(2, 3, 4),
-    ),
+    "pyramid": _cache(
+        caches.pyramid, "pyramid", "apply_pyramid_attention_broadcast", in_blocks=False, **_ONE
+    )(number=("interval", 2), ladder=(2, 3, 4)),
     "cache-dit": _rival(
         cache_dit,
         package="cache-dit==1.5.3",
