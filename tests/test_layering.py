@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "report": "errors config planners models plans "
     "runtime.steps runtime.memory runtime.blocks runtime.patching",
     "vit": "errors ops config models runtime.steps runtime.memory runtime.blocks runtime.patching report",
-    "default_method": "config planners models plans runtime.steps",
+    "default_method": "config planners models plans runtime.steps runtime.memory",
     "integrations.comfyui": "errors ops config presets planners models plans "
     "runtime.steps runtime.memory runtime.blocks default_method",
     "handle": "errors config planners models plans default_method "

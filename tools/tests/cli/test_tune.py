@@ -86,7 +86,7 @@ def test_where_every_setting_fails_nobody_is_told_to_run_it_again(
     made_up.failing = Everything()
     assert main([*arguments, "--min-speedup", "1.5"]) == command.GOAL_NOT_REACHED
     printed = capsys.readouterr().err
-    assert "auto ratio=0.75 cannot run here: it is made to fail" in printed
+    assert "auto speedup=4 cannot run here: it is made to fail" in printed
     assert "no setting can be measured here, as the notes say; change --size, --steps or --model" in printed
     assert "again" not in printed
     assert not (tmp_path / "tuned.json").exists()

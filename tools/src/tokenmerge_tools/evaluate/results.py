@@ -39,20 +39,20 @@ def quality_records(
     Values in known records of earlier runs are kept unless they were measured again. ``reference`` has the
     features of the reference pictures; None: sets of pictures are compared with the dense ones.
     """
+    now = {*(metric.name for metric in metrics.of_pictures), *metrics.of_sets}
     categories = dict.fromkeys([None, *(item.prompt.category for item in evaluation.items)])
     records = []
     for variant, category in product(evaluation.variants, categories):
         record = _record(evaluation, metrics, measured, reference, variant, category)
         earlier = known.get(record.key)
         if isinstance(earlier, QualityRecord):
-            kept = {name: value for name, value in earlier.figures.items() if name not in metrics.networks}
-            measured_with = {**earlier.measured_with, **record.measured_with}
-            errors = {name: value for name, value in earlier.errors.items() if name in kept}
+            undefined = now - record.figures.keys()
+            figures, errors = {**earlier.figures, **record.figures}, {**earlier.errors, **record.errors}
             record = dataclasses.replace(
                 record,
-                figures={**kept, **record.figures},
-                errors={**errors, **record.errors},
-                measured_with=measured_with,
+                figures={name: value for name, value in figures.items() if name not in undefined},
+                errors={name: value for name, value in errors.items() if name not in undefined},
+                measured_with={**earlier.measured_with, **record.measured_with},
             )
         records.append(record)
     return records
