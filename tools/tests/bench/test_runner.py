@@ -426,7 +426,7 @@ def test_fewer_steps_are_as_many_as_a_variant_counts_operations(
         ({"variants": ("tome", "fewer-steps")}, "fewer-steps needs the denoising steps of a pipeline"),
         (
             {"variants": ("first-block-cache", "fewer-steps"), "scope": "pipeline", "steps": 2},
-            "the operations of first-block-cache threshold=0.1 are not counted before it runs",
+            "the operations of first-block-cache threshold=0.05 are not counted before it runs",
         ),
     ],
 )

@@ -309,7 +309,7 @@ def test_a_figure_that_is_no_number_is_left_out_and_named() -> None:
     )
     measured = Measured(columns, {})
     assert figures_of("tome", measured, metrics, range(3), {"fid": nan, "kid": -0.5}) == Figures(
-        {"psnr": 25.0, "kid": -0.5}, equal=1, images=3, undefined=("ssim", "dino", "fid")
+        {"psnr": 25.0, "kid": -0.5}, 1, 3, undefined=("ssim", "dino", "fid"), errors={"psnr": 5.0}
     )
     columns["tome", "psnr"][0] = nan
     assert figures_of("tome", measured, metrics, range(3)).values == {}
@@ -335,10 +335,12 @@ def test_fewer_steps_are_those_whose_operations_fit(run: Run) -> None:
     assert 6 <= by_reuse < by_merging < 12
 
 
-def test_fewer_steps_that_cannot_be_counted_say_so() -> None:
+def test_where_nothing_can_be_counted_fewer_steps_are_those_of_the_wanted_speeds() -> None:
     specs = parse_variants(["deepcache", "fewer-steps"], [0.5], None, [2.0])
+    found = plan_variants(specs, 24, lambda spec: None, [1.5, 3.0])
+    assert [one.steps(24) for one in found] == [24, 24, 16, 8]
     with pytest.raises(ConfigError, match=r"fewer-steps: the operations of deepcache interval=3 cannot"):
-        plan_variants(specs, 25, lambda spec: None)
+        plan_variants(specs, 24, lambda spec: None)
 
 
 def test_a_variant_that_counts_no_saving_has_no_fewer_steps() -> None:

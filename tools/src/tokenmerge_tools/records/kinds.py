@@ -136,7 +136,9 @@ class QualityRecord(Record):
     ``figures`` has the value of each metric, ``measured_with`` its network and reference pictures, if any.
     The category is that of the prompts; None: all prompts. ``conditions`` are everything else that the
     pictures depend on, and its ``steps`` are those of dense; ``steps_used`` are those of ``"fewer-steps"``.
-    The speed-up is t_dense / t of a picture, median and quartiles. ``config`` has all settings that the
+    The speed-up is t_dense / t of a picture, median and quartiles. ``errors`` has the standard errors of the
+    figures, and ``cost`` what is known of the median seconds, the ``peak_bytes`` and the ``counted`` speed-up
+    by operations. ``config`` has all settings that the
     pictures were drawn with, as :meth:`tokenmerge.ToMeConfig.from_dict` takes them.
     """
 
@@ -153,6 +155,8 @@ class QualityRecord(Record):
     conditions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     speedup: float | None = None
     speedup_quartiles: tuple[float, float] | None = None
+    errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    cost: Mapping[str, float] = dataclasses.field(default_factory=dict)
     steps_used: int | None = None
     measured_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] | None = None
@@ -180,7 +184,9 @@ class QualityRecord(Record):
         if not all(isinstance(value, int | float) for value in values["figures"].values()):
             raise ValueError(f"expected numbers in figures, got {values['figures']}")
         by_name: dict[str, Any] = {
-            name: dict(values[name]) for name in ("conditions", "measured_with") if name in values
+            name: dict(values[name])
+            for name in ("conditions", "measured_with", "errors", "cost")
+            if name in values
         }
         quartiles = values.get("speedup_quartiles")
         return {
