@@ -1,6 +1,6 @@
 """A pytest plugin that runs diffusers' own model tests on models whose tokens merge.
 
-It patches every model of the classes below when a test builds it. See "Tests of the host" in CONTRIBUTING.md
+It patches every model of the classes below when a test builds it. README.md here says how to run them
 for how to call it. Options:
 
     --merge-ratio R       patch with this ratio; without it the models stay as they are
