@@ -81,7 +81,11 @@ class DefaultMethod:
         return cls(_SPEEDUP("speedup", speedup), facts, changes)
 
     def settings(
-        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
+        self,
+        grid: GridShape | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        ends_clean: bool = False,
     ) -> ToMeConfig:
         """Return the settings of one generation.
 
@@ -89,8 +93,10 @@ class DefaultMethod:
             grid: (frames, rows, columns) of the finest token grid; None: the default.
             steps: number of steps of the generation; None: the default.
             guidance: scale of classifier-free guidance; None: unknown.
+            ends_clean: whether almost no noise is left before the last step.
         """
-        settings = self.plan(grid, steps, guidance).config
+        facts = dataclasses.replace(self._known(grid, steps, guidance), ends_clean=ends_clean)
+        settings = plan_for(facts, self.speedup).config
         for change in self.changes:
             settings = change(settings)
         return settings

@@ -107,6 +107,8 @@ class MethodSpec:
             every = self.changes.get("reuse.every", chosen.reuse.every)
             shallow = min(chosen.reuse.shallow_every, every)  # lowering one setting lowers both
             own = {**flat(vars(chosen)), "reuse.shallow_every": shallow}
+            if any(name.startswith("reuse.") for name in self.changes):  # other numbers have other places
+                own |= {"reuse.full_steps": (), "reuse.shallow_steps": ()}
             return ToMeConfig.from_dict({**own, **self._settings})
         if self.method == "tome":
             return ToMeConfig.from_dict(self.changes)
