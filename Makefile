@@ -65,7 +65,7 @@ test-triton: $(TRITON)/ready
 # What depends on the version of PyTorch: patching, steps, compiling, exporting.
 test-oldest: $(OLDEST)/ready
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(OLDEST)/bin/python -m pytest --numprocesses auto --dist loadscope -m "not slow" \
-		tests/test_api.py tests/test_auto.py tests/runtime tests/integrations/export/test_arithmetic.py
+		tests/test_api.py tests/test_default_method.py tests/runtime tests/integrations/export/test_arithmetic.py
 
 # What `make test-paddle`, `make test-comfyui` and `make test-oldest` build first.
 environments: $(PADDLE)/ready $(COMFYUI)/ready $(OLDEST)/ready

@@ -36,13 +36,14 @@ MAY_IMPORT = {
     "report": "errors config planners models plans "
     "runtime.steps runtime.memory runtime.blocks runtime.patching",
     "vit": "errors ops config models runtime.steps runtime.memory runtime.blocks runtime.patching report",
-    "default_method": "config planners models plans runtime.steps",
+    "default_method": "config planners models plans runtime.steps runtime.memory",
     "integrations.comfyui": "errors ops config presets planners models plans "
     "runtime.steps runtime.memory runtime.blocks default_method",
+    "tuned_method": "config models plans default_method",
     "handle": "errors config planners models plans default_method "
     "runtime.steps runtime.memory runtime.patching report vit",
     "api": "errors ops config presets models integrations.export "
-    "runtime.steps runtime.memory runtime.patching report vit default_method handle",
+    "runtime.steps runtime.memory runtime.patching report vit default_method tuned_method handle",
     "integrations.serving": "errors config api",
     "compat": "errors config presets api",
     "pipeline_methods": "errors compat",

@@ -155,7 +155,8 @@ def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -
         return type(value)([_followed(part, argument, layout, plan) for part in value])
     if value is None or argument.ndim not in (None, value.ndim):
         return value
-    if value.is_inference() or value.requires_grad:  # it may change unseen, or each result has its gradient
+    # In a graph each block has its own; others may change unseen, or each result has its gradient.
+    if torch.compiler.is_compiling() or value.is_inference() or value.requires_grad:
         return _at_kept_tokens(value, argument, layout, plan)
     # Hosts give all blocks the same tensor.
     follow = partial(_at_kept_tokens, value, argument, layout, plan)
