@@ -32,7 +32,7 @@ from diffusers.hooks.sea_cache import SeaCacheConfig
 from PIL import Image
 
 import tokenmerge
-from tokenmerge_tools.bench.counting import counting
+from tokenmerge_tools.pipelines.counting import counting
 
 MODEL = Path(__file__).parent / "photo-flux"
 STEPS = 20
