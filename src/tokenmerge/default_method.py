@@ -95,17 +95,21 @@ class DefaultMethod:
             guidance: scale of classifier-free guidance; None: unknown.
             ends_clean: whether almost no noise is left before the last step.
         """
-        facts = dataclasses.replace(self._known(grid, steps, guidance), ends_clean=ends_clean)
-        settings = plan_for(facts, self.speedup).config
+        settings = self.plan(grid, steps, guidance, ends_clean).config
         for change in self.changes:
             settings = change(settings)
         return settings
 
     def plan(
-        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
+        self,
+        grid: GridShape | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        ends_clean: bool = False,
     ) -> Plan:
         """Return the plan of one generation, without changes; the arguments are those of :meth:`settings`."""
-        return plan_for(self._known(grid, steps, guidance), self.speedup)
+        facts = dataclasses.replace(self._known(grid, steps, guidance), ends_clean=ends_clean)
+        return plan_for(facts, self.speedup)
 
     def shortfall(
         self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
