@@ -19,8 +19,9 @@ from tokenmerge.planners.calibration import fewest_tokens
 from tokenmerge.plans import Facts, Plan, facts_of, highest_speedup, plan_for
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
+from tokenmerge.runtime.steps.scheduler import schedule_ends_clean
 
-__all__ = ["DefaultMethod", "settings_for"]
+__all__ = ["DefaultMethod", "schedule_ends_clean", "settings_for"]
 
 # Functions that run fused attention, of PyTorch or other kernels, called by the model or by its processor in
 # diffusers.
