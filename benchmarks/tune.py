@@ -184,9 +184,12 @@ def table(options: argparse.Namespace) -> None:
         rule, best = ([line[f"psnr_{role}"] for line in last.values()] for role in ("rule", "best"))
         both = [b - a for a, b in zip(rule, best, strict=True)]
         gains += both
+        shown = [
+            f"{statistics.fmean(psnr):.1f} dB `{checked[-1][role]}`"
+            for role, psnr in (("rule", rule), ("best", best))
+        ]
         print(
-            f"| `{model}` | {guidance:g} | {checked[-1]['speedup_rule']:.2f}× | {statistics.fmean(rule):.1f} dB "
-            f"`{checked[-1]['rule']}` | {statistics.fmean(best):.1f} dB `{checked[-1]['best']}` | "
+            f"| `{model}` | {guidance:g} | {checked[-1]['speedup_rule']:.2f}× | {' | '.join(shown)} | "
             f"{with_error(both)} | {sum('snr' in line for line in own)} |"
         )
     if gains:

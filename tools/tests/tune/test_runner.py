@@ -118,13 +118,9 @@ def test_a_model_that_raises_where_something_merges_is_named(options, monkeypatc
         raise RuntimeError("no kernel for this layer.\nA traceback")
 
     monkeypatch.setattr("tokenmerge_tools.variants.contexts.merge_in_hosts", fails)
-    for within in (1e-9, 100_000.0):  # it is noticed in the check, and in the search
-        with pytest.raises(ConfigError) as raised:
-            tune(options(within=within, steps=4, items=4))
-        assert str(raised.value) == (
-            "the default method cannot run here: no kernel for this layer; change --size, --steps, --dtype or "
-            "--model"
-        )
+    words = "the default method cannot run here: no kernel for this layer; change --size, --steps, --dtype or"
+    with pytest.raises(ConfigError, match=f"^{words} --model$"):
+        tune(options(steps=4, items=4))
 
 
 def test_latents_that_are_not_finite_are_a_reason(studio, monkeypatch) -> None:
