@@ -51,7 +51,7 @@ class IndexPlan(NamedTuple):
         rows = x.reshape(b * n, c)
         exact = torch.promote_types(x.dtype, torch.float32)
         # Autograd and graphs need each step by itself; otherwise fewer launches do the same.
-        fuses = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing())
+        fuses = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing())  # type: ignore[attr-defined]
         if fuses:
             chosen = rows.index_select(0, once(self.keep, "chosen", self._chosen, self.sources)).to(exact)
             total, moved = chosen[: self.keep.numel()], chosen[self.keep.numel() :]
