@@ -153,8 +153,8 @@ def ends_clean(sigmas: Any) -> bool:
     It has with the schedule of Stable Diffusion 3, but not with that of FLUX.1.
 
     Args:
-        sigmas: noise levels of the steps and, at the end, that of the picture. Two are read. Those of other
-            models begin above 1.
+        sigmas: noise levels of the steps and, at the end, that of the picture. Those of other models begin
+            above 1.
     """
     return len(sigmas) > 2 and float(sigmas[-2]) <= _ALMOST_NONE and float(sigmas[0]) <= 1
 
@@ -164,7 +164,13 @@ def schedule_ends_clean(scheduler: Any) -> bool:
     config = getattr(scheduler, "config", {})
     flow = "FlowMatch" in type(scheduler).__name__ or bool(config.get("use_flow_sigmas", False))
     known = flow and hasattr(scheduler, "sigmas") and not torch.compiler.is_compiling()
-    return known and ends_clean(scheduler.sigmas)
+    return known and ends_clean(_levels(scheduler))
+
+
+def _levels(scheduler: Any) -> list[float]:
+    """Return the noise levels of flow matching. They are read from the timesteps, which others read too."""
+    trained = getattr(scheduler.config, "num_train_timesteps", 1000)
+    return [*(_on_cpu(scheduler.timesteps) / trained).tolist(), 0.0]
 
 
 def needs_sync(value: Tensor) -> bool:
@@ -225,6 +231,11 @@ def _read(timestep: Tensor | float, timesteps: Any) -> tuple[float, Tensor]:
                 latest, scheduled = scheduled[0], scheduled[1:]
             setattr(timesteps, _ON_CPU, scheduled)
     return float(latest), scheduled
+
+
+def _on_cpu(timesteps: Tensor) -> Tensor:
+    """Return the timesteps of a scheduler on the CPU. The first call waits for the device."""
+    return _read(0.0, timesteps)[1]
 
 
 def _place(timestep: float, scheduled: Tensor, made: int) -> int | None:
