@@ -3,8 +3,9 @@
 For each bundled model, under weak and under strong guidance, the search begins with the rule's plan for the
 wanted speed-up. Every plan that it tries is no slower than the rule's, by counted operations. Then the best
 plan and the rule's draw other prompts from other seeds. A line of the record is one picture of the search,
-with the SNR of its final latents in dB, or one of the other prompts, with the PSNR of both plans. A second
-run with the same record continues where the first one stopped.
+with the SNR of its final latents in dB, or one of the other prompts, with the PSNR of both plans. Where the
+search finds no closer plan, there is nothing to compare, and a line says so. A second run with the same
+record continues where the first one stopped; with more seconds, it searches on.
 
     python benchmarks/tune.py measure --out benchmarks/tune_cpu.jsonl
     python benchmarks/tune.py table --out benchmarks/tune_cpu.jsonl
@@ -56,13 +57,14 @@ class Case:
         lines = [line for line in read(options.out) if self.known.items() <= line.items()]
         self.snr = {(line["plan"], line["prompt"]): line["snr"] for line in lines if "snr" in line}
         self.left -= sum(line["seconds"] for line in lines if "snr" in line)
+        checked = [line for line in lines if "rule" in line]
+        self.checked = {(line["rule"], line["best"], line.get("prompt")) for line in checked}
         self.psnr = {
             (line[role], line["prompt"]): line[f"psnr_{role}"]
-            for line in lines
-            if "rule" in line
+            for line in checked
+            if "prompt" in line
             for role in ("rule", "best")
         }
-        self.checked = {(line["rule"], line["best"], line["prompt"]) for line in lines if "rule" in line}
         self.pipe = DiffusionPipeline.from_pretrained(path(model))
         self.pipe.set_progress_bar_config(disable=True)
         self.dense = lru_cache(self.draw)
@@ -136,10 +138,14 @@ class Case:
         return best
 
     def check(self, best: SearchedPlan, count: int) -> None:
-        """Draw other prompts with the rule's plan and the best one."""
+        """Draw other prompts with the rule's plan and the best one, unless they are the same."""
         plans = {"rule": self.begin[0], "best": best}
         names = {role: plan.name for role, plan in plans.items()}
         counted = {f"speedup_{role}": round(self.budget.counted(plan), 3) for role, plan in plans.items()}
+        if best == self.begin[0]:
+            count = 0
+            if (*names.values(), None) not in self.checked:
+                self.write(**names, **counted)
         for prompt in range(UNSEEN, UNSEEN + count):
             if (*names.values(), prompt) in self.checked:
                 continue
@@ -169,7 +175,10 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def table(options: argparse.Namespace) -> None:
-    """Print the mean PSNR of both plans on the unseen prompts, and the gain with its standard error."""
+    """Print the mean PSNR of both plans on the unseen prompts, and the gain with its standard error.
+
+    Where the search found no closer plan, the gain is 0.
+    """
     print("| model | guidance | counted | rule | found | gain | pictures of the search |")
     print("|---|---|---|---|---|---|---|")
     gains = []
@@ -178,22 +187,27 @@ def table(options: argparse.Namespace) -> None:
         known = {"model": model, "guidance": guidance, "wanted": options.speedup}
         own = [line for line in lines if known.items() <= line.items()]
         checked = [line for line in own if "rule" in line]
-        last = {line["prompt"]: line for line in checked if line["best"] == checked[-1]["best"]}
-        if len(last) < 2:
+        if not checked:
             continue
-        rule, best = ([line[f"psnr_{role}"] for line in last.values()] for role in ("rule", "best"))
-        both = [b - a for a, b in zip(rule, best, strict=True)]
-        gains += both
-        shown = [
-            f"{statistics.fmean(psnr):.1f} dB `{checked[-1][role]}`"
-            for role, psnr in (("rule", rule), ("best", best))
-        ]
-        print(
-            f"| `{model}` | {guidance:g} | {checked[-1]['speedup_rule']:.2f}× | {' | '.join(shown)} | "
-            f"{with_error(both)} | {sum('snr' in line for line in own)} |"
-        )
-    if gains:
-        print(f"mean gain over {len(gains)} prompts: {with_error(gains)}")
+        rule, best = checked[-1]["rule"], checked[-1]["best"]
+        last = [line for line in checked if (line["rule"], line["best"]) == (rule, best)]
+        cells = [f"`{model}`", f"{guidance:g}", f"{checked[-1]['speedup_rule']:.2f}×", f"`{rule}`"]
+        if best == rule:
+            gains.append(0.0)
+            cells += ["no closer plan", "0"]
+        elif len(last) > 1:
+            psnr = {
+                role: statistics.fmean(line[f"psnr_{role}"] for line in last) for role in ("rule", "best")
+            }
+            both = [line["psnr_best"] - line["psnr_rule"] for line in last]
+            gains.append(statistics.fmean(both))
+            cells[-1] += f" {psnr['rule']:.1f} dB"
+            cells += [f"`{best}` {psnr['best']:.1f} dB", with_error(both)]
+        else:
+            continue
+        print(f"| {' | '.join(cells)} | {sum('snr' in line for line in own)} |")
+    if len(gains) > 1:
+        print(f"mean gain of {len(gains)} searches: {with_error(gains)}")
 
 
 def with_error(values: list[float]) -> str:
