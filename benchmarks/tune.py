@@ -144,8 +144,7 @@ class Case:
         counted = {f"speedup_{role}": round(self.budget.counted(plan), 3) for role, plan in plans.items()}
         if best == self.begin[0]:
             count = 0
-            if (*names.values(), None) not in self.checked:
-                self.write(**names, **counted)
+            self.write(**names, **counted)
         for prompt in range(UNSEEN, UNSEEN + count):
             if (*names.values(), prompt) in self.checked:
                 continue
@@ -175,39 +174,26 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def table(options: argparse.Namespace) -> None:
-    """Print the mean PSNR of both plans on the unseen prompts, and the gain with its standard error.
-
-    Where the search found no closer plan, the gain is 0.
-    """
+    """Print what each search found, with its gain on the unseen prompts and the standard error."""
     print("| model | guidance | counted | rule | found | gain | pictures of the search |")
     print("|---|---|---|---|---|---|---|")
-    gains = []
     lines = list(read(options.out))
     for model, guidance in CASES:
         known = {"model": model, "guidance": guidance, "wanted": options.speedup}
         own = [line for line in lines if known.items() <= line.items()]
-        checked = [line for line in own if "rule" in line]
-        if not checked:
-            continue
-        rule, best = checked[-1]["rule"], checked[-1]["best"]
-        last = [line for line in checked if (line["rule"], line["best"]) == (rule, best)]
-        cells = [f"`{model}`", f"{guidance:g}", f"{checked[-1]['speedup_rule']:.2f}×", f"`{rule}`"]
-        if best == rule:
-            gains.append(0.0)
-            cells += ["no closer plan", "0"]
-        elif len(last) > 1:
-            psnr = {
-                role: statistics.fmean(line[f"psnr_{role}"] for line in last) for role in ("rule", "best")
-            }
-            both = [line["psnr_best"] - line["psnr_rule"] for line in last]
-            gains.append(statistics.fmean(both))
-            cells[-1] += f" {psnr['rule']:.1f} dB"
-            cells += [f"`{best}` {psnr['best']:.1f} dB", with_error(both)]
-        else:
-            continue
-        print(f"| {' | '.join(cells)} | {sum('snr' in line for line in own)} |")
-    if len(gains) > 1:
-        print(f"mean gain of {len(gains)} searches: {with_error(gains)}")
+        pairs = dict.fromkeys((line["rule"], line["best"]) for line in own if "rule" in line)
+        for rule, best in pairs:
+            checked = [line for line in own if (line.get("rule"), line.get("best")) == (rule, best)]
+            cells = [f"`{model}`", f"{guidance:g}", f"{checked[-1]['speedup_rule']:.2f}×", f"`{rule}`"]
+            if best == rule:
+                cells += ["no closer plan", "0"]
+            elif len(checked) > 1:
+                both = [line["psnr_best"] - line["psnr_rule"] for line in checked]
+                cells += [f"`{best}`", f"{with_error(both)} on {len(both)} prompts"]
+            else:
+                continue
+            pictures = sum("snr" in line for line in own[: own.index(checked[-1])])
+            print(f"| {' | '.join(cells)} | {pictures} |")
 
 
 def with_error(values: list[float]) -> str:
