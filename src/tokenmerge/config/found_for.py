@@ -48,12 +48,7 @@ class FoundFor:
     ) -> list[str]:
         """Return the differences, each as a part of a sentence. Arguments that are None are not compared.
 
-        Args:
-            model: class of the denoiser.
-            size: (height, width) of the latents.
-            steps: denoising steps.
-            solver: class of the scheduler.
-            guidance: scale of classifier-free guidance.
+        The arguments are those of the class, with (height, width) as the size.
 
         >>> FoundFor("UNet2DConditionModel", 64, 64, 20).differences(size=(96, 64), steps=4)
         ['latents of 64 × 64, not 96 × 64', '20 steps, not 4']
@@ -76,9 +71,7 @@ class FoundFor:
     def warning(differences: list[str], speedup: float | None = None) -> str:
         """Return the warning about differences, at least one.
 
-        Args:
-            differences: as :meth:`differences` returns them.
-            speedup: of the default method, which runs instead; None: the settings are used all the same.
+        ``speedup`` is that of the default method, which runs instead; None: the settings are used anyway.
         """
         if speedup is not None:
             return (

@@ -53,11 +53,7 @@ def plan_content(saved: SavedSettings) -> dict[str, Any]:
 
 
 def save_config(config: ToMeConfig, path: str | Path) -> None:
-    """Write settings to a file, which :func:`load_config` reads.
-
-    Args:
-        config: the settings.
-        path: of the file; one that exists is replaced.
+    """Write settings to a file, which :func:`load_config` reads. A file that exists is replaced.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -86,14 +82,7 @@ def load_config(path: str | Path) -> ToMeConfig:
 
 
 def load_settings(path: str | Path) -> SavedSettings:
-    """Read settings from a file, and what they were found for.
-
-    Args:
-        path: as for :func:`load_config`.
-
-    Raises:
-        ConfigError: as for :func:`load_config`.
-    """
+    """Read settings from a file, and what they were found for; otherwise as :func:`load_config`."""
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("not a regular file")

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmerge.config.checks import Check, as_number, integer, number, one_of, optional, switch
+from tokenmerge.config.checks import Check, Value, as_number, integer, number, one_of, optional, switch
 from tokenmerge.config.planner_names import COMPARES_NOTHING, OVER_TIME, PLANNERS
-from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
 
 SCOPES = ("layers", "block", "keys")
@@ -194,10 +193,7 @@ class MergeSettings(Value):
 
 
 def check_together(settings: MergeSettings) -> None:
-    """Check what must fit together in settings whose fields are valid one by one.
-
-    Args:
-        settings: of one level and step.
+    """Check what must fit together in settings of one level and step, whose fields are valid one by one.
 
     Raises:
         ConfigError: the ratio is too high for the strides, the planner cannot reach over time or compares

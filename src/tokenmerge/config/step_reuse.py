@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmerge.config.checks import Check, as_items, as_number, check_fields, number, refuse
-from tokenmerge.config.value import Value
+from tokenmerge.config.checks import Check, Value, as_items, as_number, check_fields, number, refuse
 
 _EXACT = 2**53  # floats represent every integer up to here
 
