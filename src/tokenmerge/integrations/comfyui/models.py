@@ -11,6 +11,7 @@ from torch import nn
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import is_a
 from tokenmerge.models.families import compvis
+from tokenmerge.models.grids import patch_of
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.models.work import Amount, Part, Share, Work
 
@@ -159,7 +160,7 @@ def find_target(model: Any) -> Target:
     for family in _FAMILIES:
         if is_a(root, *family.classes):
             found = tuple(_blocks(root, family))
-            return Target(name, found, _patch(root), work=_work_of_transformer(root, found))
+            return Target(name, found, patch_of(root), work=_work_of_transformer(root, found))
     known = ", ".join(name for family in _FAMILIES for name in family.classes)
     raise UnsupportedModelError(
         f"model: expected a UNet with attention, or one of {known}, got {name}; ComfyUI lets a node "
@@ -171,12 +172,6 @@ def _unet_key(path: str) -> tuple[str, int, int]:
     """ComfyUI's (way, number, number within) of a block, from its path."""
     way, *within = path.split(".")
     return _WAYS[way], 0 if way == "middle_block" else int(within[0]), int(within[-1])
-
-
-def _patch(root: Any) -> tuple[int, int, int]:
-    """Frames, rows and columns of latent positions that make one token of a transformer."""
-    size = root.patch_size
-    return (1, size, size) if isinstance(size, int) else tuple(size)
 
 
 def _cuts(unet: Any) -> tuple[Cut, ...]:
