@@ -9,7 +9,7 @@ import torch
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
-from tokenmerge.models.grids import grid_of_coordinates
+from tokenmerge.models.grids import grid_of_coordinates, in_tokens
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
 from tokenmerge.models.placement import blank, full_mask
 from tokenmerge.models.transformer import transformer_host
@@ -53,9 +53,7 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
             f"{', '.join(map(str, sides))}; pass them. The token grid is read from video_coords only outside "
             "torch.compile: compile the blocks of the model, with transformer.compile_repeated_blocks()"
         )
-    patch = (root.config.patch_size_t, root.config.patch_size, root.config.patch_size)
-    frames, rows, columns = (side // length for side, length in zip(sides, patch, strict=True))
-    return frames, rows, columns
+    return in_tokens(sides, root.config)
 
 
 def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
