@@ -47,7 +47,7 @@ test-all: test test-slow test-paddle test-comfyui test-serving test-triton test-
 
 test-paddle: $(PADDLE)/ready
 	OMP_NUM_THREADS=1 $(PADDLE)/bin/python -m pytest -c tests/integrations/paddle/pytest.ini --numprocesses auto --dist worksteal \
-		tests/integrations/paddle src/tokenmerge/integrations/paddle src/tokenmerge/integrations/portable
+		tests/integrations/paddle src/tokenmerge/integrations/paddle src/tokenmerge/integrations/portable.py
 
 test-comfyui: $(COMFYUI)/ready
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(COMFYUI)/bin/python -m pytest -c tests/integrations/comfyui/pytest.ini --numprocesses auto --dist worksteal \
