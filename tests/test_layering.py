@@ -34,8 +34,7 @@ MAY_IMPORT = {
     "runtime.blocks": "errors ops config planners models runtime.steps runtime.memory",
     "runtime.patching": "errors ops config planners models plans runtime.steps runtime.memory runtime.blocks",
     "pictures": "",
-    "report": "errors text_table config planners models plans "
-    "runtime.steps runtime.memory runtime.blocks runtime.patching",
+    "report": "errors text_table config planners models plans runtime.steps runtime.memory runtime.patching",
     "vit": "errors ops config models runtime.steps runtime.memory runtime.blocks runtime.patching report",
     "default_method": "config planners models plans runtime.steps runtime.memory",
     "integrations.comfyui": "errors ops config presets planners models plans "

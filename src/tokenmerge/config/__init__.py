@@ -19,12 +19,14 @@ from tokenmerge.config.metadata import read_metadata, to_metadata
 from tokenmerge.config.names import NEW_NAMES, flat, with_new_names, words_with_new_names
 from tokenmerge.config.old_rules import with_rules
 from tokenmerge.config.parts import Correction, PlanSharing
-from tokenmerge.config.planner_names import GUIDED_PLANNERS, OWN_NUMBER, PLANNERS
 from tokenmerge.config.removed import REMOVED, REMOVED_VALUES, without_removed
 from tokenmerge.config.rules import Rule, dense_outside
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
     COMBINATIONS,
+    GUIDED_PLANNERS,
+    OWN_NUMBER,
+    PLANNERS,
     SCOPES,
     MergeSettings,
     check_below_highest_ratio,

@@ -11,9 +11,14 @@ from tokenmerge.config.checks import Check, check_fields, one_of, refuse, unchec
 from tokenmerge.config.names import flat, nested
 from tokenmerge.config.old_rules import with_rules
 from tokenmerge.config.parts import PARTS, Correction, PlanSharing
-from tokenmerge.config.planner_names import GUIDED_PLANNERS
 from tokenmerge.config.rules import Rule, Rules, check_rules, resolved
-from tokenmerge.config.settings import CACHED_FEATURES, CHECKS, MergeSettings, check_together
+from tokenmerge.config.settings import (
+    CACHED_FEATURES,
+    CHECKS,
+    GUIDED_PLANNERS,
+    MergeSettings,
+    check_together,
+)
 from tokenmerge.config.step_reuse import StepReuse
 from tokenmerge.errors import ConfigError
 

@@ -16,19 +16,6 @@ from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.models.work import Amount, Part, Share, Work
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """A transformer whose blocks ComfyUI lets a node replace.
-
-    Attributes:
-        classes: names of its classes.
-        blocks: (attribute with the blocks, ComfyUI's name for one, layout of its call).
-    """
-
-    classes: tuple[str, ...]
-    blocks: tuple[tuple[str, str, Layout], ...]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
     """A block that can merge.
@@ -123,19 +110,21 @@ _HUNYUAN = Layout(
 )
 _WAN = Layout("img", token_arguments=(TokenArgument("pe", axes=(1,), batched=True),))
 
-_FAMILIES = (
-    Family(
-        ("Flux", "Chroma"),
-        (("double_blocks", "double_block", _FLUX), ("single_blocks", "single_block", _FLUX)),
-    ),
-    Family(("MMDiT",), (("joint_blocks", "double_block", Layout("img")),)),
-    Family(("QwenImageTransformer2DModel",), (("transformer_blocks", "double_block", _FLUX),)),
-    Family(("WanModel",), (("blocks", "double_block", _WAN),)),
-    Family(
-        ("HunyuanVideo",),
-        (("double_blocks", "double_block", _HUNYUAN), ("single_blocks", "single_block", _HUNYUAN)),
-    ),
-)
+# Transformers whose blocks ComfyUI lets a node replace, by the names of their classes. For each list of
+# blocks: the attribute that has it, ComfyUI's name for one, and the layout of its call.
+_REPLACEABLE: Mapping[tuple[str, ...], Sequence[tuple[str, str, Layout]]] = {
+    ("Flux", "Chroma"): [
+        ("double_blocks", "double_block", _FLUX),
+        ("single_blocks", "single_block", _FLUX),
+    ],
+    ("MMDiT",): [("joint_blocks", "double_block", Layout("img"))],
+    ("QwenImageTransformer2DModel",): [("transformer_blocks", "double_block", _FLUX)],
+    ("WanModel",): [("blocks", "double_block", _WAN)],
+    ("HunyuanVideo",): [
+        ("double_blocks", "double_block", _HUNYUAN),
+        ("single_blocks", "single_block", _HUNYUAN),
+    ],
+}
 # ComfyUI's names for the first part of the path of a UNet's block.
 _WAYS: Mapping[str, str] = {"input_blocks": "input", "middle_block": "middle", "output_blocks": "output"}
 
@@ -157,11 +146,15 @@ def find_target(model: Any) -> Target:
         if blocks:
             cuts = _cuts(root)
             return Target(name, tuple(blocks), cuts=cuts, work=_work_of_unet(root, blocks, cuts))
-    for family in _FAMILIES:
-        if is_a(root, *family.classes):
-            found = tuple(_blocks(root, family))
+    for classes, lists in _REPLACEABLE.items():
+        if is_a(root, *classes):
+            found = tuple(
+                Block((name, number), module, 1, layout)
+                for attribute, name, layout in lists
+                for number, module in enumerate(getattr(root, attribute))
+            )
             return Target(name, found, patch_of(root), work=_work_of_transformer(root, found))
-    known = ", ".join(name for family in _FAMILIES for name in family.classes)
+    known = ", ".join(name for classes in _REPLACEABLE for name in classes)
     raise UnsupportedModelError(
         f"model: expected a UNet with attention, or one of {known}, got {name}; ComfyUI lets a node "
         "replace blocks only in these, so leave Token Merging out of this workflow"
@@ -247,11 +240,3 @@ def weights_of(module: nn.Module) -> int:
         for name, weight in module.named_parameters()
         if weight.ndim >= 2 and not any(part in name for part in _OF_OTHERS)
     )
-
-
-def _blocks(root: Any, family: Family) -> list[Block]:
-    return [
-        Block((name, number), module, 1, layout)
-        for attribute, name, layout in family.blocks
-        for number, module in enumerate(getattr(root, attribute))
-    ]
