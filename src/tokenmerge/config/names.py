@@ -35,7 +35,7 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: one setting is given twice, under two names, or it was removed.
 
-    >>> flat({"ratio": 0.4, "correction": Correction(every=2), "share_plan": True})
+    >>> flat({"ratio": 0.4, "correction": {"every": 2}, "share_plan": True})
     {'ratio': 0.4, 'correction.every': 2, 'plans.blocks': True}
     """
     found: dict[str, Any] = {}
