@@ -18,7 +18,7 @@ from tokenmerge.config.json_file import (
 from tokenmerge.config.metadata import read_metadata, to_metadata
 from tokenmerge.config.names import NEW_NAMES, flat, with_new_names, words_with_new_names
 from tokenmerge.config.old_rules import with_rules
-from tokenmerge.config.parts import Correction, PlanSharing
+from tokenmerge.config.parts import Correction, PlanSharing, StepReuse
 from tokenmerge.config.removed import REMOVED, REMOVED_VALUES, without_removed
 from tokenmerge.config.rules import Rule, dense_outside
 from tokenmerge.config.settings import (
@@ -32,7 +32,6 @@ from tokenmerge.config.settings import (
     check_below_highest_ratio,
     highest_ratio,
 )
-from tokenmerge.config.step_reuse import StepReuse
 from tokenmerge.config.tome import SETTINGS, ToMeConfig
 
 __all__ = [

@@ -59,9 +59,9 @@ def check_fields(settings: object, prefix: str, checks: Mapping[str, Check]) -> 
         object.__setattr__(settings, name, check(f"{prefix}{name}", getattr(settings, name)))
 
 
-def check_counts(**numbers: Any) -> None:
+def check_counts(**counts: Any) -> None:
     """Check arguments that are integers ≥ 1, or None."""
-    for name, value in numbers.items():
+    for name, value in counts.items():
         optional(integer(1))(name, value)
 
 

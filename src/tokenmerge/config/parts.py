@@ -1,13 +1,25 @@
-"""The parts of a ToMeConfig: sharing of plans, correction, and step reuse, which has a file of its own."""
+"""The parts of a ToMeConfig: how plans are shared, correction, and step reuse."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
-from tokenmerge.config.checks import Value, check_fields, integer, switch
-from tokenmerge.config.step_reuse import StepReuse
+from tokenmerge.config.checks import (
+    Check,
+    Value,
+    as_items,
+    as_number,
+    check_fields,
+    integer,
+    number,
+    refuse,
+    switch,
+)
 from tokenmerge.errors import ConfigError
+
+_EXACT = 2**53  # floats represent every integer up to here
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -75,6 +87,143 @@ class Correction(Value):
     def on(self) -> bool:
         """Whether any step is dense."""
         return self.every > 0
+
+
+def _check_distance(name: str, value: Any) -> float:
+    plain = number("a number ≥ 1", lambda value: value >= 1)(name, value)
+    return int(plain) if plain.is_integer() and plain < _EXACT else plain
+
+
+def _check_places(name: str, value: Any) -> tuple[float, ...]:
+    """Accept places in rising order; there may be none."""
+    items = as_items(value)
+    places = [as_number(item) for item in items or ()]
+    plain = tuple(place for place in places if place is not None and 0 <= place <= 1)
+    if items is None or len(plain) < len(places) or list(plain) != sorted(set(plain)):
+        refuse(
+            name, "places from 0 (the first step) to 1 (the last) in rising order, such as (0, 0.5, 1)", value
+        )
+    return plain
+
+
+REUSE_CHECKS: Mapping[str, Check] = {
+    "every": _check_distance,
+    "shallow_every": _check_distance,
+    "full_steps": _check_places,
+    "shallow_steps": _check_places,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class StepReuse(Value):
+    """Step reuse: on some denoising steps a part of the model is skipped and its cached output is reused.
+
+    In a UNet, the deep stages are skipped: everything below its finest level (as in DeepCache, arXiv
+    2312.00858). In other models, the blocks that can run on merged tokens as a whole are skipped. A skipped
+    output is linearly extrapolated from the last two steps that computed it (arXiv 2503.06923, order 1). The
+    extrapolation is damped if the output did not keep changing in the same direction. The cache holds two
+    outputs of each skipped part.
+
+    A complete step runs everything. The first two steps and the last one are complete, and the others are
+    evenly spaced between them. diffusers' own caches cannot run at the same time.
+
+    Args:
+        every: mean distance between complete steps, ≥ 1; it may be a fraction. Raising it saves more, and the
+            picture follows the dense one less closely. 1: no step skips anything.
+        shallow_every: in a UNet, mean distance between the steps that run all of the finest level, 1 ≤
+            shallow_every ≤ every. Complete steps are chosen from them. The other steps run only
+            the last layer of that level. Raising it saves most in narrow models and large pictures, where
+            that level takes most of the time. It loses more than raising ``every``, above all under strong
+            guidance.
+        full_steps: places of the complete steps, 0 (the first step) to 1 (the last), in place of ``every``:
+            ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the picture closer. Empty: ``every``
+            decides.
+        shallow_steps: places of the steps that run all of the finest level, besides the complete steps, in
+            place of ``shallow_every``. It can only be given with ``full_steps``.
+
+    Raises:
+        ConfigError: a value is outside these ranges.
+
+    >>> StepReuse(every=4).steps_of(20).full
+    (0, 1, 5, 10, 15, 19)
+    """
+
+    every: float = 1
+    shallow_every: float = 1
+    full_steps: tuple[float, ...] = ()
+    shallow_steps: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, "reuse.", REUSE_CHECKS)
+        if self.shallow_every > self.every and not self.full_steps:
+            wanted = f"1 to reuse.every={self.every:g}, as a complete step runs the finest level too"
+            refuse("reuse.shallow_every", wanted, self.shallow_every)
+        if self.shallow_steps and not self.full_steps:
+            refuse("reuse.shallow_steps", "no places without reuse.full_steps", self.shallow_steps)
+
+    @property
+    def on(self) -> bool:
+        """Whether any step may skip something."""
+        return self.every > 1 or bool(self.full_steps)
+
+    @property
+    def given(self) -> str:
+        """The setting that turns step reuse on, for messages: ``"reuse.every=2"``."""
+        return f"reuse.full_steps={self.full_steps}" if self.full_steps else f"reuse.every={self.every:g}"
+
+    @property
+    def skips_finest(self) -> bool:
+        """Whether any step may skip the finest level of a UNet."""
+        return self.on and (self.shallow_every > 1 or bool(self.full_steps))
+
+    def steps_of(self, steps: int) -> StepsOfReuse:
+        """Return which steps of a generation of ``steps`` ≥ 1 steps run which part.
+
+        >>> StepReuse(every=4, shallow_every=2).steps_of(8)
+        StepsOfReuse(full=(0, 1, 7), shallow=(0, 1, 3, 5, 7))
+        """
+        if self.full_steps:
+            full = _at_places(self.full_steps, steps)
+            return StepsOfReuse(full, tuple(sorted({*full, *_at_places(self.shallow_steps, steps)})))
+        shallow = _evenly(tuple(range(steps)), steps, self.shallow_every)
+        return StepsOfReuse(_evenly(shallow, steps, self.every), shallow)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepsOfReuse:
+    """Which steps of a generation run which part of the model, by their index.
+
+    Attributes:
+        full: the complete steps, which run everything.
+        shallow: the steps that run the finest level of a UNet; all complete steps are among them.
+    """
+
+    full: tuple[int, ...]
+    shallow: tuple[int, ...]
+
+
+def _at_places(places: tuple[float, ...], steps: int) -> tuple[int, ...]:
+    """Return the indices of the steps at these places of a generation.
+
+    >>> _at_places((0, 0.5, 1), 20)
+    (0, 10, 19)
+    """
+    return tuple(sorted({round(place * (steps - 1)) for place in places}))
+
+
+def _evenly(among: tuple[int, ...], steps: int, every: float) -> tuple[int, ...]:
+    """Return the first two of some steps, and evenly spaced ones of the others, with the last.
+
+    Args:
+        among: the steps to choose from, of a generation of ``steps`` steps.
+        steps: number of steps of the generation.
+        every: how many steps of the generation there are for each that is chosen after the first two.
+    """
+    others = among[2:]
+    if every <= 1 or not others:
+        return among
+    count = min(len(others), max(1, int((steps - 2) / every + 1e-9)))
+    return (*among[:2], *(others[round(len(others) * j / count) - 1] for j in range(1, count + 1)))
 
 
 # The classes that a ToMeConfig nests, by the name of their field.

@@ -18,8 +18,8 @@ from tokenmerge.config.checks import (
     unchecked,
 )
 from tokenmerge.config.names import flat
+from tokenmerge.config.parts import REUSE_CHECKS
 from tokenmerge.config.settings import CHECKS as MERGE_CHECKS
-from tokenmerge.config.step_reuse import CHECKS as REUSE_CHECKS
 from tokenmerge.errors import ConfigError
 
 _CONDITIONS: Mapping[str, Check] = {

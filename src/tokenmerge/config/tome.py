@@ -10,7 +10,7 @@ from typing import Any
 from tokenmerge.config.checks import Check, check_fields, one_of, refuse, unchecked
 from tokenmerge.config.names import flat, nested
 from tokenmerge.config.old_rules import with_rules
-from tokenmerge.config.parts import PARTS, Correction, PlanSharing
+from tokenmerge.config.parts import PARTS, Correction, PlanSharing, StepReuse
 from tokenmerge.config.rules import Rule, Rules, check_rules, resolved
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
@@ -19,7 +19,6 @@ from tokenmerge.config.settings import (
     MergeSettings,
     check_together,
 )
-from tokenmerge.config.step_reuse import StepReuse
 from tokenmerge.errors import ConfigError
 
 
