@@ -75,7 +75,7 @@ class Place:
 
 
 @dataclasses.dataclass(eq=False)
-class Running:
+class OpenRun:
     """Consecutive blocks that have run in this call.
 
     Each got the very tensors that the previous one returned.
@@ -102,7 +102,7 @@ class BlockRuns:
     def __init__(self, residuals: Residuals) -> None:
         self._residuals = residuals
         self._places: dict[tuple[int, Hashable], Place] = {}
-        self._running: Running | None = None
+        self._running: OpenRun | None = None
 
     def call(
         self, block: Hashable, arguments: dict[str, Any], run: Callable[[dict[str, Any]], dict[str, Any]]
@@ -148,7 +148,7 @@ class BlockRuns:
             or (new_text is not None and text is not running.text)
         ):
             self.finish()
-            self._running = Running(block, new_image, new_text, (to_image, to_text))
+            self._running = OpenRun(block, new_image, new_text, (to_image, to_text))
             return
         before = running.added[1]
         both = None if to_text is None or before is None else before.add_(to_text)
