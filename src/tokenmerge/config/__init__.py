@@ -7,8 +7,8 @@ other; the last returns the ``MergeSettings`` that planners and blocks get.
 Imports only ``errors``, and no torch.
 """
 
-from tokenmerge.config.found_for import FoundFor
 from tokenmerge.config.json_file import (
+    FoundFor,
     SavedSettings,
     load_config,
     load_settings,
