@@ -229,7 +229,7 @@ def _attention(host: Host, block: Block, words: int) -> Iterator[tuple[Amount, f
 
 
 def _has_text(attention: nn.Module) -> bool:
-    return any(_is_on_text(None, name) for name, module in attention.named_modules() if module is not None)
+    return any(_is_on_text(None, name) for name, _ in attention.named_modules())
 
 
 def _channels(attention: Any) -> int:

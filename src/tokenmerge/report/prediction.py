@@ -57,9 +57,9 @@ class Row:
     blocks: int = 1
     references: tuple[tuple[int, ...], ...] = ()
 
-    def grids(self, times: str = " × ") -> str:
-        """Return the grids as text, with the sign between their sides."""
-        return " + ".join(times.join(map(str, grid)) for grid in (self.grid, *self.references))
+    def grids(self) -> str:
+        """Return the grids as text."""
+        return " + ".join(" × ".join(map(str, grid)) for grid in (self.grid, *self.references))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
