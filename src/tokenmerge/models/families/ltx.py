@@ -42,7 +42,7 @@ def describe(root: Any) -> Host:
 
 
 def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    sides = [arguments.get(name) for name in ("num_frames", "height", "width")]
+    sides: list[Any] = [arguments.get(name) for name in ("num_frames", "height", "width")]
     coordinates = arguments.get("video_coords")
     # Where coordinates are given, some pipelines leave the sides out, and others set them to 1.
     if coordinates is not None and set(sides) <= {None, 1} and not torch.compiler.is_compiling():
