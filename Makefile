@@ -14,6 +14,7 @@ SERVING := .venv-serving
 SERVING_PIP = $(BIN)/python -m pip --python $(SERVING) --disable-pip-version-check install --quiet --constraint constraints.txt
 # The oldest PyTorch that pyproject.toml allows.
 OLDEST := .venv-oldest
+OLDEST_PIP = $(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(OLDEST)/constraints.txt
 
 # A module's tests run on one worker, so that its fixtures are made once. A thread for each worker.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist loadscope
@@ -57,7 +58,7 @@ test-serving: $(SERVING)/ready
 # What depends on the version of PyTorch: patching, steps, compiling, exporting.
 test-oldest: $(OLDEST)/ready
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(OLDEST)/bin/python -m pytest --numprocesses auto --dist loadscope -m "not slow" \
-		tests/test_api.py tests/test_auto.py tests/runtime tests/integrations/export/test_arithmetic.py
+		tests/test_api.py tests/test_default_method.py tests/runtime tests/integrations/export/test_arithmetic.py
 
 # What `make test-paddle`, `make test-comfyui` and `make test-oldest` build first.
 environments: $(PADDLE)/ready $(COMFYUI)/ready $(OLDEST)/ready
@@ -116,12 +117,13 @@ $(SERVING)/ready: $(VENV)/tested
 	$(SERVING_PIP) --group serving-test
 	$(SERVING_PIP) --no-deps sglang vllm-omni
 
-# Without torchao, which needs a newer PyTorch. All other versions are those of the main environment.
+# Without torchao, which needs a newer PyTorch. All other versions are those of the main environment. cache-dit asks for
+# PyTorch 2.7.1, and works with 2.7.0: it comes apart, so that pip does not take the newest PyTorch for it.
 $(OLDEST)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet "pip>=25.1"
-	grep -v "^torch==" constraints.txt > $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet torch==2.7.0
-	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(OLDEST)/constraints.txt \
-		--editable . --editable ./tools --group oldest-test
+	sed "s/^torch==.*/torch==2.7.0/" constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST_PIP) torch
+	$(OLDEST_PIP) --editable . --editable ./tools --group oldest-test
+	$(OLDEST_PIP) --no-deps cache-dit
 	touch $@

@@ -14,6 +14,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 Sizes = ParamSpec("Sizes")
 Made = TypeVar("Made")
 
+
+def counts_launches(device: torch.device) -> bool:
+    """Return whether each operation costs a launch, so that fewer operations are faster than less work."""
+    return device.type != "cpu"
+
+
 _MOST = 256  # results of each function that are kept, the latest ones
 
 
