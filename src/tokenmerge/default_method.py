@@ -17,6 +17,7 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
 from tokenmerge.plans import Facts, Plan, facts_of, highest_speedup, plan_for
+from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 
 __all__ = ["DefaultMethod", "settings_for"]
@@ -80,7 +81,11 @@ class DefaultMethod:
         return cls(_SPEEDUP("speedup", speedup), facts, changes)
 
     def settings(
-        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
+        self,
+        grid: GridShape | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        ends_clean: bool = False,
     ) -> ToMeConfig:
         """Return the settings of one generation.
 
@@ -88,8 +93,10 @@ class DefaultMethod:
             grid: (frames, rows, columns) of the finest token grid; None: the default.
             steps: number of steps of the generation; None: the default.
             guidance: scale of classifier-free guidance; None: unknown.
+            ends_clean: whether almost no noise is left before the last step.
         """
-        settings = self.plan(grid, steps, guidance).config
+        facts = dataclasses.replace(self._known(grid, steps, guidance), ends_clean=ends_clean)
+        settings = plan_for(facts, self.speedup).config
         for change in self.changes:
             settings = change(settings)
         return settings
@@ -191,6 +198,8 @@ def settings_for(
         guidance: scale of classifier-free guidance; None: the pipeline's default.
         follows_steps: whether settings may change over the denoising steps. None: only in a pipeline.
 
+    It warns if the generation cannot reach the speed-up.
+
     Raises:
         UnsupportedModelError: the object neither is nor contains a supported model.
         ConfigError: a number is out of its range.
@@ -204,7 +213,10 @@ def settings_for(
         method = dataclasses.replace(method, facts=facts)
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
     grid = None if height is None or width is None else denoiser.grid_at(height, width)
-    return method.settings(grid, steps, method.facts.guidance if guidance is None else guidance)
+    known = grid, steps, method.facts.guidance if guidance is None else guidance
+    if told := method.shortfall(*known):
+        warn_caller(told)
+    return method.settings(*known)
 
 
 def allows_proportional(pipe_or_model: object, hosts: Sequence[Host]) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tokenmerge.ops import kernels
 from tokenmerge.ops.arithmetic import arithmetic
 from tokenmerge.ops.constants import first_numbers, first_rows, ones, rows_of_images
 from tokenmerge.ops.once import made_once, once
@@ -241,6 +242,13 @@ def keep_destinations(plan: Plan, x: Tensor) -> Tensor:
 def unmerge(plan: Plan, y: Tensor) -> Tensor:
     """Give each token the value of its merged token: ``[b, m, c]`` → ``[b, n, c]``."""
     return plan.unmerge(y)
+
+
+def add_unmerged(plan: Plan, x: Tensor, y: Tensor) -> Tensor:
+    """Add to each token the value of its merged token: ``[b, n, c]``, ``[b, m, c]`` → ``[b, n, c]``."""
+    if isinstance(plan, IndexPlan) and x.dtype == y.dtype and kernels.used(x, y):
+        return kernels.add_rows(x, y, plan.inverse)
+    return x + unmerge(plan, y)
 
 
 @made_once

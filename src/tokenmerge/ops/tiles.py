@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tokenmerge.ops import kernels
 from tokenmerge.ops.constants import first_rows
 from tokenmerge.ops.matching import by_similarity, compared, own_cell, unit_tokens
 from tokenmerge.ops.once import counts_launches, made_once, once
@@ -70,7 +71,9 @@ def tiled_plan(
     """
     b, s, d = len(features), len(src), len(dst)
     layout = tuple(grid), tuple(cell), tuple(sides), s, d
-    boxes = _boxes(*layout, features.device) if counts_launches(features.device) else None
+    # The kernels select the tokens themselves.
+    at_once = counts_launches(features.device) and not kernels.used(features)
+    boxes = _boxes(*layout, features.device) if at_once else None
     if boxes is None:
         return make_plan(src, dst, *tiled_matching(features, grid, cell, src, dst, sides), r)
     (t, q, w), n = boxes.shape, s + d
@@ -105,6 +108,8 @@ def _best(sources: Tensor, destinations: Tensor, places: Tensor, windows: Tensor
     Returns:
         ``[b, t * q]`` each.
     """
+    if kernels.used(sources, destinations):
+        return kernels.largest_products(sources, destinations, places, windows)
     in_boxes = sources.index_select(1, places.flatten()).unflatten(1, places.shape)
     candidates = destinations.index_select(1, windows.flatten()).unflatten(1, windows.shape)
     product, which = (in_boxes @ candidates.transpose(2, 3)).max(dim=-1)

@@ -87,8 +87,10 @@ class ChoosesSettings(Protocol):
     classifier-free guidance; None: unknown.
     """
 
-    def settings(self, grid: GridShape | None, steps: int | None, guidance: float | None) -> ToMeConfig:
-        """Return the settings."""
+    def settings(
+        self, grid: GridShape | None, steps: int | None, guidance: float | None, ends_clean: bool = False
+    ) -> ToMeConfig:
+        """Return the settings; ``ends_clean``: almost no noise is left before the last step."""
 
     def shortfall(self, grid: GridShape | None, steps: int | None, guidance: float | None) -> str:
         """Return what the settings do not reach of what was asked for; empty: they reach it."""
@@ -162,19 +164,20 @@ class ModelState:
     kept: Kept = dataclasses.field(default_factory=Kept)
     told: set[str] = dataclasses.field(default_factory=set)
 
-    def settings_at(self, guidance: float | None, steps: int | None) -> ToMeConfig:
+    def settings_at(self, guidance: float | None, steps: int | None, ends_clean: bool = False) -> ToMeConfig:
         """Return the settings of the generation that begins.
 
         Args:
             guidance: scale of classifier-free guidance; None: unknown.
             steps: number of steps; None: settings do not follow them.
+            ends_clean: whether almost no noise is left before the last step.
         """
         if self.default is None or steps is None:
             return self.config
         grids = self.threads.value.grid.shapes
         known = grids[0] if grids else None, steps, guidance
         self.warn_once(self.default.shortfall(*known))
-        return self.default.settings(*known)
+        return self.default.settings(*known, ends_clean)
 
     def warn_once(self, message: str) -> None:
         """Warn, unless the message is empty or was given before."""

@@ -226,7 +226,8 @@ def _config_of(
     if step is not None and memory.config is not None:
         return memory.config
     scale = guidance_scale(pipe)
-    config = state.settings_at(scale, None if step is None else step.steps)
+    clean = step is not None and step.generation.ends_clean
+    config = state.settings_at(scale, None if step is None else step.steps, clean)
     on_meta = memory.seed is not None and memory.seed.is_meta  # the operations of single steps are counted
     if on_meta:
         state.keep_dense(memory)
