@@ -46,7 +46,7 @@ def most_similar(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Te
         destination, −1 … 1, and the position of that destination in ``dst``.
     """
     sources, lengths, destinations = compared(features, src, dst)
-    product, nearest = _largest_products(sources, destinations)
+    product, nearest = _in_slices(sources, destinations)
     return product if lengths is None else product / lengths, nearest
 
 
@@ -113,18 +113,24 @@ def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor
     return own
 
 
-def _largest_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def largest_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Maximum and its index in each row of ``a @ bᵀ``: ``[b, s, c]``, ``[b, d, c]`` → ``[b, s]`` each."""
     if kernels.used(a, b):
         rows, columns = (first_numbers(x.shape[1], x.device).unsqueeze(0) for x in (a, b))
         return kernels.largest_products(a, b, rows, columns)
+    best = (a @ b.transpose(1, 2)).max(dim=-1)
+    return best.values, best.indices
+
+
+def _in_slices(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return :func:`largest_products`, without more products in memory than are allowed."""
     at_once = _SIMILARITIES_AT_ONCE["cpu" if a.device.type == "cpu" else "other"]
-    b = b.transpose(1, 2)
-    per_row = b.shape[0] * b.shape[2]
-    if a.shape[1] * per_row <= at_once:
-        return (a @ b).max(dim=-1)
-    best = [(rows @ b).max(dim=-1) for rows in a.split(max(1, at_once // per_row), dim=1)]
-    return torch.cat([part.values for part in best], dim=1), torch.cat([part.indices for part in best], dim=1)
+    per_row = b.shape[0] * b.shape[1]
+    if a.shape[1] * per_row <= at_once or kernels.used(a, b):  # the kernels keep none
+        return largest_products(a, b)
+    best = [largest_products(rows, b) for rows in a.split(max(1, at_once // per_row), dim=1)]
+    products, indices = zip(*best, strict=True)
+    return torch.cat(products, dim=1), torch.cat(indices, dim=1)
 
 
 def shared_features(features: Tensor, parts: int) -> Tensor:

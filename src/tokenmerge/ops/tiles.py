@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenmerge.ops import kernels
 from tokenmerge.ops.constants import first_rows
-from tokenmerge.ops.matching import by_similarity, compared, own_cell, unit_tokens
+from tokenmerge.ops.matching import by_similarity, compared, largest_products, own_cell, unit_tokens
 from tokenmerge.ops.once import counts_launches, made_once, once
 from tokenmerge.ops.partition import num_destinations, num_tokens, whole_cells, with_destinations
 from tokenmerge.ops.plan import IndexPlan, make_plan, plan_of_rows
@@ -71,9 +71,7 @@ def tiled_plan(
     """
     b, s, d = len(features), len(src), len(dst)
     layout = tuple(grid), tuple(cell), tuple(sides), s, d
-    # The kernels select the tokens themselves.
-    at_once = counts_launches(features.device) and not kernels.used(features)
-    boxes = _boxes(*layout, features.device) if at_once else None
+    boxes = _boxes(*layout, features.device) if counts_launches(features.device) else None
     if boxes is None:
         return make_plan(src, dst, *tiled_matching(features, grid, cell, src, dst, sides), r)
     (t, q, w), n = boxes.shape, s + d
@@ -85,7 +83,7 @@ def tiled_plan(
     chosen, rows = once(src, ("boxes", layout, b), arranged, dst)
     tokens = unit_tokens(features.index_select(1, chosen))
     in_boxes = tokens[:, : t * (q + w)].reshape(b * t, q + w, -1)
-    product, which = (in_boxes[:, :q] @ in_boxes[:, q:].transpose(1, 2)).max(dim=-1)
+    product, which = largest_products(in_boxes[:, :q], in_boxes[:, q:])
     merged, merged_own = _merged(*layout, b, r, features.device)
     similarity, targets = product.view(b, -1), merged.gather(1, which).view(b, -1)
     if s > t * q:
