@@ -122,7 +122,10 @@ def example(name: str, model: nn.Module, height: int, width: int) -> dict[str, A
             "encoder_hidden_states": blank(512, 4096),
         }
     geometry = find_geometry(name)
-    return find_hosts(model)[0].example(height // 8, width // 8, 2 if geometry.guided else 1)
+    arguments = find_hosts(model)[0].example(height // 8, width // 8, 2 if geometry.guided else 1)
+    if name != "flux":  # whose pipeline alone casts timesteps
+        arguments["timestep"] = arguments["timestep"].float()
+    return arguments
 
 
 def launches(model: nn.Module, arguments: dict[str, Any]) -> collections.Counter[str]:
