@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tokenmerge.ops import kernels
 from tokenmerge.ops.constants import first_numbers
-from tokenmerge.ops.once import counts_launches, made_once, once
+from tokenmerge.ops.once import WITHOUT_LAUNCHES, made_once, once
 from tokenmerge.ops.partition import num_tokens
 
 # Largest number of similarities in memory at once. More sources are compared in slices, so that memory grows
@@ -46,7 +46,7 @@ def most_similar(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Te
         destination, −1 … 1, and the position of that destination in ``dst``.
     """
     sources, lengths, destinations = compared(features, src, dst)
-    product, nearest = _in_slices(sources, destinations)
+    product, nearest = largest_products(sources, destinations)
     return product if lengths is None else product / lengths, nearest
 
 
@@ -74,7 +74,7 @@ def compared(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor
     """
     both = once(src, "with destinations", lambda: torch.cat([src, dst], dim=-1), dst)
     tokens, s = selected(features, both), src.shape[-1]
-    if counts_launches(features.device):
+    if features.device.type not in WITHOUT_LAUNCHES:
         unit = unit_tokens(tokens)
         return unit[:, :s], None, unit[:, s:]
     # The length of a source does not change which destination is nearest, so it is divided out at the end.
@@ -115,22 +115,16 @@ def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor
 
 def largest_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Maximum and its index in each row of ``a @ bᵀ``: ``[b, s, c]``, ``[b, d, c]`` → ``[b, s]`` each."""
-    if kernels.used(a, b):
+    if kernels.ON and kernels.used(a, b):
         rows, columns = (first_numbers(x.shape[1], x.device).unsqueeze(0) for x in (a, b))
         return kernels.largest_products(a, b, rows, columns)
-    best = (a @ b.transpose(1, 2)).max(dim=-1)
-    return best.values, best.indices
-
-
-def _in_slices(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return :func:`largest_products`, without more products in memory than are allowed."""
     at_once = _SIMILARITIES_AT_ONCE["cpu" if a.device.type == "cpu" else "other"]
-    per_row = b.shape[0] * b.shape[1]
-    if a.shape[1] * per_row <= at_once or kernels.used(a, b):  # the kernels keep none
-        return largest_products(a, b)
-    best = [largest_products(rows, b) for rows in a.split(max(1, at_once // per_row), dim=1)]
-    products, indices = zip(*best, strict=True)
-    return torch.cat(products, dim=1), torch.cat(indices, dim=1)
+    b = b.transpose(1, 2)
+    per_row = b.shape[0] * b.shape[2]
+    if a.shape[1] * per_row <= at_once:
+        return (a @ b).max(dim=-1)
+    best = [(rows @ b).max(dim=-1) for rows in a.split(max(1, at_once // per_row), dim=1)]
+    return torch.cat([part.values for part in best], dim=1), torch.cat([part.indices for part in best], dim=1)
 
 
 def shared_features(features: Tensor, parts: int) -> Tensor:

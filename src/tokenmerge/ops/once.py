@@ -14,11 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 Sizes = ParamSpec("Sizes")
 Made = TypeVar("Made")
 
-
-def counts_launches(device: torch.device) -> bool:
-    """Return whether each operation costs a launch, so that fewer operations are faster than less work."""
-    return device.type != "cpu"
-
+# Devices on which an operation is no launch, so that less work is faster than fewer operations.
+WITHOUT_LAUNCHES = {"cpu"}
 
 _MOST = 256  # results of each function that are kept, the latest ones
 
@@ -32,7 +29,7 @@ def made_once(make: Callable[Sizes, Made]) -> Callable[Sizes, Made]:
 
     @functools.wraps(make)
     def get(*args: Sizes.args, **kwargs: Sizes.kwargs) -> Made:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # sizes may be symbolic
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined] # sizes may be symbolic
             return make(*args, **kwargs)
         empty = torch.empty(0, device=args[-1])  # type: ignore[call-overload]
         if type(empty) is not Tensor:  # FakeTensorMode makes tensors of its own, and takes no others
@@ -57,7 +54,7 @@ def once(of: Tensor, key: Hashable, make: Callable[[], Made], value: Tensor | No
 
     If there is a ``value``, make it anew where that is another tensor than before, or was changed in place.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return make()
     known = _made.setdefault(of, {})
     version = None if value is None or value.is_inference() else value._version

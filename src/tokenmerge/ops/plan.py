@@ -56,7 +56,7 @@ class IndexPlan(NamedTuple):
         rows = x.reshape(b * n, c)
         exact = torch.promote_types(x.dtype, torch.float32)
         # Autograd and graphs need each step by itself; otherwise fewer launches do the same.
-        fuses = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing())
+        fuses = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing())  # type: ignore[attr-defined]
         if fuses and self.weights is None and x.device.type in _AVERAGING_DEVICES:
             tokens, starts = once(self.inverse, "groups", self._groups)
             return F.embedding_bag(tokens, rows, starts, mode="mean").view(b, -1, c)
@@ -246,9 +246,9 @@ def unmerge(plan: Plan, y: Tensor) -> Tensor:
 
 def add_unmerged(plan: Plan, x: Tensor, y: Tensor) -> Tensor:
     """Add to each token the value of its merged token: ``[b, n, c]``, ``[b, m, c]`` → ``[b, n, c]``."""
-    if isinstance(plan, IndexPlan) and x.dtype == y.dtype and kernels.used(x, y):
+    if kernels.ON and isinstance(plan, IndexPlan) and x.dtype == y.dtype and kernels.used(x, y):
         return kernels.add_rows(x, y, plan.inverse)
-    return x + unmerge(plan, y)
+    return x + plan.unmerge(y)
 
 
 @made_once

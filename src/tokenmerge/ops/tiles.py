@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenmerge.ops import kernels
 from tokenmerge.ops.constants import first_rows
 from tokenmerge.ops.matching import by_similarity, compared, largest_products, own_cell, unit_tokens
-from tokenmerge.ops.once import counts_launches, made_once, once
+from tokenmerge.ops.once import WITHOUT_LAUNCHES, made_once, once
 from tokenmerge.ops.partition import num_destinations, num_tokens, whole_cells, with_destinations
 from tokenmerge.ops.plan import IndexPlan, make_plan, plan_of_rows
 
@@ -71,7 +71,8 @@ def tiled_plan(
     """
     b, s, d = len(features), len(src), len(dst)
     layout = tuple(grid), tuple(cell), tuple(sides), s, d
-    boxes = _boxes(*layout, features.device) if counts_launches(features.device) else None
+    device = features.device
+    boxes = None if device.type in WITHOUT_LAUNCHES else _boxes(*layout, device)
     if boxes is None:
         return make_plan(src, dst, *tiled_matching(features, grid, cell, src, dst, sides), r)
     (t, q, w), n = boxes.shape, s + d
@@ -84,7 +85,7 @@ def tiled_plan(
     tokens = unit_tokens(features.index_select(1, chosen))
     in_boxes = tokens[:, : t * (q + w)].reshape(b * t, q + w, -1)
     product, which = largest_products(in_boxes[:, :q], in_boxes[:, q:])
-    merged, merged_own = _merged(*layout, b, r, features.device)
+    merged, merged_own = _merged(*layout, b, r, device)
     similarity, targets = product.view(b, -1), merged.gather(1, which).view(b, -1)
     if s > t * q:
         beyond, own = tokens[:, t * (q + w) :].chunk(2, dim=1)
@@ -106,7 +107,7 @@ def _best(sources: Tensor, destinations: Tensor, places: Tensor, windows: Tensor
     Returns:
         ``[b, t * q]`` each.
     """
-    if kernels.used(sources, destinations):
+    if kernels.ON and kernels.used(sources, destinations):
         return kernels.largest_products(sources, destinations, places, windows)
     in_boxes = sources.index_select(1, places.flatten()).unflatten(1, places.shape)
     candidates = destinations.index_select(1, windows.flatten()).unflatten(1, windows.shape)
