@@ -190,3 +190,29 @@ def test_every_number_of_complete_steps_has_its_distance(steps, stride):
         every = distance(steps, complete)
         config = ToMeConfig.from_dict({"reuse.every": every})
         assert len(config.reuse.steps_of(steps).full) == complete
+
+
+def complete_steps(of_generation: Facts, wanted: float = 1.8) -> tuple[int, ...]:
+    return choose(of_generation, wanted).reuse.steps_of(of_generation.steps).full
+
+
+def test_complete_steps_of_a_unet_are_closer_together_towards_the_end():
+    full = complete_steps(facts("unet", fewest_tokens=64 * 64 + 1), 1.3)
+    assert full[:2] == (0, 1)
+    assert full[-1] == 19
+    assert full[2] - full[1] > full[-1] - full[-2]
+
+
+def test_complete_steps_of_other_models_are_evenly_spaced():
+    assert not choose(facts("transformer"), 1.8).reuse.full_steps
+
+
+@pytest.mark.parametrize("steps", [4, 8, 20, 50])
+def test_a_last_step_without_noise_is_not_complete(steps):
+    """As many others are, so that the speed-up stays the same."""
+    usual, clean = (
+        facts("transformer", steps=steps, fewest_tokens=64 * 64 + 1, ends_clean=own) for own in (False, True)
+    )
+    assert complete_steps(usual)[-1] == steps - 1
+    assert complete_steps(clean)[-1] < steps - 1
+    assert plan_for(clean, 1.3).speedup == plan_for(usual, 1.3).speedup
