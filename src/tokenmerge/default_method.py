@@ -17,6 +17,7 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
 from tokenmerge.plans import Facts, Plan, facts_of, highest_speedup, plan_for
+from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 
 __all__ = ["DefaultMethod", "settings_for"]
@@ -197,6 +198,8 @@ def settings_for(
         guidance: scale of classifier-free guidance; None: the pipeline's default.
         follows_steps: whether settings may change over the denoising steps. None: only in a pipeline.
 
+    It warns if the generation cannot reach the speed-up.
+
     Raises:
         UnsupportedModelError: the object neither is nor contains a supported model.
         ConfigError: a number is out of its range.
@@ -210,7 +213,10 @@ def settings_for(
         method = dataclasses.replace(method, facts=facts)
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
     grid = None if height is None or width is None else denoiser.grid_at(height, width)
-    return method.settings(grid, steps, method.facts.guidance if guidance is None else guidance)
+    known = grid, steps, method.facts.guidance if guidance is None else guidance
+    if told := method.shortfall(*known):
+        warn_caller(told)
+    return method.settings(*known)
 
 
 def allows_proportional(pipe_or_model: object, hosts: Sequence[Host]) -> bool:

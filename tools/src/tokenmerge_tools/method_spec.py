@@ -52,7 +52,7 @@ class MethodSpec:
                 "ratio: the method auto takes a speed-up, as it chooses the ratio itself; give speedup=2, or "
                 "another method"
             )
-        check_speedup("speedup", self.speedup)
+        check_speedup(SPEEDUP, self.changes.get(SPEEDUP, DEFAULT_SPEEDUP))
         # shallow_every must not exceed every, which the method may choose.
         shallow = self.changes.get("reuse.shallow_every", 1)
         ToMeConfig.from_dict({"reuse.every": shallow, **self._settings})
