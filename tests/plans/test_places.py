@@ -26,8 +26,8 @@ def test_complete_steps_are_as_many_as_asked_for(spacing):
 
 def test_complete_steps_are_closer_together_towards_the_end():
     distances = [late - early for early, late in itertools.pairwise(later_ones(50, 12, 0.6)[1:])]
-    assert distances == sorted(distances, reverse=True)
-    assert distances[0] > distances[-1]
+    assert all(late <= early + 1 for early, late in itertools.pairwise(distances))  # steps are whole numbers
+    assert distances[0] >= 2 * distances[-1]
 
 
 @pytest.mark.parametrize("tail", [0.1, 0.6, 1.0])
