@@ -155,6 +155,7 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
         can_skip=_can_skip(target) and asked.step_reuse != "off",
         whole_blocks=not target.is_unet,
         layers=target.is_unet,
+        number_bytes=2 * dtype.itemsize,
         fewest_tokens=fewest_tokens(device, dtype, 2 if target.is_unet else 1, *attention),
     )
     default = DefaultMethod.for_facts(asked.speedup, facts, lambda config: _changed(config, asked))
