@@ -63,6 +63,7 @@ class DefaultMethod:
             guidance=default_guidance(pipe_or_model),
             follows_steps=follows_steps,
             proportional=allows_proportional(pipe_or_model, hosts),
+            number_bytes=denoiser.usual_batch * dtype_of(denoiser.root).itemsize,
             fewest_tokens=fewest_tokens(
                 device_of(pipe_or_model, denoiser.root),
                 dtype_of(denoiser.root),
