@@ -29,14 +29,14 @@ MAY_IMPORT = {
     "models": "errors",
     "plans": "config models",
     "runtime.steps": "errors ops config plans",
-    "runtime.memory": "errors ops config models runtime.steps",
+    "runtime.memory": "errors ops config models plans runtime.steps",
     "runtime.blocks": "errors ops config planners models runtime.steps runtime.memory",
     "runtime.patching": "errors ops config planners models plans runtime.steps runtime.memory runtime.blocks",
     "pictures": "",
     "report": "errors config planners models plans "
     "runtime.steps runtime.memory runtime.blocks runtime.patching",
     "vit": "errors ops config models runtime.steps runtime.memory runtime.blocks runtime.patching report",
-    "default_method": "config planners models plans runtime.steps",
+    "default_method": "errors config planners models plans runtime.steps",
     "integrations.comfyui": "errors ops config presets planners models plans "
     "runtime.steps runtime.memory runtime.blocks default_method",
     "handle": "errors config planners models plans default_method "

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
 from tokenmerge.plans.cost import costs_of
 from tokenmerge.plans.facts import Facts
-from tokenmerge.plans.policy import Power, fewest_tokens, harms_of, is_strong
+from tokenmerge.plans.policy import Harms, Power, fewest_tokens, harms_of, is_strong
 
 # The ratios of token merging, and the distances of corrections, that are tried.
 _RATIOS = tuple(i / 20 for i in range(4, 16))
@@ -56,13 +56,13 @@ def choose(facts: Facts, speedup: float) -> ToMeConfig:
 
 def highest_speedup(facts: Facts) -> float:
     """Return the highest speed-up that any mix reaches in a generation."""
-    return max(plan.speedup for plan in _plans(facts))
+    return max(plan.speedup for plan in plans_of(facts))
 
 
 @functools.lru_cache(maxsize=128)
 def plan_for(facts: Facts, speedup: float) -> Plan:
     """Return the plan of :func:`choose`, with its speed-up and its harm."""
-    plans = _plans(facts)
+    plans = plans_of(facts)
     reaching = [plan for plan in plans if plan.speedup >= speedup]
     if reaching:
         return min(reaching, key=lambda plan: (plan.harm, -plan.speedup))
@@ -70,10 +70,15 @@ def plan_for(facts: Facts, speedup: float) -> Plan:
 
 
 @functools.lru_cache(maxsize=16)
-def _plans(facts: Facts) -> tuple[Plan, ...]:
-    """Return the plans of all mixes that no other mix beats in both speed and harm, the slowest first."""
+def plans_of(facts: Facts, merging: ToMeConfig | None = None) -> tuple[Plan, ...]:
+    """Return the plans of all mixes that no other mix beats in both speed and harm, the slowest first.
+
+    Args:
+        facts: about the generation.
+        merging: settings of token merging, which all these plans have; None: any.
+    """
     best: list[_Mix] = []
-    for mix in sorted(_mixes(facts), key=lambda mix: (-mix.speedup, mix.harm)):
+    for mix in sorted(_mixes(facts, merging), key=lambda mix: (-mix.speedup, mix.harm)):
         if not best or mix.harm < best[-1].harm:
             best.append(mix)
     return tuple(Plan(_settings(facts, mix), mix.speedup, mix.harm) for mix in reversed(best))
@@ -89,16 +94,32 @@ class _Mix(NamedTuple):
     harm: float
 
 
-def _mixes(facts: Facts) -> Iterator[_Mix]:
-    harms = harms_of(facts.model, is_strong(facts.guidance))
-    counts = _counts(facts)
-    inner = "deep" if "deep" in facts.work.parts else "blocks"
+def harm_of(facts: Facts, config: ToMeConfig) -> float:
+    """Return the expected squared error of a generation with these settings, as in a :class:`Plan`."""
+    harms, steps, runs = _harms(facts), facts.steps, config.reuse.steps_of(facts.steps)
+    skipped = _of_runs(steps, runs.full, harms.skip.get(_inner(facts)))
+    skipped += _of_runs(steps, runs.shallow, harms.skip.get("finest"))
+    merged = harms.of_merging(config.scope, config.ratio, config.correction.every, config.proportional)
+    return skipped + merged * sum(config.at_step(step, steps).merges for step in range(steps)) / steps
+
+
+def _harms(facts: Facts) -> Harms:
+    return harms_of(facts.model, is_strong(facts.guidance))
+
+
+def _inner(facts: Facts) -> str:
+    return "deep" if "deep" in facts.work.parts else "blocks"
+
+
+def _mixes(facts: Facts, merging: ToMeConfig | None) -> Iterator[_Mix]:
+    harms, inner, counts = _harms(facts), _inner(facts), _counts(facts)
     skipped = {
         (complete, finest): _of_skipping(facts.steps, complete, harms.skip.get(inner))
         + _of_skipping(facts.steps, finest, harms.skip.get("finest"))
         for complete, finest in counts
     }
-    for merging in _mergings(facts, harms.corrected is not None):
+    mergings = _mergings(facts, harms.corrected is not None) if merging is None else [merging]
+    for merging in mergings:
         costs = costs_of(facts, merging)
         every = merging.correction.every
         merged = harms.of_merging(merging.scope, merging.ratio, every, merging.proportional)
@@ -148,10 +169,11 @@ def _counts(facts: Facts) -> Sequence[tuple[int, int]]:
 @functools.lru_cache(maxsize=1024)
 def _of_skipping(steps: int, complete: int, harm: Power | None) -> float:
     """Return the harm of skipping a part in all steps but these many; None: the model has no such part."""
-    if harm is None or complete == steps:
-        return 0.0
-    runs = StepReuse(every=distance(steps, complete)).steps_of(steps).full
-    return sum(map(harm.at, reaches_of(runs, steps))) / steps
+    return _of_runs(steps, StepReuse(every=distance(steps, complete)).steps_of(steps).full, harm)
+
+
+def _of_runs(steps: int, runs: Sequence[int], harm: Power | None) -> float:
+    return 0.0 if harm is None else sum(map(harm.at, reaches_of(runs, steps))) / steps
 
 
 def reaches_of(runs: Sequence[int], steps: int) -> list[float]:
