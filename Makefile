@@ -12,13 +12,16 @@ COMFYUI := .venv-comfyui
 # that sees the packages of the main one.
 SERVING := .venv-serving
 SERVING_PIP = $(BIN)/python -m pip --python $(SERVING) --disable-pip-version-check install --quiet --constraint constraints.txt
+# Triton, beside the packages of the main environment.
+TRITON := .venv-triton
+TRITON_PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENMERGE_TRITON=1 $(TRITON)/bin/python -m pytest -c tests/ops/in_triton/pytest.ini --numprocesses auto --dist worksteal
 # The oldest PyTorch that pyproject.toml allows.
 OLDEST := .venv-oldest
 
 # A module's tests run on one worker, so that its fixtures are made once. A thread for each worker.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist loadscope
 
-.PHONY: demo docs/demo.png test test-slow test-all test-paddle test-comfyui test-serving test-oldest environments docs format clean
+.PHONY: demo docs/demo.png test test-slow test-all test-paddle test-comfyui test-serving test-triton test-oldest environments docs format clean
 
 # Threads wait passively, so that a busy machine is not slowed down further.
 demo: $(VENV)/ready
@@ -40,7 +43,7 @@ test-slow: $(VENV)/tested
 	$(PYTEST) -m slow
 
 # Every test that there is.
-test-all: test test-slow test-paddle test-comfyui test-serving test-oldest
+test-all: test test-slow test-paddle test-comfyui test-serving test-triton test-oldest
 
 test-paddle: $(PADDLE)/ready
 	OMP_NUM_THREADS=1 $(PADDLE)/bin/python -m pytest -c tests/integrations/paddle/pytest.ini --numprocesses auto --dist worksteal \
@@ -54,10 +57,15 @@ test-serving: $(SERVING)/ready
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(SERVING)/bin/python -m pytest -c tests/integrations/serving/pytest.ini --numprocesses auto --dist worksteal \
 		tests/integrations/serving
 
+# The kernels in Triton, by its interpreter and as it compiles them, without a GPU.
+test-triton: $(TRITON)/ready
+	TRITON_INTERPRET=1 $(TRITON_PYTEST) tests/ops/in_triton
+	$(TRITON_PYTEST) tests/ops/in_triton
+
 # What depends on the version of PyTorch: patching, steps, compiling, exporting.
 test-oldest: $(OLDEST)/ready
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(OLDEST)/bin/python -m pytest --numprocesses auto --dist loadscope -m "not slow" \
-		tests/test_api.py tests/test_auto.py tests/runtime tests/integrations/export/test_arithmetic.py
+		tests/test_api.py tests/test_default_method.py tests/runtime tests/integrations/export/test_arithmetic.py
 
 # What `make test-paddle`, `make test-comfyui` and `make test-oldest` build first.
 environments: $(PADDLE)/ready $(COMFYUI)/ready $(OLDEST)/ready
@@ -71,7 +79,7 @@ format: $(VENV)/tested
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(PADDLE) $(COMFYUI) $(SERVING) $(OLDEST) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
+	rm -rf $(VENV) $(PADDLE) $(COMFYUI) $(SERVING) $(TRITON) $(OLDEST) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
 
 $(VENV)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -115,6 +123,13 @@ $(SERVING)/ready: $(VENV)/tested
 		> $$($(SERVING)/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
 	$(SERVING_PIP) --group serving-test
 	$(SERVING_PIP) --no-deps sglang vllm-omni
+
+$(TRITON)/ready: $(VENV)/tested
+	$(PYTHON) -m venv --without-pip $(TRITON)
+	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
+		> $$($(TRITON)/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
+	$(BIN)/python -m pip --python $(TRITON) --disable-pip-version-check install --quiet --group triton-test
+	touch $@
 
 # Without torchao, which needs a newer PyTorch. All other versions are those of the main environment.
 $(OLDEST)/ready: pyproject.toml tools/pyproject.toml constraints.txt

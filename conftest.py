@@ -14,6 +14,7 @@ from tiny_pipeline import write_pipeline
 import tokenmerge.default_method
 import tokenmerge.handle
 from tokenmerge.planners import calibration
+from tokenmerge.plans import policy
 
 _measure = calibration.measure_fewest_tokens
 _FEWEST = 16
@@ -49,6 +50,12 @@ def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenmerge.handle, "fewest_tokens", lambda *_: 0)  # nothing is slower than dense
     # Pictures of tests have few tokens. The policy merges larger grids alone.
     monkeypatch.setattr(import_module("tokenmerge.plans.choose"), "fewest_tokens", lambda: _FEWEST)
+
+
+@pytest.fixture
+def large_grids_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let only grids merge of which the policy says so, as outside the tests."""
+    monkeypatch.setattr(import_module("tokenmerge.plans.choose"), "fewest_tokens", policy.fewest_tokens)
 
 
 @pytest.fixture(scope="module")

@@ -32,9 +32,9 @@ import torch
 from closeness import psnr
 from diffusers import DiffusionPipeline
 
-from tokenmerge_tools.bench.counting import counting
 from tokenmerge_tools.demo import path
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
+from tokenmerge_tools.pipelines.counting import counting
 from tokenmerge_tools.pipelines.loading import denoiser_name, twin
 from tokenmerge_tools.variants.variant import VARIANTS, parse_variant
 

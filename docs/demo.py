@@ -2,7 +2,7 @@
 
     make docs/demo.png
 
-The picture says which settings drew it, so that a test finds one that the present version would not draw.
+The picture's metadata say which settings drew it, so that a test finds a stale one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def main(folder: Path) -> None:
     speedup = conditions["options"]["merging"].get("speedup", 2)
     pair = sample_sheet(
         [
-            ("dense", f"all of the model in {report['steps']} steps"),
-            (f"speedup={speedup:g}", f"{counted:.1f} times fewer operations, {psnr:.1f} dB"),
+            ("dense", f"the unchanged model, {report['steps']} steps"),
+            (f"speedup={speedup:g}", f"{counted:.1f} times fewer operations, {psnr:.1f} dB to dense"),
         ],
         [([Image.open(folder / f"{name}-00.png") for name in ("dense", "merged")], "")],
     )

@@ -1,7 +1,7 @@
-"""Draw the pictures of the pages on web UIs, serving, export and the playground with the bundled model.
+"""Draw the pictures of the first page, web UIs, serving, export and the playground with the bundled models.
 
     python docs/pictures.py                  # all of them; the last one opens Chromium, driven by playwright
-    python docs/pictures.py web-uis serving
+    python docs/pictures.py tour serving
 
 What stands in them is counted or compared, so that it does not depend on the machine. Only the picture of the
 playground shows times, as they were when it was drawn.
@@ -38,9 +38,10 @@ MODEL = "emoji-unet"
 LARGEST_FILE = 300_000  # bytes
 
 
-def bundled() -> DiffusionPipeline:
-    """Return the pipeline of the bundled model."""
-    pipe = DiffusionPipeline.from_pretrained(demo.path(MODEL), safety_checker=None)
+def bundled(model: str = MODEL) -> DiffusionPipeline:
+    """Return the pipeline of a bundled model."""
+    parts = {"safety_checker": None} if model == MODEL else {}
+    pipe = DiffusionPipeline.from_pretrained(demo.path(model), **parts)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -64,9 +65,69 @@ def closeness(one: Image.Image, dense: Image.Image) -> str:
     return f"{psnr(as_tensor([one]), as_tensor([dense])).item():.1f} dB"
 
 
+SMALL, LARGE, STEPS = 128, 256, 20
+
+# --- the first page -------------------------------------------------------------------------------------
+
+SPEEDUPS = (1.5, 2.0, 3.0)
+PANEL = 240  # pixels
+TOUR = re.compile(r"(<!-- tour: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
+TOUR_TEXT = """\
+## One seed at each speed
+
+```{{image}} tour-emoji-unet.png
+:alt: A bundled UNet dense, at three speeds, and in fewer steps
+```
+
+*Above with tokenmerge, below the unchanged model in fewer steps: the bundled UNet `emoji-unet`, {size} × {size} pixels.*
+
+```{{image}} tour-emoji-mmdit.png
+:alt: A bundled transformer dense, at three speeds, and in fewer steps
+```
+
+*The same with the bundled transformer `emoji-mmdit`.*
+"""
+
+
+def tour(size: int = LARGE, steps: int = STEPS) -> None:
+    """Each bundled model dense, at three speeds and, below, in fewer steps, from one seed."""
+    page = DOCS / "index.md"
+    text = page.read_text(encoding="utf-8")
+    page.write_text(
+        TOUR.sub(lambda found: found[1] + TOUR_TEXT.format(size=size) + found[2], text), encoding="utf-8"
+    )
+    for model in demo.NAMES:
+        pipe = bundled(model)
+        dense = tour_picture(pipe, size, steps)
+        faster, fewer = [(dense, "dense", f"{steps} steps")], [(dense, "dense", f"{steps} steps")]
+        for speedup in SPEEDUPS:
+            with token_merging(pipe, speedup=speedup):
+                picture = tour_picture(pipe, size, steps)
+            faster.append((picture, f"speedup={speedup:g}", f"{closeness(picture, dense)} to dense"))
+            picture = tour_picture(pipe, size, round(steps / speedup))
+            fewer.append(
+                (picture, f"{round(steps / speedup)} steps", f"{closeness(picture, dense)} to dense")
+            )
+        strips = [
+            sample_sheet(
+                [(title, small) for _, title, small in row], [([p for p, _, _ in row], "")], side=PANEL
+            )
+            for row in (faster, fewer)
+        ]
+        both = Image.new("RGB", (strips[0].width, sum(strip.height for strip in strips)))
+        both.paste(strips[0], (0, 0))
+        both.paste(strips[1], (0, strips[0].height))
+        save(f"tour-{model}", both)
+
+
+def tour_picture(pipe: DiffusionPipeline, size: int, steps: int) -> Image.Image:
+    return pipe("a red apple", height=size, width=size, num_inference_steps=steps, generator=seeded()).images[
+        0
+    ]
+
+
 # --- web UIs --------------------------------------------------------------------------------------------
 
-SMALL, LARGE, STEPS = 128, 256, 20
 PASSES = (  # name, size, strength, prompt, settings of apply_token_merging
     ("base", SMALL, 1.0, "a red apple", {"speedup": 1.5}),
     ("hires", LARGE, 0.5, "a red apple", {"speedup": 2.0, "until": 0.9}),
@@ -242,7 +303,13 @@ def playground() -> None:
         server.terminate()
 
 
-ALL = {"web-uis": web_uis, "serving": serving, "export": exported, "playground": playground}
+ALL = {
+    "tour": tour,
+    "web-uis": web_uis,
+    "serving": serving,
+    "export": exported,
+    "playground": playground,
+}
 
 if __name__ == "__main__":
     for wanted in sys.argv[1:] or ALL:

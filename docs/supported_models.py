@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 HEAD = """\
 # Supported models
 
-Diffusion models; [vision transformers](vision-transformers.md) have a page of their own. In short:
+These diffusion models work. [Vision transformers](vision-transformers.md) have a page of their own.
 
 | family | classes |
 |---|---|
@@ -29,24 +29,26 @@ Diffusion models; [vision transformers](vision-transformers.md) have a page of t
 | CompVis and Stability AI repositories | `model.model.diffusion_model` |
 | UNets of AnimateDiff, SparseCtrl, Stable Video Diffusion, I2VGen-XL, ModelScope, AudioLDM 2, ControlNet-XS | `UNetMotionModel`, `UNetSpatioTemporalConditionModel` … |
 | diffusion transformers of pictures: SD3 and 3.5, FLUX.1 and .2, Chroma, Qwen-Image, Lumina 2, Z-Image, AuraFlow, CogView3+ and 4, PixArt, Hunyuan-DiT, DiT, Sana … and their ControlNets | `SD3Transformer2DModel`, `FluxTransformer2DModel` … |
-| of [video](video.md): Wan, HunyuanVideo, CogVideoX, Mochi, LTX, Latte, Cosmos, Kandinsky 5 … | `WanTransformer3DModel`, `HunyuanVideoTransformer3DModel` … |
-| of pictures to edit, with [reference pictures](choosing-settings.md#reference-pictures) in the sequence: FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit and Layered, JoyImage-Edit, LongCat-Image-Edit, FIBO Edit | `FluxTransformer2DModel`, `JoyImageEditTransformer3DModel` … |
+| diffusion transformers of [video](video.md): Wan, HunyuanVideo, CogVideoX, Mochi, LTX, Latte, Cosmos, Kandinsky 5 … | `WanTransformer3DModel`, `HunyuanVideoTransformer3DModel` … |
+| diffusion transformers that edit pictures, with [reference pictures](choosing-settings.md#reference-pictures) in the sequence: FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit and Layered, JoyImage-Edit, LongCat-Image-Edit, FIBO Edit | `FluxTransformer2DModel`, `JoyImageEditTransformer3DModel` … |
 
-If nothing would merge in a model, you get an error instead of a silent no-op. [Choosing settings](choosing-settings.md)
-says which other tools merging works with, and [adding a model](adding-a-model.md) says how to add one.
+If nothing would merge in a model, you get an error. Some classes are [refused by name](#refused-by-name), with the reason.
+[Choosing settings](choosing-settings.md) says which other tools merging works with, and [adding a model](adding-a-model.md)
+says how to add one.
 
-`python docs/supported_models.py` writes this page from the records in `src/tokenmerge/models/families/` and from a run of
-`tests/models/`, on tiny random models of diffusers' own classes. To change the page, change these and run it again.
+The tables below have these columns:
 
 - **merges**: the parts of a transformer block that can run on merged tokens. Each part can merge on its own
   (`scope="layers"`, chosen by `merge_attn`, `merge_crossattn`, `merge_mlp`). *Whole block* means that all parts can merge
   at once (`scope="block"`). *Keys* means that keys and values of attention can merge alone (`scope="keys"`).
-- **plan**: if the position tables of a model have no batch axis, all images of a batch merge alike. The picture that such
-  a model makes from a seed depends on the batch that it is in. In all other models it does not.
-- **checks**: with ratio 0 the output is bit-equal. With tokens reordered and none removed it is equal up to rounding, so
-  every position, mask and condition follows its token. Attention receives fewer tokens. Nothing stays after removal, also
-  in the middle of a step. Odd and oblong sizes, any batch, and arguments by name and by position work. An image does not
-  depend on its batch. Copies, pickles, gradients with checkpointing, and the report are checked too.
+- **plan**: *shared by the batch* means that all images of a batch merge alike, since the position tables of the model have no
+  batch axis. The picture that such a model makes from a seed depends on the other pictures of its batch. In all other models it
+  does not.
+- **checks**: how many tests pass, on tiny random models of diffusers' own classes. With ratio 0 the output is bit-equal. With
+  tokens reordered and none removed it is equal up to rounding, so every position, mask and condition follows its token. Attention
+  receives fewer tokens. Nothing stays after removal. Any size and batch works, and so do copies, pickles and gradients.
+
+`python docs/supported_models.py` writes this page from `src/tokenmerge/models/families/` and from a run of `tests/models/`.
 """
 
 REFUSED = """

@@ -36,8 +36,8 @@ BREAKS = (
     Break(
         "the mean of a merged token",
         "ops/plan.py",
-        "        sizes = self.sizes.view(-1, 1)\n",
-        "        sizes = torch.ones_like(self.sizes).view(-1, 1)\n",
+        ", sizes = arithmetic().add_rows(total, self.targets.flatten(), moved), self.sizes.view(-1, 1)\n",
+        ", sizes = arithmetic().add_rows(total, self.targets.flatten(), moved), self.weights or 1\n",
     ),
     Break(
         "the rows that unmerging reads",

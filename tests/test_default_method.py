@@ -194,6 +194,11 @@ def test_small_pictures_are_an_error_only_if_nothing_is_saved(monkeypatch):
     apply_token_merging(pipeline(unet=unet), speedup=2.0)  # steps without blocks save time at any size
 
 
+def test_settings_that_do_not_reach_the_speed_up_warn():
+    with pytest.warns(UserWarning, match=r"speedup=4: at most 1\.\d+× can be reached in 4 steps on 8 × 8"):
+        settings_for(pipeline(unet=hosts.unet()), 4.0, 8, 8, steps=4)
+
+
 def test_blocks_in_which_nothing_merges_compare_no_tokens(monkeypatch):
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 4096)
     monkeypatch.setitem(PLANNERS, "tiled", lambda *_: pytest.fail("tokens were compared"))

@@ -16,7 +16,7 @@ from typing import Any, overload
 from torch import Tensor, nn
 
 from tokenmerge import presets
-from tokenmerge.config import FoundFor, ToMeConfig, dense_outside, load_settings
+from tokenmerge.config import FoundFor, SavedSettings, ToMeConfig, dense_outside, load_settings
 from tokenmerge.config.origin import RATIO, is_default
 from tokenmerge.default_method import DefaultMethod, check_min_psnr, merging_alone
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, shown
@@ -31,6 +31,7 @@ from tokenmerge.runtime.patching.in_use import refuse_in_use
 from tokenmerge.runtime.patching.patch import hosts_that_merge, new_state, patch_host, restore, state_of
 from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.pipeline import Pipeline
+from tokenmerge.tuned_method import TunedMethod
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
 from tokenmerge.vit.patch import checked_encoders, new_vit_state, patch_encoder
@@ -101,8 +102,9 @@ def apply_token_merging(
             A model that is already patched gets the new settings.
         config: what to merge and how much. A string is the name of a preset of :mod:`tokenmerge.presets`,
             such as ``"toma"``, or the path of a ``.json`` file that :func:`tokenmerge.config.save_config` or
-            ``tokenmerge tune`` wrote. If such a file says for which model class, size and number of steps its
-            settings were found, other ones give a warning. None: the default method, or ``ratio``.
+            ``tokenmerge tune`` wrote. A plan of tune runs in generations of the model class, size, number of
+            steps, solver and guidance that it was found for. In others there is a warning, and the default
+            method runs with the same speed-up. None: the default method, or ``ratio``.
         speedup: of the default method, the wanted speed-up, ≥ 1: dense operations divided by those of the
             generation, as they are counted (default: 2.0). When a generation begins, settings are chosen that
             reach it at the actual size, number of steps and guidance, see
@@ -183,8 +185,7 @@ def _asked(
             f"{', '.join(named)}; write apply_token_merging(pipe, speedup=3.0, min_psnr={min_psnr:g})"
         )
     if is_file:
-        saved = load_settings(Path(str(config)))
-        return _Asked(saved.config, Path(str(config)).name, saved.found_for)
+        return _of_file(model, load_settings(Path(str(config))), Path(str(config)).name)
     if isinstance(config, ToMeConfig):
         return _Asked(config)
     if isinstance(config, str):
@@ -211,6 +212,15 @@ def _asked(
             "the pipeline, or write apply_token_merging(model, ratio=0.5)"
         )
     return _Asked(default.widest, default.name, hosts=hosts, default=default if follows else None)
+
+
+def _of_file(model: object, saved: SavedSettings, name: str) -> _Asked:
+    """Return what a file of settings asks for. A plan of tune needs the steps that a pipeline knows."""
+    if saved.speedup is None or getattr(model, "scheduler", None) is None:
+        return _Asked(saved.config, name, saved.found_for)
+    hosts = _hosts(model)
+    method = TunedMethod.of_saved(model, hosts, saved)
+    return _Asked(method.widest, name, hosts=hosts, default=method)
 
 
 def _changed(asked: _Asked, change: Change) -> _Asked:

@@ -12,12 +12,13 @@ from torch import nn
 from tokenmerge.config import Correction, PlanSharing, Rule, StepReuse, ToMeConfig
 from tokenmerge.config.checks import integer, number, optional
 from tokenmerge.config.origin import DEFAULT
+from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.errors import ConfigError
 from tokenmerge.plans import Facts, Plan, Tolerance, facts_of, harm_of, highest_speedup, plan_for
+from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 
 __all__ = ["DefaultMethod", "settings_for"]
@@ -93,7 +94,11 @@ class DefaultMethod:
         return cls(_SPEEDUP("speedup", speedup), facts, changes)
 
     def settings(
-        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
+        self,
+        grid: GridShape | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        ends_clean: bool = False,
     ) -> ToMeConfig:
         """Return the settings of one generation.
 
@@ -101,11 +106,12 @@ class DefaultMethod:
             grid: (frames, rows, columns) of the finest token grid; None: the default.
             steps: number of steps of the generation; None: the default.
             guidance: scale of classifier-free guidance; None: unknown.
+            ends_clean: whether almost no noise is left before the last step.
         """
-        tolerance = self.tolerance(grid, steps, guidance)
+        tolerance = self.tolerance(grid, steps, guidance, ends_clean)
         if tolerance is not None:  # the settings that it begins with
             return tolerance.config
-        return self._changed(self.plan(grid, steps, guidance).config)
+        return self._changed(self.plan(grid, steps, guidance, ends_clean).config)
 
     def _changed(self, settings: ToMeConfig) -> ToMeConfig:
         for change in self.changes:
@@ -113,7 +119,11 @@ class DefaultMethod:
         return settings
 
     def tolerance(
-        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
+        self,
+        grid: GridShape | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        ends_clean: bool = False,
     ) -> Tolerance | None:
         """Return what changes the settings of a generation while it runs; None: nothing does.
 
@@ -121,20 +131,23 @@ class DefaultMethod:
         """
         if self.min_psnr is None:
             return None
-        return Tolerance(self._known(grid, steps, guidance), self.speedup, self.min_psnr, self._changed)
+        known = self._known(grid, steps, guidance, ends_clean)
+        return Tolerance(known, self.speedup, self.min_psnr, self._changed)
 
     def plan(
-        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
+        self,
+        grid: GridShape | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        ends_clean: bool = False,
     ) -> Plan:
         """Return the plan of one generation, without changes; the arguments are those of :meth:`settings`."""
-        return plan_for(self._known(grid, steps, guidance), self.speedup)
+        return plan_for(self._known(grid, steps, guidance, ends_clean), self.speedup)
 
     def harm(
         self, config: ToMeConfig, grid: GridShape | None, steps: int | None, guidance: float | None
     ) -> float:
         """Return the harm that was expected of a generation that ran with these settings."""
-        if self.min_psnr is None:
-            return self.plan(grid, steps, guidance).harm
         return harm_of(self._known(grid, steps, guidance), config)
 
     def shortfall(
@@ -158,9 +171,19 @@ class DefaultMethod:
             "larger picture or a lower speed-up"
         )
 
-    def _known(self, grid: GridShape | None, steps: int | None, guidance: float | None) -> Facts:
+    def _known(
+        self,
+        grid: GridShape | None,
+        steps: int | None,
+        guidance: float | None,
+        ends_clean: bool = False,
+    ) -> Facts:
         return dataclasses.replace(
-            self.facts, grid=grid or self.facts.grid, steps=steps or self.facts.steps, guidance=guidance
+            self.facts,
+            grid=grid or self.facts.grid,
+            steps=steps or self.facts.steps,
+            guidance=guidance,
+            ends_clean=ends_clean,
         )
 
     def without_reuse(self) -> DefaultMethod:
@@ -229,6 +252,8 @@ def settings_for(
         guidance: scale of classifier-free guidance; None: the pipeline's default.
         follows_steps: whether settings may change over the denoising steps. None: only in a pipeline.
 
+    It warns if the generation cannot reach the speed-up.
+
     Raises:
         UnsupportedModelError: the object neither is nor contains a supported model.
         ConfigError: a number is out of its range.
@@ -242,7 +267,10 @@ def settings_for(
         method = dataclasses.replace(method, facts=facts)
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
     grid = None if height is None or width is None else denoiser.grid_at(height, width)
-    return method.settings(grid, steps, method.facts.guidance if guidance is None else guidance)
+    known = grid, steps, method.facts.guidance if guidance is None else guidance
+    if told := method.shortfall(*known):
+        warn_caller(told)
+    return method.settings(*known)
 
 
 def allows_proportional(pipe_or_model: object, hosts: Sequence[Host]) -> bool:

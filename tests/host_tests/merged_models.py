@@ -1,7 +1,7 @@
 """A pytest plugin that runs diffusers' own model tests on models whose tokens merge.
 
-It patches every model of the classes below when a test builds it. See "Tests of the host" in CONTRIBUTING.md
-for how to call it. Options:
+It patches every model of the classes below when a test builds it. README.md in this folder says how to run
+them. Options:
 
     --merge-ratio R       patch with this ratio; without it the models stay as they are
     --passed FILE         write the names of the tests that passed, one a line, for a comparison

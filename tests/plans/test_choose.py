@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from importlib import import_module
 
 import pytest
 from tests.models.tiny import FAMILIES
@@ -110,9 +109,9 @@ def test_whole_blocks_merge_only_where_all_can(model):
         )
 
 
-def test_small_grids_stay_dense(monkeypatch):
+@pytest.mark.usefixtures("large_grids_alone")
+def test_small_grids_stay_dense():
     """Fewer tokens than the policy merges: skipping more steps loses less."""
-    monkeypatch.setattr(import_module("tokenmerge.plans.choose"), "fewest_tokens", policy.fewest_tokens)
     assert 32 * 32 < policy.fewest_tokens() <= 48 * 48
     assert choose(facts("transformer", side=48), 2.0).merges
     assert not choose(facts("transformer", side=32), 2.0).merges

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from tests.plans.test_choose import MODELS, facts
 
 from tokenmerge.config import ToMeConfig, dense_outside
-from tokenmerge.plans import Facts, plan_for, speedup_of
-from tokenmerge.plans.policy import estimate_of
-from tokenmerge.plans.tolerance import Tolerance
+from tokenmerge.plans import Facts, plan_for, policy, speedup_of
+from tokenmerge.plans.tolerance import ONE_SIDED, Tolerance
 
 STEPS, SPEEDUP = 20, 2.5
 EVERY = pytest.mark.parametrize("model", MODELS)
+
+
+@pytest.fixture(autouse=True)
+def numbers(monkeypatch):
+    """Numbers of the estimate that follow what a generation shows, whatever the policy has."""
+    monkeypatch.setitem(policy._table(), "estimate", {"weights": [0.0, 0.6, 0.4], "within": 4.5})
 
 
 def followed(
@@ -52,13 +58,14 @@ def test_larger_errors_and_tolerances_run_more_complete_steps(model):
         configs = [followed(of_generation, *one) for one in given]
         assert complete(configs[0]) < complete(configs[-1])
         speedups = [speedup_of(of_generation, config) for config in configs]
-        assert speedups == sorted(speedups, reverse=True)
+        # Choices follow one another: a careful one early can allow for a bolder one later.
+        assert all(later < 1.1 * before for before, later in pairwise(speedups))
         assert speedups[0] <= plan_for(of_generation, SPEEDUP).speedup + 1e-9
 
 
 def of_plan(of_generation: Facts) -> float:
     """Return a tolerance that the plan of the speed-up just keeps, as far as it is known at the beginning."""
-    return -10 * math.log10(plan_for(of_generation, SPEEDUP).harm) - estimate_of()["within"] / 2 - 0.5
+    return -10 * math.log10(plan_for(of_generation, SPEEDUP).harm) - ONE_SIDED * policy.estimate_of()["within"] - 0.5
 
 
 @EVERY

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from tokenmerge import Correction, PlanSharing, StepReuse, apply_token_merging
 from tokenmerge.ops import Plan, join_plans, num_tokens
+from tokenmerge.planners import num_removed
 from tokenmerge.runtime.blocks import planning
 
 PROCESSES = 2
@@ -201,8 +202,8 @@ def _planning_in(parts: Sequence[list[Piece]]) -> Callable[..., Plan]:
         config, plans = pictures[0][1], []
         values = zip(*(x.split(lengths, 1) for x in (features, *importance)), strict=True)
         for (*sides, r), (own, *more) in zip(pieces, values, strict=True):
-            ratio = config.ratio if r is None else (r + 0.5) / num_tokens(sides)
-            plans.append(planner(own, sides, dataclasses.replace(config, ratio=ratio), step, *more))
+            removed = num_removed(sides, config) if r is None else r
+            plans.append(planner(own, sides, removed, config, step, *more) if removed else None)
         return join_plans(plans, lengths)
 
     return plan

@@ -246,6 +246,7 @@ def test_a_lead_is_over_the_closest_rival_that_is_as_fast():
     assert table.splitlines()[-1] == "| emoji-unet, 256 px, 20 steps, guidance 3 " + row
 
 
+@pytest.mark.usefixtures("large_grids_alone")
 def test_the_picture_of_the_demo_is_what_it_draws_today(monkeypatch):
     """If this fails: `make docs/demo.png`."""
     written = runpy.run_path(str(ROOT / "docs" / "demo.py"))
@@ -262,6 +263,7 @@ def test_the_picture_of_the_demo_is_what_it_draws_today(monkeypatch):
     assert said["config"] == json.loads(json.dumps(config.to_dict()))
 
 
+@pytest.mark.usefixtures("large_grids_alone")
 def test_the_plans_on_the_page_are_those_of_the_present_policy():
     """If this fails: `python docs/plans.py`."""
     written = runpy.run_path(str(ROOT / "docs" / "plans.py"))

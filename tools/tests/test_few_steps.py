@@ -54,6 +54,7 @@ def test_short_generations_merge_under_the_schedulers_of_distilled_models(pipes,
     assert np.array_equal(draw(pipe, steps), dense)
 
 
+@pytest.mark.usefixtures("large_grids_alone")
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("model", ["emoji-unet", "emoji-mmdit"])
 def test_auto_says_that_a_short_generation_of_a_small_picture_is_dense(pipes, model, steps):

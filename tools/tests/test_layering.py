@@ -19,6 +19,7 @@ PUBLIC = (
         "models",
         "ops",
         "pictures",
+        "plans",
         "presets",
         "report",
     ),
@@ -42,7 +43,7 @@ MAY_IMPORT = {
     "reporting": "files records variants",
     "generate": "files failures machine timing method_spec closeness sheets demo pipelines variants drawing",
     "evaluate": "files failures machine closeness sheets demo pipelines records variants drawing",
-    "tune": "files failures sheets pipelines records variants drawing reporting evaluate",
+    "tune": "files failures closeness sheets pipelines records variants drawing reporting evaluate",
     "play": "failures method_spec closeness sheets demo pipelines variants drawing",
     "export": "files failures machine method_spec pipelines",
     "cli": (

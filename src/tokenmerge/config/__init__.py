@@ -9,7 +9,13 @@ Imports only ``errors``, and no torch.
 
 from tokenmerge.config.correction import Correction
 from tokenmerge.config.found_for import FoundFor
-from tokenmerge.config.json_file import SavedSettings, load_config, load_settings, save_config
+from tokenmerge.config.json_file import (
+    SavedSettings,
+    load_config,
+    load_settings,
+    plan_content,
+    save_config,
+)
 from tokenmerge.config.metadata import read_metadata, to_metadata
 from tokenmerge.config.names import flat
 from tokenmerge.config.old_names import NEW_NAMES, with_new_names, words_with_new_names
@@ -54,6 +60,7 @@ __all__ = [
     "highest_ratio",
     "load_config",
     "load_settings",
+    "plan_content",
     "read_metadata",
     "save_config",
     "to_metadata",

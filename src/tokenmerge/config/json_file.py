@@ -1,7 +1,9 @@
 """Settings in a JSON file.
 
 The file holds ``{"version": 1, "settings": {...}}``, with the settings as :meth:`ToMeConfig.to_dict` returns
-them. A file of ``tokenmerge tune`` also says under ``"tuned"`` what they were found for.
+them. ``tokenmerge tune`` writes ``{"version": 2, "speedup": 2.0, "plan": {...}, "for": {...}}``: the wanted
+speed-up, settings that were found for it, and as fields of :class:`FoundFor` what they were found for. Before
+November 2026 it wrote version 1, and under ``"tuned"`` what the settings were found for.
 """
 
 from __future__ import annotations
@@ -12,14 +14,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenmerge.config.checks import refuse
+from tokenmerge.config.checks import number, refuse
 from tokenmerge.config.found_for import FoundFor
 from tokenmerge.config.tome import ToMeConfig
 from tokenmerge.errors import ConfigError
 
-VERSION = 1
+VERSION, VERSION_OF_PLANS = 1, 2
 _LARGEST = 16 * 2**20  # bytes; files of settings have some thousands
 _LONGEST_NAME = 200  # characters of a name in a message
+_SPEEDUP = number("a number ≥ 1, such as 2.0", lambda value: value >= 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +32,24 @@ class SavedSettings:
     Args:
         config: the settings.
         found_for: what ``tokenmerge tune`` found them for. None: they were saved, or written by hand.
+        speedup: the wanted speed-up that they were found for. In other generations than those of
+            ``found_for``, the default method reaches it. None: the settings hold for all generations.
     """
 
     config: ToMeConfig
     found_for: FoundFor | None = None
+    speedup: float | None = None
+
+
+def plan_content(saved: SavedSettings) -> dict[str, Any]:
+    """Return the content of a file of ``tokenmerge tune``. The speed-up and the signature are given."""
+    assert saved.found_for is not None
+    return {
+        "version": VERSION_OF_PLANS,
+        "speedup": saved.speedup,
+        "plan": saved.config.changed(),
+        "for": dataclasses.asdict(saved.found_for),
+    }
 
 
 def save_config(config: ToMeConfig, path: str | Path) -> None:
@@ -101,22 +118,42 @@ def content(found: Any) -> SavedSettings:
     Raises:
         ConfigError: the content has another form, or a setting is unknown or out of range.
     """
+    if isinstance(found, dict) and found.keys() - {"measured"} == {"version", "speedup", "plan", "for"}:
+        _check_version(found, VERSION_OF_PLANS)
+        speedup = _SPEEDUP("speedup", found["speedup"])
+        return SavedSettings(_settings(found, "plan"), _found_for(found["for"], "for"), speedup)
     if not isinstance(found, dict) or found.keys() - {"tuned"} != {"version", "settings"}:
         keys = list(found) if isinstance(found, dict) else found
-        refuse("content", 'an object with the keys "version" and "settings"', keys)
-    if found["version"] != VERSION or isinstance(found["version"], bool):
-        refuse("version", f"{VERSION}, the one that this release reads", found["version"])
-    if not isinstance(found["settings"], dict):
-        refuse("settings", 'settings by name, such as {"ratio": 0.5}', found["settings"])
-    config = ToMeConfig.from_dict(found["settings"])
-    return SavedSettings(config, _found_for(found["tuned"]) if "tuned" in found else None)
+        refuse(
+            "content",
+            'an object with the keys "version" and "settings", or "version", "speedup", "plan" and "for"',
+            keys,
+        )
+    _check_version(found, VERSION)
+    config = _settings(found, "settings")
+    if "tuned" not in found:
+        return SavedSettings(config)
+    given = found["tuned"].get("found_for") if isinstance(found["tuned"], dict) else None
+    return SavedSettings(config, _found_for(given, "tuned.found_for"))
 
 
-def _found_for(tuned: Any) -> FoundFor:
-    given = tuned.get("found_for") if isinstance(tuned, dict) else None
-    names = [field.name for field in dataclasses.fields(FoundFor)]
-    if not isinstance(given, dict) or sorted(given) != sorted(names):
-        refuse("tuned.found_for", f"an object with the keys {', '.join(names)}", given)
+def _check_version(found: dict[str, Any], version: int) -> None:
+    if found["version"] != version or isinstance(found["version"], bool):
+        refuse("version", f"{version}, the one that this release reads", found["version"])
+
+
+def _settings(found: dict[str, Any], key: str) -> ToMeConfig:
+    if not isinstance(found[key], dict):
+        refuse(key, 'settings by name, such as {"ratio": 0.5}', found[key])
+    return ToMeConfig.from_dict(found[key])
+
+
+def _found_for(given: Any, key: str) -> FoundFor:
+    fields = dataclasses.fields(FoundFor)
+    names = {field.name for field in fields}
+    needed = {field.name for field in fields if field.default is dataclasses.MISSING}
+    if not isinstance(given, dict) or not needed <= given.keys() <= names:
+        refuse(key, f"an object with the keys {', '.join(field.name for field in fields)}", given)
     return FoundFor(**given)
 
 

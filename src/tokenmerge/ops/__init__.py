@@ -24,6 +24,7 @@ from tokenmerge.ops.partition import (
 from tokenmerge.ops.plan import (
     IndexPlan,
     Plan,
+    add_unmerged,
     keep_destinations,
     make_plan,
     merge,
@@ -41,6 +42,7 @@ __all__ = [
     "SoftPlan",
     "Tiles",
     "Tokens",
+    "add_unmerged",
     "attend_by_columns",
     "attend_by_values",
     "bipartite_soft_matching",

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tokenmerge.ops import kernels
+from tokenmerge.ops.constants import first_numbers
 from tokenmerge.ops.once import once
 from tokenmerge.ops.partition import num_tokens
 
@@ -44,7 +46,7 @@ def most_similar(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Te
         destination, −1 … 1, and the position of that destination in ``dst``.
     """
     sources, lengths, destinations = compared(features, src, dst)
-    product, nearest = _largest_products(sources, destinations.transpose(1, 2))
+    product, nearest = _largest_products(sources, destinations)
     # The length of a source does not change which destination is nearest, so it is divided out at the end.
     return product / lengths, nearest
 
@@ -102,8 +104,12 @@ def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor
 
 
 def _largest_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Maximum and its index in each row of ``a @ b``: ``[b, s, c]``, ``[b, c, d]`` → ``[b, s]`` each."""
+    """Maximum and its index in each row of ``a @ bᵀ``: ``[b, s, c]``, ``[b, d, c]`` → ``[b, s]`` each."""
+    if kernels.used(a, b):
+        rows, columns = (first_numbers(x.shape[1], x.device).unsqueeze(0) for x in (a, b))
+        return kernels.largest_products(a, b, rows, columns)
     at_once = _SIMILARITIES_AT_ONCE["cpu" if a.device.type == "cpu" else "other"]
+    b = b.transpose(1, 2)
     per_row = b.shape[0] * b.shape[2]
     if a.shape[1] * per_row <= at_once:
         return (a @ b).max(dim=-1)

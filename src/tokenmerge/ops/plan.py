@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from tokenmerge.ops import kernels
 from tokenmerge.ops.arithmetic import arithmetic
 from tokenmerge.ops.constants import first_rows, ones, rows_of_images
 from tokenmerge.ops.once import made_once, once
@@ -212,3 +213,10 @@ def keep_destinations(plan: Plan, x: Tensor) -> Tensor:
 def unmerge(plan: Plan, y: Tensor) -> Tensor:
     """Give each token the value of its merged token: ``[b, m, c]`` → ``[b, n, c]``."""
     return plan.unmerge(y)
+
+
+def add_unmerged(plan: Plan, x: Tensor, y: Tensor) -> Tensor:
+    """Add to each token the value of its merged token: ``[b, n, c]``, ``[b, m, c]`` → ``[b, n, c]``."""
+    if isinstance(plan, IndexPlan) and x.dtype == y.dtype and kernels.used(x, y):
+        return kernels.add_rows(x, y, plan.inverse)
+    return x + unmerge(plan, y)

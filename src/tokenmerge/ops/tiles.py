@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tokenmerge.ops import kernels
 from tokenmerge.ops.matching import by_similarity, compared, own_cell
 from tokenmerge.ops.once import made_once
 from tokenmerge.ops.partition import num_destinations, num_tokens, whole_cells
@@ -61,6 +62,8 @@ def _best(sources: Tensor, destinations: Tensor, places: Tensor, windows: Tensor
     Returns:
         ``[b, t * q]`` each.
     """
+    if kernels.used(sources, destinations):
+        return kernels.largest_products(sources, destinations, places, windows)
     in_boxes = sources.index_select(1, places.flatten()).unflatten(1, places.shape)
     candidates = destinations.index_select(1, windows.flatten()).unflatten(1, windows.shape)
     product, which = (in_boxes @ candidates.transpose(2, 3)).max(dim=-1)

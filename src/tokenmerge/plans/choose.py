@@ -11,7 +11,8 @@ from typing import NamedTuple
 from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
 from tokenmerge.plans.cost import costs_of
 from tokenmerge.plans.facts import Facts
-from tokenmerge.plans.policy import Harms, Power, fewest_tokens, harms_of, is_strong
+from tokenmerge.plans.places import later_ones, nearest, without_the_last
+from tokenmerge.plans.policy import Harms, Power, fewest_tokens, harms_of, is_strong, tail_of_a_clean_end
 
 # The ratios of token merging, and the distances of corrections, that are tried.
 _RATIOS = tuple(i / 20 for i in range(4, 16))
@@ -114,9 +115,11 @@ def _inner(facts: Facts) -> str:
 def _mixes(facts: Facts, merging: ToMeConfig | None) -> Iterator[_Mix]:
     harms, inner, counts = _harms(facts), _inner(facts), _counts(facts)
     skipped = {
-        (complete, finest): _of_skipping(facts.steps, complete, harms.skip.get(inner))
-        + _of_skipping(facts.steps, finest, harms.skip.get("finest"))
-        for complete, finest in counts
+        own: sum(
+            _of_runs(facts.steps, runs, harms.skip.get(part))
+            for runs, part in zip(_runs(facts, harms.spacing, *own), (inner, "finest"), strict=True)
+        )
+        for own in counts
     }
     mergings = _mergings(facts, harms.corrected is not None) if merging is None else [merging]
     for merging in mergings:
@@ -166,14 +169,28 @@ def _counts(facts: Facts) -> Sequence[tuple[int, int]]:
     return [(complete, own) for own in finest for complete in counts if complete <= own]
 
 
-@functools.lru_cache(maxsize=1024)
-def _of_skipping(steps: int, complete: int, harm: Power | None) -> float:
-    """Return the harm of skipping a part in all steps but these many; None: the model has no such part."""
-    return _of_runs(steps, StepReuse(every=distance(steps, complete)).steps_of(steps).full, harm)
-
-
-def _of_runs(steps: int, runs: Sequence[int], harm: Power | None) -> float:
+@functools.lru_cache(maxsize=4096)
+def _of_runs(steps: int, runs: tuple[int, ...], harm: Power | None) -> float:
+    """Return the harm of skipping a part in all steps but these; None: the model has no such part."""
     return 0.0 if harm is None else sum(map(harm.at, reaches_of(runs, steps))) / steps
+
+
+def _runs(
+    facts: Facts, spacing: float, complete: int, finest: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return which steps are complete and which run the finest level, of these numbers of steps."""
+    full, shallow = dataclasses.astuple(_even(facts.steps, complete, finest).steps_of(facts.steps))
+    if complete == facts.steps:
+        return full, shallow
+    if facts.ends_clean and finest == facts.steps:
+        return without_the_last(facts.steps, complete, tail_of_a_clean_end()), shallow
+    if spacing < 1:
+        return nearest(later_ones(facts.steps, complete, spacing), shallow), shallow
+    return full, shallow
+
+
+def _even(steps: int, complete: int, finest: int) -> StepReuse:
+    return StepReuse(every=distance(steps, complete), shallow_every=distance(steps, finest))
 
 
 def reaches_of(runs: Sequence[int], steps: int) -> list[float]:
@@ -216,10 +233,14 @@ def distance(steps: int, complete: int) -> float:
 
 
 def _settings(facts: Facts, mix: _Mix) -> ToMeConfig:
-    if mix.complete == facts.steps:
+    steps = facts.steps
+    if mix.complete == steps:
         return mix.merging
-    reuse = StepReuse(
-        every=distance(facts.steps, mix.complete),
-        shallow_every=distance(facts.steps, mix.finest),
-    )
+    reuse = _even(steps, mix.complete, mix.finest)
+    spacing = harms_of(facts.model, is_strong(facts.guidance)).spacing
+    full, shallow = _runs(facts, spacing, mix.complete, mix.finest)
+    if full != reuse.steps_of(steps).full:
+        others = sorted({*shallow} - {*full}) if "finest" in facts.work.parts else []
+        places = (tuple(step / (steps - 1) for step in own) for own in (full, others))
+        reuse = dataclasses.replace(reuse, **dict(zip(("full_steps", "shallow_steps"), places, strict=True)))
     return dataclasses.replace(mix.merging, reuse=reuse)

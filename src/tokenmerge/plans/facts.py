@@ -21,6 +21,7 @@ class Facts:
         grid: frames, rows and columns of the finest token grid at this size.
         steps: number of denoising steps.
         guidance: scale of classifier-free guidance; None: unknown, which counts as strong.
+        ends_clean: whether almost no noise is left before the last step, which then changes little.
         follows_steps: whether the denoising step is known, so that settings can change over the steps.
         can_skip: whether step reuse can skip parts of the model here.
         whole_blocks: whether all blocks can merge as a whole here.
@@ -37,6 +38,7 @@ class Facts:
     grid: tuple[int, int, int]
     steps: int
     guidance: float | None = None
+    ends_clean: bool = False
     follows_steps: bool = True
     can_skip: bool = True
     whole_blocks: bool = False

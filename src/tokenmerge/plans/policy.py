@@ -40,12 +40,15 @@ class Harms:
         merge: harm of merging in all steps, by the scope and the ratio.
         corrected: share of the harm of merging that is left on the step after a correction, by the ratio.
             None: corrections lose more than they give back.
+        spacing: exponent of the places of complete steps, see :func:`tokenmerge.plans.places.later_ones`; 1:
+            they lie at equal distances.
         unweighted: how many times the harm of merging is higher without proportional attention.
     """
 
     skip: Mapping[str, Power]
     merge: Mapping[str, Power]
     corrected: Power | None
+    spacing: float
     unweighted: float
 
     def of_merging(self, scope: str, ratio: float, every: int, proportional: bool = True) -> float:
@@ -69,6 +72,12 @@ def fewest_tokens() -> int:
     return fewest
 
 
+def tail_of_a_clean_end() -> float:
+    """Return what is left after the last complete step where the last step changes little."""
+    tail: float = _table()["spacing"]["tail of a clean end"]
+    return tail
+
+
 def estimate_of() -> Mapping[str, Any]:
     """Return the numbers of :func:`tokenmerge.plans.estimate.estimate_closeness`."""
     numbers: Mapping[str, Any] = _table()["estimate"]
@@ -86,6 +95,7 @@ def harms_of(model: str, strong: bool) -> Harms:
         skip=_highest(row["skip"] for row in rows),
         merge=_highest(row["merge"] for row in rows),
         corrected=Power(*max(corrected)) if all(corrected) else None,
+        spacing=_table()["spacing"].get(model, 1.0),
         unweighted=_table()["without proportional attention"],
     )
 

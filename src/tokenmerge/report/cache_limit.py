@@ -62,7 +62,7 @@ def _without_correction(config: ToMeConfig) -> ToMeConfig:
 
 
 def _with_finest_level(config: ToMeConfig) -> ToMeConfig:
-    reuse = dataclasses.replace(config.reuse, shallow_every=1, shallow_steps=())
+    reuse = dataclasses.replace(config.reuse, shallow_every=1, full_steps=(), shallow_steps=())
     return dataclasses.replace(_without_correction(config), reuse=reuse)
 
 

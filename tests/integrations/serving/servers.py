@@ -119,15 +119,15 @@ class Outside:
     def __init__(self, folder):
         self.pipe = StableDiffusionPipeline.from_pretrained(folder)
         self.pipe.set_progress_bar_config(disable=True)
-        self.chosen = functools.cache(lambda speedup: apply_token_merging(self.pipe, speedup=speedup).config)
         self.draw = functools.cache(self._draw)
 
     def _draw(self, asked, side=32, steps=20, seed=7):
         """Draw with a speed-up, or with settings."""
-        settings = self.chosen(asked) if isinstance(asked, float) and asked != 1 else asked
         remove_token_merging(self.pipe)
-        if asked != 1:
-            apply_token_merging(self.pipe, settings)
+        if isinstance(asked, float) and asked != 1:
+            apply_token_merging(self.pipe, speedup=asked)
+        elif asked != 1:
+            apply_token_merging(self.pipe, asked)
         size = {"height": side, "width": side}
         call = {"num_inference_steps": steps, "guidance_scale": 3.0, "output_type": "pt"}
         return self.pipe("apple", **size, **call, generator=torch.manual_seed(seed)).images

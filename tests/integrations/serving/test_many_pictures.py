@@ -42,6 +42,7 @@ def kill(running: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("large_grids_alone")  # as in the processes of the recipe
 def test_killed_processes_lose_no_prompt(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "draw.py").write_text(recipe().replace("owner/name", str(folder)), encoding="utf-8")
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS), encoding="utf-8")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokenmerge import ConfigError, UnsupportedModelError
+from tokenmerge import ConfigError, UnsupportedModelError, token_merging
+from tokenmerge.default_method import settings_for
 from tokenmerge.integrations.serving.asked import by_environment, is_asked
 from tokenmerge.integrations.serving.served import ServedPipeline
 
@@ -55,31 +56,28 @@ def test_what_the_environment_asks_for(monkeypatch):
     assert by_environment() == "tuned.json"
 
 
-def draw(pipe):
-    call = {"num_inference_steps": 12, "generator": torch.manual_seed(0), "output_type": "pt"}
+def draw(pipe, steps=12):
+    call = {"num_inference_steps": steps, "generator": torch.manual_seed(0), "output_type": "pt"}
     return pipe("a", **call).images
 
 
-def test_a_speedup_is_chosen_once(pipe, monkeypatch):
-    """Choosing its settings takes seconds, and a request that repeats it applies them in milliseconds."""
-    import tokenmerge.integrations.serving.served as module
+def test_each_generation_has_the_plan_for_its_steps(pipe):
+    ServedPipeline(pipe, 1.1, LOG)
+    served = [draw(pipe, steps) for steps in (8, 12)]
+    for steps, picture in zip((8, 12), served, strict=True):
+        with token_merging(pipe, settings_for(pipe, 1.1, 16, 16, steps=steps, guidance=7.5)):
+            assert torch.equal(draw(pipe, steps), picture)
 
-    asked = []
-    apply = module.apply_token_merging
 
-    def counted(model, *settings, **given):
-        asked.append(given.get("speedup"))
-        return apply(model, *settings, **given)
-
-    monkeypatch.setattr(module, "apply_token_merging", counted)
+def test_a_speedup_in_force_is_not_applied_again(pipe):
     served = ServedPipeline(pipe, 2.0, LOG)
+    fast, patch = draw(pipe), pipe.unet._tokenmerge
     served.use(None)
-    assert asked == [2.0, None]
-    fast = draw(pipe)
-    served.use(1)
-    served.use(2.0)
     served.use(2)
-    assert asked == [2.0, None, None]
+    assert pipe.unet._tokenmerge is patch
+    served.use(1)
+    assert not torch.equal(draw(pipe), fast)
+    served.use(2.0)
     assert torch.equal(draw(pipe), fast)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from tokenmerge.errors import MissingExtraError
 
 _SSIM_WINDOW = 11
+_MOST_SNR = 120.0  # of equal latents, so that means stay finite
 
 
 def psnr(images: Tensor, reference: Tensor) -> Tensor:
@@ -36,6 +37,15 @@ def ssim(images: Tensor, reference: Tensor) -> Tensor:
     _, similarity = measure(images, reference, data_range=1.0, sigma=1.5, return_full_image=True)
     border = _SSIM_WINDOW // 2
     return similarity[..., border:-border, border:-border].mean(dim=(1, 2, 3))
+
+
+def snr(latents: Tensor, reference: Tensor) -> float:
+    """Return the signal-to-noise ratio in dB of latents of any shape; higher is closer.
+
+    It is the variance of the reference over the mean squared error, and at most 120 dB.
+    """
+    error = (latents.float() - reference.float()).square().mean()
+    return float((10 * (reference.float().var() / error.clamp(min=1e-30)).log10()).clamp(max=_MOST_SNR))
 
 
 def motion(frames: Tensor, reference: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ from tokenmerge.handle import RecordedPlan
 from tokenmerge.report import Report, predict
 from tokenmerge_tools.failures import is_of_compiler, is_out_of_memory
 from tokenmerge_tools.pipelines.call import PipelineCall, latent_scale, own_size
-from tokenmerge_tools.pipelines.loading import twin
+from tokenmerge_tools.pipelines.counting import counting
+from tokenmerge_tools.pipelines.loading import denoiser_of, twin
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.settings import check_size
 from tokenmerge_tools.timing import Measurement, interleaved
@@ -93,6 +94,12 @@ class Studio:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that so few steps save nothing
             self._run(name, call.with_steps(steps), f"{name}: warming up")
+
+    def count(self, name: str, call: PipelineCall) -> float:
+        """Draw once, and return the operations of one call of the denoiser, the mean over its calls."""
+        with counting(denoiser_of(self.pipes[name])) as counted:
+            self._run(name, call, f"{name}: counting")
+        return counted.flops / max(counted.calls, 1)
 
     def draw(self, name: str, call: PipelineCall) -> list[Any]:
         """Draw with one copy, or with the dense pipeline."""

@@ -52,7 +52,7 @@ class MethodSpec:
                 "ratio: the method auto takes a speed-up, as it chooses the ratio itself; give speedup=2, or "
                 "another method"
             )
-        check_speedup("speedup", self.speedup)
+        check_speedup(SPEEDUP, self.changes.get(SPEEDUP, DEFAULT_SPEEDUP))
         # shallow_every must not exceed every, which the method may choose.
         shallow = self.changes.get("reuse.shallow_every", 1)
         ToMeConfig.from_dict({"reuse.every": shallow, **self._settings})
@@ -107,6 +107,8 @@ class MethodSpec:
             every = self.changes.get("reuse.every", chosen.reuse.every)
             shallow = min(chosen.reuse.shallow_every, every)  # lowering one setting lowers both
             own = {**flat(vars(chosen)), "reuse.shallow_every": shallow}
+            if any(name.startswith("reuse.") for name in self.changes):  # other numbers have other places
+                own |= {"reuse.full_steps": (), "reuse.shallow_steps": ()}
             return ToMeConfig.from_dict({**own, **self._settings})
         if self.method == "tome":
             return ToMeConfig.from_dict(self.changes)

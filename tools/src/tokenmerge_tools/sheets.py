@@ -72,7 +72,10 @@ def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", group
 
 
 def sample_sheet(
-    columns: Sequence[tuple[str, str]], rows: Sequence[tuple[Sequence[Image.Image], str]]
+    columns: Sequence[tuple[str, str]],
+    rows: Sequence[tuple[Sequence[Image.Image], str]],
+    *,
+    side: int | None = None,
 ) -> Image.Image:
     """Draw a sheet with a row for each prompt and a column for each variant.
 
@@ -80,8 +83,13 @@ def sample_sheet(
         columns: title and small print of each variant.
         rows: for each prompt a picture of each variant, and one line of text below them. All pictures have
             the same size; large ones are drawn smaller.
+        side: longer side of the drawn pictures in pixels, ≥ 1. None: small pictures are enlarged without
+            smoothing to at least 320 pixels, and large ones are drawn with 512.
     """
     width, height = rows[0][0][0].size
+    if side is not None:
+        size = width * side // max(width, height), height * side // max(width, height)
+        return _lay_out(columns, [([p.resize(size) for p in pictures], text) for pictures, text in rows])
     factor = _enlargement((width, height))
     shrunk = max(width, height) > _LARGEST_SIDE
     size = width * _LARGEST_SIDE // max(width, height), height * _LARGEST_SIDE // max(width, height)

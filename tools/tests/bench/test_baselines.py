@@ -99,7 +99,7 @@ def test_a_wrong_setting_names_the_right_one(text):
 def test_the_settings_have_defaults():
     assert [spec_of(name).label for name in ("deepcache", "first-block-cache")] == [
         "deepcache interval=3",
-        "first-block-cache threshold=0.1",
+        "first-block-cache threshold=0.05",
     ]
 
 

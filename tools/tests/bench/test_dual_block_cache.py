@@ -9,7 +9,7 @@ import torch
 
 from tokenmerge import ToMeConfig, apply_token_merging, token_merging
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge_tools.bench.counting import counting
+from tokenmerge_tools.pipelines.counting import counting
 from tokenmerge_tools.pipelines.loading import find_model, load_pipeline, twin
 from tokenmerge_tools.variants.variant import VARIANTS, parse_variant
 

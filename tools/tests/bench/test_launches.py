@@ -27,7 +27,7 @@ def of_a_plan(planner: str, side: int, dtype: torch.dtype = torch.bfloat16) -> i
     step = torch.zeros((), dtype=torch.int64, device="meta")
     for now in (step.clone(), step, step):
         with launches.counting() as counted:
-            PLANNERS[planner](features, (1, side, side), settings, now)
+            PLANNERS[planner](features, (1, side, side), side * side // 2, settings, now)
     return counted.of.total()
 
 
@@ -41,9 +41,8 @@ def test_the_launches_of_a_plan_do_not_grow_with_the_picture(planner, most):
 def test_a_merge_takes_four_launches_and_an_unmerge_one():
     features = torch.empty(2, 256, 8, device="meta", dtype=torch.bfloat16)
     settings = next(iter(ToMeConfig(ratio=0.5).stages())).at_level(1)
-    plan = PLANNERS["tome"](
-        features, (1, 16, 16), settings, torch.zeros((), dtype=torch.int64, device="meta")
-    )
+    step = torch.zeros((), dtype=torch.int64, device="meta")
+    plan = PLANNERS["tome"](features, (1, 16, 16), 128, settings, step)
     with launches.counting() as counted:
         merged = merge(plan, features)
     assert counted.of.total() == 4, counted.of

@@ -122,6 +122,7 @@ from tokenmerge_tools.bench import cell_group, runner
 from tokenmerge_tools.bench.grid import BenchOptions
 
 conftest.GEOMETRIES["tiny"] = conftest.tiny_geometry()
+runner.source_commit = lambda: None
 interleaved, calls = cell_group.interleaved, []
 
 def until_killed(*arguments):
@@ -354,17 +355,17 @@ def test_a_pipeline_tells_its_steps_and_its_guidance(measure: Measure) -> None:
 
 @pytest.mark.slow
 def test_operations_are_counted_at_the_guidance_of_the_pipeline(measure: Measure) -> None:
-    def counted(guidance: float, variant: str) -> float:
+    """Without guidance a call has half of the samples. They have a plan of their own."""
+
+    def counted(guidance: float) -> float:
         merged = measure(
-            variants=(variant,), scope="pipeline", guidance=guidance, steps=2, rounds=1, ratio=(0.5,)
+            variants=("tome",), scope="pipeline", guidance=guidance, steps=2, rounds=1, ratio=(0.5,)
         )[-1]
         assert (merged.status, merged.message) == ("ok", "")
         flops: float = merged.facts["flops_merged"]
         return flops
 
-    weaker = 'tome:rules=[{"guidance": 5, "ratio": 0.25}]'
-    assert counted(3.0, weaker) == counted(3.0, "tome")
-    assert counted(7.5, weaker) > counted(7.5, "tome")
+    assert counted(7.5) == counted(3.0) == 2 * counted(1.0)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -425,7 +426,7 @@ def test_fewer_steps_are_as_many_as_a_variant_counts_operations(
         ({"variants": ("tome", "fewer-steps")}, "fewer-steps needs the denoising steps of a pipeline"),
         (
             {"variants": ("first-block-cache", "fewer-steps"), "scope": "pipeline", "steps": 2},
-            "the operations of first-block-cache threshold=0.1 are not counted before it runs",
+            "the operations of first-block-cache threshold=0.05 are not counted before it runs",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from tokenmerge_tools.cli.app import app
 # Arguments that the commands need besides the option.
 NEEDED = {
     "generate": ["a"],
-    "tune": ["--min-speedup", "1.2"],
+    "tune": ["--speedup", "1.2"],
     "export": ["emoji-unet", "--to", "onnx", "-o", "exported"],
 }
 COMMANDS: Any = typer.main.get_command(app)

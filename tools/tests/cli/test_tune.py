@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import re
@@ -10,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import EulerDiscreteScheduler
 from tools.tests import made_up_studio
 from typer.testing import CliRunner
 
-from tokenmerge import ConfigError, ToMeConfig, apply_token_merging
-from tokenmerge.config import save_config
+from tokenmerge import ConfigError, StepReuse, ToMeConfig, apply_token_merging
+from tokenmerge.config import FoundFor, PlanSharing, SavedSettings, plan_content, save_config
+from tokenmerge.default_method import settings_for
+from tokenmerge.runtime.memory.state import STATE
 from tokenmerge_tools.cli import main
 from tokenmerge_tools.cli.app import app
 
@@ -41,74 +45,57 @@ def arguments(folder: Path, tmp_path: Path) -> list[str]:
 
 
 def test_the_command_prints_a_table_and_the_line_to_paste(made_up, arguments, tmp_path, capsys) -> None:
-    assert main([*arguments, "--min-speedup", "1.5"]) == 0
+    assert main([*arguments, "--speedup", "1.5"]) == 0
     printed = capsys.readouterr()
-    assert "a speed-up of at least 1.5" in printed.out
+    assert "speed-up of 1.5" in printed.out
     assert "chosen" in printed.out
     assert "fewer-steps" in printed.out
+    assert re.search(r"The best of \d+ plans is ahead by \+\d", printed.out)
     out = tmp_path / "tuned.json"
     assert f"in Python: tokenmerge.apply_token_merging(pipe, {str(out)!r})" in printed.out
     assert "best so far" in printed.err
     assert "best so far" not in printed.out
-    for suffix in (".json", ".jsonl", ".svg"):
+    assert "so the search can draw about" in printed.err
+    for suffix in (".json", ".jsonl"):
         assert out.with_suffix(suffix).exists()
 
 
-def test_a_goal_that_is_not_reached_has_an_exit_code_of_its_own(made_up, arguments, capsys) -> None:
-    assert main([*arguments, "--min-speedup", "40"]) == command.GOAL_NOT_REACHED == 3
-    printed = capsys.readouterr()
-    assert "no setting reaches a speed-up of at least 40; the nearest is" in printed.out
+def test_a_speed_up_out_of_reach_has_an_exit_code_of_its_own(made_up, arguments, capsys) -> None:
+    assert main([*arguments, "--speedup", "40"]) == command.GOAL_NOT_REACHED == 3
+    assert "speedup=40 cannot be reached here: at most" in capsys.readouterr().out
 
 
 def test_ctrl_c_reports_what_it_has(made_up, arguments, tmp_path, capsys) -> None:
     made_up.stop = 5, KeyboardInterrupt()
-    assert main([*arguments, "--min-speedup", "1.5"]) == 130
+    assert main([*arguments, "--speedup", "1.5"]) == 130
     printed = capsys.readouterr()
     assert "chosen" in printed.out
     assert printed.err.endswith("tokenmerge: interrupted; finished results are kept\n")
-    assert json.loads((tmp_path / "tuned.json").read_text())["tuned"]["complete"] is False
+    assert json.loads((tmp_path / "tuned.json").read_text())["measured"]["complete"] is False
 
 
-def test_a_run_that_had_time_for_one_setting_says_so(made_up, arguments, capsys) -> None:
-    assert main([*arguments, "--min-speedup", "40", "--within", "1s"]) == command.GOAL_NOT_REACHED
-    printed = capsys.readouterr().out
-    assert re.search(r"Not enough time: only 1 of \d+ settings was tried, so this is no search\.", printed)
-    assert re.search(r"Give --within \d+min, or take the default method", printed)
+def test_a_run_without_time_says_so(made_up, arguments, capsys) -> None:
+    where = arguments.index("--within")
+    assert main([*arguments[:where], "--within", "0.000001s", *arguments[where + 2 :]]) == 0
+    printed = capsys.readouterr()
+    assert "that is too few for a search" in printed.err
+    assert re.search(r"Not enough time: only 0 plans .* so this was no search\. Give --within", printed.out)
 
 
-def test_where_every_setting_fails_nobody_is_told_to_run_it_again(
-    made_up, arguments, tmp_path, capsys
-) -> None:
-    class Everything(tuple):
-        def __contains__(self, name: object) -> bool:
-            return True
-
-    made_up.failing = Everything()
-    assert main([*arguments, "--min-speedup", "1.5"]) == command.GOAL_NOT_REACHED
-    printed = capsys.readouterr().err
-    assert "auto ratio=0.75 cannot run here: it is made to fail" in printed
-    assert "no setting can be measured here, as the notes say; change --size, --steps or --model" in printed
-    assert "again" not in printed
-    assert not (tmp_path / "tuned.json").exists()
-
-
-def test_ctrl_c_before_the_first_picture_writes_no_settings(made_up, arguments, tmp_path, capsys) -> None:
+def test_ctrl_c_before_the_first_picture_writes_no_plan(made_up, arguments, tmp_path, capsys) -> None:
     made_up.stop = 0, KeyboardInterrupt()
-    assert main([*arguments, "--min-speedup", "1.5"]) == 130
-    assert "no setting was measured, and the same command begins again" in capsys.readouterr().err
+    assert main([*arguments, "--speedup", "1.5"]) == 130
+    assert "nothing was compared yet; run the same command again" in capsys.readouterr().err
     assert not (tmp_path / "tuned.json").exists()
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([], "goal: expected one of --min-speedup, --min-psnr"),
-        (["--min-speedup", "1.5", "--min-psnr", "35"], "got 2 of them (min-speedup, min-psnr)"),
-        (["--min-speedup", "0.9"], "min-speedup: expected a number above 1"),
-        (["--min-ssim", "3"], "min-ssim: expected a number above 0 and at most 1, got 3"),
-        (["--min-speedup", "1.5", "--within", "soon"], "within: expected a duration"),
-        (["--min-speedup", "1.5", "--out", "tuned.txt"], "out: expected a file ending in .json"),
-        (["--min-speedup", "1.5", "--metric", "fid"], "metric: expected one of psnr"),
+        (["--speedup", "0.9"], "speedup: expected a number above 1"),
+        (["--within", "soon"], "within: expected a duration"),
+        (["--out", "tuned.txt"], "out: expected a file ending in .json"),
+        (["--metric", "fid"], "metric: expected one of psnr"),
     ],
 )
 def test_nonsense_is_one_line(given: list[str], words: str, capsys) -> None:
@@ -133,6 +120,24 @@ def tuned(tmp_path: Path) -> Path:
     return path
 
 
+PLAN = ToMeConfig(
+    ratio=0.25,
+    planner="tiled",
+    proportional=True,
+    plans=PlanSharing(blocks=True),
+    reuse=StepReuse(full_steps=(0, 0.33, 1), shallow_steps=(0.67,)),
+)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    """A plan for the tiny pipeline at its own size in 4 steps with DDIM at guidance 7.5."""
+    path = tmp_path / "plan.json"
+    found_for = FoundFor("UNet2DConditionModel", 16, 16, 4, "DDIMScheduler", 7.5)
+    path.write_text(json.dumps(plan_content(SavedSettings(PLAN, found_for, 1.2))))
+    return path
+
+
 def call(*given: object):
     return CliRunner().invoke(app, [*map(str, given)])
 
@@ -153,6 +158,38 @@ def test_another_size_or_number_of_steps_is_said(model, tuned) -> None:
     shown = call("inspect", model, "--settings", tuned, "--steps", 8, "--size", 64)
     assert shown.exit_code == 0, shown.output
     assert "found for latents of 16 × 16, not 32 × 32 and for 4 steps, not 8" in shown.stderr
+
+
+def test_a_plan_is_used_for_what_it_was_found_for(model, plan) -> None:
+    for given in ((), ("--size", 32, "--guidance", 7.5)):
+        shown = call("inspect", model, "--settings", plan, "--steps", 4, *given, "--json")
+        assert shown.exit_code == 0, shown.output
+        assert ToMeConfig.from_dict(json.loads(shown.stdout)["merging"]) == PLAN
+        assert "found for" not in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--steps", 8), "4 steps, not 8"),
+        (("--steps", 4, "--size", 64), "latents of 16 × 16, not 32 × 32"),
+        (("--steps", 4, "--guidance", 3), "guidance 7.5, not 3"),
+    ],
+)
+def test_elsewhere_the_default_method_takes_the_place_of_a_plan(model, plan, given, words) -> None:
+    rule = call("inspect", model, "--speedup", 1.2, *given, "--json")
+    shown = call("inspect", model, "--settings", plan, *given, "--json")
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.stdout)["merging"] == json.loads(rule.stdout)["merging"]
+    assert f"plan was found for {words}, so the default method runs with speedup=1.2" in shown.stderr
+
+
+@pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")  # diffusers
+def test_another_solver_takes_the_place_of_a_plan_too(model, plan, tmp_path) -> None:
+    done = call("generate", "a boat", "--model", model, "--settings", plan, "--steps", 4, "--device", "cpu",
+                "--scheduler", "euler", "--repeat", 1, "--no-compare", "--out", tmp_path / "out")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "found for DDIMScheduler, not EulerDiscreteScheduler" in done.stderr
 
 
 def test_a_setting_of_the_command_line_replaces_that_of_the_file(model, tuned) -> None:
@@ -184,6 +221,31 @@ def test_bench_and_evaluate_take_a_file_as_a_variant(name, model, tuned, monkeyp
     assert "found for 4 steps, not 8" in result.stderr
 
 
+@pytest.mark.parametrize("name", ["bench", "evaluate"])
+def test_bench_and_evaluate_take_the_default_method_where_a_plan_is_for_others(
+    name, model, plan, monkeypatch
+) -> None:
+    module = importlib.import_module(f"tokenmerge_tools.cli.{name}")
+    seen = []
+
+    def stop(options: object, *arguments: object, **named: object) -> None:
+        seen.append(options.variants)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "run_grid" if name == "bench" else "run_evaluate", stop)
+    given = [name, "--model", model, "--settings", plan]
+    given += ["--prompts", plan] if name == "evaluate" else []
+    for steps in (4, 8):
+        call(*given, "--steps", steps)
+    assert seen == [
+        (
+            "tome:ratio=0.25,planner=tiled,proportional=True,plans.blocks=True,"
+            "reuse.full_steps=[0.0, 0.33, 1.0],reuse.shallow_steps=[0.67]",
+        ),
+        ("auto:speedup=1.2",),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -196,14 +258,30 @@ def test_bench_and_evaluate_take_a_file_as_a_variant(name, model, tuned, monkeyp
         (
             '{"version": 1, "settings": {}, "tuned": {"found_for": {"model": "U", "height": 0, "width": 1, '
             '"steps": 4}}}',
-            "tuned.found_for.height: expected an integer ≥ 1, got 0",
+            "for.height: expected an integer ≥ 1, got 0",
         ),
         (
             '{"version": 1, "settings": {}, "tuned": {"found_for": {"model": 5, "height": 1, "width": 1, '
             '"steps": 4}}}',
-            "tuned.found_for.model: expected the name of a class, got 5",
+            "for.model: expected the name of a class, got 5",
         ),
         ('{"version": 1, "settings": {}, "other": {}}', "content: expected an object"),
+        ('{"version": 2, "settings": {}}', "version: expected 1, the one that this release reads, got 2"),
+        (
+            '{"version": 3, "speedup": 2, "plan": {}, "for": {}}',
+            "version: expected 2, the one that this release",
+        ),
+        ('{"version": 2, "speedup": 0.5, "plan": {}, "for": {}}', "speedup: expected a number ≥ 1"),
+        ('{"version": 2, "speedup": 2, "plan": 3, "for": {}}', "plan: expected settings by name"),
+        (
+            '{"version": 2, "speedup": 2, "plan": {}, "for": {}}',
+            "for: expected an object with the keys model",
+        ),
+        (
+            '{"version": 2, "speedup": 2, "plan": {}, "for": {"model": "U", "height": 1, "width": 1, '
+            '"steps": 4, "guidance": -1}}',
+            "for.guidance: expected a number ≥ 0",
+        ),
     ],
 )
 def test_a_bad_file_is_named(text: str, words: str, tmp_path: Path, pipe) -> None:
@@ -220,9 +298,9 @@ def test_a_bad_file_is_named(text: str, words: str, tmp_path: Path, pipe) -> Non
 # --- in Python ------------------------------------------------------------------------------------
 
 
-def draw(pipe, side: int = 32, steps: int = 4):
+def draw(pipe, side: int = 32, steps: int = 4, **options: object):
     return pipe("a boat", height=side, width=side, num_inference_steps=steps, output_type="latent",
-                generator=torch.Generator().manual_seed(0)).images  # fmt: skip
+                generator=torch.Generator().manual_seed(0), **options).images  # fmt: skip
 
 
 @pytest.fixture
@@ -264,4 +342,67 @@ def test_another_class_warns_when_it_is_applied(quiet, tuned) -> None:
     tuned.write_text(tuned.read_text().replace("UNet2DConditionModel", "SD3Transformer2DModel"))
     with pytest.warns(UserWarning, match="SD3Transformer2DModel, not UNet2DConditionModel"):
         patch = apply_token_merging(quiet, tuned)
+    patch.remove()
+
+
+def rule_of(pipe, side: int = 32, steps: int = 4, guidance: float = 7.5) -> ToMeConfig:
+    return settings_for(pipe, 1.2, side // 2, side // 2, steps, guidance)
+
+
+def drawn_with(pipe, **options: object) -> tuple[ToMeConfig, list[str]]:
+    """The settings of a generation with a patched pipeline, and its warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        draw(pipe, **options)
+    return pipe.unet.__dict__[STATE].last_run.config, [
+        str(one.message) for one in caught if "found for" in str(one.message)
+    ]
+
+
+def test_a_plan_runs_where_it_was_found_and_the_default_method_elsewhere(quiet, plan) -> None:
+    patch = apply_token_merging(quiet, plan)
+    assert drawn_with(quiet) == (PLAN, [])
+    assert patch.config == PLAN
+    config, said = drawn_with(quiet, steps=8)
+    assert config == rule_of(quiet, steps=8) != PLAN
+    assert len(said) == 1
+    assert "this plan was found for 4 steps, not 8, so the default method runs with speedup=1.2" in said[0]
+    assert drawn_with(quiet, steps=8)[1] == []  # it is said once
+    config, said = drawn_with(quiet, side=64)
+    assert config == rule_of(quiet, side=64)
+    assert "latents of 16 × 16, not 32 × 32" in said[0]
+    config, said = drawn_with(quiet, guidance_scale=3.0)
+    assert config == rule_of(quiet, guidance=3.0)
+    assert "guidance 7.5, not 3" in said[0]
+    assert drawn_with(quiet) == (PLAN, [])
+    quiet.scheduler = EulerDiscreteScheduler.from_config(quiet.scheduler.config)
+    config, said = drawn_with(quiet)
+    assert config == rule_of(quiet)
+    assert "DDIMScheduler, not EulerDiscreteScheduler" in said[0]
+    patch.remove()
+
+
+def test_a_plan_draws_what_its_settings_draw(quiet, plan) -> None:
+    pictures = []
+    for config in (PLAN, plan):
+        patch = apply_token_merging(quiet, config)
+        pictures.append(draw(quiet))
+        patch.remove()
+    assert torch.equal(*pictures)
+
+
+def test_a_plan_for_another_class_is_the_default_method(quiet, plan) -> None:
+    plan.write_text(plan.read_text().replace("UNet2DConditionModel", "SD3Transformer2DModel"))
+    patch = apply_token_merging(quiet, plan)
+    config, said = drawn_with(quiet)
+    assert config == rule_of(quiet)
+    assert "SD3Transformer2DModel, not UNet2DConditionModel" in said[0]
+    patch.remove()
+
+
+def test_a_copy_of_a_model_keeps_its_plan_and_not_the_pipeline(quiet, plan) -> None:
+    patch = apply_token_merging(quiet, plan)
+    copied = copy.deepcopy(quiet.unet.__dict__[STATE].default)
+    assert copied.pipe is None
+    assert copied.settings(None, 4, 7.5) == PLAN
     patch.remove()

@@ -47,7 +47,7 @@ def write_prompts(folder: Path) -> Path:
     return path
 
 
-def make_options(models: Path, prompts: Path, out: Path, **changes: object) -> EvaluateOptions:
+def make_options(models: Path, prompts: Path, out: Path, /, **changes: object) -> EvaluateOptions:
     """Options for three prompts on the tiny pipeline, with changes."""
     values = {
         "model": str(models / "tiny"),

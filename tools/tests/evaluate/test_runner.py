@@ -138,7 +138,6 @@ def test_no_picture_depends_on_the_batch(run: Run, tmp_path: Path) -> None:
         assert np.abs(one[name] - six[name]).max() <= 1  # kernels round differently at another batch size
 
 
-@pytest.mark.usefixtures("finished")
 def test_records_draw_curve_and_sliders(run: Run, tmp_path: Path) -> None:
     records = run(samples=2)
     results = read_results([tmp_path / "results"])
@@ -310,7 +309,7 @@ def test_a_figure_that_is_no_number_is_left_out_and_named() -> None:
     )
     measured = Measured(columns, {})
     assert figures_of("tome", measured, metrics, range(3), {"fid": nan, "kid": -0.5}) == Figures(
-        {"psnr": 25.0, "kid": -0.5}, equal=1, images=3, undefined=("ssim", "dino", "fid")
+        {"psnr": 25.0, "kid": -0.5}, 1, 3, undefined=("ssim", "dino", "fid"), errors={"psnr": 5.0}
     )
     columns["tome", "psnr"][0] = nan
     assert figures_of("tome", measured, metrics, range(3)).values == {}
@@ -327,7 +326,7 @@ def test_notes_name_metrics_that_are_left_out(run: Run, monkeypatch: pytest.Monk
 
 def test_fewer_steps_are_those_whose_operations_fit(run: Run) -> None:
     variants = ("tome", "auto:reuse.every=2,min_tokens=0", "fewer-steps")
-    records = by_label(run(variants=variants, steps=12, limit=1))
+    records = by_label(run(variants=variants, speedup=(1.5,), steps=12, limit=1))
     dense, tome, auto, *fewer = records.values()
     assert [record.steps_used for record in (dense, tome, auto)] == [None] * 3
     by_merging, by_reuse = (record.steps_used for record in fewer)
@@ -336,14 +335,16 @@ def test_fewer_steps_are_those_whose_operations_fit(run: Run) -> None:
     assert 6 <= by_reuse < by_merging < 12
 
 
-def test_fewer_steps_that_cannot_be_counted_say_so() -> None:
-    specs = parse_variants(["deepcache", "fewer-steps"], [0.5], [2.0], None)
+def test_where_nothing_can_be_counted_fewer_steps_are_those_of_the_wanted_speeds() -> None:
+    specs = parse_variants(["deepcache", "fewer-steps"], [0.5], None, [2.0])
+    found = plan_variants(specs, 24, lambda spec: None, [1.5, 3.0])
+    assert [one.steps(24) for one in found] == [24, 24, 16, 8]
     with pytest.raises(ConfigError, match=r"fewer-steps: the operations of deepcache interval=3 cannot"):
-        plan_variants(specs, 25, lambda spec: None)
+        plan_variants(specs, 24, lambda spec: None)
 
 
 def test_a_variant_that_counts_no_saving_has_no_fewer_steps() -> None:
-    specs = parse_variants(["tome", "fewer-steps"], [0.25, 0.5], [2.0], None)
+    specs = parse_variants(["tome", "fewer-steps"], [0.25, 0.5], None, [2.0])
     speedups = {0.25: 1.01, 0.5: 2.0}
     *_, fewer = plan_variants(specs, 25, lambda spec: speedups[dict(spec.settings)["ratio"]])
     assert (fewer.label, fewer.steps(25)) == ("fewer-steps steps=12", 12)
@@ -397,7 +398,7 @@ def test_pictures_are_timed(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
         ({"size": (30, 31)}, ConfigError, "multiples of 2"),
         ({"size": (8, 8)}, ConfigError, "SSIM needs at least 11 pixels, got 8x8"),
         ({"max_downsample": 1, "size": (12, 2)}, NothingToMergeError, "merge"),
-        ({"model": "./none"}, ConfigError, "is not a model"),
+        ({"model": "./none"}, ConfigError, "there is no folder ./none"),
         ({"scheduler": "none"}, ConfigError, "scheduler: 'none' is unknown"),
         ({"device": "none"}, ConfigError, "device: cannot use 'none'"),
     ],

@@ -190,7 +190,7 @@ def test_auto_is_its_merging_part(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "settings_of", look)
     assert main(["export", str(folder), "--to", "onnx", "-o", str(tmp_path / "out")]) == 130
     config = seen["config"]
-    assert (config.ratio, config.planner, config.max_downsample) == (0.5, "tiled", 2)
+    assert (config.ratio, config.planner, config.max_downsample) == (0.5, "tiled", 8)
     assert not config.follows_steps
 
 

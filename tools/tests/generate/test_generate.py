@@ -172,7 +172,9 @@ def test_ratio_zero_gives_the_dense_picture_and_says_so(folder, tmp_path):
 @pytest.mark.parametrize("guidance", [None, 3.0])
 def test_the_default_method_is_that_of_the_guidance_of_the_run(folder, tmp_path, guidance):
     merging = MethodSpec("auto", {"speedup": 1.3})
-    asked = options(folder, tmp_path, steps=8, compare=False, merging=merging, guidance=guidance)
+    asked = options(
+        folder, tmp_path, size=(32, 32), steps=8, compare=False, merging=merging, guidance=guidance
+    )
     result = generate(asked)
     pipe = load_pipeline(find_model(str(folder)), torch.float32, torch.device("cpu"))
     latents = [asked.size[side] // pipe.vae_scale_factor for side in (1, 0)]

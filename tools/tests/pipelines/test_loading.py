@@ -78,8 +78,8 @@ def test_each_kind_of_model_is_recognised(folder, tmp_path):
     ("name", "message"),
     [
         ("no-such-model", r"'no-such-model'.*emoji-unet.*model_index\.json.*safetensors.*owner/name"),
-        ("./no/such/folder", r"'\./no/such/folder' is not a model"),
-        ("../models", r"'\.\./models' is not a model"),
+        ("./no/such/folder", r"there is no folder \./no/such/folder; expected a bundled model"),
+        ("../models", r"there is no folder \.\./models"),
         ("", "is not a model"),
         ("missing.safetensors", "no file missing.safetensors"),
         ("old.ckpt", "old.ckpt is a pickle.*convert"),

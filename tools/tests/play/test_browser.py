@@ -229,8 +229,8 @@ def test_what_was_tried_comes_back_with_its_settings(visits: Any) -> None:
     first = visit.figures.all_inner_texts()
     visit.choose("Method", "toma")
     visit.draw(seed=2)
-    expect(visit.tried.nth(0)).to_contain_text("toma 0.5")
-    expect(visit.tried.nth(1)).to_contain_text("tome 0.5")
+    expect(visit.tried.nth(0)).to_contain_text("toma, ratio 0.5")
+    expect(visit.tried.nth(1)).to_contain_text("tome, ratio 0.5")
     expect(visit.tried.nth(1)).to_contain_text("seed 1, 64×64, 2 steps")
     visit.tried.nth(1).get_by_role("button").click()
     expect(visit.label("Seed")).to_have_value("1", timeout=PATIENCE)
@@ -285,7 +285,7 @@ def test_the_page_is_readable_and_nothing_overflows(visits: Any, scheme: str) ->
         content = visit.page.evaluate("document.documentElement.scrollWidth")
         assert content == width
         texts = visit.page.evaluate(TEXTS)
-        assert {"Dense", "Speed-up", "Draw", "tokenmerge", "default"} <= {text for text, _ in texts}
+        assert {"Dense", "Speed-up", "Draw", "tokenmerge", "the model's"} <= {text for text, _ in texts}
         assert [(text, contrast) for text, contrast in texts if contrast < READABLE] == []
         assert visit.page.evaluate(OVERLAPS) == []
     paper = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")

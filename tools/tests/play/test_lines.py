@@ -65,21 +65,16 @@ def test_tune_gets_the_settings_of_the_trial(tuned):
     )
     assert (options.model, options.size, options.steps) == ("emoji-unet", (192, 128), 9)
     assert (options.guidance, options.dtype, options.device) == (2.5, "bf16", "cpu")
-    assert options.goal.speedup == 1.5
+    assert options.speedup == 1.5
     assert options.prompts is None
 
 
 def test_the_wanted_speed_is_not_above_that_of_the_trial(tuned):
-    assert tuned(tune_command(trial(seconds=(1.999, 1)))).goal.speedup == 1.95
+    assert tuned(tune_command(trial(seconds=(1.999, 1)))).speedup == 1.95
 
 
-def test_a_trial_that_was_not_faster_asks_for_its_closeness(tuned):
-    goal = tuned(tune_command(trial(seconds=(1, 1), psnr=41.7))).goal
-    assert (goal.metric, goal.value, goal.speedup) == ("psnr", 41, None)
-
-
-def test_identical_pictures_ask_for_a_speed(tuned):
-    assert tuned(tune_command(trial(seconds=(1, 1), psnr=float("inf")))).goal.speedup == 1.5
+def test_a_trial_that_was_not_faster_asks_for_a_moderate_speed(tuned):
+    assert tuned(tune_command(trial(seconds=(1, 1)))).speedup == 1.5
 
 
 def test_a_model_that_is_not_bundled_needs_prompts(tuned):

@@ -168,8 +168,9 @@ def test_one_trial_at_a_time(studio, folder):
     assert len(set(order)) == 2
 
 
+@pytest.mark.usefixtures("large_grids_alone")
 def test_what_the_model_warns_of_is_kept_with_the_trial(studio, folder):
-    # With two steps none is skipped, and 256 tokens are too few for auto to merge.
+    # With two steps none is skipped, and 256 tokens are too few for the default method to merge.
     trial = draw(studio, options(folder, "auto", steps=2))
     assert any("dense" in warning for warning in trial.warnings)
     assert trial.identical

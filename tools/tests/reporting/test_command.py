@@ -49,7 +49,8 @@ def test_a_folder_with_records_of_every_command_is_reported(tmp_path: Path) -> N
     folder = tmp_path / "outputs"
     folder.mkdir()
     write(folder / "bench.jsonl", cell())
-    look = TuneRecord(conditions="{}", about="look", name="dense", item=0, values={"seconds": 1.0})
+    values = {"seconds": 1.0, "dense_seconds": 1.0, "cost": 1.0, "metrics": {}}
+    look = TuneRecord(conditions="{}", about="look", name="dense", item=0, values=values)
     write(folder / "tuned.jsonl", look, look)
     result = run(folder, "-o", tmp_path / "report.md")
     assert result.exit_code == 0, result.output

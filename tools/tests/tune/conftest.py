@@ -9,7 +9,7 @@ import pytest
 from diffusers import StableDiffusionPipeline
 from tools.tests import made_up_studio
 
-from tokenmerge_tools.tune.goal import Goal, TuneOptions
+from tokenmerge_tools.tune.options import TuneOptions
 from tokenmerge_tools.tune.runner import Search, tune
 
 
@@ -24,12 +24,12 @@ def make_options(model: Path, results: Path, **changes: object) -> TuneOptions:
     prompts = results / "prompts.txt"
     prompts.write_text("red apple\nblue boat\ngreen tree\n")
     values = {
-        "goal": Goal("psnr", speedup=1.5),
+        "speedup": 1.5,
         "model": str(model),
         "prompts": prompts,
         "steps": 20,
         "device": "cpu",
-        "items": 8,
+        "items": 6,
         "within": 100_000.0,
         "out": results / "results" / "tuned.json",
     }

@@ -17,7 +17,7 @@ from tokenmerge.ops import Plan, bits, shared_features
 from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.steps.guidance import importance_of_tokens
-from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, ends_clean
 
 # Key of this package's entry in ComfyUI's ``transformer_options``, and of its wrappers.
 KEY = "tokenmerge"
@@ -82,7 +82,8 @@ class Sampling:
         """Choose the settings for a token grid, that of the latents of the first step."""
         if self._grid is None or (self._grid != grid and self._asked.default is not None):
             self._grid = grid
-            self.settings = self._asked.for_sampling(grid, self.steps, self._guidance)
+            clean = ends_clean(self.sigmas)
+            self.settings = self._asked.for_sampling(grid, self.steps, self._guidance, clean)
 
     def begin_step(self, index: int, purpose: object) -> None:
         """Drop plans that are older than ``plans.every`` steps or have another purpose."""

@@ -76,17 +76,21 @@ class Settings:
     others: Others = dataclasses.field(default_factory=Others)
     default: DefaultMethod | None = None
 
-    def for_sampling(self, grid: tuple[int, int, int], steps: int, guidance: float | None) -> Settings:
+    def for_sampling(
+        self, grid: tuple[int, int, int], steps: int, guidance: float | None, ends_clean: bool = False
+    ) -> Settings:
         """Return the settings of one sampling.
 
         Args:
             grid: (frames, rows, columns) of the tokens at level 1.
             steps: number of steps.
             guidance: scale of classifier-free guidance; None: unknown.
+            ends_clean: whether almost no noise is left before the last step.
         """
         if self.default is None:
             return self
-        return dataclasses.replace(self, config=self.default.settings(grid, steps, guidance))
+        config = self.default.settings(grid, steps, guidance, ends_clean)
+        return dataclasses.replace(self, config=config)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # nothing in it changes, and it holds the model

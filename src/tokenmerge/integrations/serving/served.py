@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
 from tokenmerge.api import Patch, apply_token_merging, remove_token_merging
-from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.integrations.serving.asked import DENSE, REQUESTED, speedup
 
@@ -27,8 +25,6 @@ class ServedPipeline:
     def __init__(self, pipe: object, wanted: float | str, log: logging.Logger) -> None:
         self._pipe, self._wanted, self._log = pipe, wanted, log
         self._in_force: float | str = DENSE
-        # Choosing settings for a speed-up takes seconds, and applying chosen ones takes milliseconds.
-        self._settings = functools.lru_cache(maxsize=64)(self._chosen)
         try:
             patch = self._apply(wanted)
         except UnsupportedModelError as error:
@@ -44,7 +40,7 @@ class ServedPipeline:
             requested: the speed-up that the request asks for; 1 is dense, and None is what the server does.
 
         Raises:
-            ConfigError: the speed-up is not a number ≥ 1, or the model does not reach it.
+            ConfigError: the speed-up is not a number ≥ 1.
             UnsupportedModelError: a speed-up is asked for, and the model is not supported.
         """
         wanted = self._wanted if requested is None else speedup(REQUESTED, requested)
@@ -57,7 +53,7 @@ class ServedPipeline:
         if isinstance(wanted, str):
             patch = apply_token_merging(self._pipe, wanted)
         elif wanted != DENSE:
-            patch = apply_token_merging(self._pipe, self._settings(wanted))
+            patch = apply_token_merging(self._pipe, speedup=wanted)
         elif self._in_force != DENSE:
             remove_token_merging(self._pipe)
         self._in_force = wanted
@@ -68,9 +64,3 @@ class ServedPipeline:
         name = self._in_force if isinstance(self._in_force, str) else f"{self._in_force:g}×"
         name = "dense" if self._in_force == DENSE else name
         self._log.info("token merging: %s%s", name, "" if patch is None else f"\n{patch}")
-
-    def _chosen(self, wanted: float) -> ToMeConfig:
-        patch = apply_token_merging(self._pipe, speedup=wanted)
-        self._in_force = wanted
-        settings: ToMeConfig = patch.config
-        return settings

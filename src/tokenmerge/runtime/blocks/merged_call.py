@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.ops import IndexPlan, Plan, keep_destinations, merge, unmerge
+from tokenmerge.ops import IndexPlan, Plan, add_unmerged, keep_destinations, merge, unmerge
 from tokenmerge.ops.once import once
 from tokenmerge.runtime.memory.reuse import Residual
 
@@ -53,7 +53,7 @@ def merged_call(
         return _replace_image(layout, value, m, partial(unmerge, plan))
 
     def add_change(image: Tensor) -> Tensor:
-        return layout.image(tokens, n) + unmerge(plan, image - layout.image(merged, m))
+        return add_unmerged(plan, layout.image(tokens, n), image - layout.image(merged, m))
 
     if isinstance(result, Tensor):
         return back(result)
@@ -155,7 +155,8 @@ def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -
         return type(value)([_followed(part, argument, layout, plan) for part in value])
     if value is None or argument.ndim not in (None, value.ndim):
         return value
-    if value.is_inference() or value.requires_grad:  # it may change unseen, or each result has its gradient
+    # In a graph each block has its own; others may change unseen, or each result has its gradient.
+    if torch.compiler.is_compiling() or value.is_inference() or value.requires_grad:
         return _at_kept_tokens(value, argument, layout, plan)
     # Hosts give all blocks the same tensor.
     follow = partial(_at_kept_tokens, value, argument, layout, plan)

@@ -25,7 +25,13 @@ def note_forecast(thread: ThreadState, part: str, before: Residual | None, now: 
         return
     step = memory.tracker.step
     truth, first = now.latest[0], before.latest[0]
-    if torch.compiler.is_compiling() or step is None or truth is None or first is None or truth.shape != first.shape:
+    if (
+        torch.compiler.is_compiling()
+        or step is None
+        or truth is None
+        or first is None
+        or truth.shape != first.shape
+    ):
         return
     distance, gap = known
     forecast = extrapolated(before, [0.0] * len(before.latest), torch.tensor(distance))

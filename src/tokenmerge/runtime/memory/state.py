@@ -88,11 +88,13 @@ class ChoosesSettings(Protocol):
     classifier-free guidance; None: unknown.
     """
 
-    def settings(self, grid: GridShape | None, steps: int | None, guidance: float | None) -> ToMeConfig:
-        """Return the settings."""
+    def settings(
+        self, grid: GridShape | None, steps: int | None, guidance: float | None, ends_clean: bool = False
+    ) -> ToMeConfig:
+        """Return the settings; ``ends_clean``: almost no noise is left before the last step."""
 
     def tolerance(
-        self, grid: GridShape | None, steps: int | None, guidance: float | None
+        self, grid: GridShape | None, steps: int | None, guidance: float | None, ends_clean: bool = False
     ) -> Tolerance | None:
         """Return what changes the settings while the generation runs; None: nothing does."""
 
@@ -168,18 +170,19 @@ class ModelState:
     kept: Kept = dataclasses.field(default_factory=Kept)
     told: set[str] = dataclasses.field(default_factory=set)
 
-    def settings_at(self, guidance: float | None, steps: int | None) -> ToMeConfig:
+    def settings_at(self, guidance: float | None, steps: int | None, ends_clean: bool = False) -> ToMeConfig:
         """Return the settings of the generation that begins.
 
         Args:
             guidance: scale of classifier-free guidance; None: unknown.
             steps: number of steps; None: settings do not follow them.
+            ends_clean: whether almost no noise is left before the last step.
         """
         if self.default is None or steps is None:
             return self.config
         known = self._grid, steps, guidance
         self.warn_once(self.default.shortfall(*known))
-        return self.default.settings(*known)
+        return self.default.settings(*known, ends_clean)
 
     def tolerance_of(self, step: DenoisingStep, guidance: float | None) -> Tolerance | None:
         """Return what changes the settings of a generation while it runs; None: nothing does.
@@ -190,7 +193,8 @@ class ModelState:
             return None
         tolerances = self.pipeline.tolerances
         if step.generation not in tolerances:
-            tolerances[step.generation] = self.default.tolerance(self._grid, step.steps, guidance)
+            known = self._grid, step.steps, guidance, step.generation.ends_clean
+            tolerances[step.generation] = self.default.tolerance(*known)
         return tolerances[step.generation]
 
     @property

@@ -226,7 +226,8 @@ def _config_of(
     if step is not None and memory.config is not None:
         return memory.config if memory.tolerance is None else _within_tolerance(state, memory, step)
     scale = guidance_scale(pipe)
-    config = state.settings_at(scale, None if step is None else step.steps)
+    clean = step is not None and step.generation.ends_clean
+    config = state.settings_at(scale, None if step is None else step.steps, clean)
     on_meta = memory.seed is not None and memory.seed.is_meta  # the operations of single steps are counted
     tolerance = None
     if step is not None and not on_meta:

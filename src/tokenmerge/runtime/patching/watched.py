@@ -174,8 +174,8 @@ def _without_skips(config: ToMeConfig, skipped: dict[str, bool], found: Collecti
     levels = {shallow for path, shallow in skipped.items() if _meets(path, found)}
     if False in levels:
         return dataclasses.replace(config, reuse=StepReuse())
-    reuse = dataclasses.replace(config.reuse, shallow_every=1) if levels else config.reuse
-    return dataclasses.replace(config, reuse=reuse)
+    plain = dataclasses.replace(config.reuse, shallow_every=1, full_steps=(), shallow_steps=())
+    return dataclasses.replace(config, reuse=plain if levels else config.reuse)
 
 
 def _meets(path: str, others: Collection[str]) -> bool:

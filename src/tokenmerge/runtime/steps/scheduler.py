@@ -14,6 +14,8 @@ from torch import Tensor
 _GENERATION = "_tokenmerge_generation"
 # The attribute by which timesteps on a device hold a copy on the CPU.
 _ON_CPU = "_tokenmerge_on_cpu"
+# Noise before the last step, as a share of the first, that is almost none.
+_ALMOST_NONE = 0.02
 
 
 class Generation:
@@ -23,12 +25,14 @@ class Generation:
 
     Attributes:
         first: index of its first step; image-to-image does not begin at 0.
+        ends_clean: whether almost no noise is left before its last step, which then changes little.
         index: of its latest step.
         thread: identifier of the thread in which it began.
     """
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, ends_clean: bool = False) -> None:
         self.first = self.index = first
+        self.ends_clean = ends_clean
         self.thread = threading.get_ident()
 
     @property
@@ -41,7 +45,7 @@ class Generation:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Generation, (self.first,)
+        return Generation, (self.first, self.ends_clean)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +147,24 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
     )
 
 
+def ends_clean(sigmas: Any) -> bool:
+    """Return whether flow matching has almost no noise left before its last step, which then changes little.
+
+    It has with the schedule of Stable Diffusion 3, but not with that of FLUX.1.
+
+    Args:
+        sigmas: noise levels of the steps and, at the end, that of the picture. Two are read. Those of other
+            models begin above 1.
+    """
+    return len(sigmas) > 2 and float(sigmas[-2]) <= _ALMOST_NONE and float(sigmas[0]) <= 1
+
+
+def _matches_flow(scheduler: Any) -> bool:
+    config = getattr(scheduler, "config", {})
+    flow = "FlowMatch" in type(scheduler).__name__ or bool(config.get("use_flow_sigmas", False))
+    return flow and hasattr(scheduler, "sigmas") and not torch.compiler.is_compiling()
+
+
 def needs_sync(value: Tensor) -> bool:
     """Return whether reading a tensor's value would break a graph or synchronise the device."""
     return torch.compiler.is_compiling() or value.device.type != "cpu"
@@ -154,7 +176,7 @@ def _generation_of(scheduler: Any, timesteps: Any, index: int, runs_here: bool) 
     if generation is not None and not (runs_here or generation.is_of_this_thread):
         return generation
     if generation is None or index < generation.index:
-        generation = Generation(index)
+        generation = Generation(index, _matches_flow(scheduler) and ends_clean(scheduler.sigmas))
         try:
             setattr(timesteps, _GENERATION, generation)
         except AttributeError:  # no tensor

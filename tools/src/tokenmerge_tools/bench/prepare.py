@@ -13,11 +13,11 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import Report, predict
 from tokenmerge_tools.bench.cells import Cell
-from tokenmerge_tools.bench.counting import counting
 from tokenmerge_tools.bench.inputs import InputSize
 from tokenmerge_tools.bench.loaded_model import LoadedModel
 from tokenmerge_tools.failures import Failure
 from tokenmerge_tools.method_spec import check_compile
+from tokenmerge_tools.pipelines.counting import counting
 from tokenmerge_tools.pipelines.loading import free_memory, shared_copy
 from tokenmerge_tools.pipelines.settings import set_attention
 from tokenmerge_tools.variants.variant import FEWER_STEPS, VARIANTS, Variant

@@ -87,11 +87,12 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
         "evaluate --limit 20 --speedup 1.5 --speedup 2",
         "evaluate --model owner/name --prompts PartiPrompts.tsv --metric dino --metric clip-score",
         "evaluate --model owner/name --prompts prompts.txt --metric lpips --metric clip=./my-clip",
+        "evaluate --preset drawbench --model FLUX.1-dev --steps 50 --dtype bf16 --dry-run",
         "evaluate --model owner/name --prompts classes.txt --metric fid --reference ./imagenet-val",
     ),
     tune: (
-        "tune --min-speedup 1.5 --size 256 --steps 20",
-        "tune --model owner/name --prompts prompts.txt --min-psnr 35 --within 30min",
+        "tune --speedup 2 --size 256 --steps 20",
+        "tune --model owner/name --prompts prompts.txt --speedup 1.5 --within 30min",
         "generate 'a castle' --settings outputs/tuned.json",
     ),
     export: (

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from tokenmerge_tools.cli.merging import merging, warn_of_differences
+from tokenmerge_tools.cli.merging import merging, rule_instead
 from tokenmerge_tools.pipelines.settings import parse_size
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -44,7 +44,10 @@ def takes(options: type | None = None, all_optional: bool = False) -> Callable[.
                 method = {name: values.pop(name) for name in of_merging}
                 values["merging"] = merging(**method)
                 if (file := method["settings_file"]) is not None:
-                    warn_of_differences(file, values["model"], values["size"], values.get("steps"))
+                    about = [values.get(name) for name in ("steps", "scheduler", "guidance")]
+                    rule = rule_instead(file, values["model"], values["size"], *about)
+                    if rule is not None:
+                        values["merging"] = merging(**{**method, "settings_file": None, "speedup": rule})
             if fields:
                 given = {name: values.pop(name) for name in fields}
                 values["given"] = {

@@ -13,7 +13,7 @@ from tokenmerge_tools.bench.grid import BenchOptions, preset_names, read_grid, r
 from tokenmerge_tools.bench.runner import CellProgress, run_grid
 from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
-from tokenmerge_tools.cli.merging import variant_of_file, warn_of_differences
+from tokenmerge_tools.cli.merging import rule_instead, variant_of_file
 from tokenmerge_tools.pipelines.loading import quiet_libraries
 from tokenmerge_tools.pipelines.options import option
 from tokenmerge_tools.records.kinds import CellRecord
@@ -50,8 +50,6 @@ def bench(
     To continue after Ctrl-C or a kill, run the same command again. The defaults below apply if neither a
     preset nor a grid file is given.
     """
-    if settings:
-        given["variants"] = (*given.get("variants", ()), *map(variant_of_file, settings))
     if compile is not None:
         given["compile"] = compile
     if preset is not None and grid is not None:
@@ -60,12 +58,10 @@ def bench(
     values |= given
     options = BenchOptions.from_dict(values, where="bench")
     quiet_libraries("tokenmerge bench")
-    for file in settings or ():
-        for name in options.model:
-            # Settings are never found for a geometry or a part of a model.
-            if not name.startswith(PREFIX) and "@" not in name:
-                for one in options.size or (None,):
-                    warn_of_differences(file, name, one, options.steps)
+    if settings:
+        own = [variant_of_file(file, _rule_instead(file, options)) for file in settings]
+        values["variants"] = (*given.get("variants", ()), *own)
+        options = BenchOptions.from_dict(values, where="bench")
     done: list[CellRecord] = []
 
     def cell_is_done(progress: CellProgress) -> None:
@@ -81,6 +77,18 @@ def bench(
         for table in measured_tables(done):
             terminal.show(terminal.as_rich(table), *(f"note: {note}" for note in table.notes))
     terminal.say(f"{len(done)} cells are in {out}; next: tokenmerge report {out}")
+
+
+def _rule_instead(file: Path, options: BenchOptions) -> float | None:
+    """Return the speed-up of the default method if any cell is of another kind than the file is for."""
+    found = [
+        rule_instead(file, name, size, options.steps, options.scheduler, options.guidance)
+        for name in options.model
+        # Settings are never found for a geometry or a part of a model.
+        if not name.startswith(PREFIX) and "@" not in name
+        for size in options.size or (None,)
+    ]
+    return next((speedup for speedup in found if speedup is not None), None)
 
 
 def _line(progress: CellProgress) -> str:

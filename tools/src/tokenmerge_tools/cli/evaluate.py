@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
-from tokenmerge_tools.cli.merging import variant_of_file, warn_of_differences
-from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
+from tokenmerge_tools.cli.merging import rule_instead, variant_of_file
+from tokenmerge_tools.evaluate.dry_run import dry_run as count_work
+from tokenmerge_tools.evaluate.evaluation import OF_PRESET, EvaluateOptions
 from tokenmerge_tools.evaluate.runner import evaluate as run_evaluate
 from tokenmerge_tools.pipelines.loading import quiet_libraries
 from tokenmerge_tools.pipelines.options import option
@@ -25,6 +26,17 @@ def evaluate(
             "File of settings, such as that of tokenmerge tune, as another variant. May be repeated.",
         ),
     ] = None,
+    dry_run: Annotated[
+        bool, option("Running", "Only print how many pictures and hours it takes.", "--dry-run")
+    ] = False,
+    seconds_per_picture: Annotated[
+        float | None,
+        option(
+            "Running",
+            "For --dry-run: seconds of a dense picture. Default: those of an earlier run.",
+            parser="number",
+        ),
+    ] = None,
 ) -> None:
     """Measure closeness to dense and speed-up on many pictures, drawn dense and merged from the same seeds.
 
@@ -35,12 +47,16 @@ def evaluate(
     cannot work here raises an error. After Ctrl-C, finished pictures are kept; run the same command again to
     continue. For videos, picture metrics are means over the frames, and the motion is compared with dense.
     """
-    for file in settings or ():
-        warn_of_differences(file, given["model"], given.get("size"), given["steps"])
-    if settings:
-        given["variants"] = (*given.get("variants", ()), *map(variant_of_file, settings))
+    given = {**(OF_PRESET if "preset" in given else {}), **given}
+    about = [given.get(name) for name in ("size", "steps", "scheduler", "guidance")]
+    own = [variant_of_file(file, rule_instead(file, given["model"], *about)) for file in settings or ()]
+    if own:
+        given["variants"] = (*given.get("variants", ()), *own)
     options = EvaluateOptions(**given)
     quiet_libraries("tokenmerge evaluate")
+    if dry_run:
+        print("\n".join(count_work(options, seconds_per_picture)))
+        return
     with terminal.progress_bars("pictures") as on_progress:
         records = run_evaluate(options, on_progress, on_note=lambda note: terminal.say(f"note: {note}"))
     (table,) = quality_tables(records)

@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import Annotated, Any
 
-from tokenmerge.config import ToMeConfig, load_settings
+from tokenmerge.config import SavedSettings, load_settings
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.method_spec import (
@@ -19,9 +19,9 @@ from tokenmerge_tools.method_spec import (
     read_setting,
 )
 from tokenmerge_tools.pipelines.loading import SourceKind, find_model, quiet_libraries
-from tokenmerge_tools.pipelines.meta_model import load_sketch
+from tokenmerge_tools.pipelines.meta_model import load_sketch, solver_and_guidance
 from tokenmerge_tools.pipelines.options import option
-from tokenmerge_tools.pipelines.settings import parse_size
+from tokenmerge_tools.pipelines.settings import parse_size, scheduler_class_name
 
 _merging = functools.partial(option, "Merging")
 SettingsFile = Annotated[
@@ -30,13 +30,51 @@ SettingsFile = Annotated[
 ]
 
 
-def warn_of_differences(
-    file: Path, model: str, size: str | tuple[int, int] | None, steps: int | None
-) -> None:
-    """Say if the settings in a file were found for another model, size or number of steps."""
+def rule_instead(
+    file: Path,
+    model: str,
+    size: str | tuple[int, int] | None,
+    steps: int | None = None,
+    scheduler: str | None = None,
+    guidance: float | None = None,
+) -> float | None:
+    """Say if the settings in a file were found for another kind of generation.
+
+    A scheduler or guidance of None is the model's own. The result is the speed-up of the default method,
+    which then takes the place of a plan; None: the settings are used.
+    """
     quiet_libraries("--settings")
-    if warning := differences(file, model, parse_size(size) if isinstance(size, str) else size, steps):
-        terminal.say(f"note: {warning}")
+    saved = _load(file)
+    if saved.found_for is None:
+        return None
+    known = _of_model(model, parse_size(size) if isinstance(size, str) else size, scheduler, guidance)
+    found = saved.found_for.differences(steps=steps, **known)
+    if not found:
+        return None
+    terminal.say(f"note: {file}: {saved.found_for.warning(found, saved.speedup)}")
+    return saved.speedup
+
+
+def _of_model(
+    model: str, size: tuple[int, int] | None, scheduler: str | None, guidance: float | None
+) -> dict[str, Any]:
+    """Return the facts of a generation to compare. Those that only a checkpoint has are left out."""
+    source = find_model(model)
+    solver = None if scheduler is None else scheduler_class_name(scheduler)
+    if source.kind is SourceKind.CHECKPOINT:
+        return {"solver": solver, "guidance": guidance}
+    sketch = load_sketch(source)
+    size = size or sketch.size
+    own, default = solver_and_guidance(source)
+    scale = default if guidance is None else guidance
+    if scale is not None and (scale <= 1 or sketch.denoiser.config.get("guidance_embeds")):
+        scale = 1.0
+    return {
+        "model": type(sketch.denoiser).__name__,
+        "size": None if size is None else (size[1] // sketch.scale, size[0] // sketch.scale),
+        "solver": solver or own,
+        "guidance": None if default is None else scale,  # a pipeline that hides its guidance
+    }
 
 
 def merging(
@@ -111,37 +149,21 @@ def merging(
 
 def changes_of_file(path: Path) -> dict[str, Any]:
     """Return the ratio in a file, and its settings that differ from the defaults."""
-    return _load(path).changed()
+    return _load(path).config.changed()
 
 
-def variant_of_file(path: Path) -> str:
-    """Return the settings in a file as a variant, such as ``"tome:ratio=0.5,proportional=True"``."""
+def variant_of_file(path: Path, speedup: float | None = None) -> str:
+    """Return the settings in a file as a variant, such as ``"tome:ratio=0.5,proportional=True"``.
+
+    ``speedup`` is that of the default method in place of the settings, see :func:`rule_instead`.
+    """
+    if speedup is not None:
+        return f"{AUTO}:{SPEEDUP}={speedup:g}"
     return "tome:" + ",".join(f"{name}={as_plain(value)}" for name, value in changes_of_file(path).items())
 
 
-def differences(
-    path: Path, model: str, size: tuple[int, int] | None = None, steps: int | None = None
-) -> str | None:
-    """Warn if the settings in a file were found for another model, size or number of steps.
-
-    The class and the size of a single checkpoint are not compared.
-    """
-    found_for = load_settings(path).found_for
-    if found_for is None:
-        return None
-    source = find_model(model)
-    name, latent = None, None
-    if source.kind is not SourceKind.CHECKPOINT:
-        sketch = load_sketch(source)
-        name = type(sketch.denoiser).__name__
-        size = size or sketch.size
-        latent = None if size is None else (size[1] // sketch.scale, size[0] // sketch.scale)
-    found = found_for.differences(name, latent, steps)
-    return f"{path}: {found_for.warning(found)}" if found else None
-
-
-def _load(path: Path) -> ToMeConfig:
+def _load(path: Path) -> SavedSettings:
     try:
-        return load_settings(path).config
+        return load_settings(path)
     except ConfigError as error:
         raise ConfigError(f"settings: {error}") from error

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import torch
 
-from tokenmerge.config.checks import integer, optional
+from tokenmerge.config.checks import integer, one_of, optional
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import counted_speedup
 from tokenmerge_tools import demo
@@ -18,10 +18,12 @@ from tokenmerge_tools.evaluate.distances import DISTANCES, pictures_in
 from tokenmerge_tools.evaluate.metrics import METRIC_NAMES, Wanted, parse_metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import (
+    PRESETS,
     PROMPTS_HELP,
     Item,
     Prompt,
     built_in_prompts,
+    download_prompts,
     items_of,
     read_prompts,
 )
@@ -32,13 +34,26 @@ from tokenmerge_tools.pipelines.meta_model import ModelSketch, check_merging, lo
 from tokenmerge_tools.pipelines.options import GenerateOptions, PipelineOptions, machine, option, picture
 from tokenmerge_tools.pipelines.settings import check_size, dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge_tools.records.kinds import key_of
-from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS, VARIANTS, Variant, parse_variant
+from tokenmerge_tools.variants.variant import (
+    DENSE,
+    EVERY_RIVAL,
+    FEWER_STEPS,
+    VARIANTS,
+    Variant,
+    parse_variant,
+)
 
 _SMALLEST_SIDE = 11  # pixels, the window of SSIM
-CHOICES = (*(name for name, kind in VARIANTS.items() if kind.is_faster), FEWER_STEPS)
+CHOICES = (*(name for name, kind in VARIANTS.items() if kind.is_faster), EVERY_RIVAL, FEWER_STEPS)
 _WEIGHTS = (".safetensors", ".bin", ".json", ".txt")
 
 
+# What a preset sets, unless it is given.
+OF_PRESET = {
+    "variants": ("auto", FEWER_STEPS, EVERY_RIVAL),
+    "metrics": ("lpips", "clip-score", "image-reward"),
+    "limit": 200,
+}
 _prompts, _compared, _results = (partial(option, panel) for panel in ("Prompts", "Compared", "Results"))
 
 
@@ -50,7 +65,15 @@ class EvaluateOptions(PipelineOptions):
     """
 
     prompts: Annotated[Path | None, _prompts(PROMPTS_HELP)] = None
+    preset: Annotated[
+        str | None,
+        _prompts(
+            f"Protocol of papers: {', '.join(PRESETS)}. Prompts come from the hub, or from --prompts. It "
+            "compares auto, fewer steps and all rivals on 200 prompts, by lpips, clip-score and image-reward."
+        ),
+    ] = None
     limit: Annotated[int | None, _prompts("Use only the first N prompts.", parser="integer")] = None
+    every_nth: Annotated[int, _prompts("Of these, use only every N-th.", parser="integer")] = 1
     seeds: Annotated[int, _prompts("Pictures per prompt.", parser="integer")] = 1
     seed: Annotated[
         int, _prompts("Seed of the first picture of each prompt; each later one adds 1.", parser="integer")
@@ -59,7 +82,8 @@ class EvaluateOptions(PipelineOptions):
         tuple[str, ...],
         _compared(
             f"{', '.join(CHOICES)}; or one of them with settings of ToMeConfig, such as toma:ratio=0.6 or "
-            "tome:proportional,scope=block,reuse.every=2. tomesd is the package of that name.",
+            "tome:proportional,scope=block,reuse.every=2. tomesd is the package of that name. rivals are all "
+            "other packages and papers; RIVAL:all and rivals:all have weaker and stronger settings too.",
             "--variant",
         ),
     ] = ("auto", "tome", "fewer-steps")
@@ -99,19 +123,25 @@ class EvaluateOptions(PipelineOptions):
 
     def __post_init__(self) -> None:
         self.drawing("a prompt")
-        for name, lowest in (("limit", 1), ("seeds", 1), ("samples", 0), ("frames", 2)):
+        for name, lowest in (("limit", 1), ("every_nth", 1), ("seeds", 1), ("samples", 0), ("frames", 2)):
             optional(integer(lowest))(name, getattr(self, name))
         self.specs()
         wanted = {metric.name for metric in self.wanted()}
         if self.reference is not None and not wanted & set(DISTANCES):
             raise ConfigError("reference: only fid and kid compare with it; add --metric fid or --metric kid")
-        if self.prompts is None and self.model not in demo.NAMES:
+        optional(one_of(tuple(PRESETS)))("preset", self.preset)
+        if self.uses_own_prompts and self.model not in demo.NAMES:
             raise ConfigError(
                 f"prompts: only bundled models ({', '.join(demo.NAMES)}) have their own; give --prompts with "
-                "a file, one prompt per line"
+                "a file, one prompt per line, or --preset"
             )
         if self.out.suffix != ".jsonl":
             raise ConfigError(f"out: expected a file ending in .jsonl, got {self.out}")
+
+    @property
+    def uses_own_prompts(self) -> bool:
+        """Whether the prompts are those of the bundled models."""
+        return self.prompts is None and self.preset is None
 
     def drawing(self, prompt: str) -> GenerateOptions:
         """Return the options of ``tokenmerge generate`` for drawing a prompt."""
@@ -126,14 +156,17 @@ class EvaluateOptions(PipelineOptions):
     def wanted(self) -> list[Wanted]:
         """Return the metrics, including the retrieval of glyphs for the built-in prompts."""
         wanted = parse_metrics(self.metrics)
-        if self.prompts is None and "glyphs" not in [metric.name for metric in wanted]:
+        if self.uses_own_prompts and "glyphs" not in [metric.name for metric in wanted]:
             wanted.append(Wanted("glyphs", None))
         return wanted
 
     def read_prompts(self) -> list[Prompt]:
         """Return the prompts to draw."""
-        found = built_in_prompts() if self.prompts is None else read_prompts(self.prompts)
-        return found[: self.limit]
+        if self.prompts is not None:
+            found = read_prompts(self.prompts)
+        else:
+            found = built_in_prompts() if self.preset is None else download_prompts(self.preset, self.limit)
+        return found[: self.limit][:: self.every_nth]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +175,8 @@ class Evaluation:
 
     The size is (width, height) in pixels, and dense is the first variant. ``frames`` is the length of videos;
     None: pictures are drawn. ``reference`` is the folder that FID and KID compare with; None: the dense
-    pictures.
+    pictures. ``counted`` has the speed-ups by counted operations that are known without a run, by label, and
+    ``left_out`` why a rival does not run here.
     """
 
     source: ModelSource
@@ -154,6 +188,8 @@ class Evaluation:
     store: PictureStore
     frames: int | None = None
     reference: Path | None = None
+    counted: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluation:
@@ -192,9 +228,18 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         "versions": versions(),
         "commit": source_commit(),
         **({} if frames is None else {"frames": frames}),
+        **({"device_name": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}),
     }
-    counted = partial(_counted, sketch, size, options.steps, options.guidance)
-    variants = plan_variants(specs, options.steps, counted)
+    known: dict[str, float] = {}
+
+    def counted(variant: Variant) -> float | None:
+        speedup = _counted(sketch, size, options.steps, options.guidance, variant)
+        if speedup is not None:
+            known[variant.label] = speedup
+        return speedup
+
+    variants = plan_variants(specs, options.steps, counted, options.speedup)
+    known |= {v.label: options.steps / v.steps(options.steps) for v in variants if v.name == FEWER_STEPS}
     return Evaluation(
         source=source,
         size=size,
@@ -205,6 +250,7 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         store=PictureStore(options.out, conditions),
         frames=frames,
         reference=options.reference,
+        counted=known,
     )
 
 
@@ -218,7 +264,7 @@ def parse_variants(
         name = text.partition(":")[0]
         if name not in (*CHOICES, DENSE):
             raise ConfigError(f"variant: expected some of {', '.join(CHOICES)}, got {name!r}")
-        if missing := VARIANTS[name].missing():
+        if name != EVERY_RIVAL and (missing := VARIANTS[name].missing()):
             raise ConfigError(f"variant {name}: {missing}; or leave it out")
         specs += parse_variant(text, ratios, defaults, speedups)
     found = list(dict.fromkeys(spec for spec in specs if spec.name != DENSE))
@@ -228,17 +274,21 @@ def parse_variants(
 
 
 def plan_variants(
-    specs: Sequence[Variant], steps: int, counted: Callable[[Variant], float | None]
+    specs: Sequence[Variant],
+    steps: int,
+    counted: Callable[[Variant], float | None],
+    otherwise: Sequence[float] = (),
 ) -> list[Variant]:
     """List dense, then the variants, and then fewer steps for each of them, if requested.
 
     ``steps`` are those of dense. ``counted`` returns the speed-up of a variant by counted operations; None if
-    they cannot be counted.
+    they cannot be counted. If those of no variant can, there are fewer steps for the speed-ups ``otherwise``.
     """
     merged = [spec for spec in specs if VARIANTS[spec.name].is_faster]
     found = [Variant(DENSE), *merged]
     if len(merged) < len(specs):
         speedups = [speedup for speedup in map(counted, merged) if speedup is not None]
+        speedups = speedups or list(otherwise)
         if not speedups:
             raise ConfigError(
                 f"variant fewer-steps: the operations of {merged[0].label} cannot be counted here, and the "

@@ -28,6 +28,7 @@ SECONDS = "seconds"
 class Measured:
     """Measurements of n pictures or videos.
 
+    ``costs`` has what :meth:`PictureStore.cost` says of each picture of a variant.
     ``columns`` has, by (variant, name of the metric), its values [n], and by (variant, ``SECONDS``) the
     seconds that each one took, NaN if unknown. ``configs`` has, by variant, the settings that pictures were
     drawn with, as JSON, and ``features`` those of all its pictures and frames.
@@ -36,12 +37,14 @@ class Measured:
     columns: Mapping[tuple[str, str], Tensor]
     configs: Mapping[str, frozenset[str]]
     features: Mapping[str, Features] = dataclasses.field(default_factory=dict)
+    costs: Mapping[str, Sequence[Mapping[str, float]]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
     """Means over pictures, without the infinite PSNR of those that ``equal`` dense in every pixel.
 
+    ``errors`` has the standard errors of the means that are over two pictures or more.
     Metrics whose mean is not finite are named in ``undefined`` and left out of ``values``.
     """
 
@@ -49,6 +52,7 @@ class Figures:
     equal: int
     images: int
     undefined: tuple[str, ...] = ()
+    errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def measure(
@@ -57,6 +61,7 @@ def measure(
     """Measure what was drawn before, in batches. Dense comes first."""
     columns: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     configs: dict[str, set[str]] = defaultdict(set)
+    costs: dict[str, list[Mapping[str, float]]] = defaultdict(list)
     features: dict[str, dict[Network, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
     for items in batches:
         for group in [items] if store.length is None else ([item] for item in items):
@@ -64,11 +69,13 @@ def measure(
         for variant in variants:
             seconds = [store.seconds(variant, item) for item in items]
             columns[variant.label, SECONDS].append(torch.tensor(seconds, dtype=torch.float64))
+            costs[variant.label] += [store.cost(variant, item) for item in items]
             configs[variant.label] |= {found for item in items if (found := store.config(variant, item))}
     return Measured(
         {name: torch.cat(parts) for name, parts in columns.items()},
         {label: frozenset(found) for label, found in configs.items()},
         {label: {n: torch.cat(parts) for n, parts in found.items()} for label, found in features.items()},
+        costs,
     )
 
 
@@ -133,6 +140,7 @@ def figures_of(
     """
     rows = torch.tensor(chosen)
     values: dict[str, float] = {}
+    errors: dict[str, float] = {}
     equal = 0
     for name in [*(metric.name for metric in metrics.of_pictures), *MOTION]:
         if (column := measured.columns.get((variant, name))) is not None:
@@ -142,10 +150,41 @@ def figures_of(
                 found = found[~found.isposinf()]
             if len(found):
                 values[name] = float(found.mean())
+            if len(found) > 1:
+                errors[name] = standard_error(found)
     values |= distances or {}
     undefined = tuple(name for name, value in values.items() if not math.isfinite(value))
     finite = {name: value for name, value in values.items() if name not in undefined}
-    return Figures(finite, equal, len(chosen), undefined)
+    known = {name: error for name, error in errors.items() if name in finite and math.isfinite(error)}
+    return Figures(finite, equal, len(chosen), undefined, known)
+
+
+def standard_error(values: Tensor) -> float:
+    """Return the standard error of the mean of two numbers or more, [n]."""
+    return float(values.std() / len(values) ** 0.5)
+
+
+def not_told_apart(
+    measured: Measured, metric: str, labels: Sequence[str], lower: bool
+) -> dict[str, list[str]]:
+    """Return the best variant in a metric, and those whose paired difference from it is within the noise.
+
+    The noise is two standard errors of the mean difference over the pictures that both have. The result is
+    empty unless there are two variants with two pictures each.
+    """
+    found = {label: measured.columns.get((label, metric), torch.empty(0)).double() for label in labels}
+    sign = -1.0 if lower else 1.0
+    means = {label: sign * float(_finite(c).mean()) for label, c in found.items() if len(_finite(c)) > 1}
+    if len(means) < 2:
+        return {}
+    best = max(means, key=means.__getitem__)
+    differences = {label: _finite(found[best] - found[label]) for label in means if label != best}
+    differs = {label for label, d in differences.items() if sign * float(d.mean()) > 2 * standard_error(d)}
+    return {best: [label for label in differences if label not in differs]}
+
+
+def _finite(values: Tensor) -> Tensor:
+    return values[values.isfinite()]
 
 
 def speedups_of(variant: str, measured: Measured, chosen: Sequence[int]) -> list[float]:

@@ -17,7 +17,7 @@ from tokenmerge_tools.demo.glyphs import asked_for
 from tokenmerge_tools.demo.retrieval import Gallery
 from tokenmerge_tools.evaluate.distances import DISTANCES, INCEPTION, Inception, Network
 from tokenmerge_tools.evaluate.lpips import Lpips
-from tokenmerge_tools.evaluate.networks import Clip, Vision
+from tokenmerge_tools.evaluate.networks import Clip, Reward, Vision
 from tokenmerge_tools.files import is_folder
 from tokenmerge_tools.sheets import as_tensor
 
@@ -33,9 +33,11 @@ _NETWORKS = {
     "dino": "facebook/dinov2-base",
     "clip": _CLIP,
     "clip-score": _CLIP,
+    "image-reward": "ImageReward-v1.0",
     **dict.fromkeys(DISTANCES, INCEPTION),
 }
 
+OF_PROMPTS = ("clip-score", "image-reward", _GLYPHS)  # metrics that need no dense picture
 METRIC_NAMES = (*_PIXELWISE, *_NETWORKS, _GLYPHS)
 PICTURE_METRICS = tuple(name for name in METRIC_NAMES if name not in DISTANCES)  # a value for each picture
 
@@ -126,7 +128,7 @@ def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Call
                 of_sets[one.name] = load(Inception if one.network == INCEPTION else Vision, one.network or "")
             else:
                 measure = _measure(one.name, one.network or "", prompts, load)
-                beside_dense = one.name not in ("clip-score", _GLYPHS)
+                beside_dense = one.name not in OF_PROMPTS
                 of_pictures.append(PictureMetric(one.name, measure, beside_dense))
         except ConfigError as error:
             raise ConfigError(f"metric {one.name}: {error}; or leave it out") from error
@@ -141,6 +143,9 @@ def _measure(name: str, network: str, prompts: Sequence[str], load: Callable[...
         return lambda pictures, dense, _: pixelwise(as_tensor(pictures), as_tensor(dense))
     if name == "clip-score":
         return _clip_score(load(Clip, network))
+    if name == "image-reward":
+        reward = load(Reward, network)
+        return lambda pictures, dense, prompts: reward(pictures, prompts)
     if name == _GLYPHS:
         return _glyphs(prompts)
     return _Similarity(load(Clip if name == "clip" else Vision, network))

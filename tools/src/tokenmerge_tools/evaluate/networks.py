@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,25 @@ class Clip(Vision):
             list(prompts), return_tensors="pt", padding=True, truncation=True, max_length=longest
         ).to(self.model.device)
         return _pooled(self.model.get_text_features(**inputs))
+
+
+class Reward:
+    """ImageReward (Xu et al. 2023, arXiv 2304.05977), by its own package: what people would prefer."""
+
+    def __init__(self, name: str) -> None:
+        if importlib.util.find_spec("ImageReward") is None:
+            raise ConfigError("its package is not installed; run: pip install image-reward")
+        with loading(name):
+            self.model: Any = importlib.import_module("ImageReward").load(name, device="cpu")
+
+    def to(self, device: torch.device) -> None:
+        """Move its weights."""
+        self.model.to(device)
+        self.model.device = device
+
+    def __call__(self, pictures: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+        """Return the scores [b] of b pictures, float32 on the CPU; about 0 for an average picture."""
+        return torch.tensor([self.model.score(p, one) for p, one in zip(prompts, pictures, strict=True)])
 
 
 def _pooled(output: Any) -> Tensor:

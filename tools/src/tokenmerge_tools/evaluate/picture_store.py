@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CONTINUES = "the finished pictures are safe; run the same command again to continue"
 _DRAWN_AGAIN = "delete it, and the same command draws it again"
 # Keys of the text chunks in a PNG.
-_SECONDS, _CONFIG = "tokenmerge seconds", "tokenmerge config"
+_SECONDS, _CONFIG, _COST = "tokenmerge seconds", "tokenmerge config", "tokenmerge cost"
 # Each frame is shown for this long. Pillow stores equal frames in a row as one that is shown for longer.
 _MILLISECONDS = 100
 
@@ -66,16 +66,20 @@ class PictureStore:
         seconds: float | None,
         config: ToMeConfig | None = None,
         advice: str = FREE_SPACE,
+        cost: Mapping[str, float] | None = None,
     ) -> None:
         """Write a picture, or the frames of a video. It appears on the disk only when it is complete.
 
-        The file keeps the seconds that it took to draw, and all settings that it was drawn with, if known.
+        The file keeps the seconds that it took to draw, all settings that it was drawn with, and what else it
+        cost, if known.
         """
         from PIL.PngImagePlugin import PngInfo
 
         about = PngInfo()
         if seconds is not None:
             about.add_text(_SECONDS, f"{seconds:.6g}")
+        if cost:
+            about.add_text(_COST, json.dumps(cost))
         if config is not None:
             about.add_text(_CONFIG, json.dumps(config.to_dict(), sort_keys=True))
         if isinstance(picture, Sequence):
@@ -92,6 +96,10 @@ class PictureStore:
     def seconds(self, variant: Variant, item: Item) -> float:
         """Return the seconds that a picture took to draw; NaN if the file does not have them."""
         return float(self._text(variant, item, _SECONDS) or math.nan)
+
+    def cost(self, variant: Variant, item: Item) -> dict[str, float]:
+        """Return what else a picture cost: bytes of peak memory, and its speed-up by counted operations."""
+        return dict(json.loads(self._text(variant, item, _COST) or "{}"))
 
     def config(self, variant: Variant, item: Item) -> str | None:
         """Return all settings that a picture was drawn with, as JSON; None if the file has none."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, reason_of
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 from tokenmerge_tools.files import read_bytes
 from tokenmerge_tools.pipelines.options import check_prompt
@@ -15,6 +18,12 @@ PROMPTS_HELP = (
     "File with one prompt per line, or PartiPrompts' TSV. Default: the prompts of the bundled model."
 )
 
+# Of each preset: the id of its dataset on the hub, and its columns of prompts and of categories.
+PRESETS: dict[str, tuple[str, ...]] = {
+    "drawbench": ("sayakpaul/drawbench", "Prompts", "Category"),
+    "partiprompts": ("nateraw/parti-prompts", "Prompt", "Category"),
+    "coco": ("sayakpaul/coco-30-val-2014", "caption"),
+}
 _BUILT_IN = 100
 _LARGEST = 64 * 2**20  # bytes; a million prompts
 
@@ -64,6 +73,25 @@ def read_prompts(path: Path) -> list[Prompt]:
     if not prompts:
         raise ConfigError(f"prompts: {path} has a header but no prompts; give a file with one per line")
     return list(prompts.values())
+
+
+def download_prompts(preset: str, limit: int | None) -> list[Prompt]:
+    """Read the first prompts of a preset from the hub, by the package datasets. Repeated ones count once."""
+    name, *columns = PRESETS[preset]
+    instead = "or give --prompts with a file, one prompt per line"
+    if importlib.util.find_spec("datasets") is None:
+        raise ConfigError(
+            f"preset {preset}: its prompts are the dataset {name} of the hub, and the package datasets is "
+            f"not installed; run: pip install datasets, {instead}"
+        )
+    try:
+        stream: Any = importlib.import_module("datasets").load_dataset(name, split="train", streaming=True)
+        rows = [[row[column] for column in columns] for row in islice(stream, limit)]
+    except Exception as error:
+        raise ConfigError(
+            f"preset {preset}: cannot load {name} ({reason_of(error)}); check the network, {instead}"
+        ) from error
+    return list({row[0].strip(): Prompt(row[0].strip(), *row[1:]) for row in rows}.values())
 
 
 def _lines(path: Path) -> list[str]:

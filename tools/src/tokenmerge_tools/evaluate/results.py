@@ -12,11 +12,18 @@ import numpy as np
 
 from tokenmerge_tools.evaluate.distances import Features
 from tokenmerge_tools.evaluate.evaluation import Evaluation
-from tokenmerge_tools.evaluate.measure import Measured, distances_of, figures_of, speedups_of
+from tokenmerge_tools.evaluate.measure import (
+    SECONDS,
+    Measured,
+    distances_of,
+    figures_of,
+    not_told_apart,
+    speedups_of,
+)
 from tokenmerge_tools.evaluate.metrics import Metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import Item
-from tokenmerge_tools.records.kinds import QualityRecord, SampleRecord, key_of
+from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER, QualityRecord, SampleRecord, key_of
 from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS, Variant
 
 
@@ -32,16 +39,20 @@ def quality_records(
     Values in known records of earlier runs are kept unless they were measured again. ``reference`` has the
     features of the reference pictures; None: sets of pictures are compared with the dense ones.
     """
+    now = {*(metric.name for metric in metrics.of_pictures), *metrics.of_sets}
     categories = dict.fromkeys([None, *(item.prompt.category for item in evaluation.items)])
     records = []
     for variant, category in product(evaluation.variants, categories):
         record = _record(evaluation, metrics, measured, reference, variant, category)
         earlier = known.get(record.key)
         if isinstance(earlier, QualityRecord):
-            kept = {name: value for name, value in earlier.figures.items() if name not in metrics.networks}
-            measured_with = {**earlier.measured_with, **record.measured_with}
+            undefined = now - record.figures.keys()
+            figures, errors = {**earlier.figures, **record.figures}, {**earlier.errors, **record.errors}
             record = dataclasses.replace(
-                record, figures={**kept, **record.figures}, measured_with=measured_with
+                record,
+                figures={name: value for name, value in figures.items() if name not in undefined},
+                errors={name: value for name, value in errors.items() if name not in undefined},
+                measured_with={**earlier.measured_with, **record.measured_with},
             )
         records.append(record)
     return records
@@ -81,6 +92,10 @@ def _record(
             f"its pictures were drawn with {len(configs)} different settings, which the method chose at "
             "different times; delete the pictures, and the same command draws all alike"
         )
+    about = [f"{variant.label}: {note}" for note in notes]
+    if variant.name == DENSE and category is None:
+        about += _comparisons(evaluation, metrics, measured)
+        about += [f"{label} is left out: {reason}" for label, reason in evaluation.left_out.items()]
     texts = [prompt.text for prompt in evaluation.prompts]
     return QualityRecord(
         **{name: conditions.pop(name) for name in ("model", "width", "height")},
@@ -99,9 +114,34 @@ def _record(
         steps_used=steps if variant.name == FEWER_STEPS else None,
         measured_with=measured_with,
         config=json.loads(*configs) if len(configs) == 1 else None,
-        notes=tuple(f"{variant.label}: {note}" for note in notes),
+        notes=tuple(about),
+        errors=figures.errors,
+        cost=_cost(evaluation, variant, measured, rows),
         finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )
+
+
+def _cost(
+    evaluation: Evaluation, variant: Variant, measured: Measured, rows: Sequence[int]
+) -> dict[str, float]:
+    seconds = measured.columns[variant.label, SECONDS][rows]
+    known = [measured.costs[variant.label][row] for row in rows if measured.costs.get(variant.label)]
+    found = {name: max(cost[name] for cost in known if name in cost) for cost in known for name in cost}
+    if variant.label in evaluation.counted:
+        found["counted"] = evaluation.counted[variant.label]
+    if seconds.isfinite().any():
+        found["seconds"] = float(seconds[seconds.isfinite()].median())
+    return found
+
+
+def _comparisons(evaluation: Evaluation, metrics: Metrics, measured: Measured) -> list[str]:
+    """Say which variant is the best in each metric, and which ones the noise does not tell from it."""
+    labels, notes = [variant.label for variant in evaluation.variants], []
+    for metric in (one.name for one in metrics.of_pictures):
+        for best, alike in not_told_apart(measured, metric, labels, metric in LOWER_IS_CLOSER).items():
+            noise = "by more than its noise" if not alike else f"but within the noise of {', '.join(alike)}"
+            notes.append(f"{metric}: {best} is the best, {noise} (two standard errors, paired by picture)")
+    return notes
 
 
 def sample_records(

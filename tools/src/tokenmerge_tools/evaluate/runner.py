@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, TokenMergingError, UnsupportedModelError, reason_of
 from tokenmerge_tools.drawing import Progress, Studio
 from tokenmerge_tools.evaluate.distances import check_count, features_of
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions, Evaluation, plan_evaluation
@@ -24,7 +25,8 @@ from tokenmerge_tools.pipelines.loading import free_memory, require_diffusers
 from tokenmerge_tools.pipelines.settings import check_size, resolve_device
 from tokenmerge_tools.records.file import ResultsFile
 from tokenmerge_tools.records.kinds import QualityRecord, SampleRecord
-from tokenmerge_tools.variants.variant import DENSE, Variant
+from tokenmerge_tools.variants.rivals import RIVALS
+from tokenmerge_tools.variants.variant import DENSE, VARIANTS, Variant
 
 
 def evaluate(
@@ -48,7 +50,7 @@ def evaluate(
         wanted = options.wanted()
         check_count([metric.name for metric in wanted], len(evaluation.items), on_note)
         metrics = load_metrics(wanted, [prompt.text for prompt in evaluation.prompts], on_note)
-        return _Evaluating(options, evaluation, device, metrics, on_progress).run(file)
+        return _Evaluating(options, evaluation, device, metrics, on_progress, on_note).run(file)
 
 
 class _Evaluating:
@@ -61,9 +63,12 @@ class _Evaluating:
         device: torch.device,
         metrics: Metrics,
         on_progress: Callable[[Progress], None],
+        on_note: Callable[[str], None],
     ) -> None:
         self.options, self.evaluation, self.device = options, evaluation, device
-        self.metrics, self.on_progress = metrics, on_progress
+        self.metrics, self.on_progress, self.on_note = metrics, on_progress, on_note
+        self.operations: dict[str, float] = {}  # of one call of the denoiser, by label
+        self.left_out: dict[str, str] = {}
 
     def run(self, file: ResultsFile[QualityRecord | SampleRecord]) -> list[QualityRecord]:
         """Draw the missing pictures, measure all, and write new records and samples."""
@@ -81,6 +86,8 @@ class _Evaluating:
         if tasks:
             self._draw(tasks)
             free_memory()
+            drawn = tuple(v for v in evaluation.variants if v.label not in self.left_out)
+            evaluation = dataclasses.replace(evaluation, variants=drawn, left_out=self.left_out)
         self.metrics.to(self.device)
         measured = measure(batches, evaluation.variants, evaluation.store, self.metrics)
         reference = None
@@ -107,6 +114,9 @@ class _Evaluating:
         self.on_progress(Progress("drawing", done, total))
         with Studio(pipe) as studio:
             for variant, items in tasks:
+                done += len(items)
+                if variant.label in self.left_out:
+                    continue
                 prompts, seeds = [item.prompt.text for item in items], [item.seed for item in items]
                 steps, name = variant.steps(self.options.steps), variant.label
                 own = call.of_pictures(prompts, seeds).with_steps(steps)
@@ -115,9 +125,9 @@ class _Evaluating:
                         configs[variant] = config = variant.config(
                             pipe, height=height, width=width, steps=steps, guidance=call.guidance
                         )
-                        if name != DENSE:
-                            studio.add(name, partial(variant.apply, config=config))
-                        studio.warm_up(name, own)
+                        self._begin(studio, variant, config, own)
+                    if name in self.left_out:
+                        continue
                     (found,) = studio.rounds({name: own})
                 except Exception as error:
                     if is_out_of_memory(error):
@@ -127,7 +137,35 @@ class _Evaluating:
                         ) from error
                     raise
                 seconds = found.seconds / len(items)
+                cost = {} if found.peak_bytes is None else {"peak_bytes": float(found.peak_bytes)}
+                if name in self.operations:
+                    cost["counted"] = self.operations[DENSE] / self.operations[name]
                 for item, picture in zip(items, found.pictures, strict=True):
-                    evaluation.store.save(variant, item, picture, seconds, configs[variant], CONTINUES)
-                done += len(items)
+                    about = (seconds, configs[variant], CONTINUES, cost)
+                    evaluation.store.save(variant, item, picture, *about)
                 self.on_progress(Progress("drawing", done, total))
+
+    def _begin(self, studio: Studio, variant: Variant, config: ToMeConfig | None, call: PipelineCall) -> None:
+        """Apply a variant and warm it up. Leave out a rival that does not run on this model.
+
+        The operations of a rival that decides at run time what to skip are counted meanwhile.
+        """
+        name, kind = variant.label, VARIANTS[variant.name]
+        try:
+            if missing := kind.missing():
+                raise UnsupportedModelError(missing)
+            if name != DENSE:
+                studio.add(name, partial(variant.apply, config=config))
+            counts = kind.is_faster and kind.method is None and self.options.attention in ("sdpa", "default")
+            if not counts:
+                return studio.warm_up(name, call)
+            if DENSE not in self.operations:
+                self.operations[DENSE] = studio.count(DENSE, call.with_steps(1))
+            self.operations[name] = studio.count(name, call)
+        except Exception as error:
+            own = isinstance(error, TokenMergingError) and not isinstance(error, UnsupportedModelError)
+            if variant.name not in RIVALS or own or is_out_of_memory(error):
+                raise
+            self.left_out[name] = reason_of(error)
+            self.operations.pop(name, None)
+            self.on_note(f"{name} is left out: {self.left_out[name]}")

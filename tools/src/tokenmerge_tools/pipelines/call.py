@@ -98,6 +98,10 @@ class PipelineCall:
         """Return the same call with another number of denoising steps."""
         return dataclasses.replace(self, arguments={**self.arguments, "num_inference_steps": steps})
 
+    def as_latents(self) -> PipelineCall:
+        """Return the same call, which makes final latents instead of pictures."""
+        return dataclasses.replace(self, arguments={**self.arguments, "output_type": "latent"})
+
     def __call__(self, pipe: DiffusionPipeline, on_step: Callable[[int], None] | None = None) -> list[Any]:
         """Generate one picture per seed, or one video as a list of its frames.
 

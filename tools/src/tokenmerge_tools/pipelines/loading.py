@@ -34,6 +34,14 @@ DEFAULT_MODEL = demo.NAMES[0]
 PICKLE = "pickle:"
 _DENOISING = ("unet", "transformer", "controlnet")
 
+# Well-known models by name.
+HUB_IDS = {
+    "flux.1-dev": "black-forest-labs/FLUX.1-dev",
+    "qwen-image": "Qwen/Qwen-Image",
+    "sd3.5": "stabilityai/stable-diffusion-3.5-large",
+    "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
+    "wan": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+}
 DENOISERS = ("unet", "transformer")
 ABSENT = [None, None]  # the entry in model_index.json of a component that the pipeline does not have
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin")
@@ -75,8 +83,9 @@ class ModelSource:
 def find_model(name: str) -> ModelSource:
     """Find the model with this name. This reads directories, but no weights.
 
-    The name is a bundled model, a diffusers folder, a ``.safetensors`` file or a hub id. After the prefix
-    ``pickle:``, weights in pickles (``.ckpt``, ``.pt``, ``.pth``, ``.bin``) are accepted too.
+    The name is a bundled model, a diffusers folder, a ``.safetensors`` file, a hub id or one of
+    :data:`HUB_IDS`. After the prefix ``pickle:``, weights in pickles (``.ckpt``, ``.pt``, ``.pth``, ``.bin``)
+    are accepted too.
     """
     location = name.removeprefix(PICKLE)
     allows_pickles = location != name
@@ -85,6 +94,8 @@ def find_model(name: str) -> ModelSource:
         path = path.expanduser()
     if location in demo.NAMES:
         return ModelSource(SourceKind.DEMO, str(demo.path(location)))
+    if location.lower() in HUB_IDS and not is_folder(path):
+        return ModelSource(SourceKind.HUB, HUB_IDS[location.lower()], allows_pickles)
     if location and is_folder(path):
         if not (path / "model_index.json").is_file():
             raise ConfigError(

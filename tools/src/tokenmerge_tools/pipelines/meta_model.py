@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,6 +116,20 @@ def _own_size(denoiser: ModelMixin, scale: int) -> tuple[int, int] | None:
             height, width = host.sample_size
             return width * scale, height * scale
     return None
+
+
+def solver_and_guidance(source: ModelSource) -> tuple[str | None, float | None]:
+    """Return a pipeline's class of scheduler and default scale of guidance; None: unknown, or there is none.
+
+    The pipeline's class must be one of diffusers, and show whether it guides.
+    """
+    diffusers, index = require_diffusers("reading a diffusers model"), read_index(source)
+    pipeline = getattr(diffusers, str(index.get("_class_name")), None)
+    scale = None
+    if hasattr(pipeline, "do_classifier_free_guidance"):
+        given = inspect.signature(pipeline.__call__).parameters.get("guidance_scale")
+        scale = given.default if given is not None and isinstance(given.default, int | float) else None
+    return (index.get("scheduler") or ABSENT)[1], scale
 
 
 def load_sketch(source: ModelSource) -> ModelSketch:

@@ -93,13 +93,13 @@ def _merging(options: GenerateOptions) -> str:
 
 
 def tune_command(trial: Trial) -> str:
-    """Return the command that searches for the closest settings at the speed of a trial.
+    """Return the command that searches for a closer plan at the speed of a trial.
 
-    If merging was not faster in it, the command asks for settings that are at least as close, or, if the
-    pictures are identical, for a speed-up of 1.5.
+    If merging was hardly faster in it, the command asks for a speed-up of 1.5.
     """
     options = trial.options
-    words = ["tokenmerge", "tune", "--model", options.model, *_goal(trial)]
+    speedup = math.floor(trial.speedup * 20) / 20 if trial.speedup >= _LEAST_SPEEDUP else 1.5
+    words = ["tokenmerge", "tune", "--model", options.model, "--speedup", f"{speedup:g}"]
     if options.model not in demo.NAMES:
         words += ["--prompts", "prompts.txt"]
     if options.size is not None:
@@ -111,9 +111,3 @@ def tune_command(trial: Trial) -> str:
         if (value := getattr(options, name)) != getattr(GenerateOptions, name):
             words += [f"--{name}", value]
     return shlex.join([*words, "--out", "outputs/tuned.json"])
-
-
-def _goal(trial: Trial) -> list[str]:
-    if trial.speedup >= _LEAST_SPEEDUP:
-        return ["--min-speedup", f"{math.floor(trial.speedup * 20) / 20:g}"]
-    return ["--min-speedup", "1.5"] if trial.identical else ["--min-psnr", f"{math.floor(trial.psnr)}"]

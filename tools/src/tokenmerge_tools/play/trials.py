@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -127,7 +128,8 @@ class Trials:
 
 
 def _draw(pipe: DiffusionPipeline, options: GenerateOptions, on_progress: OnProgress, stop: Stop) -> Trial:
-    prepared = prepare(pipe, options)
+    with _warnings() as of_settings:
+        prepared = prepare(pipe, options)
     if not options.merging.needs_model:
         check_merging(find_hosts(pipe), prepared.config, prepared.latent)
     done: Counter[str] = Counter()
@@ -146,8 +148,7 @@ def _draw(pipe: DiffusionPipeline, options: GenerateOptions, on_progress: OnProg
     with Studio(pipe, on_step) as studio:
         dense = draw("dense")
         patch = studio.add("merged", partial(contexts.tokenmerge, config=prepared.config))
-        with patch.record() as plans, warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always", UserWarning)
+        with patch.record() as plans, _warnings() as of_drawing:
             merged = draw("merged")
         summary = str(patch)
     (dense_picture,), (picture,) = dense.pictures, merged.pictures
@@ -163,8 +164,16 @@ def _draw(pipe: DiffusionPipeline, options: GenerateOptions, on_progress: OnProg
         psnr=psnr(as_tensor([picture]), as_tensor([dense_picture])).item(),
         summary=summary,
         notes=tuple(prepared.report.notes),
-        warnings=tuple(dict.fromkeys(str(one.message) for one in warned)),
+        warnings=tuple(dict.fromkeys(str(one.message) for one in (*of_settings, *of_drawing))),
     )
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[warnings.WarningMessage]]:
+    """Keep the warnings of what runs within, also those that were given before."""
+    with warnings.catch_warnings(record=True) as kept:
+        warnings.simplefilter("always", UserWarning)
+        yield kept
 
 
 def _enlarged(picture: Image) -> Image:

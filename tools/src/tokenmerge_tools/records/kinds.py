@@ -136,7 +136,9 @@ class QualityRecord(Record):
     ``figures`` has the value of each metric, ``measured_with`` its network and reference pictures, if any.
     The category is that of the prompts; None: all prompts. ``conditions`` are everything else that the
     pictures depend on, and its ``steps`` are those of dense; ``steps_used`` are those of ``"fewer-steps"``.
-    The speed-up is t_dense / t of a picture, median and quartiles. ``config`` has all settings that the
+    The speed-up is t_dense / t of a picture, median and quartiles. ``errors`` has the standard errors of the
+    figures, and ``cost`` what is known of the median seconds, the ``peak_bytes`` and the ``counted`` speed-up
+    by operations. ``config`` has all settings that the
     pictures were drawn with, as :meth:`tokenmerge.ToMeConfig.from_dict` takes them.
     """
 
@@ -153,6 +155,8 @@ class QualityRecord(Record):
     conditions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     speedup: float | None = None
     speedup_quartiles: tuple[float, float] | None = None
+    errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    cost: Mapping[str, float] = dataclasses.field(default_factory=dict)
     steps_used: int | None = None
     measured_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] | None = None
@@ -180,7 +184,9 @@ class QualityRecord(Record):
         if not all(isinstance(value, int | float) for value in values["figures"].values()):
             raise ValueError(f"expected numbers in figures, got {values['figures']}")
         by_name: dict[str, Any] = {
-            name: dict(values[name]) for name in ("conditions", "measured_with") if name in values
+            name: dict(values[name])
+            for name in ("conditions", "measured_with", "errors", "cost")
+            if name in values
         }
         quartiles = values.get("speedup_quartiles")
         return {
@@ -225,10 +231,11 @@ class SampleRecord(Record):
 class TuneRecord(Record):
     """One measurement of a search.
 
-    ``conditions`` is a key of everything that it depends on, except the setting and the item. It is about a
-    ``"look"``: one picture; ``"settings"``: all settings that a name stands for on this model and device; or
-    ``"counted"``: the speed-up by counted operations, and the seconds that counting took. The item is the
-    number of the prompt and seed, −1 for a record that is not of a picture.
+    ``conditions`` is a key of everything that it depends on, except the plan and the item. It is about a
+    ``"plan"``: the closeness of its final latents; a ``"look"``: one timed picture; ``"dense"``: the seconds
+    of a dense picture; or ``"facts"``: what was timed to choose the default method. The item is the number of
+    the prompt and seed, −1 for a record that is not of a picture. Records about ``"settings"`` and
+    ``"counted"`` are of searches before November 2026.
     """
 
     KIND: ClassVar[str] = "tune"
@@ -253,11 +260,14 @@ class TuneRecord(Record):
             metrics = [float(value) for value in dict(found["metrics"]).values()]
             if not all(map(isfinite, metrics)):
                 raise ValueError(f"expected finite metrics, got {metrics}")
-        elif values["about"] == "counted":
-            float(found["speedup"])
-            float(found.get("seconds", 0.0))
-        elif values["about"] == "settings":
-            dict(found["config"])
+        elif values["about"] == "plan":
+            _times([found["seconds"]])
+            if not isfinite(float(found["snr"])):
+                raise ValueError(f"expected a finite snr, got {found['snr']}")
+        elif values["about"] == "dense":
+            _times([found["seconds"]])
+        elif values["about"] == "facts":
+            int(found["fewest_tokens"])
         return values
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER, QualityRecord, key_of, metric_names
 from tokenmerge_tools.reporting.tables import Table, TableRow, attention_name, once, sampling_name
@@ -18,6 +18,14 @@ _MOTION = (
     "motion as dense; motion-error: 0 for the same motion as dense"
 )
 _GLYPHS = "glyphs: share of the pictures that show the emoji that the prompt names"
+_COUNTED = "counted: dense operations over those of the variant; those of other packages in one run"
+_ERRORS = "± standard error of the mean over the pictures"
+# What a picture costs: the header, and how it is written.
+_COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "counted": ("counted", lambda speedup: f"{speedup:.2f}×"),
+    "seconds": ("seconds", lambda seconds: f"{seconds:.3g}"),
+    "peak_bytes": ("peak GiB", lambda size: f"{size / 2**30:.2f}"),
+}
 _SPEEDUP = "speed-up: t_dense / t per picture, median and quartiles"
 
 
@@ -57,18 +65,23 @@ def _table(records: Sequence[QualityRecord]) -> Table:
     metrics = metric_names(records)
     arrows = [f"{name}{_AIMS.get(name, ' ↓' if name in LOWER_IS_CLOSER else ' ↑')}" for name in metrics]
     timed = any(record.speedup is not None for record in records)
+    costs = [name for name in _COSTS if any(name in record.cost for record in records)]
     by_category = any(record.category is not None for record in records)
 
     def row(record: QualityRecord) -> TableRow:
         category = [record.category or "all"] if by_category else []
         speedup = [_speedup(record)] if timed else []
         figures = (_figure(record, name) for name in metrics)
-        return TableRow((record.label, *category, str(record.images), *speedup, *figures))
+        cost = (_COSTS[name][1](record.cost[name]) if name in record.cost else "" for name in costs)
+        return TableRow((record.label, *category, str(record.images), *speedup, *cost, *figures))
 
-    header = ("variant", *["category"] * by_category, "pictures", *["speed-up"] * timed, *arrows)
+    names = [_COSTS[name][0] for name in costs]
+    header = ("variant", *["category"] * by_category, "pictures", *["speed-up"] * timed, *names, *arrows)
     notes = [
         "↑ higher, ↓ lower is better; psnr in dB",
         *[_SPEEDUP] * timed,
+        *[_COUNTED] * ("counted" in costs),
+        *[_ERRORS] * any(record.errors for record in records),
         *[_GLYPHS] * ("glyphs" in metrics),
         *[_MOTION] * ("motion" in metrics),
     ]
@@ -89,4 +102,7 @@ def _figure(record: QualityRecord, name: str) -> str:
     # If all pictures equal dense, their PSNR is infinite and not recorded. Their SSIM is 1 up to rounding.
     if name == "psnr" and name not in record.figures and record.figures.get("ssim", 0) > 1 - 1e-6:
         return "identical"
-    return f"{record.figures[name]:.4g}" if name in record.figures else ""
+    if name not in record.figures:
+        return ""
+    error = f" ± {record.errors[name]:.2g}" if name in record.errors else ""
+    return f"{record.figures[name]:.4g}{error}"

@@ -1,4 +1,4 @@
-"""The measurements of a run. A look is one picture of one setting, drawn and timed in a round with dense."""
+"""The measurements of a check. A look is one picture of one plan, drawn and timed in a round with dense."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median, stdev
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.records.kinds import TuneRecord
-from tokenmerge_tools.tune.goal import Goal
-
-# Assumed relative standard deviation of one timing, until a setting was timed twice.
-_NOISE = 0.1
-# The standard error of the median of a normal sample, divided by that of its mean.
-_OF_MEDIAN = math.sqrt(math.pi / 2)
+from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER, TuneRecord
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """One picture of one setting: number of its prompt and seed, times, and closeness (larger is closer).
+    """One picture: number of its prompt and seed, times, and the value of the metric.
 
     ``cost`` is the wall-clock time since the previous look of the round. The first one includes dense.
     """
@@ -28,86 +22,65 @@ class Look:
     item: int
     seconds: float
     dense_seconds: float
-    closeness: float
+    value: float
     cost: float = 0.0
-
-    @property
-    def log_speedup(self) -> float:
-        """Logarithm of the speed-up."""
-        return math.log(self.dense_seconds / self.seconds)
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What is known of one setting from a number of looks, with standard errors.
+    """What some looks say of one plan: the median speed-up t_dense / t, and the mean value of the metric.
 
-    The speed-up is the median of t_dense / t over the rounds. The closeness is a mean; its error is infinite
-    for one look.
+    ``error`` is the standard error of the mean; it is infinite for one look.
     """
 
-    name: str
     looks: int
     speedup: float
-    speedup_error: float
-    closeness: float
-    closeness_error: float
-
-    def objectives(self, wants_speed: bool) -> tuple[float, float, float]:
-        """Return the value that has to reach the goal, its standard error, and the value that decides."""
-        if wants_speed:
-            return self.speedup, self.speedup_error, self.closeness
-        return self.closeness, self.closeness_error, self.speedup
+    value: float
+    error: float
 
 
 def estimates(looks: Iterable[Look]) -> dict[str, Estimate]:
-    """Summarise the looks of each setting.
-
-    The relative noise of a timing is a property of the machine. It is pooled over all settings, since each of
-    them has too few timings.
-    """
+    """Summarise the looks of each plan."""
     by_name: dict[str, list[Look]] = {}
     for look in looks:
         by_name.setdefault(look.name, []).append(look)
-    noise = _timing_noise(list(by_name.values()))
-    found = {}
-    for name, own in by_name.items():
-        speedup = math.exp(median(look.log_speedup for look in own))
-        spread = noise / math.sqrt(len(own)) * (_OF_MEDIAN if len(own) > 2 else 1.0)
-        values = [look.closeness for look in own]
-        error = stdev(values) / math.sqrt(len(own)) if len(own) > 1 else math.inf
-        found[name] = Estimate(name, len(own), speedup, speedup * spread, fmean(values), error)
-    return found
+    return {
+        name: Estimate(
+            len(own),
+            median(look.dense_seconds / look.seconds for look in own),
+            *mean_and_error([look.value for look in own]),
+        )
+        for name, own in by_name.items()
+    }
 
 
-def _timing_noise(groups: Sequence[Sequence[Look]]) -> float:
-    squares, freedom = 0.0, 0
-    for own in groups:
-        logs = [look.log_speedup for look in own]
-        middle = fmean(logs)
-        squares += sum((log - middle) ** 2 for log in logs)
-        freedom += len(logs) - 1
-    return math.sqrt(squares / freedom) if freedom else _NOISE
+def gain(looks: Iterable[Look], best: str, rule: str, metric: str) -> tuple[float, float] | None:
+    """Return how much closer a plan is than another on their common prompts, and the standard error.
 
-
-def paired(better: Sequence[Look], other: Sequence[Look], wants_speed: bool) -> tuple[float, float]:
-    """Return the mean difference between two settings over their common rounds, and its standard error.
-
-    For a wanted speed, closeness is compared, otherwise the logarithm of the speed-up. The error is infinite
-    for fewer than two common rounds.
+    The result is None if they have no prompt in common. A positive number is closer, for each metric.
     """
-    name = "closeness" if wants_speed else "log_speedup"
-    others = {look.item: getattr(look, name) for look in other}
-    gaps = [getattr(look, name) - others[look.item] for look in better if look.item in others]
-    if len(gaps) < 2:
-        return (gaps[0] if gaps else 0.0), math.inf
-    return fmean(gaps), stdev(gaps) / math.sqrt(len(gaps))
+    values: dict[str, dict[int, float]] = {best: {}, rule: {}}
+    for look in looks:
+        if look.name in values:
+            values[look.name][look.item] = look.value
+    sign = -1 if metric in LOWER_IS_CLOSER else 1
+    common = values[best].keys() & values[rule]
+    return mean_and_error([sign * (values[best][i] - values[rule][i]) for i in common]) if common else None
 
 
-def look_of(record: TuneRecord, goal: Goal) -> Look:
-    """Return the look in a record, with the closeness that the goal asks for."""
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of at least one number and its standard error, infinite for one.
+
+    >>> mean_and_error([1.0]), mean_and_error([1.0, 3.0])
+    ((1.0, inf), (2.0, 1.0))
+    """
+    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+
+
+def look_of(record: TuneRecord, metric: str) -> Look:
+    """Return the look in a record."""
     values = record.values
-    if goal.metric not in values["metrics"]:
-        raise ConfigError(f"{goal.metric}: the record of {record.name} has no such metric; remove that line")
-    closeness = goal.closeness(float(values["metrics"][goal.metric]))
+    if metric not in values["metrics"]:
+        raise ConfigError(f"{metric}: the record of {record.name} has no such metric; remove that line")
     seconds, dense_seconds, cost = (float(values[name]) for name in ("seconds", "dense_seconds", "cost"))
-    return Look(record.name, record.item, seconds, dense_seconds, closeness, cost)
+    return Look(record.name, record.item, seconds, dense_seconds, float(values["metrics"][metric]), cost)

@@ -1,185 +1,152 @@
-"""The output of a search: the file of settings, a table, a chart, and a picture of the worst prompt."""
+"""The output of a search: the file with the plan, a table, and a picture of the worst prompt."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from tokenmerge.config import FoundFor
-from tokenmerge.config.json_file import VERSION
-from tokenmerge.errors import MissingExtraError
-from tokenmerge_tools.files import write_atomically, write_json, write_text
-from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart, Line
-from tokenmerge_tools.reporting.plots import draw
+from tokenmerge.config import SavedSettings, plan_content
+from tokenmerge_tools.files import write_atomically, write_json
+from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER
 from tokenmerge_tools.reporting.tables import Table, TableRow, times
 from tokenmerge_tools.sheets import difference, difference_gain, sample_sheet
-from tokenmerge_tools.tune.measurements import Estimate, estimates
+from tokenmerge_tools.tune.measurements import estimates
 from tokenmerge_tools.tune.runner import Search
-from tokenmerge_tools.tune.search import ranking
 from tokenmerge_tools.variants.variant import DENSE, Variant
-
-_SHOWN = 8
 
 
 def write_result(search: Search) -> list[str]:
-    """Write the settings, the chart of speed-up against closeness, and the picture of the worst prompt.
+    """Write the plan, and the picture of the worst prompt of the check if there was one.
 
-    The result has a line for each file, with its path, or with the reason why it was not written.
+    The result has a line for each file, with its path.
     """
     out = search.options.out
     write_json(out, _content(search))
-    lines = [f"settings: {out}"]
-    curve = out.with_suffix(".svg")
-    try:
-        write_text(curve, draw(_chart(search)))
-        lines.append(f"chart: {curve}")
-    except MissingExtraError as error:
-        lines.append(f"no chart: {error}")
-    worst = out.with_name(f"{out.stem}-worst.png")
-    lines.append(f"worst prompt, dense and merged: {worst} ({_write_worst(search, worst)})")
+    lines = [f"plan: {out}"]
+    if any(look.name == search.chosen.name for look in search.looks):
+        worst = out.with_name(f"{out.stem}-worst.png")
+        lines.append(f"worst prompt, dense and merged: {worst} ({_write_worst(search, worst)})")
     return lines
 
 
 def python_lines(search: Search) -> str:
-    """Return the line of Python that applies the settings."""
+    """Return the line of Python that applies the plan."""
     return f"tokenmerge.apply_token_merging(pipe, {str(search.options.out)!r})"
 
 
+def verdict(search: Search) -> str:
+    """Return what was found, as sentences."""
+    wanted, metric = f"speedup={search.options.speedup:g}", search.options.metric_name
+    said = []
+    if not search.reaches:
+        said.append(f"{wanted} cannot be reached here: at most {times(search.counted[0])}, by operations.")
+    if search.best == search.rule:
+        if not search.was_search:
+            said.append(
+                f"Not enough time: only {search.tried} plans were compared with that of the default method, "
+                f"so this was no search. Give --within {_minutes(search.enough)}, or take the default "
+                f"method: tokenmerge.apply_token_merging(pipe, {wanted})."
+            )
+        else:
+            said.append(f"Of {search.tried} plans, none was closer than that of the default method.")
+        return " ".join(said)
+    found = search.gain
+    if found is None:
+        ahead = "is ahead in the search, and was not checked on other prompts"
+    else:
+        size = f"{found[0]:+.2g}" + ("" if math.isinf(found[1]) else f" ± {found[1]:.2g}")
+        looks = estimates(search.looks)[search.best.name].looks
+        ahead = f"is ahead by {size} ({metric}) on {looks} other prompt{'s' * (looks > 1)}"
+        if search.chosen != search.best:
+            ahead += ", which is no gain; the file has the plan of the default method"
+        elif looks == 1:
+            ahead += ", which is not enough to be sure; raise --within"
+    said.append(f"The best of {search.tried} plans {ahead}.")
+    return " ".join(said)
+
+
 def tuned_table(search: Search) -> Table:
-    """Make a table of the best settings, and of the baselines."""
-    decision, goal = search.decision, search.goal
-    assert decision is not None
-    found = estimates(search.looks)
-    rivals = [name for name in found if search.candidates[name].entry.rival]
-    own = ranking([one for name, one in found.items() if name not in rivals], goal)
-    own.sort(key=lambda name: (name != decision.name, -found[name].looks))
-    shown = own[:_SHOWN]
-    auto = [name for name in own if search.candidates[name].entry.group]
-    shown += auto[:1] if not set(auto) & set(shown) else []
-    by_group: dict[str, list[Estimate]] = {}
-    for name in rivals:
-        by_group.setdefault(search.candidates[name].entry.group, []).append(found[name])
-    for group in by_group.values():
-        shown.append(max(group, key=lambda one: (one.looks, -ranking(group, goal).index(one.name))).name)
+    """Make a table of the best plan, the rule's, and what was drawn for comparison."""
+    found, metric = estimates(search.looks), search.options.metric_name
+    counted = dict(zip((search.rule.name, search.best.name), search.counted, strict=True))
+    named = {search.rule.name: "default method"} | (
+        {search.best.name: "found"} if search.best != search.rule else {}
+    )
+    named[search.chosen.name] += ", chosen"
     rows = []
-    for one in (found[name] for name in shown):
-        speedup = f"{times(one.speedup)} ± {one.speedup_error:.2f}"
-        cells = (one.name, _verdict(search, one), speedup, _closeness(search, one), str(one.looks))
-        rows.append(TableRow(cells))
-    arrow = "↓" if goal.lower_is_closer else "↑"
+    for name in dict.fromkeys((search.chosen.name, *counted, *search.variants)):
+        one = found.get(name)
+        if one is None and name not in counted:
+            continue
+        cells = [name, named.get(name, ""), times(counted[name]) if name in counted else "–"]
+        if one is None:
+            cells += ["–", "–", "0"]
+        else:
+            error = "" if math.isinf(one.error) else f" ± {one.error:.2g}"
+            cells += [times(one.speedup), f"{one.value:.4g}{error}", str(one.looks)]
+        rows.append(TableRow(tuple(cells)))
+    arrow = "↓" if metric in LOWER_IS_CLOSER else "↑"
     conditions = search.evaluation.store.conditions
-    title = f"{_pictures(search)}, {conditions['dtype']} on {conditions['device']}: {goal}"
-    header = ("setting", "", "speed-up", f"{goal.metric} {arrow}", "pictures")
+    title = (
+        f"{conditions['model']}, {conditions['width']} × {conditions['height']}, {search.options.steps} "
+        f"steps, {conditions['dtype']} on {conditions['device']}: a speed-up of {search.options.speedup:g}"
+    )
+    header = ("plan", "", "counted", "timed", f"{metric} {arrow}", "prompts")
     notes = (
-        "± is one standard error; speed-up is t_dense / t, with interleaved calls; closeness is to the dense "
-        "picture of the same seed",
-        f"{len(found)} settings were measured with {len(search.looks)} pictures, baselines included",
+        "M: everything runs; f: no deep stages or blocks; ·: only the last layer of a UNet's finest level",
+        f"timed: t_dense / t, with interleaved calls; {metric}: to the dense picture of the same seed, on "
+        "prompts that the search did not draw; ± is one standard error",
     )
     return Table(title, header, tuple(rows), notes, words=2)
 
 
-def _pictures(search: Search) -> str:
-    conditions = search.evaluation.store.conditions
-    size = f"{conditions['width']} × {conditions['height']}"
-    return f"{conditions['model']}, {size}, {search.options.steps} steps"
-
-
-def _closeness(search: Search, one: Estimate) -> str:
-    error = "" if math.isinf(one.closeness_error) else f" ± {one.closeness_error:.2g}"
-    return f"{search.goal.closeness(one.closeness):.4g}{error}"
-
-
-def _verdict(search: Search, one: Estimate) -> str:
-    decision = search.decision
-    assert decision is not None
-    if one.name == decision.name:
-        if not decision.reached:
-            return "nearest to the goal"
-        if one.looks == 1:
-            return "chosen; one picture is not enough to be sure"
-        return "chosen" if decision.sure else "chosen; reaches the goal within the noise"
-    if one.name in decision.ties:
-        return "as good within the noise"
-    value, _, _ = one.objectives(search.goal.speedup is not None)
-    return "" if value >= search.goal.least else "misses the goal"
+def _minutes(seconds: float) -> str:
+    return "1h" if math.isinf(seconds) else f"{math.ceil(seconds / 60)}min"
 
 
 def _content(search: Search) -> dict[str, Any]:
-    decision, goal = search.decision, search.goal
-    assert decision is not None
-    config = search.configs[decision.name]
-    conditions = {**search.evaluation.store.conditions, "scheduler": search.scheduler}
-    measured = [
-        {
-            "setting": one.name,
-            "pictures": one.looks,
+    saved = SavedSettings(search.chosen.config, search.found_for, search.options.speedup)
+    rows = {
+        name: {
+            "prompts": one.looks,
             "speedup": one.speedup,
-            "speedup_error": one.speedup_error,
-            goal.metric: goal.closeness(one.closeness),
-            f"{goal.metric}_error": None if math.isinf(one.closeness_error) else one.closeness_error,
+            search.options.metric_name: one.value,
+            "error": None if math.isinf(one.error) else one.error,
         }
-        for one in estimates(search.looks).values()
-    ]
-    return {
-        "version": VERSION,
-        "settings": config.to_dict(),
-        "tuned": {
-            "found_for": dataclasses.asdict(FoundFor(search.model, *search.latent, search.options.steps)),
-            "setting": decision.name,
-            "goal": dataclasses.asdict(goal),
-            "reached": decision.reached,
-            "reached_by_a_standard_error": decision.sure,
-            "complete": search.complete,
-            "conditions": conditions,
-            "measured": sorted(measured, key=lambda one: one["setting"] != decision.name),
-        },
+        for name, one in estimates(search.looks).items()
     }
+    found = search.gain
+    measured = {
+        "plan": search.chosen.name,
+        "default": search.rule.name,
+        "gain": None if found is None else found[0],
+        "tried": search.tried,
+        "complete": search.complete,
+        "conditions": dict(search.evaluation.store.conditions),
+        "pictures": rows,
+    }
+    return {**plan_content(saved), "measured": measured}
 
 
-def _chart(search: Search) -> Chart:
-    decision, goal = search.decision, search.goal
-    assert decision is not None
-    families: dict[str, list[Estimate]] = {}
-    for one in estimates(search.looks).values():
-        families.setdefault(search.candidates[one.name].entry.family, []).append(one)
-    lines = []
-    for family, members in families.items():
-        members.sort(key=lambda one: one.speedup)
-        points = tuple((goal.closeness(one.closeness), one.speedup) for one in members)
-        lines.append(Line(family, points))
-        if chosen := [one for one in members if one.name == decision.name]:
-            point = goal.closeness(chosen[0].closeness), chosen[0].speedup
-            lines.append(Line(f"chosen: {decision.name}", (point,), ("chosen",)))
-    closer = "lower" if goal.lower_is_closer else "higher"
-    return Chart(
-        AGAINST_CLOSENESS + _pictures(search),
-        f"{goal.metric.upper()}, {closer} is better",
-        "speed-up, t_dense / t",
-        tuple(lines),
-        ("dense", 1.0) if goal.speedup is None else ("goal", goal.speedup),
-        goal.metric,
-    )
-
-
-def _write_worst(search: Search, path: Any) -> str:
+def _write_worst(search: Search, path: Path) -> str:
     """Write the picture that is least close next to dense, and return its prompt and closeness."""
-    assert search.decision is not None
-    own = [look for look in search.looks if look.name == search.decision.name]
-    worst = min(own, key=lambda look: look.closeness)
-    item = search.evaluation.items[worst.item]
-    store = search.evaluation.store
+    metric, chosen = search.options.metric_name, search.chosen.name
+    own = [look for look in search.looks if look.name == chosen]
+    sign = -1 if metric in LOWER_IS_CLOSER else 1
+    worst = min(own, key=lambda look: sign * look.value)
+    item, store = search.evaluation.items[worst.item], search.evaluation.store
     dense = store.open(Variant(DENSE), item)
-    merged = store.open(search.candidates[worst.name].variant, item)
+    merged = store.open(search.variants[chosen], item)
     gain = difference_gain(dense, merged)
-    value = f"{search.goal.metric} {search.goal.closeness(worst.closeness):.4g}"
-    caption = f"{item.prompt.text} · seed {item.seed} · {value}"
+    value = f"{metric} {worst.value:.4g}"
     columns = [
         ("dense", f"{search.options.steps} steps"),
-        ("merged", worst.name),
+        ("merged", chosen),
         ("difference", f"|merged - dense| x {gain}"),
     ]
+    caption = f"{item.prompt.text} · seed {item.seed} · {value}"
     sheet = sample_sheet(columns, [([dense, merged, difference(dense, merged, gain)], caption)])
     write_atomically(path, partial(sheet.save))
     return f"{item.prompt.text!r}, seed {item.seed}, {value}"

@@ -1,11 +1,11 @@
-"""Draws and measures rounds: dense and some settings with one prompt and seed, one after the other."""
+"""Draws for a search: final latents, and rounds of timed pictures beside dense."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import TokenMergingError
+from tokenmerge_tools.closeness import snr
 from tokenmerge_tools.drawing import Studio
 from tokenmerge_tools.evaluate.evaluation import Evaluation
 from tokenmerge_tools.evaluate.metrics import Metrics
@@ -22,21 +23,22 @@ from tokenmerge_tools.files import write_atomically
 from tokenmerge_tools.pipelines.call import PipelineCall, latent_scale, load_pipeline_for
 from tokenmerge_tools.pipelines.loading import denoiser_of, free_memory
 from tokenmerge_tools.pipelines.settings import check_size
-from tokenmerge_tools.tune.candidates import Candidate
-from tokenmerge_tools.tune.goal import TuneOptions
+from tokenmerge_tools.tune.options import TuneOptions
+from tokenmerge_tools.variants.contexts import tokenmerge
 from tokenmerge_tools.variants.variant import DENSE, Variant
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+_PLAN = "plan"
 # PSNR of a picture that equals dense in every pixel, instead of infinity, so that means stay finite.
 _EQUAL = 100.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One picture of one setting, with the value of each metric.
+    """One picture of one plan, with the value of each metric.
 
     ``cost`` is the wall-clock time since the previous picture of the round. The first one includes dense.
     """
@@ -50,10 +52,14 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """A setting that cannot run on this model or machine."""
+    """A plan that cannot run on this model or machine."""
 
     name: str
     reason: str
+
+
+class CannotRunError(TokenMergingError):
+    """A plan cannot run on this model or machine. The message is the reason."""
 
 
 class Rounds:
@@ -70,6 +76,7 @@ class Rounds:
         self.call = PipelineCall.prepare(self.pipe, drawing, evaluation.size)
         self.metrics.to(device)
         self._warm: set[str] = set()
+        self._dense: dict[int, Any] = {}
 
     @property
     def denoiser(self) -> torch.nn.Module:
@@ -77,16 +84,45 @@ class Rounds:
         model: torch.nn.Module = denoiser_of(self.pipe)
         return model
 
-    def draw(
-        self, item: int, chosen: Sequence[Candidate], configs: Mapping[str, ToMeConfig | None]
-    ) -> Iterator[Outcome | Failed]:
-        """Draw dense, then each setting, and yield each result as soon as it is measured.
+    def dense(self, item: int) -> Any:
+        """Return the final latents of the dense picture of one prompt and seed, kept after the first time."""
+        if item not in self._dense:
+            self._dense[item] = self._latents(item, None)
+        return self._dense[item]
 
-        ``configs`` has the settings of each candidate; None for one without settings.
+    def snr(self, item: int, config: ToMeConfig) -> float:
+        """Return how close the final latents with some settings are to the dense ones, in dB.
+
+        Raises:
+            CannotRunError: the settings cannot run on this model or machine.
+        """
+        dense = self.dense(item)
+        try:
+            return snr(self._latents(item, config), dense)
+        except Exception as error:
+            raise CannotRunError(_reason(error)) from error
+
+    def _latents(self, item: int, config: ToMeConfig | None) -> Any:
+        call = self._call(item).as_latents()
+        with Studio(self.pipe) as studio:
+            if config is not None:
+                studio.add(_PLAN, partial(tokenmerge, config=config))
+            return studio.draw(DENSE if config is None else _PLAN, call)[0]
+
+    def _call(self, item: int) -> PipelineCall:
+        what = self.evaluation.items[item]
+        return self.call.of_pictures([what.prompt.text], [what.seed])
+
+    def draw(
+        self, item: int, chosen: Mapping[str, Variant], configs: Mapping[str, ToMeConfig]
+    ) -> Iterator[Outcome | Failed]:
+        """Draw dense, then each variant, and yield each result as soon as it is measured.
+
+        ``configs`` has the settings of those that have some.
         """
         what = self.evaluation.items[item]
-        call = self.call.of_pictures([what.prompt.text], [what.seed])
-        drawn = {DENSE: Variant(DENSE), **{one.name: one.variant for one in chosen}}
+        call = self._call(item)
+        drawn = {DENSE: Variant(DENSE), **chosen}
         failed: list[Failed] = []
 
         def fail(name: str, error: Exception) -> None:
@@ -101,7 +137,7 @@ class Rounds:
             for name, one in drawn.items():
                 try:
                     if name != DENSE:
-                        studio.add(name, partial(one.apply, config=configs[name]))
+                        studio.add(name, partial(one.apply, config=configs.get(name)))
                     self._warm_up(studio, name, call.with_steps(one.steps(self.steps)))
                     calls[name] = call.with_steps(one.steps(self.steps))
                 except Exception as error:
@@ -134,7 +170,7 @@ class Rounds:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a setting failed. An error that is not due to the setting is raised again."""
+    """Return why a plan failed. An error that is not due to the plan is raised again."""
     if is_out_of_memory(error):
         return "out of memory"
     if isinstance(error, TokenMergingError):

@@ -1,15 +1,17 @@
-"""Runs a search: resolves the settings, measures rounds until the search is over, and decides."""
+"""Runs a search: plans by their final latents, then the best one and the rule's by timed pictures."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tokenmerge.config import ToMeConfig
-from tokenmerge.errors import ConfigError, TokenMergingError
+from tokenmerge.config import FoundFor, ToMeConfig
+from tokenmerge.default_method import DefaultMethod
+from tokenmerge.errors import ConfigError
 from tokenmerge.models.find import find_hosts
-from tokenmerge.report import check_merging, merges_tokens, predict
+from tokenmerge.plans import Facts, speedup_of
 from tokenmerge_tools.evaluate.evaluation import Evaluation, plan_evaluation
 from tokenmerge_tools.evaluate.metrics import load_metrics
 from tokenmerge_tools.files import prepare_folder
@@ -17,53 +19,89 @@ from tokenmerge_tools.pipelines.loading import require_diffusers
 from tokenmerge_tools.pipelines.settings import resolve_device
 from tokenmerge_tools.records.file import ResultsFile
 from tokenmerge_tools.records.kinds import TuneRecord, key_of
-from tokenmerge_tools.tune.candidates import AUTO_FAMILY, Candidate, candidates, what_it_does
-from tokenmerge_tools.tune.decision import Decision, decide
-from tokenmerge_tools.tune.goal import Goal, TuneOptions
-from tokenmerge_tools.tune.measurements import Estimate, Look, estimates, look_of
-from tokenmerge_tools.tune.rounds import Failed, Outcome, Rounds
-from tokenmerge_tools.tune.search import next_round
+from tokenmerge_tools.tune.measurements import Look, gain, look_of
+from tokenmerge_tools.tune.options import TuneOptions
+from tokenmerge_tools.tune.plans import Budget, SearchedPlan, neighbours, starts
+from tokenmerge_tools.tune.rounds import CannotRunError, Failed, Rounds
+from tokenmerge_tools.tune.search import search
+from tokenmerge_tools.variants.variant import FEWER_STEPS, VARIANTS, Variant
 
-# Operations are counted if that takes less than this share of the time of a dense picture.
-_WORTH_COUNTING = 0.15
-# Assumed time to count the operations of a setting, until it is measured.
-_SECONDS_TO_COUNT = 0.5
+# Share of the time after which no further plan is tried.
+_SEARCH = 0.7
+# A search that draws fewer pictures than this finds little.
+_PICTURES = 60
+# The block caches that are drawn once for comparison, if they are installed.
+_RIVALS = (
+    ("deepcache", "interval", (5, 3, 2)),
+    ("first-block-cache", "threshold", (0.2, 0.1, 0.05)),
+    ("cache-dit", "threshold", (0.2, 0.08)),
+)
+
+
+class _OutOfTime(Exception):
+    pass
 
 
 @dataclasses.dataclass(frozen=True)
 class TuneProgress:
-    """The progress of a search: seconds spent, also in earlier runs, and the best setting so far, if any."""
+    """The progress of a search: seconds spent, also in earlier runs, and the best plan so far."""
 
     spent: float
     budget: float
     running: str
-    best: Estimate | None
+    best: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
     """A search that is over (``complete``), or was interrupted.
 
-    ``candidates`` are the settings that were tried or could have been, by name. ``configs`` has the resolved
-    settings of those that merge or reuse steps with this package. The decision is None if none was measured.
-    ``model`` is the class of the denoiser, and ``latent`` the (height, width) of the latents.
+    Attributes:
+        options: what was asked for.
+        evaluation: the pictures of the check.
+        rule: the plan of the default method.
+        best: the plan that was closest in the search; it may be the rule's.
+        counted: the speed-ups of both by counted operations, in this order.
+        snr: closeness in dB of the final latents, by plan and item, from all runs.
+        looks: the timed pictures of the check.
+        variants: what was drawn in the check, by name.
+        tried: number of plans that were compared with the rule's.
+        was_search: whether there was time to look beyond the plans that a search begins with.
+        enough: seconds in which a search is worth its while here.
+        found_for: the kind of generation.
+        complete: whether it ended by itself.
     """
 
     options: TuneOptions
     evaluation: Evaluation
-    candidates: Mapping[str, Candidate]
-    configs: Mapping[str, ToMeConfig]
+    rule: SearchedPlan
+    best: SearchedPlan
+    counted: tuple[float, float]
+    snr: Mapping[tuple[str, int], float]
     looks: Sequence[Look]
-    decision: Decision | None
-    model: str
-    latent: tuple[int, int]
-    scheduler: str
+    variants: Mapping[str, Variant]
+    tried: int
+    was_search: bool
+    enough: float
+    found_for: FoundFor
     complete: bool
 
     @property
-    def goal(self) -> Goal:
-        """What was wanted."""
-        return self.options.goal
+    def gain(self) -> tuple[float, float] | None:
+        """How much closer the best plan is than the rule's on the prompts of the check, with its error."""
+        return gain(self.looks, self.best.name, self.rule.name, self.options.metric_name)
+
+    @property
+    def chosen(self) -> SearchedPlan:
+        """The best plan, unless the check says that it is not closer than the rule's by a standard error."""
+        found = self.gain
+        is_closer = found is None or (found[0] > 0 and not (found[0] < found[1] < math.inf))
+        return self.best if is_closer else self.rule
+
+    @property
+    def reaches(self) -> bool:
+        """Whether the wanted speed-up can be reached, by counted operations."""
+        return self.counted[0] >= self.options.speedup
 
 
 def tune(
@@ -71,7 +109,7 @@ def tune(
     on_progress: Callable[[TuneProgress], None] = lambda progress: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> Search:
-    """Search for settings until the budget is spent, all prompts are drawn, or the user presses Ctrl-C.
+    """Search for a plan until the time is spent, no plan is left, or the user presses Ctrl-C.
 
     Every measurement is written to the results file at once. The same command continues the search, also with
     a larger budget.
@@ -91,6 +129,7 @@ def tune(
         run = _Searching(options, Rounds(options, evaluation, metrics, device), file, on_progress, on_note)
         try:
             run.search()
+            run.check()
         except KeyboardInterrupt:
             return run.result(complete=False)
         return run.result(complete=True)
@@ -107,165 +146,189 @@ class _Searching:
         on_progress: Callable[[TuneProgress], None],
         on_note: Callable[[str], None],
     ) -> None:
-        self.options, self.goal, self.rounds, self.file = options, options.goal, rounds, file
+        self.options, self.rounds, self.file = options, rounds, file
         self.on_progress, self.on_note = on_progress, on_note
         evaluation = rounds.evaluation
-        # The key has the metric's network, but not the budget and the goal: another goal reuses all pictures.
-        self.conditions = key_of({**evaluation.store.conditions, "metrics": dict(rounds.metrics.networks)})
-        self.texts = [f"{item.prompt.text}, seed {item.seed}" for item in evaluation.items]
-        self.conditions = key_of({"conditions": self.conditions, "items": self.texts})
+        # The key has the metric's network, but not the budget and the speed-up: others reuse all pictures.
+        conditions = key_of({**evaluation.store.conditions, "metrics": dict(rounds.metrics.networks)})
+        texts = [f"{item.prompt.text}, seed {item.seed}" for item in evaluation.items]
+        self.conditions = key_of({"conditions": conditions, "items": texts})
+        own = [one for one in file.records.values() if one.conditions == self.conditions]
+        self.snr = {(one.name, one.item): float(one.values["snr"]) for one in own if one.about == "plan"}
+        self.looks = [look_of(one, options.metric_name) for one in own if one.about == "look"]
+        self.spent = sum(float(one.values["seconds"]) for one in own if one.about in ("plan", "dense"))
+        self.spent += sum(look.cost for look in self.looks)
+        self.facts = self._facts(own)
+        begin = starts(self.facts, options.speedup)
+        self.rule = self.best = begin[0]
+        self.begin, self.speedup = begin, speedup_of(self.facts, begin[0].config)
+        self.budget = Budget(self.facts, self.speedup)
+        if self.speedup <= 1:
+            raise ConfigError(
+                "size: no plan merges tokens or reuses steps of this model at this size and number of steps; "
+                "raise --size or --steps"
+            )
         self.failed: set[str] = set()
-        self.candidates: dict[str, Candidate] = {}
-        self.configs: dict[str, ToMeConfig] = {}
-        self.seconds_to_count = _SECONDS_TO_COUNT
-
-    @property
-    def looks(self) -> list[Look]:
-        """All measurements of settings that are in the search."""
-        found = (self._of(record) for record in self.file.records.values())
-        return [look for look in found if look is not None and look.name in self.candidates]
-
-    def _of(self, record: TuneRecord) -> Look | None:
-        fits = record.conditions == self.conditions and record.about == "look"
-        return look_of(record, self.goal) if fits and record.item < len(self.texts) else None
+        self.tried: set[str] = set()
+        self.was_search = False
+        self.enough = math.inf
 
     def search(self) -> None:
-        """Measure rounds until the search is over."""
-        self._resolve()
-        while True:
-            open_ = [one.entry for one in self.candidates.values() if one.name not in self.failed]
-            budget = self.options.within - self._seconds_of_counting()
-            following = next_round(open_, self.looks, self.goal, budget, len(self.texts), self._counted())
-            if following is None:
-                return
-            if following.item == 0 and self._count(following.names):
+        """Search by final latents until no neighbour is left, or the time for it is spent."""
+        self._announce(self._seconds_of_dense())
+        try:
+            plans = search(
+                self.begin,
+                lambda plan, random: neighbours(plan, self.budget, random),
+                self._closeness,
+                self.options.items - self.options.checked,
+            )
+            for number, self.best in enumerate(plans):
+                self.was_search = number > 0
+        except _OutOfTime:
+            pass
+
+    def check(self) -> None:
+        """Draw the prompts that were kept back with the best plan, the rule's, and rivals, and time them.
+
+        The first prompt is drawn however little time is left.
+        """
+        first = self.options.items - self.options.checked
+        configs = {plan.name: plan.config for plan in (self.best, self.rule)}
+        for item in range(first, self.options.items):
+            done = {look.name for look in self.looks if look.item == item}
+            wanted = {name: one for name, one in self._variants(item == first).items() if name not in done}
+            wanted = {name: one for name, one in wanted.items() if name not in self.failed}
+            if not wanted or (item > first and self.spent >= self.options.within):
                 continue
-            self._say(following.names[0])
-            chosen = [self.candidates[name] for name in following.names]
-            left = list(following.names)
-            for found in self.rounds.draw(following.item, chosen, self._all_configs()):
-                left.remove(found.name)
-                if isinstance(found, Outcome) and self.goal.metric not in found.metrics:
-                    found = Failed(found.name, f"its picture has no finite {self.goal.metric}")
+            self._say(f"check on prompt {item - first + 1} of {self.options.checked}")
+            for found in self.rounds.draw(item, wanted, configs):
+                if not isinstance(found, Failed) and self.options.metric_name not in found.metrics:
+                    found = Failed(found.name, f"its picture has no finite {self.options.metric_name}")
                 if isinstance(found, Failed):
-                    self.failed.add(found.name)
-                    self.on_note(f"{found.name} cannot run here: {found.reason}")
-                else:
-                    values = {name: getattr(found, name) for name in ("seconds", "dense_seconds", "cost")}
-                    self._append(
-                        "look", found.name, following.item, {**values, "metrics": dict(found.metrics)}
-                    )
-                if left:
-                    self._say(left[0])
+                    self._fail(found.name, found.reason)
+                    continue
+                values = {name: getattr(found, name) for name in ("seconds", "dense_seconds", "cost")}
+                values["metrics"] = dict(found.metrics)
+                record = self._append("look", found.name, item, values)
+                self.looks.append(look_of(record, self.options.metric_name))
+                self.spent += found.cost
 
     def result(self, complete: bool) -> Search:
-        """Return the search with its decision."""
-        pipe, denoiser = self.rounds.pipe, self.rounds.denoiser
+        """Return the search so far."""
+        rounds = self.rounds
+        found_for = FoundFor(
+            type(rounds.denoiser).__name__,
+            *rounds.latent,
+            self.options.steps,
+            type(rounds.pipe.scheduler).__name__,
+            rounds.call.guidance,
+        )
         return Search(
             self.options,
-            self.rounds.evaluation,
-            self.candidates,
-            self.configs,
+            rounds.evaluation,
+            self.rule,
+            self.best,
+            (self.speedup, self.budget.counted(self.best)),
+            self.snr,
             self.looks,
-            self._decide(),
-            type(denoiser).__name__,
-            self.rounds.latent,
-            type(pipe.scheduler).__name__,
+            self._variants(with_rivals=True),
+            len(self.tried - {self.rule.name}),
+            self.was_search,
+            self.enough,
+            found_for,
             complete,
         )
 
-    def _resolve(self) -> None:
-        """Resolve the settings of each candidate on this model. Leave out equal and impossible ones."""
-        seen: dict[object, str] = {}
-        hosts = find_hosts(self.rounds.pipe)
-        for one in candidates(self.goal, self.options.steps):
-            record = self.file.records.get(self._record("settings", one.name, -1, {}).key)
-            try:
-                if record is not None:
-                    config: ToMeConfig | None = ToMeConfig.from_dict(record.values["config"])
-                else:
-                    height, width = self.rounds.latent
-                    config = one.variant.config(
-                        self.rounds.pipe,
-                        height=height,
-                        width=width,
-                        steps=one.variant.steps(self.options.steps),
-                        guidance=self.rounds.call.guidance,
-                    )
-                if config is None:
-                    self.candidates[one.name] = one
-                    continue
-                check_merging(hosts, config, self.rounds.latent)
-                acting = what_it_does(
-                    config, self.options.steps, merges_tokens(hosts, config, self.rounds.latent)
-                )
-                if acting is None or acting in seen:
-                    continue
-            except TokenMergingError:
-                continue
-            seen[acting] = one.name
-            if record is None:
-                self._append("settings", one.name, -1, {"config": config.to_dict()})
-            self.candidates[one.name], self.configs[one.name] = one, config
-        if not self.configs:
-            raise ConfigError(
-                "size: no setting merges tokens or reuses steps of this model at this size and number of "
-                "steps; raise --size or --steps"
-            )
+    def _facts(self, records: Sequence[TuneRecord]) -> Facts:
+        """Return the facts of the generation. What was timed for them in an earlier run holds on."""
+        hosts, (height, width) = find_hosts(self.rounds.pipe), self.rounds.latent
+        method = DefaultMethod.of(self.rounds.pipe, hosts, self.options.speedup)
+        denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
+        timed = [one.values["fewest_tokens"] for one in records if one.about == "facts"]
+        fewest = int(timed[-1]) if timed else method.facts.fewest_tokens
+        if not timed:
+            self._append("facts", "", -1, {"fewest_tokens": fewest})
+        known = {"steps": self.options.steps, "guidance": self.rounds.call.guidance, "fewest_tokens": fewest}
+        return dataclasses.replace(method.facts, grid=denoiser.grid_at(height, width), **known)
 
-    def _all_configs(self) -> dict[str, ToMeConfig | None]:
-        return {name: self.configs.get(name) for name in self.candidates}
-
-    def _counts(self) -> list[TuneRecord]:
-        found = self.file.records.values()
-        return [one for one in found if one.about == "counted" and one.conditions == self.conditions]
-
-    def _seconds_of_counting(self) -> float:
-        return sum(float(record.values.get("seconds", 0.0)) for record in self._counts())
-
-    def _counted(self) -> dict[str, float]:
-        found = {record.name: float(record.values["speedup"]) for record in self._counts()}
-        for one in self.candidates.values():
-            if (steps := one.variant.steps(self.options.steps)) < self.options.steps:
-                found[one.name] = self.options.steps / steps
-        return found
-
-    def _count(self, names: Sequence[str]) -> bool:
-        """Count the operations of settings if that is cheap. Return whether any was counted."""
-        looks, counted = self.looks, self._counted()
-        if not looks:
-            return False
-        dense = looks[-1].dense_seconds
-        any_counted = False
-        for name in names:
-            config = self.configs.get(name)
-            if config is None or name in counted:
-                continue
-            if self.seconds_to_count > _WORTH_COUNTING * dense:
-                continue
-            steps = self.options.steps if config.follows_steps else 1
+    def _seconds_of_dense(self) -> float:
+        """Return the seconds of the first dense picture."""
+        record = self.file.records.get(self._record("dense", "", 0, {}).key)
+        if record is None:
+            self._say("dense")
             began = time.perf_counter()
-            report = predict(self.rounds.denoiser, config, *self.rounds.latent, 2, steps)
-            self.seconds_to_count = time.perf_counter() - began
-            merged = report.flops_merged if report.flops_mean is None else report.flops_mean
-            values = {"speedup": report.flops_dense / merged, "seconds": self.seconds_to_count}
-            self._append("counted", name, -1, values)
-            any_counted = True
-        return any_counted
+            self.rounds.dense(0)
+            record = self._append("dense", "", 0, {"seconds": time.perf_counter() - began})
+            self.spent += record.values["seconds"]
+        return float(record.values["seconds"])
 
-    def _decide(self) -> Decision | None:
-        looks = [look for look in self.looks if look.name in self.configs]
-        preferred = {one.name for one in self.candidates.values() if one.entry.family == AUTO_FAMILY}
-        return decide(looks, self.goal, preferred) if looks else None
+    def _announce(self, dense: float) -> None:
+        """Say how many pictures fit into the time, and how much a search needs."""
+        plan = dense / self.speedup
+        check = self.options.checked * (3 * dense + 2 * plan)
+        prompts = self.options.items - self.options.checked
+        self.enough = max((prompts * dense + _PICTURES * plan) / _SEARCH, check / (1 - _SEARCH))
+        pictures = max(0, int((_SEARCH * self.options.within - prompts * dense) / plan))
+        few = ""
+        if pictures < _PICTURES:
+            few = (
+                f"; that is too few for a search, which needs about {_PICTURES}: give --within "
+                f"{math.ceil(self.enough / 60)}min"
+            )
+        self.on_note(
+            f"a dense picture takes {dense:.1f} s here, so the search can draw about {pictures} pictures{few}"
+        )
+
+    def _closeness(self, plan: SearchedPlan, item: int) -> float:
+        """Return how close the final latents are, from the records or a new picture."""
+        if plan.name in self.failed:
+            return -math.inf
+        if (plan.name, item) not in self.snr:
+            if self.spent >= _SEARCH * self.options.within:
+                raise _OutOfTime
+            self._say(plan.name)
+            began = time.perf_counter()
+            try:
+                found = self.rounds.snr(item, plan.config)
+            except CannotRunError as error:
+                if plan == self.rule:
+                    raise ConfigError(f"the default method cannot run here: {error}") from error
+                self._fail(plan.name, str(error))
+                return -math.inf
+            seconds = time.perf_counter() - began
+            self._append("plan", plan.name, item, {"snr": found, "seconds": seconds})
+            self.snr[plan.name, item] = found
+            self.spent += seconds
+        self.tried.add(plan.name)
+        return self.snr[plan.name, item]
+
+    def _variants(self, with_rivals: bool) -> dict[str, Variant]:
+        """Return what the check draws: the best plan and the rule's, fewer steps, and block caches."""
+        found = {plan.name: variant_of(plan.config) for plan in (self.best, self.rule)}
+        steps = math.floor(self.options.steps / self.speedup)
+        others = [Variant(FEWER_STEPS, (("steps", steps),))] * (steps >= 1)
+        for name, setting, values in _RIVALS * with_rivals:
+            if VARIANTS[name].missing() is None:
+                others += [Variant(name, ((setting, value),)) for value in values]
+        return found | {one.label: one for one in others}
+
+    def _fail(self, name: str, reason: str) -> None:
+        self.failed.add(name)
+        self.on_note(f"{name} cannot run here: {reason}")
 
     def _say(self, running: str) -> None:
-        looks, decision = self.looks, self._decide()
-        best = None if decision is None else estimates(looks)[decision.name]
-        spent = sum(look.cost for look in looks) + self._seconds_of_counting()
-        self.on_progress(TuneProgress(spent, self.options.within, running, best))
+        self.on_progress(TuneProgress(self.spent, self.options.within, running, self.best.name))
 
-    def _append(self, about: str, name: str, item: int, values: Mapping[str, object]) -> None:
-        self.file.append(self._record(about, name, item, values))
+    def _append(self, about: str, name: str, item: int, values: Mapping[str, object]) -> TuneRecord:
+        record = self._record(about, name, item, values)
+        self.file.append(record)
+        return record
 
     def _record(self, about: str, name: str, item: int, values: Mapping[str, object]) -> TuneRecord:
         return TuneRecord(conditions=self.conditions, about=about, name=name, item=item, values=values)
+
+
+def variant_of(config: ToMeConfig) -> Variant:
+    """Return settings as a variant, which draws and stores pictures."""
+    return Variant("tome", tuple(config.changed().items()))

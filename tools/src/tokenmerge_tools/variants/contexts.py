@@ -14,6 +14,7 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.handle import RecordedPlan
 from tokenmerge.report import Report
+from tokenmerge_tools.variants.generation import as_before
 
 TOMESD_SETTINGS = (
     *("ratio", "max_downsample", "sx", "sy"),
@@ -43,18 +44,14 @@ def tomesd(model: nn.Module, config: ToMeConfig) -> Iterator[None]:
     original: Any = importlib.import_module("tomesd")
     settings = {name: value for name, value in config.to_dict().items() if name in TOMESD_SETTINGS}
     settings["use_rand"] = settings.pop("seed") is not None
-    # tomesd leaves its own attributes on the modules when it is removed.
-    before = {module: set(module.__dict__) for module in model.modules()}
-    try:
-        original.apply_patch(model, **settings)
-        if not any(type(module).__name__ == "ToMeBlock" for module in model.modules()):
-            raise UnsupportedModelError(
-                f"tomesd finds no block that it can patch in {type(model).__name__}, so it would run dense; "
-                "leave it out"
-            )
-        yield
-    finally:
-        original.remove_patch(model)
-        for module, names in before.items():
-            for name in set(module.__dict__) - names:
-                del module.__dict__[name]
+    with as_before(model):  # tomesd leaves attributes on the modules when it is removed
+        try:
+            original.apply_patch(model, **settings)
+            if not any(type(module).__name__ == "ToMeBlock" for module in model.modules()):
+                raise UnsupportedModelError(
+                    f"tomesd finds no block that it can patch in {type(model).__name__}, so it would run "
+                    "dense; leave it out"
+                )
+            yield
+        finally:
+            original.remove_patch(model)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,43 +25,14 @@ from tokenmerge_tools.method_spec import (
 )
 from tokenmerge_tools.pipelines.loading import denoiser_of
 from tokenmerge_tools.records.kinds import variant_label
-from tokenmerge_tools.variants import cache_dit, caches, contexts
+from tokenmerge_tools.variants import contexts
+from tokenmerge_tools.variants.rivals import RIVALS, VariantKind
 
-DENSE, FEWER_STEPS, TOMESD = "dense", "fewer-steps", "tomesd"
+DENSE, FEWER_STEPS = "dense", "fewer-steps"
+EVERY_RIVAL, EVERY_SETTING = "rivals", "all"
 
 # A comma between settings. A comma within JSON does not match, because a quote follows it.
 _COMMA = re.compile(r",(?=\s*[A-Za-z_])")
-
-
-@dataclasses.dataclass(frozen=True)
-class VariantKind:
-    """One kind of variant.
-
-    ``apply`` makes a context manager from (model, configuration), which yields the patch of a method of this
-    package. ``method`` is the one in :data:`METHODS` whose settings it has, if any, and ``takes``
-    names those that it accepts. ``of_pipeline``: it is applied to the whole pipeline, if there is one.
-    ``is_faster``: it draws in less time, and is compared with fewer steps. ``package`` is what pip has to
-    install.
-
-    A variant without a method may have a ``number`` that makes it faster, by name and default, and
-    ``options``, by name, each with an example value of its type. ``apply`` gets and checks those given.
-    """
-
-    apply: Callable[..., AbstractContextManager[Any]]
-    method: str | None = None
-    of_pipeline: bool = False
-    is_faster: bool = False
-    package: str | None = None
-    takes: Collection[str] = SETTINGS
-    number: tuple[str, float] | None = None
-    options: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
-
-    def missing(self) -> str | None:
-        """Return the reason why it cannot run here; None if it can."""
-        name = self.package and self.package.partition("==")[0]
-        if not name or importlib.util.find_spec(name.replace("-", "_")) is not None:
-            return None
-        return f"{name} is not installed; run: pip install {self.package}"
 
 
 VARIANTS = {
@@ -71,34 +41,9 @@ VARIANTS = {
     **{
         method: VariantKind(contexts.tokenmerge, method, of_pipeline=True, is_faster=True)
         for method in METHODS
-        if method not in (AUTO, TOMESD)
+        if method != AUTO and method not in RIVALS
     },
-    # The package tomesd. With tome:plans.guidance=false, this package does the same.
-    TOMESD: VariantKind(
-        contexts.tomesd,
-        "tome",
-        is_faster=True,
-        package="tomesd==0.1.3",
-        takes=contexts.TOMESD_SETTINGS,
-    ),
-    "deepcache": VariantKind(
-        caches.deepcache,
-        of_pipeline=True,
-        is_faster=True,
-        package="DeepCache==0.1.1",
-        number=("interval", 3),
-    ),
-    "first-block-cache": VariantKind(
-        caches.first_block_cache, of_pipeline=True, is_faster=True, number=("threshold", 0.1)
-    ),
-    "cache-dit": VariantKind(
-        cache_dit.cache_dit,
-        of_pipeline=True,
-        is_faster=True,
-        package="cache-dit==1.5.3",
-        number=("threshold", 0.08),
-        options={"taylor": 1.0, "mask": "fast"},
-    ),
+    **RIVALS,
     # Dense, with as many steps as a merged variant counts operations.
     FEWER_STEPS: VariantKind(contexts.dense),
 }
@@ -151,15 +96,21 @@ def parse_variant(
     """Read ``NAME`` or ``NAME:SETTING=VALUE,…``, with settings as :func:`read_setting` reads them.
 
     There is one variant for each ratio, or of ``auto`` for each speed-up, unless the text sets one or the
-    planner ignores it. ``defaults`` has values of settings that the text does not set.
+    planner ignores it. ``defaults`` has values of settings that the text does not set. ``RIVAL:all`` is a
+    rival with each value of its ladder, and ``rivals`` or ``rivals:all`` every rival.
 
     >>> [spec.label for spec in parse_variant("tome:merge_mlp", [0.25, 0.5], {})]
     ['tome ratio=0.25 merge_mlp', 'tome ratio=0.5 merge_mlp']
     """
     name, _, rest = text.partition(":")
+    if name == EVERY_RIVAL and rest in ("", EVERY_SETTING):
+        every = [f"{one}:{rest}" if RIVALS[one].ladder else one for one in RIVALS]
+        return [spec for one in every for spec in parse_variant(one, ratios, defaults, speedups)]
     if name not in VARIANTS:
         raise ConfigError(f"variant: expected one of {', '.join(VARIANTS)}, got {name!r}")
     variant = VARIANTS[name]
+    if variant.number is not None and rest == EVERY_SETTING:
+        return [Variant(name, ((variant.number[0], value),)) for value in variant.ladder]
     if variant.number is not None:
         return [Variant(name, _read_own(name, rest, variant.number, variant.options))]
     if variant.method is None:

@@ -1,0 +1,233 @@
+"""Measure the default method and diffusers' caches on the hold-out.
+
+A line of the record is one picture: its method, the operations of the denoiser, counted while it ran, and the
+PSNR to the dense picture of the same seed. A second run with the same record continues where the first one
+stopped. `table` prints the record.
+
+    python -m benchmarks.holdout.measure run --out benchmarks/holdout_cpu.jsonl
+    python -m benchmarks.holdout.measure table --out benchmarks/holdout_cpu.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from benchmarks.holdout.train import NATIVE_SIZE, caption
+from diffusers import FirstBlockCacheConfig, FluxPipeline, MagCacheConfig, TaylorSeerCacheConfig
+from diffusers.hooks.sea_cache import SeaCacheConfig
+from tokenmerge_tools.bench.counting import counting
+
+import tokenmerge
+
+MODEL = Path(__file__).parent / "photo-flux"
+STEPS = 20
+NAMES = ("cat", "coffee", "rocket", "gravel")
+CALIBRATION = "astronaut"  # the picture that MagCache learns its ratios on
+FEWER = (15, 13, 10, 8, 7)  # dense steps: 1.33×, 1.54×, 2×, 2.5× and 2.86×
+SPEEDS = (1.3, 1.5, 2.0, 2.5, 3.0)
+# Settings of diffusers' caches: the documented default, and weaker and stronger ones.
+THRESHOLDS = {
+    "first block": (0.05, 0.1, 0.2),
+    "SeaCache": (0.1, 0.25, 0.5),
+    "MagCache": (0.03, 0.06, 0.12),
+}
+INTERVALS = (2, 3, 5)
+DENSE = "dense"
+
+
+def methods() -> Iterator[tuple[str, float]]:
+    """List the methods with their setting, dense first."""
+    yield from ((DENSE, float(steps)) for steps in (STEPS, *FEWER))
+    yield from (("tokenmerge", speed) for speed in SPEEDS)
+    yield from (("first block", threshold) for threshold in THRESHOLDS["first block"])
+    yield from (("TaylorSeer", float(every)) for every in INTERVALS)
+    yield from (("TaylorSeer lite", float(every)) for every in INTERVALS)
+    yield from (("SeaCache", threshold) for threshold in THRESHOLDS["SeaCache"])
+    yield from (("MagCache", threshold) for threshold in THRESHOLDS["MagCache"])
+
+
+@contextlib.contextmanager
+def applied(pipe: FluxPipeline, method: str, setting: float, ratios: list[float]) -> Iterator[None]:
+    """Apply a method to the pipeline."""
+    if method == DENSE:
+        yield
+    elif method == "tokenmerge":
+        with tokenmerge.token_merging(pipe, speedup=setting):
+            yield
+    else:
+        with contextlib.ExitStack() as in_force:
+            if method == "SeaCache":
+                in_force.enter_context(telling_the_step(pipe))
+            pipe.transformer.enable_cache(cache_config(method, setting, ratios))
+            in_force.callback(pipe.transformer.disable_cache)
+            yield
+
+
+def cache_config(method: str, setting: float, ratios: list[float]) -> Any:
+    """Return the configuration of one of diffusers' caches."""
+    match method:
+        case "first block":
+            return FirstBlockCacheConfig(threshold=setting)
+        case "TaylorSeer" | "TaylorSeer lite":
+            return TaylorSeerCacheConfig(
+                cache_interval=int(setting),
+                taylor_factors_dtype=torch.float32,
+                use_lite_mode=method == "TaylorSeer lite",
+            )
+        case "SeaCache":
+            return SeaCacheConfig(threshold=setting, raw_vision_callback=latents_of)
+        case "MagCache":
+            return MagCacheConfig(threshold=setting, num_inference_steps=STEPS, mag_ratios=ratios)
+    raise ValueError(f"method {method!r} is none of those of `methods`")
+
+
+def latents_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the latents [c, 1, h, w] of each picture of a call of FLUX's transformer, for SeaCache."""
+    packed = kwargs["hidden_states"]
+    side = math.isqrt(packed.shape[1])
+    grids = packed.unflatten(2, (-1, 2, 2)).unflatten(1, (side, side)).permute(0, 3, 1, 4, 2, 5)
+    return [grid.reshape(grid.shape[0], 1, 2 * side, 2 * side) for grid in grids]
+
+
+@contextlib.contextmanager
+def telling_the_step(pipe: FluxPipeline) -> Iterator[None]:
+    """Add to the pipeline's cache context what SeaCache needs and FluxPipeline does not say."""
+    original = pipe.transformer.cache_context
+
+    @functools.wraps(original)
+    def cache_context(name: str) -> Any:
+        scheduler = pipe.scheduler
+        step = scheduler.step_index or 0
+        return original(
+            name, step_index=step, sigma=scheduler.sigmas[step], num_inference_steps=len(scheduler.timesteps)
+        )
+
+    pipe.transformer.cache_context = cache_context
+    try:
+        yield
+    finally:
+        del pipe.transformer.cache_context
+
+
+def calibrate(pipe: FluxPipeline, size: int) -> list[float]:
+    """Return MagCache's ratios, one a step, learnt on a picture that is not measured."""
+    pipe.transformer.enable_cache(MagCacheConfig(calibrate=True, num_inference_steps=STEPS))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        draw(pipe, CALIBRATION, size, STEPS)
+    pipe.transformer.disable_cache()
+    (line,) = (line for line in printed.getvalue().splitlines() if line.startswith("["))
+    found: list[float] = json.loads(line)
+    return found
+
+
+def draw(pipe: FluxPipeline, name: str, size: int, steps: int) -> np.ndarray:
+    """Draw a picture: [size, size, 3] in [0, 1]."""
+    return pipe(
+        caption(name),
+        height=size,
+        width=size,
+        num_inference_steps=steps,
+        generator=torch.Generator().manual_seed(1),
+        output_type="np",
+    ).images[0]
+
+
+def run(options: argparse.Namespace) -> None:
+    """Draw the pictures that are not in the record."""
+    pipe = FluxPipeline.from_pretrained(options.model)
+    pipe.set_progress_bar_config(disable=True)
+    for size in options.size:
+        ratios = None
+        for name in NAMES:
+            done = {key(line) for line in read(options.out)}
+            missing = [
+                (method, setting)
+                for method, setting in methods()
+                if (size, name, method, setting) not in done
+            ]
+            if not missing:
+                continue
+            dense = draw(pipe, name, size, STEPS)
+            if ratios is None:
+                ratios = calibrate(pipe, size)
+            for method, setting in missing:
+                steps = int(setting) if method == DENSE else STEPS
+                with applied(pipe, method, setting, ratios), counting(pipe.transformer) as counted:
+                    picture = draw(pipe, name, size, steps)
+                line = {
+                    "size": size,
+                    "picture": name,
+                    "method": method,
+                    "setting": setting,
+                    "flops": counted.flops,
+                    "psnr": round(-10 * math.log10(max(float(((picture - dense) ** 2).mean()), 1e-10)), 3),
+                }
+                print(line, flush=True)
+                with options.out.open("a", encoding="utf-8") as out:
+                    out.write(json.dumps(line) + "\n")
+
+
+def table(options: argparse.Namespace) -> None:
+    """Print a line for each method and setting, by counted speed, and what fewer dense steps give there."""
+    for size in options.size:
+        lines = [line for line in read(options.out) if line["size"] == size]
+        dense = {
+            line["picture"]: line["flops"]
+            for line in lines
+            if line["method"] == DENSE and line["setting"] == STEPS
+        }
+        cells: dict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)
+        for line in lines:
+            speed = dense[line["picture"]] / line["flops"]
+            cells[line["method"], line["setting"]].append((speed, line["psnr"]))
+        print(f"{size} × {size} pixels\n")
+        print("| method | setting | counted speed | PSNR, mean ± standard error |\n|---|---:|---:|---:|")
+        for (method, setting), found in cells.items():
+            if (method, setting) == (DENSE, STEPS):
+                continue
+            speeds, closeness = zip(*found, strict=True)
+            error = statistics.stdev(closeness) / len(found) ** 0.5 if len(found) > 1 else math.nan
+            mean = statistics.mean(closeness)
+            speed = statistics.mean(speeds)
+            print(f"| {method} | {setting:g} | {speed:.2f}× | {mean:.1f} ± {error:.1f} dB |")
+        print()
+
+
+def key(line: dict[str, Any]) -> tuple[int, str, str, float]:
+    return line["size"], line["picture"], line["method"], line["setting"]
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("run", "table"))
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder that train.py wrote")
+    parser.add_argument("--size", type=int, nargs="+", default=[NATIVE_SIZE], help="pixels (default: 256)")
+    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
+    options = parser.parse_args()
+    diffusers.utils.logging.set_verbosity_error()
+    {"run": run, "table": table}[options.what](options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

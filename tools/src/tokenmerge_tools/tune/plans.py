@@ -1,0 +1,193 @@
+"""Generation plans of one speed: the rule's, some regular ones, and their neighbours."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from random import Random
+
+from tokenmerge.config import StepReuse, ToMeConfig
+from tokenmerge.plans import Facts, plan_for, speedup_of
+
+# What a step runs: everything, what step reuse never skips and a UNet's finest level, or not even that.
+COMPLETE, FINEST, LEAST = "M", "f", "·"
+_SIGNS = LEAST + FINEST + COMPLETE
+# Regular spacings: an exponent, below 1 where complete steps are closer together at the end, and the place of
+# the last one.
+_SPACINGS = ((1.0, 0.9), (0.85, 1.0), (1.2, 1.0), (1.2, 0.9))
+_RATIO_STEPS = (-0.1, -0.05, 0.05, 0.1)
+_LEAST_RATIO, _MOST_RATIO = 0.1, 0.75
+_DIGITS = 5  # of a place
+_TRIES = 200  # changes that are tried for one plan
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchedPlan:
+    """One generation plan.
+
+    Attributes:
+        merging: the settings of token merging, without step reuse.
+        runs: a sign for each step: ``M`` runs everything, ``f`` no deep stages or blocks, and ``·`` in a UNet
+            only the last layer of its finest level. In other models, ``f`` is never ``·``.
+    """
+
+    merging: ToMeConfig
+    runs: str
+
+    @classmethod
+    def of(cls, config: ToMeConfig, steps: int) -> SearchedPlan:
+        """Return the plan of settings in a generation of ``steps`` steps."""
+        found = config.reuse.steps_of(steps)
+        complete = found.full if config.reuse.on else range(steps)
+        finest = found.shallow if config.reuse.skips_finest else range(steps)
+        runs = (COMPLETE if i in complete else FINEST if i in finest else LEAST for i in range(steps))
+        return cls(dataclasses.replace(config, reuse=StepReuse()), "".join(runs))
+
+    @property
+    def config(self) -> ToMeConfig:
+        """The settings of the plan, with explicit places."""
+        if set(self.runs) == {COMPLETE}:
+            return self.merging
+        reuse = StepReuse(full_steps=self._places(COMPLETE), shallow_steps=self._places(FINEST))
+        return dataclasses.replace(self.merging, reuse=reuse)
+
+    @property
+    def name(self) -> str:
+        """A short name, such as ``"MMfMfMfM ratio 0.5"``."""
+        merging, words = self.merging, [self.runs]
+        if merging.ratio:
+            words += [f"ratio {merging.ratio:g}"] + ["whole blocks"] * (merging.scope == "block")
+            words += [f"corrected every {merging.correction.every}"] * merging.correction.on
+        return " ".join(words)
+
+    def _places(self, sign: str) -> tuple[float, ...]:
+        last = len(self.runs) - 1
+        return tuple(round(i / last, _DIGITS) for i, own in enumerate(self.runs) if own == sign)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Budget:
+    """The speed-up that plans of one kind of generation have to reach, by counted operations."""
+
+    facts: Facts
+    speedup: float
+    _known: dict[tuple[ToMeConfig, int, int], float] = dataclasses.field(default_factory=dict, repr=False)
+
+    def counted(self, plan: SearchedPlan) -> float:
+        """Return the speed-up of a plan. It depends on how many steps run what, and not on their places."""
+        key = plan.merging, plan.runs.count(COMPLETE), plan.runs.count(FINEST)
+        if key not in self._known:
+            self._known[key] = speedup_of(self.facts, plan.config)
+        return self._known[key]
+
+    def allows(self, plan: SearchedPlan) -> bool:
+        """Return whether a plan is fast enough."""
+        return self.counted(plan) >= self.speedup
+
+
+def starts(facts: Facts, speedup: float) -> list[SearchedPlan]:
+    """Return the plans that a search begins with: the rule's first, and others that are no slower.
+
+    The others have the rule's complete steps at other regular places, or are those that it would choose
+    without corrections, without merging and without step reuse.
+    """
+    rule = SearchedPlan.of(plan_for(facts, speedup).config, facts.steps)
+    least = speedup_of(facts, rule.config)
+    count = rule.runs.count(COMPLETE)
+    spacings = [[1 + i for i in _spaced(facts.steps - 1, count - 1, *spacing)] for spacing in _SPACINGS]
+    others = [with_complete(rule, [0, *own]) for own in spacings]
+    others.append(with_complete(rule, _in_pairs(facts.steps, count)))
+    for change in ({"corrections": False}, {"fewest_tokens": 2**31}, {"can_skip": False}):
+        less = dataclasses.replace(facts, **change)
+        others.append(SearchedPlan.of(plan_for(less, speedup).config, facts.steps))
+    found = [rule, *(one for one in others if speedup_of(facts, one.config) >= least)]
+    return list(dict.fromkeys(found))
+
+
+def with_complete(plan: SearchedPlan, complete: Sequence[int]) -> SearchedPlan:
+    """Return a plan with other complete steps, and evenly spaced finest levels in the steps between them."""
+    others = [i for i in range(len(plan.runs)) if i not in complete]
+    finest = [others[i] for i in _spaced(len(others), plan.runs.count(FINEST))]
+    runs = (COMPLETE if i in complete else FINEST if i in finest else LEAST for i in range(len(plan.runs)))
+    return dataclasses.replace(plan, runs="".join(runs))
+
+
+def _spaced(among: int, count: int, power: float = 1.0, end: float = 1.0) -> list[int]:
+    """Choose ``count`` of some steps, from the first on, at a power of even places up to a share of them."""
+    found: list[int] = []
+    for k in range(count):
+        wanted = round((among - 1) * end * (k / max(1, count - 1)) ** power)
+        found.append(min(max(wanted, found[-1] + 1 if found else 0), among - count + k))
+    return found
+
+
+def _in_pairs(steps: int, count: int) -> list[int]:
+    """Choose ``count`` steps, two after another where possible: the second shows how outputs change."""
+    pairs = -(-count // 2)
+    first = _spaced(steps - 1, pairs, end=1 - 1 / pairs)
+    found = sorted({i + j for i in first for j in (0, 1)})[:count]
+    others = [i for i in range(steps) if i not in found]  # where pairs touch, some steps are left to choose
+    return sorted(found + others[: count - len(found)])
+
+
+def neighbours(plan: SearchedPlan, budget: Budget, random: Random) -> Iterator[SearchedPlan]:
+    """Yield plans that differ a little and reach the speed-up, by counted operations.
+
+    Two steps swap what they run; a step runs more, and others less; or the ratio changes, and steps run less
+    or more as the speed-up demands. The first step runs everything.
+    """
+    for _ in range(_TRIES):
+        kinds = ["swap", "swap", "trade"] + ["ratio"] * (plan.merging.ratio > 0)
+        kind = random.choice(kinds)
+        if kind == "swap":
+            changed = _swapped(plan, random)
+        elif kind == "trade":
+            changed = _fitted(_shifted(plan, random, 1) or plan, budget, random)
+        else:
+            ratio = round(plan.merging.ratio + random.choice(_RATIO_STEPS), 2)
+            if not _LEAST_RATIO <= ratio <= _MOST_RATIO:
+                continue
+            merging = dataclasses.replace(plan.merging, ratio=ratio, sx=4 if ratio > 0.5 else 2)
+            changed = _fitted(dataclasses.replace(plan, merging=merging), budget, random)
+        if changed is not None and changed != plan and budget.allows(changed):
+            yield changed
+
+
+def _swapped(plan: SearchedPlan, random: Random) -> SearchedPlan | None:
+    """Swap what two steps run; most often they are near each other."""
+    steps = len(plan.runs)
+    first = random.randrange(1, steps)
+    near = [i for i in range(max(1, first - 3), min(steps, first + 4)) if plan.runs[i] != plan.runs[first]]
+    far = [i for i in range(1, steps) if plan.runs[i] != plan.runs[first]]
+    if not far:
+        return None
+    second = random.choice(near if near and random.random() < 0.7 else far)
+    runs = list(plan.runs)
+    runs[first], runs[second] = runs[second], runs[first]
+    return dataclasses.replace(plan, runs="".join(runs))
+
+
+def _shifted(plan: SearchedPlan, random: Random, by: int) -> SearchedPlan | None:
+    """Let a step that is drawn at random run more (1) or less (−1); None: none can."""
+    kinds = [sign for sign in _SIGNS if sign in plan.runs]
+    if by < 0 and len(kinds) == 1:
+        kinds = _SIGNS[_SIGNS.index(kinds[0]) - 1] + kinds[0]
+    able = [i for i in range(1, len(plan.runs)) if plan.runs[i] != kinds[-1 if by > 0 else 0]]
+    if not able:
+        return None
+    step = random.choice(able)
+    runs = list(plan.runs)
+    runs[step] = kinds[kinds.index(runs[step]) + by]
+    return dataclasses.replace(plan, runs="".join(runs))
+
+
+def _fitted(plan: SearchedPlan, budget: Budget, random: Random) -> SearchedPlan | None:
+    """Let steps run less until the plan reaches the speed-up, then more while it does."""
+    while not budget.allows(plan):
+        less = _shifted(plan, random, -1)
+        if less is None:
+            return None
+        plan = less
+    while (more := _shifted(plan, random, 1)) is not None and budget.allows(more):
+        plan = more
+    return plan

@@ -1,0 +1,201 @@
+"""Rivals from the formulas of their papers, where no installed library has them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from tokenmerge_tools.variants.generation import (
+    Generation,
+    about,
+    in_each_call,
+    sample_of,
+    transformer_blocks,
+)
+
+_TOKENS = "hidden_states"
+_State = dict[str, Any]  # of one pass of guidance between steps
+
+
+def easycache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractContextManager[None]:
+    """Skip the whole denoiser while its estimated change since the last complete step is small.
+
+    The change is Σ k·|x - x₀| / |v₀|, with x₀ and v₀ the sample and the output of the last complete step, and
+    k the ratio of their changes between the last two complete steps. A skipped step returns x + (v₀ - x₀). As
+    in ComfyUI, the first 15 % and the last 5 % of the steps are complete; differences are over all positions.
+    Source: arXiv 2507.02860.
+    """
+
+    @contextlib.contextmanager
+    def begin(now: Generation) -> Iterator[None]:
+        known: dict[int, _State] = defaultdict(dict)
+        skips = False
+
+        def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            nonlocal skips
+            x, own = sample_of(args, kwargs), known[now.turn]
+            moved = _size(x - own["x"]) if "x" in own else None
+            if now.turn == 0:  # other passes of guidance do what the first one does
+                skips = False
+                if "rate" in own and 0.15 <= now.index / now.steps <= 0.95:
+                    own["change"] += own["rate"] * moved / own["size"]
+                    skips = own["change"] < threshold
+            if skips and "difference" in own:
+                return _like(own["output"], x + own["difference"])
+            own["output"] = output = forward(*args, **kwargs)
+            v = _first(output)
+            if v.shape != x.shape:
+                now.refuse(
+                    f"needs an output of the shape of the sample, {list(x.shape)}, got {list(v.shape)}"
+                )
+            if moved:
+                own["rate"] = _size(v - own["v"]) / moved
+            own |= {"x": x, "v": v, "difference": v - x, "size": _size(v), "change": 0.0}
+            return output
+
+        _replace_forward(now.model, run)
+        yield
+
+    return in_each_call("easycache", pipe, begin)
+
+
+def dicache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractContextManager[None]:
+    """Skip all blocks but the first while its output changes as much as its input does.
+
+    The change is Σ |δp - δx| over steps, with δ the relative change since the step before, p the output of
+    the first block and x its input. The residual of all blocks is R₂ + γ(R₁ - R₂) of the last two complete
+    steps, with γ = |r - r₂| / |r₁ - r₂| from 1 to 1.5, and r the residual of the first block. The first and
+    the last step are complete. Source: arXiv 2508.17356, with one block as its probe.
+    """
+
+    @contextlib.contextmanager
+    def begin(now: Generation) -> Iterator[None]:
+        first, *others = transformer_blocks(now)
+        known: dict[int, _State] = defaultdict(lambda: {"change": 0.0, "complete": []})
+
+        def probe(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            own, x = known[now.turn], _inputs(first, args, kwargs)[0]
+            output = forward(*args, **kwargs)
+            p, text = _outputs(first, output)
+            skips, done = False, own["complete"]
+            if done and now.index < now.steps - 1:
+                change_of_x, change_of_p = (
+                    _size(a - b) / _size(b) for a, b in ((x, own["x"]), (p, own["p"]))
+                )
+                own["change"] += abs(change_of_p - change_of_x)
+                skips = own["change"] < threshold
+            own |= {"x": x, "p": p, "skips": skips}
+            if not skips:
+                own["change"] = 0.0
+                return output
+            residual, _ = done[-1]
+            if len(done) > 1:
+                (before, r2), (_, r1) = done
+                gamma = _size(p - x - r2) / max(_size(r1 - r2), 1e-12)
+                residual = before + min(max(gamma, 1.0), 1.5) * (residual - before)
+            return _returned(first, x + residual, text)
+
+        def follow(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            own = known[now.turn]
+            if own["skips"]:
+                return _returned(block, *_inputs(block, args, kwargs))
+            output = forward(*args, **kwargs)
+            if block is others[-1]:
+                residuals = _outputs(block, output)[0] - own["x"], own["p"] - own["x"]
+                own["complete"] = [*own["complete"], residuals][-2:]
+            return output
+
+        _replace_forward(first, probe)
+        for block in others:
+            _replace_forward(block, partial(follow, block))
+        yield
+
+    return in_each_call("dicache", pipe, begin, transformer_blocks)
+
+
+def sada(pipe: Any, config: None) -> contextlib.AbstractContextManager[None]:
+    """Skip four steps if the mean second difference of the last three velocities is not negative.
+
+    The first of them extrapolates linearly, the others repeat the last computed velocity. Steps are skipped
+    from 20 % to 94 % of the generation. It has no threshold. This is the rule of the authors' code for flow
+    matching with Euler's method, without their pruning of tokens and Lagrange interpolation. Source: ICML
+    2025, github.com/Ting-Justin-Jiang/sada-icml.
+    """
+
+    @contextlib.contextmanager
+    def begin(now: Generation) -> Iterator[None]:
+        known: dict[int, list[Any]] = defaultdict(list)  # outputs of each pass, newest last
+        in_row = 0
+
+        def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            nonlocal in_row
+            own = known[now.turn]
+            if now.turn == 0:
+                may = len(own) == 3 and 0.2 <= (now.index - 1) / now.steps < 0.94
+                f2, f1, f = map(_first, own) if may and not in_row else (None,) * 3
+                stable = f is not None and float((f - 2 * f1 + f2).mean()) >= 0
+                in_row = in_row + 1 if may and (stable or 0 < in_row < 4) else 0
+            if in_row and len(own) == 3:
+                output = own[-1] if in_row > 1 else _like(own[-1], 2 * _first(own[-1]) - _first(own[-2]))
+                own.append(own[-1])
+            else:
+                output = forward(*args, **kwargs)
+                own.append(output)
+            del own[:-3]
+            return output
+
+        _replace_forward(now.model, run)
+        yield
+
+    def check(now: Generation) -> None:
+        solver = type(now.pipe.scheduler).__name__
+        if solver != "FlowMatchEulerDiscreteScheduler":
+            now.refuse(f"is here for flow matching with Euler's method, not for {solver}")
+
+    return in_each_call("sada", pipe, begin, check)
+
+
+def _inputs(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+    """Return the tokens of the picture and of the text among the arguments of a block."""
+    known = about(block)
+    found, name = (
+        known._get_parameter_from_args_kwargs,
+        getattr(known, "hidden_states_argument_name", _TOKENS),
+    )
+    has_text = known.return_encoder_hidden_states_index is not None
+    return found(name, args, kwargs), found(f"encoder_{_TOKENS}", args, kwargs) if has_text else None
+
+
+def _returned(block: nn.Module, sample: Tensor, text: Any) -> Any:
+    """Return what a block returns for these tokens of the picture and of the text."""
+    place = about(block).return_encoder_hidden_states_index
+    return sample if place is None else (text, sample) if place == 0 else (sample, text)
+
+
+def _outputs(block: nn.Module, output: Any) -> tuple[Tensor, Any]:
+    """Undo :func:`_returned`."""
+    found: tuple[Tensor, Any] = output if isinstance(output, tuple) else (output, None)
+    return found[::-1] if about(block).return_encoder_hidden_states_index == 0 else found
+
+
+def _replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: run(forward, *args, **kwargs)  # type: ignore[method-assign]
+
+
+def _size(difference: Tensor) -> float:
+    return float(difference.abs().mean())
+
+
+def _first(output: Any) -> Tensor:
+    found: Tensor = output[0] if isinstance(output, tuple) else output.sample
+    return found
+
+
+def _like(output: Any, sample: Tensor) -> Any:
+    return (sample,) if isinstance(output, tuple) else type(output)(sample=sample)
