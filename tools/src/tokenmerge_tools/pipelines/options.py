@@ -110,8 +110,7 @@ class GenerateOptions(PipelineOptions):
         float | None,
         option(
             "Merging",
-            "Wanted PSNR to the dense picture, in dB. Where its own estimate is lower, auto skips fewer steps "
-            "than the speed-up allows.",
+            "Wanted PSNR to the dense picture, in dB. Auto skips fewer steps where its estimate is lower.",
             parser="number",
         ),
     ] = None
