@@ -121,9 +121,9 @@ def tour(size: int = LARGE, steps: int = STEPS) -> None:
 
 
 def tour_picture(pipe: DiffusionPipeline, size: int, steps: int) -> Image.Image:
-    return pipe("a red apple", height=size, width=size, num_inference_steps=steps, generator=seeded()).images[
-        0
-    ]
+    """Draw the picture of the tour."""
+    pictures = pipe("a red apple", height=size, width=size, num_inference_steps=steps, generator=seeded())
+    return pictures.images[0]
 
 
 # --- web UIs --------------------------------------------------------------------------------------------

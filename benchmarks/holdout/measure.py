@@ -29,9 +29,10 @@ import torch
 from benchmarks.holdout.train import NATIVE_SIZE, caption
 from diffusers import FirstBlockCacheConfig, FluxPipeline, MagCacheConfig, TaylorSeerCacheConfig
 from diffusers.hooks.sea_cache import SeaCacheConfig
-from tokenmerge_tools.bench.counting import counting
+from PIL import Image
 
 import tokenmerge
+from tokenmerge_tools.pipelines.counting import counting
 
 MODEL = Path(__file__).parent / "photo-flux"
 STEPS = 20
@@ -163,6 +164,9 @@ def run(options: argparse.Namespace) -> None:
             if not missing:
                 continue
             dense = draw(pipe, name, size, STEPS)
+            if options.pictures:
+                file = options.pictures / f"{name}-{size}.png"
+                Image.fromarray((dense * 255).round().astype(np.uint8)).save(file)
             if ratios is None:
                 ratios = calibrate(pipe, size)
             for method, setting in missing:
@@ -224,6 +228,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL, help="folder that train.py wrote")
     parser.add_argument("--size", type=int, nargs="+", default=[NATIVE_SIZE], help="pixels (default: 256)")
     parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
+    parser.add_argument("--pictures", type=Path, help="existing folder for the dense pictures, for a look")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()
     {"run": run, "table": table}[options.what](options)
