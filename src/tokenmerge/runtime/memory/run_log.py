@@ -98,9 +98,11 @@ class RunLog:
 
 def noted(errors: Sequence[ForecastError]) -> dict[str, dict[int, float]]:
     """Return errors of forecasts by part and step, each the largest of its images. This waits once."""
+    if not errors:
+        return {}
     found: dict[str, dict[int, float]] = {}
     largest = [one.error.max() for one in errors]
-    values = torch.stack([one.to(largest[0].device) for one in largest]).cpu() if largest else []
+    values = torch.stack([one.to(largest[0].device) for one in largest]).cpu()
     for one, error in zip(errors, map(float, values), strict=True):
         of_part = found.setdefault(one.part, {})
         before = of_part.get(one.step, error)
