@@ -24,7 +24,7 @@ class Conditions:
         is_unet: whether the denoiser is a UNet that can skip steps below its finest level.
         scale: pixels per side of a latent position; None: sizes are given in latents.
         slower: text about blocks that take longer merged than dense; None: none are known.
-        estimate: text about the closeness of the last picture; empty: nothing is known.
+        estimate: line about the closeness of the last picture; empty: nothing is known.
         watched: text about other people's code that looks into the model; empty: there is none.
     """
 
@@ -62,7 +62,7 @@ def summary(
     if run is not None:
         lines.append(f"  last run: {_happened(run)}")
     if conditions.estimate:
-        lines.append(f"  estimated: {conditions.estimate}")
+        lines.append(f"  {conditions.estimate}")
     return lines
 
 
