@@ -36,11 +36,6 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_pipeline.write_pipeline(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def pipe(folder):
     pipe = load_pipeline(find_model(str(folder)), torch.float32, CPU)
     pipe.set_progress_bar_config(disable=True)

@@ -1,0 +1,30 @@
+"""The operations of a model are counted once in a session for each configuration and size."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.report import Report, predict
+from tokenmerge_tools.pipelines.loading import denoising_models
+
+_REPORTS: dict[tuple[Any, ...], Report] = {}
+
+
+@pytest.fixture(autouse=True)
+def _each_report_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what the commands predict. Counting takes longer than drawing with a tiny model."""
+
+    def known(pipe_or_model: Any, config: ToMeConfig, *size: Any) -> Report:
+        models = denoising_models(pipe_or_model) or {"": pipe_or_model}
+        architecture = [f"{type(one)} {one.dtype} {dict(one.config)}" for one in models.values()]
+        key = (type(pipe_or_model), *architecture, config, *map(str, size))
+        if key not in _REPORTS:
+            _REPORTS[key] = predict(pipe_or_model, config, *size)
+        return _REPORTS[key]
+
+    for module in ("drawing", "bench.prepare", "cli.inspect"):
+        monkeypatch.setattr(import_module(f"tokenmerge_tools.{module}"), "predict", known)
