@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.report import Report, predict
-from tokenmerge_tools.pipelines.loading import denoising_models
+from tokenmerge_tools.pipelines.loading import denoising_models, find_model
+from tokenmerge_tools.pipelines.meta_model import load_sketch
 
+_PREDICTING = ("drawing", "bench.prepare", "cli.inspect")
 _REPORTS: dict[tuple[Any, ...], Report] = {}
 
 
@@ -26,5 +29,17 @@ def _each_report_once(monkeypatch: pytest.MonkeyPatch) -> None:
             _REPORTS[key] = predict(pipe_or_model, config, *size)
         return _REPORTS[key]
 
-    for module in ("drawing", "bench.prepare", "cli.inspect"):
+    for module in _PREDICTING:
         monkeypatch.setattr(import_module(f"tokenmerge_tools.{module}"), "predict", known)
+
+
+@pytest.fixture(scope="session")
+def _one_report(folder: Path) -> Report:
+    return predict(load_sketch(find_model(str(folder))).denoiser, ToMeConfig(), 16, 16)
+
+
+@pytest.fixture
+def uncounted(_each_report_once: None, _one_report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predict the same for all settings, for tests that read only the settings."""
+    for module in _PREDICTING:
+        monkeypatch.setattr(import_module(f"tokenmerge_tools.{module}"), "predict", lambda *_: _one_report)

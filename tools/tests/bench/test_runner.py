@@ -348,7 +348,7 @@ def test_settings_that_follow_the_steps_are_timed_over_a_generation(
 def test_a_pipeline_tells_its_steps_and_its_guidance(measure: Measure) -> None:
     variants = ("tome:reuse.every=2,max_downsample=2", "tome:correction.every=2,scope=block")
     variants += ("ibtm", "tome:plans.every=2")
-    records = measure(variants=variants, scope="pipeline", steps=4, rounds=1, ratio=(0.25,))
+    records = measure(variants=variants, scope="pipeline", steps=2, rounds=1, ratio=(0.25,))
     assert {(record.status, record.message) for record in records} == {("ok", "")}
     caches = [record.facts["kept_bytes"] > 0 for record in records[1:]]
     assert caches == [record.conditions["variant"] != "ibtm" for record in records[1:]]

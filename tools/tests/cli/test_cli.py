@@ -227,13 +227,6 @@ def test_inspect_prints_the_report_and_cuts_nothing(folder, capsys):
     assert "…" not in printed
 
 
-@pytest.fixture
-def uncounted(folder, monkeypatch):
-    """Let ``inspect`` count no operations, for tests that read only the settings it prints."""
-    report = predict(load_sketch(find_model(str(folder))).denoiser, ToMeConfig(), 16, 16)
-    monkeypatch.setattr(import_module("tokenmerge_tools.cli.inspect"), "predict", lambda *_: report)
-
-
 @pytest.mark.usefixtures("uncounted")
 def test_without_a_method_it_is_auto_or_merging_alone(folder, capsys):
     assert main(["inspect", str(folder), "--speedup", "1.5", "--steps", "10", "--json"]) == 0
