@@ -217,6 +217,6 @@ def unmerge(plan: Plan, y: Tensor) -> Tensor:
 
 def add_unmerged(plan: Plan, x: Tensor, y: Tensor) -> Tensor:
     """Add to each token the value of its merged token: ``[b, n, c]``, ``[b, m, c]`` → ``[b, n, c]``."""
-    if isinstance(plan, IndexPlan) and x.dtype == y.dtype and kernels.used(x, y):
+    if kernels.ON and isinstance(plan, IndexPlan) and x.dtype == y.dtype and kernels.used(x, y):
         return kernels.add_rows(x, y, plan.inverse)
-    return x + unmerge(plan, y)
+    return x + plan.unmerge(y)
