@@ -9,28 +9,33 @@ from typing import Any
 import pytest
 
 from tokenmerge.config import ToMeConfig
+from tokenmerge.models.find import find_hosts
 from tokenmerge.report import Report, predict
-from tokenmerge_tools.pipelines.loading import denoising_models, find_model
+from tokenmerge_tools.pipelines.loading import find_model
 from tokenmerge_tools.pipelines.meta_model import load_sketch
 
-_PREDICTING = ("drawing", "bench.prepare", "cli.inspect")
+_PREDICTING = (
+    "tokenmerge.handle",
+    *("tokenmerge_tools.drawing", "tokenmerge_tools.bench.prepare", "tokenmerge_tools.cli.inspect"),
+)
 _REPORTS: dict[tuple[Any, ...], Report] = {}
 
 
 @pytest.fixture(autouse=True)
 def _each_report_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep what the commands predict. Counting takes longer than drawing with a tiny model."""
+    """Keep what commands and handles predict. Counting takes longer than drawing with a tiny model."""
 
     def known(pipe_or_model: Any, config: ToMeConfig, *size: Any) -> Report:
-        models = denoising_models(pipe_or_model) or {"": pipe_or_model}
-        architecture = [f"{type(one)} {one.dtype} {dict(one.config)}" for one in models.values()]
-        key = (type(pipe_or_model), *architecture, config, *map(str, size))
+        *others, dense = (*size, {})[:6]
+        roots = [host.root for host in find_hosts(pipe_or_model)]
+        architecture = [f"{type(root).__name__} {root.dtype} {root.config}" for root in roots]
+        key = (type(pipe_or_model), *architecture, config, str(others), str([*dense.values()]))
         if key not in _REPORTS:
             _REPORTS[key] = predict(pipe_or_model, config, *size)
         return _REPORTS[key]
 
     for module in _PREDICTING:
-        monkeypatch.setattr(import_module(f"tokenmerge_tools.{module}"), "predict", known)
+        monkeypatch.setattr(import_module(module), "predict", known)
 
 
 @pytest.fixture(scope="session")
@@ -42,4 +47,4 @@ def _one_report(folder: Path) -> Report:
 def uncounted(_each_report_once: None, _one_report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     """Predict the same for all settings, for tests that read only the settings."""
     for module in _PREDICTING:
-        monkeypatch.setattr(import_module(f"tokenmerge_tools.{module}"), "predict", lambda *_: _one_report)
+        monkeypatch.setattr(import_module(module), "predict", lambda *_: _one_report)

@@ -128,8 +128,8 @@ class _Benchmark:
                 continue
             dense = {"dense": prepared[cell.dense(FUSED)], "dense, same attention": prepared[cell.dense()]}
             references = {name: tuple(one.seconds) for name, one in dense.items() if one.failure is None}
-            figures = {"seconds": tuple(ready.seconds), "peak_bytes": ready.peak_bytes}
-            self._finish(setting, cell, facts=facts, references=references, **figures)
+            seconds, peak = tuple(ready.seconds), ready.peak_bytes
+            self._finish(setting, cell, None, facts, references=references, seconds=seconds, peak_bytes=peak)
         self.unfinished.clear()
 
     def _timed(self, setting: Setting, cells: Mapping[str, PreparedCell]) -> Iterator[str]:
