@@ -27,7 +27,8 @@ from tokenmerge import (
     token_merging,
 )
 from tokenmerge.config import dense_outside, read_metadata
-from tokenmerge.default_method import settings_for
+from tokenmerge.default_method import DefaultMethod, settings_for
+from tokenmerge.models.find import find_hosts
 from tokenmerge.planners import PLANNERS, calibration
 from tokenmerge.runtime.patching.patch import state_of
 
@@ -271,3 +272,10 @@ def test_the_handle_estimates_how_close_the_last_picture_is(fast):
     apply_token_merging(pipe, ToMeConfig(reuse=StepReuse(every=2)))
     run(pipe, 12)
     assert patch.error is not None  # that of its own last run
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_cached_numbers_are_counted_for_a_picture_with_guidance(dtype, itemsize):
+    pipe = pipeline(unet=hosts.unet().to(dtype))
+    method = DefaultMethod.of(pipe, find_hosts(pipe), 2.0)
+    assert method.facts.number_bytes == 2 * itemsize

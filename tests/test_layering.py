@@ -17,13 +17,14 @@ ROOT = Path(tokenmerge.__file__).parent
 # of the package, a folder of integrations, or a room of runtime.
 MAY_IMPORT = {
     "errors": "",
+    "text_table": "",
     "ops": "",
     "integrations.export": "ops",
     "merge": "errors ops integrations.export",
     "config": "errors",
     "presets": "config",
     "integrations.portable": "config",
-    "integrations.paddle": "errors config presets integrations.portable",
+    "integrations.paddle": "errors text_table config presets integrations.portable",
     "paddle": "integrations.paddle",
     "planners": "ops config",
     "models": "errors",
@@ -33,8 +34,7 @@ MAY_IMPORT = {
     "runtime.blocks": "errors ops config planners models runtime.steps runtime.memory",
     "runtime.patching": "errors ops config planners models plans runtime.steps runtime.memory runtime.blocks",
     "pictures": "",
-    "report": "errors config planners models plans "
-    "runtime.steps runtime.memory runtime.blocks runtime.patching",
+    "report": "errors text_table config planners models plans runtime.steps runtime.memory runtime.patching",
     "vit": "errors ops config models runtime.steps runtime.memory runtime.blocks runtime.patching report",
     "default_method": "config planners models plans runtime.steps runtime.memory",
     "integrations.comfyui": "errors ops config presets planners models plans "

@@ -19,8 +19,9 @@ from tokenmerge.planners.calibration import fewest_tokens
 from tokenmerge.plans import Facts, Plan, facts_of, highest_speedup, plan_for
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
+from tokenmerge.runtime.steps.scheduler import schedule_ends_clean
 
-__all__ = ["DefaultMethod", "settings_for"]
+__all__ = ["DefaultMethod", "schedule_ends_clean", "settings_for"]
 
 # Functions that run fused attention, of PyTorch or other kernels, called by the model or by its processor in
 # diffusers.
@@ -62,6 +63,7 @@ class DefaultMethod:
             guidance=default_guidance(pipe_or_model),
             follows_steps=follows_steps,
             proportional=allows_proportional(pipe_or_model, hosts),
+            number_bytes=denoiser.usual_batch * dtype_of(denoiser.root).itemsize,
             fewest_tokens=fewest_tokens(
                 device_of(pipe_or_model, denoiser.root),
                 dtype_of(denoiser.root),
@@ -95,17 +97,21 @@ class DefaultMethod:
             guidance: scale of classifier-free guidance; None: unknown.
             ends_clean: whether almost no noise is left before the last step.
         """
-        facts = dataclasses.replace(self._known(grid, steps, guidance), ends_clean=ends_clean)
-        settings = plan_for(facts, self.speedup).config
+        settings = self.plan(grid, steps, guidance, ends_clean).config
         for change in self.changes:
             settings = change(settings)
         return settings
 
     def plan(
-        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
+        self,
+        grid: GridShape | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        ends_clean: bool = False,
     ) -> Plan:
         """Return the plan of one generation, without changes; the arguments are those of :meth:`settings`."""
-        return plan_for(self._known(grid, steps, guidance), self.speedup)
+        facts = dataclasses.replace(self._known(grid, steps, guidance), ends_clean=ends_clean)
+        return plan_for(facts, self.speedup)
 
     def shortfall(
         self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None

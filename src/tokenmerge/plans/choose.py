@@ -9,10 +9,17 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
-from tokenmerge.plans.cost import costs_of
+from tokenmerge.plans.cost import correction_bytes, costs_of
 from tokenmerge.plans.facts import Facts
 from tokenmerge.plans.places import later_ones, nearest, without_the_last
-from tokenmerge.plans.policy import Power, fewest_tokens, harms_of, is_strong, tail_of_a_clean_end
+from tokenmerge.plans.policy import (
+    Power,
+    fewest_tokens,
+    harms_of,
+    is_strong,
+    most_correction_bytes,
+    tail_of_a_clean_end,
+)
 
 # The ratios of token merging, and the distances of corrections, that are tried.
 _RATIOS = tuple(i / 20 for i in range(4, 16))
@@ -104,10 +111,13 @@ def _mixes(facts: Facts) -> Iterator[_Mix]:
     for merging in _mergings(facts, harms.corrected is not None):
         costs = costs_of(facts, merging)
         every = merging.correction.every
-        merged = harms.of_merging(merging.scope, merging.ratio, every, merging.proportional)
+        merged = {
+            distance: harms.of_merging(merging.scope, merging.ratio, distance, merging.proportional)
+            for distance in {min(every, complete) for complete, _ in counts}
+        }
         for complete, finest in counts:
             dense = -(-complete // every) if every else 0
-            harm = skipped[complete, finest] + merged
+            harm = skipped[complete, finest] + merged[min(every, complete)]
             yield _Mix(merging, complete, finest, costs.speedup(complete, finest, dense), harm)
 
 
@@ -120,9 +130,15 @@ def _mergings(facts: Facts, corrects: bool) -> Iterator[ToMeConfig]:
         return
     scopes = ["layers"] * facts.layers + ["block"] * (facts.whole_blocks and facts.model != "unet")
     residuals = facts.model == "transformer" and facts.follows_steps and facts.compares_residuals
-    corrects = corrects and facts.follows_steps and facts.corrections
-    corrections = _CORRECTIONS if corrects else (0,)
-    for scope, ratio, every in itertools.product(scopes, _RATIOS, corrections):
+    corrects = corrects and facts.follows_steps
+    corrections = {
+        scope: _CORRECTIONS
+        if corrects and correction_bytes(facts, scope) <= most_correction_bytes()
+        else (0,)
+        for scope in scopes
+    }
+    own = ((scope, every) for scope in scopes for every in corrections[scope])
+    for (scope, every), ratio in itertools.product(own, _RATIOS):
         yield ToMeConfig(
             ratio=ratio,
             max_downsample=deepest,

@@ -44,11 +44,7 @@ def summary(
 ) -> list[str]:
     """Return the lines of the summary.
 
-    Args:
-        config: the settings.
-        conditions: further facts.
-        report: the counts at the size and steps of the last run, or the default ones; None: unknown.
-        run: what happened in the last run; None: there was none.
+    ``report`` has the counts at the size and steps of the last run, or the default ones; None: unknown.
     """
     lines = [title(config, conditions)]
     if report is not None:
@@ -103,10 +99,8 @@ def _plan(config: ToMeConfig, report: Report, is_unet: bool) -> list[str]:
 def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
     """Draw a generation plan as one sign for each step.
 
-    Args:
-        plan: the plan.
-        merges: whether any block merges at the size of the generation.
-        is_unet: whether the model has a finest level that can run alone.
+    ``merges`` says whether any block merges at the size of the generation, and ``is_unet`` whether the model
+    has a finest level that can run alone.
     """
     signs = "".join(map(_sign, plan))
     if not merges:

@@ -72,7 +72,7 @@ class ProportionalAttention(TorchFunctionMode):
         sizes = self._sizes_of(len(key), key.shape[-2])
         if sizes is None:
             return function(**given)
-        bias = once(sizes, key.dtype, lambda: sizes.log().to(key.dtype))
+        bias = once(sizes, key.dtype, lambda: _log(sizes, key.dtype))
         bias = bias.view(len(bias), *[1] * (key.ndim - 2), -1)
         mask = given.get("attn_mask")
         if mask is not None and mask.dtype == torch.bool:
@@ -127,3 +127,10 @@ class ProportionalAttention(TorchFunctionMode):
                 "scaled_dot_product_attention, a back-end of diffusers or xFormers, and this one computes it "
                 "in another way; take the default attention processor, or proportional=False"
             )
+
+
+def _log(sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the logarithm of sizes in a dtype: one launch, but in a graph, which fuses two."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return sizes.log().to(dtype)
+    return torch.log(sizes, out=torch.empty_like(sizes, dtype=dtype))

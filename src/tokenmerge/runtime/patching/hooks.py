@@ -320,12 +320,14 @@ def _guidance_copies(
 
     The tensor is there only where reading it would synchronise the device.
     """
-    equal = copies_are_equal(state.call.latents(root, sample), expected) if expected > 1 else None
-    if equal is None:
+    if expected == 1:
         return 1, None
-    if not needs_sync(equal):
-        return (expected if equal else 1), None
-    if state.facts.follows_steps and not torch.compiler.is_compiling():
+    latents = state.call.latents(root, sample)
+    if state.facts.follows_steps and needs_sync(latents[0]) and not torch.compiler.is_compiling():
         question = (expected, len(sample), *sample[0].shape)
-        return (expected if tracker.answer(question, lambda: bool(equal)) else 1), None
-    return expected, equal
+        equal = tracker.answer(question, lambda: bool(copies_are_equal(latents, expected)))
+        return (expected if equal else 1), None
+    found = copies_are_equal(latents, expected)
+    if found is None:
+        return 1, None
+    return (expected, found) if needs_sync(found) else (expected if found else 1, None)
