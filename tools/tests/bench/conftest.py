@@ -7,11 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch import nn
 
-from tokenmerge import ToMeConfig
-from tokenmerge.report import Report
-from tokenmerge_tools.bench import prepare, runner
+from tokenmerge_tools.bench import runner
 from tokenmerge_tools.bench.geometry import GEOMETRIES, Geometry
 from tokenmerge_tools.bench.grid import BenchOptions
 from tokenmerge_tools.bench.runner import run_grid
@@ -47,21 +44,8 @@ def _tiny_geometry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(GEOMETRIES, "tiny", tiny_geometry())
 
 
-_REPORTS: dict[tuple, Report] = {}
-
-
 @pytest.fixture(autouse=True)
-def _each_report_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the operations of the tiny model once for each configuration and size, not in every test."""
-    predict = prepare.predict
-
-    def known(model: nn.Module, config: ToMeConfig, *size: int) -> Report:
-        key = (sum(parameter.numel() for parameter in model.parameters()), config, size)
-        if key not in _REPORTS:
-            _REPORTS[key] = predict(model, config, *size)
-        return _REPORTS[key]
-
-    monkeypatch.setattr(prepare, "predict", known)
+def _no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "source_commit", lambda: None)  # it has tests of its own, and asks git
 
 

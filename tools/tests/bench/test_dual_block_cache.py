@@ -107,11 +107,11 @@ def test_blocks_are_skipped_as_often_as_the_settings_say_and_nothing_is_left(pip
 def test_where_no_step_is_skipped_as_many_operations_are_counted_as_without_a_cache(pipe):
     dense, copied = twin(pipe), twin(pipe)
     with counting(dense.transformer) as wanted:
-        draw(dense)
+        draw(dense, steps=5)  # the cache can skip those of the second half
     with spec_of("cache-dit:threshold=1e-9").apply(copied, None), counting(copied.transformer) as found:
-        draw(copied)
+        draw(copied, steps=5)
     assert found.flops == wanted.flops > 0
-    assert found.calls == wanted.calls == STEPS
+    assert found.calls == wanted.calls == 5
 
 
 def test_the_taylor_series_changes_the_picture_and_not_which_steps_are_full(pipe):
@@ -178,7 +178,7 @@ def test_a_setting_out_of_range_names_what_is_allowed(pipe, text, words):
 
 @pytest.mark.parametrize("steps", [4, 6, 7])
 def test_a_mask_is_refused_for_a_number_of_steps_that_has_none(pipe, steps):
-    draw(pipe)  # leaves attributes
+    draw(pipe, steps=1)  # leaves attributes
     copied = twin(pipe)
     before = state(copied)
     expected = pytest.raises(ConfigError, match="got 7") if steps == 7 else contextlib.nullcontext()

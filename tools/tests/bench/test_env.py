@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib import metadata
 
+import pytest
 import torch
 
 import tokenmerge
@@ -31,6 +32,7 @@ def test_what_is_not_installed_is_none(monkeypatch):
     assert found["attention"]["xformers"] is None
 
 
+@pytest.mark.slow
 def test_it_is_json_and_imports_no_optional_library():
     script = (
         "import json, sys\n"

@@ -17,8 +17,8 @@ from tokenmerge.api import Patch
 from tokenmerge.errors import ConfigError
 from tokenmerge.planners import PLANNERS
 from tokenmerge.report import predict
-from tokenmerge_tools.bench import cell_group, runner
 from tokenmerge_tools.bench import prepare as prepare_module
+from tokenmerge_tools.bench import runner
 from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser
 from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile, read_records
 from tokenmerge_tools.records.kinds import CellRecord
@@ -65,7 +65,7 @@ def test_cells_take_turns_after_their_warm_up(measure: Measure, monkeypatch: pyt
             order.append(measured.variant)
             yield measured
 
-    monkeypatch.setattr(cell_group, "interleaved", spy)
+    monkeypatch.setattr(runner, "interleaved", spy)
     runs: list[prepare_module.PreparedCell] = []
     original = prepare_module.PreparedCell.run
     monkeypatch.setattr(prepare_module.PreparedCell, "run", lambda self: (runs.append(self), original(self)))
@@ -118,12 +118,12 @@ import os, signal, sys
 from pathlib import Path
 sys.path[:0] = {path!r}
 from tools.tests.bench import conftest
-from tokenmerge_tools.bench import cell_group, runner
+from tokenmerge_tools.bench import runner
 from tokenmerge_tools.bench.grid import BenchOptions
 
 conftest.GEOMETRIES["tiny"] = conftest.tiny_geometry()
 runner.source_commit = lambda: None
-interleaved, calls = cell_group.interleaved, []
+interleaved, calls = runner.interleaved, []
 
 def until_killed(*arguments):
     for measured in interleaved(*arguments):
@@ -132,7 +132,7 @@ def until_killed(*arguments):
         if len(calls) == {calls}:
             os.kill(os.getpid(), signal.SIGKILL)
 
-cell_group.interleaved = until_killed
+runner.interleaved = until_killed
 runner.run_grid(BenchOptions(**{axes!r}), Path({out!r}))
 """
 
@@ -166,7 +166,7 @@ def test_a_kill_loses_no_timed_call(
             again.append(measured.variant)
             yield measured
 
-    monkeypatch.setattr(cell_group, "interleaved", counted)
+    monkeypatch.setattr(runner, "interleaved", counted)
     records = measure(**axes)
     assert len(again) == left
     assert {record.status for record in records} == {"ok"}
@@ -335,7 +335,7 @@ def test_settings_that_follow_the_steps_are_timed_over_a_generation(
         for measured in interleaved(calls, repeat, device):
             yield type(measured)(measured.variant, {"dense, sdpa": 1.0}.get(measured.variant, 3.0), None)
 
-    monkeypatch.setattr(cell_group, "interleaved", paced)
+    monkeypatch.setattr(runner, "interleaved", paced)
     _, merged = measure(variants=('tome:rules=[{"start": 0.5, "ratio": 0}]',), steps=4, rounds=2)
     assert told == [(i, 4) for i in range(4)] * 3  # a warm-up, two rounds
     assert merged.seconds == (3.0 / 4,) * 2
@@ -346,8 +346,9 @@ def test_settings_that_follow_the_steps_are_timed_over_a_generation(
 
 
 def test_a_pipeline_tells_its_steps_and_its_guidance(measure: Measure) -> None:
-    variants = ("tome:reuse.every=2,max_downsample=2", "tome:correction.every=2,scope=block", "ibtm", "toma")
-    records = measure(variants=variants, scope="pipeline", steps=4, rounds=1, ratio=(0.25,))
+    variants = ("tome:reuse.every=2,max_downsample=2", "tome:correction.every=2,scope=block")
+    variants += ("ibtm", "tome:plans.every=2")
+    records = measure(variants=variants, scope="pipeline", steps=2, rounds=1, ratio=(0.25,))
     assert {(record.status, record.message) for record in records} == {("ok", "")}
     caches = [record.facts["kept_bytes"] > 0 for record in records[1:]]
     assert caches == [record.conditions["variant"] != "ibtm" for record in records[1:]]

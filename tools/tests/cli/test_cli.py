@@ -50,11 +50,6 @@ def fast(monkeypatch):
     monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 4)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_pipeline.write_pipeline(tmp_path_factory.mktemp("models") / "tiny")
-
-
 def refused(capsys, *arguments, said=""):
     """The one line that the command prints to stderr. ``said`` begins the line that it has printed before."""
     assert main(list(map(str, arguments))) == 2
@@ -232,6 +227,7 @@ def test_inspect_prints_the_report_and_cuts_nothing(folder, capsys):
     assert "…" not in printed
 
 
+@pytest.mark.usefixtures("uncounted")
 def test_without_a_method_it_is_auto_or_merging_alone(folder, capsys):
     assert main(["inspect", str(folder), "--speedup", "1.5", "--steps", "10", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["method"] == "auto"
@@ -272,6 +268,7 @@ def test_inspect_as_json_is_the_report(folder, capsys):
         ),
     ],
 )
+@pytest.mark.usefixtures("uncounted")
 def test_a_method_keeps_what_the_options_leave_out(options, config, folder, capsys):
     assert main(["inspect", str(folder), "--method", "toma", *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -512,6 +509,7 @@ def test_too_little_memory_for_a_picture_is_one_line(
     assert "lower --" in line
 
 
+@pytest.mark.slow
 def test_with_torch_alone_the_extra_is_named():
     ran = subprocess.run(
         [sys.executable, "-c", TORCH_ALONE + RUN, "env"], capture_output=True, text=True, check=False

@@ -164,6 +164,7 @@ def call(*given: object):
     return CliRunner().invoke(app, [*map(str, given)])
 
 
+@pytest.mark.usefixtures("uncounted")
 def test_inspect_and_generate_apply_a_file(model, tuned, tmp_path) -> None:
     shown = call("inspect", model, "--settings", tuned, "--steps", 4, "--json")
     assert shown.exit_code == 0, shown.output
@@ -176,12 +177,14 @@ def test_inspect_and_generate_apply_a_file(model, tuned, tmp_path) -> None:
     assert ToMeConfig.from_dict(config) == CONFIG
 
 
+@pytest.mark.usefixtures("uncounted")
 def test_another_size_or_number_of_steps_is_said(model, tuned) -> None:
     shown = call("inspect", model, "--settings", tuned, "--steps", 8, "--size", 64)
     assert shown.exit_code == 0, shown.output
     assert "found for latents of 16 × 16, not 32 × 32 and for 4 steps, not 8" in shown.stderr
 
 
+@pytest.mark.usefixtures("uncounted")
 def test_a_plan_is_used_for_what_it_was_found_for(model, plan) -> None:
     for given in ((), ("--size", 32, "--guidance", 7.5)):
         shown = call("inspect", model, "--settings", plan, "--steps", 4, *given, "--json")
@@ -190,6 +193,7 @@ def test_a_plan_is_used_for_what_it_was_found_for(model, plan) -> None:
         assert "found for" not in shown.stderr
 
 
+@pytest.mark.usefixtures("uncounted")
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -206,6 +210,7 @@ def test_elsewhere_the_default_method_takes_the_place_of_a_plan(model, plan, giv
     assert f"plan was found for {words}, so the default method runs with speedup=1.2" in shown.stderr
 
 
+@pytest.mark.usefixtures("uncounted")
 @pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")  # diffusers
 def test_another_solver_takes_the_place_of_a_plan_too(model, plan, tmp_path) -> None:
     done = call("generate", "a boat", "--model", model, "--settings", plan, "--steps", 4, "--device", "cpu",
@@ -214,6 +219,7 @@ def test_another_solver_takes_the_place_of_a_plan_too(model, plan, tmp_path) -> 
     assert "found for DDIMScheduler, not EulerDiscreteScheduler" in done.stderr
 
 
+@pytest.mark.usefixtures("uncounted")
 def test_a_setting_of_the_command_line_replaces_that_of_the_file(model, tuned) -> None:
     shown = call("inspect", model, "--settings", tuned, "--ratio", 0.5, "--json")
     assert json.loads(shown.stdout)["merging"]["ratio"] == 0.5

@@ -36,11 +36,6 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_pipeline.write_pipeline(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def pipe(folder):
     pipe = load_pipeline(find_model(str(folder)), torch.float32, CPU)
     pipe.set_progress_bar_config(disable=True)
@@ -169,6 +164,7 @@ def test_ratio_zero_gives_the_dense_picture_and_says_so(folder, tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["quality"]["psnr_db"] == ["inf"]
 
 
+@pytest.mark.usefixtures("uncounted")
 @pytest.mark.parametrize("guidance", [None, 3.0])
 def test_the_default_method_is_that_of_the_guidance_of_the_run(folder, tmp_path, guidance):
     merging = MethodSpec("auto", {"speedup": 1.3})
@@ -194,6 +190,7 @@ def test_a_tolerance_adds_steps_and_the_picture_names_those_that_ran(folder, tmp
     assert len(config.reuse.steps_of(8).full) == 8
 
 
+@pytest.mark.usefixtures("uncounted")
 def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_path):
     """The picture is the dense one if none of the two steps merges, and differs if one of them does."""
     for until, equal in ((0.2, True), (0.5, False)):
@@ -210,6 +207,7 @@ def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_p
         assert np.array_equal(pixels(out / "dense-00.png"), pixels(out / "merged-00.png")) == equal
 
 
+@pytest.mark.usefixtures("uncounted")
 def test_a_method_that_chooses_by_the_model_says_what_it_chose(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     changes = {"ratio": 0.25, "planner": "tome", "min_tokens": 64}

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_pipeline
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -131,11 +130,6 @@ def test_a_file_that_says_nothing_is_refused(picture):
 
 
 # --- generate --like ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tiny_pipeline.write_pipeline(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def run(*arguments: object) -> None:

@@ -48,11 +48,6 @@ pytestmark = [pytest.mark.filterwarnings(ignore_array_copy), pytest.mark.filterw
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_pipeline.write_pipeline(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def controlnet(tmp_path_factory):
     return tiny_pipeline.write_controlnet(tmp_path_factory.mktemp("controlnets") / "tiny")
 

@@ -15,6 +15,7 @@ import pytest
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("gradio")
+pytestmark = pytest.mark.slow  # a process of its own
 
 API = "/gradio_api"
 PATIENCE = 240  # seconds: long enough that only failing tests reach it, even on a busy machine

@@ -19,11 +19,6 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_pipeline.write_pipeline(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def studio():
     return Trials()
 

@@ -12,7 +12,7 @@ from torch import nn
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import Report, predict
-from tokenmerge_tools.bench.cells import Cell
+from tokenmerge_tools.bench.cells import Cell, Setting
 from tokenmerge_tools.bench.inputs import InputSize
 from tokenmerge_tools.bench.loaded_model import LoadedModel
 from tokenmerge_tools.failures import Failure
@@ -81,14 +81,14 @@ class PreparedCell:
 class CellBuilder:
     """Prepares the cells of one setting on a loaded model.
 
-    The variants stay applied until ``variants`` is closed. ``samples`` is the batch size of the denoiser, and
-    ``steps`` the number of denoising steps of a whole pipeline.
+    The variants stay applied until ``variants`` is closed. ``samples`` is the batch size of the denoiser.
     """
 
-    def __init__(
-        self, model: LoadedModel, size: InputSize, samples: int, steps: int, variants: contextlib.ExitStack
-    ) -> None:
-        self.model, self.size, self.samples, self.steps, self.variants = model, size, samples, steps, variants
+    def __init__(self, model: LoadedModel, setting: Setting, variants: contextlib.ExitStack) -> None:
+        self.model, self.steps, self.variants = model, setting.steps, variants
+        self.samples = setting.batch * (2 if model.guided else 1)
+        in_call = self.samples if model.alone else setting.batch
+        self.size = InputSize(setting.height, setting.width, model.scale, in_call, setting.frames or 1)
         self._reports: dict[ToMeConfig, Report] = {}
 
     def prepare(self, cell: Cell) -> PreparedCell:
@@ -171,8 +171,7 @@ def compile_cache() -> Iterator[None]:
     """
     import torch._dynamo.config as dynamo
 
-    limit = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
     torch.compiler.reset()
-    with dynamo.patch({limit: 1024, f"accumulated_{limit}": 4096}):
+    with dynamo.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
         yield
     torch.compiler.reset()

@@ -5,25 +5,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tokenmerge_tools.bench.cell_group import CellGroup
-from tokenmerge_tools.bench.cells import Cell, Setting, plan_cells
+from tokenmerge_tools.bench.cells import FUSED, Cell, Setting, plan_cells
 from tokenmerge_tools.bench.grid import BenchOptions
 from tokenmerge_tools.bench.loaded_model import LoadedModel, load_model
-from tokenmerge_tools.bench.prepare import compile_cache
+from tokenmerge_tools.bench.prepare import CellBuilder, PreparedCell, compile_cache
 from tokenmerge_tools.failures import Failure
 from tokenmerge_tools.machine import environment, source_commit
 from tokenmerge_tools.pipelines.loading import free_memory
 from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
 from tokenmerge_tools.records.file import ResultsFile, UnfinishedCells
 from tokenmerge_tools.records.kinds import CellRecord, key_of
-from tokenmerge_tools.timing import peak_memory_meaning
+from tokenmerge_tools.timing import interleaved, peak_memory_meaning
+from tokenmerge_tools.variants.variant import VARIANTS
+
+# A compiled cell may compile again in its second call, because its first call changed the model's state.
+_COMPILED_WARM_UP = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +88,9 @@ class _Benchmark:
 
     def measure(self, setting: Setting, cells: Sequence[Cell]) -> None:
         """Measure the cells of a setting that are not in the file yet, or failed."""
-        conditions, finish = partial(self._conditions, setting), partial(self._finish, setting)
         pending = []
         for cell in cells:
-            known = self.file.records.get(key_of(conditions(cell)))
+            known = self.file.records.get(key_of(self._conditions(setting, cell)))
             if known is None or known.status == "error":
                 pending.append(cell)
             else:
@@ -104,14 +105,69 @@ class _Benchmark:
             if failure.status == "unavailable":
                 failure = dataclasses.replace(failure, status="error")
             for cell in pending:
-                finish(cell, failure)
+                self._finish(setting, cell, failure)
             return
         with contextlib.ExitStack() as variants:
             if any(cell.compile for cell in pending):
                 variants.enter_context(compile_cache())
-            group = (setting, model, self.device, variants, self.unfinished, conditions, finish)
-            CellGroup(*group).measure(pending)
+            self._measure(setting, pending, CellBuilder(model, setting, variants))
         free_memory()
+
+    def _measure(self, setting: Setting, cells: Sequence[Cell], builder: CellBuilder) -> None:
+        """Measure and record these cells, and run the dense cells that they are compared with."""
+        prepared = {cell: builder.prepare(cell) for cell in _with_dense(cells)}
+        waiting = {str(cell): cell for cell in cells}
+        for name in self._timed(setting, {str(cell): ready for cell, ready in prepared.items()}):
+            cell = waiting.get(name)
+            if cell is None or not (ready := prepared[cell]).is_finished(setting.rounds):
+                continue
+            del waiting[name]
+            facts = _facts(setting, builder, ready, prepared[cell.dense()])
+            if ready.failure is not None:
+                self._finish(setting, cell, ready.failure, facts)
+                continue
+            dense = {"dense": prepared[cell.dense(FUSED)], "dense, same attention": prepared[cell.dense()]}
+            references = {name: tuple(one.seconds) for name, one in dense.items() if one.failure is None}
+            seconds, peak = tuple(ready.seconds), ready.peak_bytes
+            self._finish(setting, cell, None, facts, references=references, seconds=seconds, peak_bytes=peak)
+        self.unfinished.clear()
+
+    def _timed(self, setting: Setting, cells: Mapping[str, PreparedCell]) -> Iterator[str]:
+        """Warm up and time cells with interleaved calls; yield the name of a cell after each timed call.
+
+        Cells that failed or finished before are yielded first. A cell that fails in the warm-up is yielded
+        right after its failure. Rounds that an earlier run timed before it was killed are not repeated. If
+        that run was killed within a round, the round continues with the remaining cells.
+        """
+        rounds = setting.rounds
+        keys = {name: key_of(self._conditions(setting, ready.cell)) for name, ready in cells.items()}
+        runnable = [name for name, ready in cells.items() if ready.failure is None]
+        done = min((len(self.unfinished.calls[keys[name]]) for name in runnable), default=0)
+        for name in runnable:
+            for call in self.unfinished.calls[keys[name]][: min(done + 1, rounds)]:
+                cells[name].add(*call)
+        yield from (name for name in cells if cells[name].is_finished(rounds))
+        if done >= rounds:
+            return
+        compiled = any(ready.cell.compile for ready in cells.values())
+        has_block_caches = any(_is_block_cache(ready.cell) for ready in cells.values())
+        for turn in range(max(setting.warmup, _COMPILED_WARM_UP if compiled else 1)):
+            for name, ready in cells.items():
+                counts = has_block_caches and turn == 0 and ready.report is None
+                ready.run_counted() if counts else ready.run()
+                if ready.failure is not None:
+                    yield name
+        every = {name: ready.run for name, ready in cells.items()}
+        begun = {name: run for name, run in every.items() if len(cells[name].seconds) <= done}
+        first = int(len(begun) < len(every))  # 1 if a round was interrupted
+        for calls, repeat in ((begun, first), (every, rounds - done - first)):
+            for measured in interleaved(calls, repeat, self.device):
+                ready = cells[measured.variant]
+                if ready.failure is None:
+                    timed = measured.seconds / ready.calls, measured.peak_bytes
+                    ready.add(*timed)
+                    self.unfinished.add(keys[measured.variant], timed)
+                yield measured.variant
 
     def _conditions(self, setting: Setting, cell: Cell) -> dict[str, Any]:
         return {**dataclasses.asdict(setting), **cell.conditions(), **self.machine}
@@ -150,6 +206,39 @@ class _Benchmark:
             dtype = resolve_dtype(setting.dtype, self.device)
             self._loaded = wanted, load_model(dtype=dtype, device=self.device, **arguments)
         return self._loaded[1]
+
+
+def _facts(
+    setting: Setting, builder: CellBuilder, ready: PreparedCell, dense: PreparedCell
+) -> dict[str, Any]:
+    report, config = ready.report, ready.config
+    notes = list(builder.model.notes)
+    facts: dict[str, Any] = {"samples": builder.samples}
+    if ready.failure is None and ready.cell.merged is not None:
+        facts["steps_used"] = ready.steps
+        notes.append(f"{ready.steps} of {setting.steps} steps")
+    elif ready.failure is None and _is_block_cache(ready.cell) and ready.flops and dense.flops:
+        facts |= {"flops_dense": dense.flops, "flops_merged": ready.flops}
+        notes.append("operations were counted in a run; they are the mean over its calls of the denoiser")
+    elif ready.failure is None and report is not None and config is not None:
+        merged = report.flops_merged if report.flops_mean is None else report.flops_mean
+        facts |= {"config": config.to_dict(), "kept_bytes": report.kept_bytes}
+        facts |= {"flops_dense": report.flops_dense, "flops_merged": merged}
+        notes += report.notes
+        if ready.calls > 1:
+            notes.append(f"the mean over the {ready.calls} calls of a generation, since their cost differs")
+    return {**facts, "notes": notes}
+
+
+def _is_block_cache(cell: Cell) -> bool:
+    kind = VARIANTS[cell.spec.name]
+    return kind.is_faster and kind.method is None
+
+
+def _with_dense(cells: Iterable[Cell]) -> list[Cell]:
+    cells = list(cells)
+    dense = [cell.dense(attention) for cell in cells for attention in (FUSED, None)]
+    return list(dict.fromkeys([*dense, *cells]))
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ def bench(
         raise
     finally:
         for table in measured_tables(done):
-            terminal.show(terminal.as_rich(table), *(f"note: {note}" for note in table.notes))
+            terminal.show(table)
     terminal.say(f"{len(done)} cells are in {out}; next: tokenmerge report {out}")
 
 

@@ -60,8 +60,4 @@ def evaluate(
     with terminal.progress_bars("pictures") as on_progress:
         records = run_evaluate(options, on_progress, on_note=lambda note: terminal.say(f"note: {note}"))
     (table,) = quality_tables(records)
-    terminal.show(
-        terminal.as_rich(table),
-        *(f"note: {note}" for note in table.notes),
-        f"written to {options.out}; next: tokenmerge report {options.out.parent}",
-    )
+    terminal.show(table, f"written to {options.out}; next: tokenmerge report {options.out.parent}")

@@ -28,17 +28,24 @@ from tokenmerge_tools.drawing import Progress
 from tokenmerge_tools.generate.result import Result, VariantResult
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.reporting.tables import Table as PlainTable
+from tokenmerge_tools.reporting.tables import TableRow
 
 # Pipes and files have no width, so tables are as wide as their content.
 _NO_EDGE = 10_000
 _SECONDS_BETWEEN_LINES = 10
 
 
-def show(table: Table, *lines: str) -> None:
-    """Print a table and lines below it. Lines are not wrapped if the output is not a terminal."""
+def show(plain: PlainTable, *lines: str) -> None:
+    """Print a table, its notes and other lines. Lines are not wrapped if the output is not a terminal."""
     console = Console(width=None if sys.stdout.isatty() else _NO_EDGE)
+    table = Table(title=Text(plain.title), title_justify="left")
+    for number, name in enumerate(plain.header):
+        words = number < plain.words
+        table.add_column(name, justify="left" if words else "right", overflow="fold")
+    for row in plain.rows:
+        table.add_row(*map(Text, row.cells))
     console.print(table)
-    for line in lines:
+    for line in (*(f"note: {note}" for note in plain.notes), *lines):
         console.print(Text(line))
 
 
@@ -88,27 +95,14 @@ def _in_lines(unit: str, clock: Callable[[], float] = time.monotonic) -> Callabl
     return move
 
 
-@contextlib.contextmanager
-def working(what: str) -> Iterator[None]:
-    """Show on stderr, if it is a terminal, what is running."""
-    with Console(stderr=True).status(f"{what} …"):
-        yield
+def working(what: str) -> contextlib.AbstractContextManager[object]:
+    """Show on stderr, if it is a terminal, what is running within the context."""
+    return Console(stderr=True).status(f"{what} …")
 
 
 def say(text: str) -> None:
     """Print a line to stderr immediately."""
     print(text, file=sys.stderr, flush=True)
-
-
-def as_rich(plain: PlainTable) -> Table:
-    """Turn a table of a report into one for the terminal."""
-    table = Table(title=Text(plain.title), title_justify="left")
-    for number, name in enumerate(plain.header):
-        words = number < plain.words
-        table.add_column(name, justify="left" if words else "right", overflow="fold")
-    for row in plain.rows:
-        table.add_row(*map(Text, row.cells))
-    return table
 
 
 def say_what(options: GenerateOptions) -> None:
@@ -174,35 +168,27 @@ def _what_ran(result: Result, steps: int) -> str:
     return f"{ran} ran the whole model; {share:.0f} % of the tokens merged"
 
 
-def result_table(result: Result) -> Table:
+def result_table(result: Result) -> PlainTable:
     """Make a table of time, speed-up, memory and closeness of each variant."""
     c = result.conditions
     size = f"{c['pipeline']}, {c['width']} x {c['height']}, {c['options']['steps']} steps"
     title = f"{size}, batch {result.batch}, {c['dtype']} on {c['device']}"
     compared = len(result.variants) > 1
     speedup, closeness = (["speed-up"], ["PSNR", "SSIM"]) if compared else ([], [])
-    table = _empty(
-        title, "variant", "time per image (fastest to slowest)", *speedup, "peak memory", *closeness
-    )
+    header = ("variant", "time per image (fastest to slowest)", *speedup, "peak memory", *closeness)
+    rows = []
     for variant in result.variants:
         times, gain = variant.per_image(result.batch), result.speedup(variant)
-        table.add_row(
+        spread = f" ({_seconds(times.fastest)} to {_seconds(times.slowest)})" if times.runs > 1 else ""
+        cells = (
             variant.name,
-            _seconds(times.median)
-            + (f" ({_seconds(times.fastest)} to {_seconds(times.slowest)})" if times.runs > 1 else ""),
+            _seconds(times.median) + spread,
             *([] if gain is None else [f"{gain:.2f}x"]),
             "n/a" if variant.peak_bytes is None else f"{variant.peak_bytes / 2**20:,.0f} MiB",
             *(_closeness(result, variant) if compared else ()),
         )
-    return table
-
-
-def _empty(title: str, *columns: str) -> Table:
-    """Make a table whose first column holds text, and the others numbers."""
-    table = Table(title=Text(title), title_justify="left")
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", overflow="fold")
-    return table
+        rows.append(TableRow(cells))
+    return PlainTable(title, header, tuple(rows))
 
 
 def result_notes(result: Result) -> list[str]:

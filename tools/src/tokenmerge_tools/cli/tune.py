@@ -49,8 +49,7 @@ def tune(
     table = tuned_table(search)
     written = write_result(search)
     terminal.show(
-        terminal.as_rich(table),
-        *(f"note: {note}" for note in table.notes),
+        table,
         verdict(search),
         *written,
         f"records: {options.records}",

@@ -11,7 +11,7 @@ from typing import Any
 from tokenmerge.errors import MissingExtraError
 
 Arrays = Mapping[str, Any]  # by the names of a model's inputs
-Run = Callable[[Arrays], Any]  # inputs → the output
+Run = Callable[[Arrays], list[Any]]  # inputs → the output, followed by the named values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Format:
     """A format of exported models, for the program ``title``, which is the first of ``packages``.
 
     ``write`` writes an ONNX program of PyTorch to a folder, and ``load`` makes a function that runs the model
-    in it, on a number of threads or all. ``look_inside`` returns the output and named values from one run.
+    in it, on a number of threads or all (None), and also returns the values in it with the given names.
     """
 
     title: str
@@ -27,8 +27,7 @@ class Format:
     packages: tuple[str, ...]
     file: str
     write: Callable[[Any, Path], None]
-    load: Callable[[Path, int | None], Run]
-    look_inside: Callable[[Path, Sequence[str], Arrays], list[Any]]
+    load: Callable[[Path, Sequence[str], int | None], Run]
 
     def require(self) -> None:
         """Raise a MissingExtraError if a package is not installed."""
@@ -43,34 +42,23 @@ def _write_onnx(program: Any, folder: Path) -> None:
     program.save(folder / "model.onnx", external_data=True)
 
 
-def _load_onnx(folder: Path, threads: int | None) -> Run:
-    run = _onnx_session(folder / "model.onnx", threads)
-    return lambda arrays: run(arrays)[0]
-
-
-def _look_inside_onnx(folder: Path, names: Sequence[str], arrays: Arrays) -> list[Any]:
+def _load_onnx(folder: Path, names: Sequence[str], threads: int | None) -> Run:
     import onnx
-
-    model = onnx.load(folder / "model.onnx", load_external_data=False)
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    file = folder / "inside.onnx"  # in the folder of the weights, which it shares
-    try:
-        file.write_bytes(model.SerializeToString())
-        return _onnx_session(file, None)(arrays)
-    finally:
-        file.unlink(missing_ok=True)
-
-
-def _onnx_session(file: Path, threads: int | None) -> Callable[[Arrays], list[Any]]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or 0
+    file = folder / "model.onnx"
+    if names:
+        model = onnx.load(file, load_external_data=False)
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+        file = folder / "inside.onnx"  # in the folder of the weights, which it shares
+        file.write_bytes(model.SerializeToString())
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    names = {one.name for one in session.get_inputs()}
-    return lambda arrays: list(
-        session.run(None, {name: value for name, value in arrays.items() if name in names})
-    )
+    if names:
+        file.unlink()
+    inputs = {one.name for one in session.get_inputs()}
+    return lambda arrays: list(session.run(None, {name: arrays[name] for name in arrays if name in inputs}))
 
 
 def _write_openvino(program: Any, folder: Path) -> None:
@@ -88,16 +76,7 @@ def _write_openvino(program: Any, folder: Path) -> None:
     onnx.rmdir()
 
 
-def _load_openvino(folder: Path, threads: int | None) -> Run:
-    run = _openvino_model(folder, threads, ())
-    return lambda arrays: run(arrays)[0]
-
-
-def _look_inside_openvino(folder: Path, names: Sequence[str], arrays: Arrays) -> list[Any]:
-    return _openvino_model(folder, None, names)(arrays)
-
-
-def _openvino_model(folder: Path, threads: int | None, inner: Sequence[str]) -> Callable[[Arrays], list[Any]]:
+def _load_openvino(folder: Path, names: Sequence[str], threads: int | None) -> Run:
     import openvino
 
     # bfloat16 is the default on CPUs that have it, but matching then finds other tokens than in float32.
@@ -106,14 +85,14 @@ def _openvino_model(folder: Path, threads: int | None, inner: Sequence[str]) -> 
         settings["INFERENCE_NUM_THREADS"] = threads
     core = openvino.Core()
     read = core.read_model(folder / "model.xml")
-    if inner:
-        read.add_outputs(list(inner))
+    if names:
+        read.add_outputs(list(names))
     model = core.compile_model(read, "CPU", settings)
-    names = {name for one in model.inputs for name in one.get_names()}
+    inputs = {name for one in model.inputs for name in one.get_names()}
 
     def run(arrays: Arrays) -> list[Any]:
-        found = model({name: value for name, value in arrays.items() if name in names})
-        return [found[0], *(found[name] for name in inner)]
+        found = model({name: arrays[name] for name in arrays if name in inputs})
+        return [found[0], *(found[name] for name in names)]
 
     return run
 
@@ -122,11 +101,11 @@ FORMATS = {
     # From opset 23 on, attention is one operator, but ONNX Runtime 1.32 refuses masks of one row there.
     "onnx": Format(
         *("ONNX Runtime", 20, ("onnxruntime", "onnx", "onnxscript"), "model.onnx"),
-        *(_write_onnx, _load_onnx, _look_inside_onnx),
+        *(_write_onnx, _load_onnx),
     ),
     # With this operator OpenVINO always finds its fused attention.
     "openvino": Format(
         *("OpenVINO", 23, ("openvino", "onnx", "onnxscript"), "model.xml"),
-        *(_write_openvino, _load_openvino, _look_inside_openvino),
+        *(_write_openvino, _load_openvino),
     ),
 }

@@ -20,18 +20,10 @@ _METHODS = {"method", "settings_file"}
 def options_like(
     path: Path, options: Mapping[str, Any], given: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Fill in options from the parameters of a picture.
+    """Fill in options from the parameters of a picture. Return them, and notes on what could not be taken.
 
-    The model is taken only if it is bundled, so that a picture from elsewhere cannot load a model.
-
-    Args:
-        path: PNG file of the picture.
-        options: arguments of :class:`GenerateOptions`, by name.
-        given: names of the options that the user gave; they are kept. Single settings of token merging
-            replace those of the picture.
-
-    Returns:
-        The options, and notes on parameters that could not be taken.
+    The model is taken only if it is bundled, so that a picture from elsewhere cannot load a model. Options
+    ``given`` by the user are kept, and single settings of token merging replace those of the picture.
     """
     picture, notes = read_picture(path), []
     if "model" not in given and picture.model is not None and picture.model not in demo.NAMES:

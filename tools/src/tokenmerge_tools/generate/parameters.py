@@ -44,19 +44,9 @@ _ENTRY = re.compile(r'(\w[\w \-/]{1,60}):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """The parameters of a picture. None: unknown, or the model's default.
+    """The parameters of a picture. None: unknown, or the model's default; ``merging`` is also None if dense.
 
-    Args:
-        prompt: text of the picture.
-        seed: seed of this picture.
-        steps: denoising steps.
-        size: (width, height) in pixels.
-        negative_prompt: what the picture should not show.
-        guidance: scale of classifier-free guidance.
-        scheduler: short name or class name.
-        model: bundled model or hub id. For a folder or a checkpoint, only its name.
-        controlnet: likewise.
-        merging: the settings of token merging. None: dense, or unknown.
+    The size is (width, height) in pixels. Of a model in a folder or file, there is only the name.
     """
 
     prompt: str
@@ -96,11 +86,7 @@ def _name(model: str) -> str:
 def write_picture(picture: Image, parameters: Parameters, metadata: str | None, path: Path) -> None:
     """Write a PNG file with the parameters of its picture.
 
-    Args:
-        picture: the picture.
-        parameters: its parameters, without token merging.
-        metadata: the settings as :meth:`tokenmerge.Patch.metadata` returns them; None: dense.
-        path: path of the file.
+    ``metadata`` has the settings of merging, as :meth:`tokenmerge.Patch.metadata` returns them; None: dense.
     """
     from PIL.PngImagePlugin import PngInfo
 

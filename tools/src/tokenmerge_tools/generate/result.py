@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.report import Report, RunSteps
+from tokenmerge_tools.files import write_json
 from tokenmerge_tools.timing import Measurement, Times
 
 
@@ -20,13 +20,6 @@ class VariantResult:
     name: str
     seconds: tuple[float, ...]
     peak_bytes: int | None
-
-    @classmethod
-    def of(cls, name: str, measurements: Iterable[Measurement]) -> VariantResult:
-        """Collect the measurements of one variant."""
-        own = [one for one in measurements if one.variant == name]
-        peak = max((one.peak_bytes for one in own if one.peak_bytes is not None), default=None)
-        return cls(name, tuple(one.seconds for one in own), peak)
 
     def per_image(self, batch: int) -> Times:
         """Return the seconds per picture, which are the seconds per call divided by the batch."""
@@ -44,9 +37,9 @@ class Quality:
     ssim: tuple[float, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Result:
-    """All results of a run. Dense comes first among the variants, if it ran.
+    """The results of a run so far. Dense comes first among the names of the variants, if it runs.
 
     ``quality`` is None without a dense run or without torchmetrics, and ``steps`` if they were not recorded.
     ``config`` has the settings, and ``summary`` is the text of the patch after the run.
@@ -55,14 +48,25 @@ class Result:
     folder: Path
     conditions: dict[str, Any]
     batch: int
-    variants: tuple[VariantResult, ...]
-    quality: Quality | None
+    names: tuple[str, ...]
     report: Report
-    notes: tuple[str, ...]
-    complete: bool
     config: ToMeConfig
+    measurements: list[Measurement] = dataclasses.field(default_factory=list)
+    quality: Quality | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+    complete: bool = False
     summary: str = ""
     steps: RunSteps | None = None
+
+    @property
+    def variants(self) -> list[VariantResult]:
+        """The measurements of each variant."""
+        found = []
+        for name in self.names:
+            own = [one for one in self.measurements if one.variant == name]
+            peak = max((one.peak_bytes for one in own if one.peak_bytes is not None), default=None)
+            found.append(VariantResult(name, tuple(one.seconds for one in own), peak))
+        return found
 
     def speedup(self, variant: VariantResult) -> float | None:
         """Return the median time of dense over that of ``variant``; None if either was not timed."""
@@ -70,6 +74,10 @@ class Result:
         if dense.name != "dense" or not dense.seconds or not variant.seconds:
             return None
         return dense.per_image(self.batch).median / variant.per_image(self.batch).median
+
+    def write(self) -> None:
+        """Write ``run.json``."""
+        write_json(self.folder / "run.json", self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of ``run.json``. An infinite PSNR becomes the string ``"inf"``."""
@@ -92,7 +100,7 @@ class Result:
             "variants": variants,
             "quality": quality,
             "report": self.report.to_dict(),
-            "notes": list(self.notes),
+            "notes": self.notes,
             "summary": self.summary,
             **({} if self.steps is None else {"steps": self.steps.to_dicts()}),
         }

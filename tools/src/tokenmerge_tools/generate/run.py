@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from tokenmerge.config.origin import DEFAULT
 from tokenmerge.errors import ConfigError, MissingExtraError, reason_of
 from tokenmerge.handle import RecordedPlan
-from tokenmerge.report import RunSteps
 from tokenmerge_tools.closeness import psnr, ssim
 from tokenmerge_tools.drawing import Drawing, Progress, Studio, merged_groups, prepare
 from tokenmerge_tools.failures import is_of_compiler, is_out_of_memory
@@ -24,10 +23,9 @@ from tokenmerge_tools.files import (
     prepare_folder,
     slug,
     write_atomically,
-    write_json,
 )
 from tokenmerge_tools.generate.parameters import parameters_of, write_picture
-from tokenmerge_tools.generate.result import Quality, Result, VariantResult
+from tokenmerge_tools.generate.result import Quality, Result
 from tokenmerge_tools.machine import environment
 from tokenmerge_tools.method_spec import check_compile
 from tokenmerge_tools.pipelines.call import load_pipeline_for
@@ -40,7 +38,7 @@ from tokenmerge_tools.pipelines.settings import (
     scheduler_class_name,
 )
 from tokenmerge_tools.sheets import Pair, as_tensor, comparison
-from tokenmerge_tools.timing import Measurement, peak_memory_meaning
+from tokenmerge_tools.timing import peak_memory_meaning
 from tokenmerge_tools.variants import contexts
 
 if TYPE_CHECKING:
@@ -60,11 +58,8 @@ def generate(
     of which the first makes the pictures. Results are written as soon as they exist, so that an interrupted
     run keeps them: the dense pictures before the first merged call, and ``run.json`` after every call.
 
-    Args:
-        options: what to draw, and how.
-        on_progress: is called after each step of a timed call.
-        on_start: is called with the options, once the model is loaded and the size is known.
-        on_comparison: is called with the path of the picture that compares dense and merged, once it exists.
+    ``on_progress`` is called after each step of a timed call, ``on_start`` with the options once the size is
+    known, and ``on_comparison`` with the path of the picture that compares dense and merged once it exists.
     """
     require_diffusers("tokenmerge generate")
     if options.compile and not options.merging.needs_model:
@@ -101,18 +96,16 @@ class _Generating:
         on_progress: Callable[[Progress], None],
         on_comparison: Callable[[Path], None],
     ) -> None:
-        self.pipe, self.folder = pipe, folder
         self.on_comparison = on_comparison
         # A compiled model is one graph for all steps, so its settings cannot change over the steps.
         prepared = prepare(pipe, options, control, follows_steps=False if options.compile else None)
-        self.call, self.config, self.report = prepared.call, prepared.config, prepared.report
-        self.options = prepared.options
+        self.call, self.options = prepared.call, prepared.options
         if options.compile:
-            check_compile(self.config)
+            check_compile(prepared.config)
         width, height = size = prepared.options.size or (0, 0)
-        self.conditions = {
+        conditions = {
             "options": options.to_dict(),
-            "config": self.config.to_dict(),
+            "config": prepared.config.to_dict(),
             "pipeline": type(pipe).__name__,
             "scheduler": type(pipe.scheduler).__name__,
             "width": width,
@@ -125,15 +118,13 @@ class _Generating:
         }
         self.parameters = parameters_of(options, size)
         self.metadata: Callable[[], str] = str
-        self.summary = ""
-        self.measurements: list[Measurement] = []
-        self.quality: Quality | None = None
-        self.steps: RunSteps | None = None
-        self.notes = list(self.report.notes)
+        self.variants = ("dense", "merged") if options.compare else ("merged",)
+        about = (folder, conditions, options.batch, self.variants, prepared.report, prepared.config)
+        self.result = Result(*about, notes=list(prepared.report.notes))
         done: Counter[str] = Counter()
 
         def on_step(name: str, steps_per_call: int) -> None:
-            if name not in self._variants():  # it warms up
+            if name not in self.variants:  # it warms up
                 return
             done[name] += 1
             calls = options.repeat + (name == "merged" and options.record_steps)
@@ -143,47 +134,46 @@ class _Generating:
 
     def run(self) -> Result:
         """Time the calls; the first of each variant makes the pictures."""
-        options, merging = self.options, self.options.merging
-        self._write_record(complete=False)
+        options, merging, result = self.options, self.options.merging, self.result
+        result.write()
         method = f"{DEFAULT} {merging.speedup:g}" if merging.needs_model else ""
-        apply = partial(contexts.tokenmerge, config=self.config, method=method)
+        apply = partial(contexts.tokenmerge, config=result.config, method=method)
         if options.min_psnr is not None:
             apply = partial(contexts.within_tolerance, speedup=merging.speedup, min_psnr=options.min_psnr)
         with self.studio as studio:
             patch = studio.add("merged", apply)
             self.metadata = patch.metadata
             with patch.record() as plans:
-                for name in self._variants():
+                for name in self.variants:
                     studio.warm_up(name, self.call)
             if options.compile:  # only now, so that no graph contains the recording of plans
-                for name in self._variants():
+                for name in self.variants:
                     _compile(studio.pipes[name])
                     studio.warm_up(name, self.call)
             with contextlib.nullcontext(plans) if options.compile else patch.record() as plans:
                 pictures = {one.variant: one.pictures for one in self._timed(1)}
             if options.compare:
                 self._compare(pictures["dense"], pictures["merged"], plans)
-                self._write_record(complete=False)
+                result.write()
             for _ in self._timed(options.repeat - 1):
                 pass
-            self.summary = str(patch)
+            result.summary = str(patch)
             if options.record_steps:
                 patch.record_steps(True)
                 studio.draw("merged", self.call)
-                self.steps = patch.steps
-        return self._write_record(complete=True)
+                result.steps = patch.steps
+        result.complete = True
+        result.write()
+        return result
 
     def _timed(self, repeat: int) -> Iterator[Drawing]:
         """Draw and time interleaved calls, and write the record after each, and the pictures of the first."""
-        for drawing in self.studio.rounds(dict.fromkeys(self._variants(), self.call), repeat):
-            if not any(earlier.variant == drawing.variant for earlier in self.measurements):
+        for drawing in self.studio.rounds(dict.fromkeys(self.variants, self.call), repeat):
+            if not any(earlier.variant == drawing.variant for earlier in self.result.measurements):
                 self._write_pictures(drawing)
-            self.measurements.append(drawing)
-            self._write_record(complete=False)
+            self.result.measurements.append(drawing)
+            self.result.write()
             yield drawing
-
-    def _variants(self) -> tuple[str, ...]:
-        return ("dense", "merged") if self.options.compare else ("merged",)
 
     def _write_pictures(self, drawing: Drawing) -> None:
         """Write one picture per seed."""
@@ -191,7 +181,7 @@ class _Generating:
         for index, picture in enumerate(drawing.pictures):
             parameters = dataclasses.replace(self.parameters, seed=self.call.seeds[index])
             write_atomically(
-                self.folder / f"{drawing.variant}-{index:02d}.png",
+                self.result.folder / f"{drawing.variant}-{index:02d}.png",
                 partial(write_picture, picture, parameters, metadata),
             )
 
@@ -200,50 +190,33 @@ class _Generating:
         captions = [f"seed {seed}" for seed in self.call.seeds]
         try:
             images, reference = as_tensor(merged), as_tensor(dense)
-            self.quality = Quality(
+            quality = Quality(
                 psnr=tuple(psnr(images, reference).tolist()), ssim=tuple(ssim(images, reference).tolist())
             )
+            self.result.quality = quality
             captions = [
                 f"{caption} · identical"
                 if math.isinf(psnr_db)
                 else f"{caption} · PSNR {psnr_db:.1f} dB · SSIM {similarity:.3f}"
-                for caption, psnr_db, similarity in zip(
-                    captions, self.quality.psnr, self.quality.ssim, strict=True
-                )
+                for caption, psnr_db, similarity in zip(captions, quality.psnr, quality.ssim, strict=True)
             ]
         except MissingExtraError as error:
-            self.notes.append(str(error))
+            self.result.notes.append(str(error))
         groups = [merged_groups(plans, index, len(merged)) for index in range(len(merged))]
         rows = [
             Pair(dense[index], merged[index], groups[index][0], captions[index])
             for index in range(len(merged))
         ]
+        width, height = self.options.size or (0, 0)
         picture = comparison(
             rows,
-            dense=f"{self.conditions['width']} x {self.conditions['height']}, {self.options.steps} steps",
+            dense=f"{width} x {height}, {self.options.steps} steps",
             merged=self.options.merging.title,
             groups=groups[0][1],
         )
-        path = self.folder / "comparison.png"
+        path = self.result.folder / "comparison.png"
         write_atomically(path, picture.save)
         self.on_comparison(path)
-
-    def _write_record(self, complete: bool) -> Result:
-        result = Result(
-            folder=self.folder,
-            conditions=self.conditions,
-            batch=self.options.batch,
-            variants=tuple(VariantResult.of(name, self.measurements) for name in self._variants()),
-            quality=self.quality,
-            report=self.report,
-            notes=tuple(self.notes),
-            complete=complete,
-            config=self.config,
-            summary=self.summary,
-            steps=self.steps,
-        )
-        write_json(self.folder / "run.json", result.to_dict())
-        return result
 
 
 def _compile(pipe: DiffusionPipeline) -> None:

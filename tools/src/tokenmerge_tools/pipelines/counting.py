@@ -23,12 +23,7 @@ _ON_A_CPU = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attent
 
 
 class Counted:
-    """The operations that a model ran.
-
-    Attributes:
-        flops: operations of all its calls within :func:`counting` so far.
-        calls: number of these calls.
-    """
+    """The operations of all calls of a model within :func:`counting` so far, and the number of the calls."""
 
     flops: int = 0
     calls: int = 0

@@ -39,13 +39,10 @@ _USUAL_SCALE = 8
 
 @dataclasses.dataclass(frozen=True)
 class ModelSketch:
-    """A pipeline without weights, made from its configs.
+    """A pipeline without weights, made from its configs. The denoiser is on the meta device.
 
-    Attributes:
-        denoiser: on the meta device.
-        scale: pixels per latent position along each side.
-        size: default (width, height) in pixels; None if unknown.
-        notes: the assumptions that were made.
+    ``scale`` is the number of pixels per latent position along each side, and ``size`` the default (width,
+    height) in pixels, None if unknown. ``notes`` are the assumptions that were made.
     """
 
     denoiser: Any

@@ -51,12 +51,8 @@ class Gate:
     """Refuses what the page does not send, before Gradio reads it. An ASGI middleware.
 
     A request is refused if its ``Host`` is not an address of this server (a page elsewhere whose name was
-    pointed here), if its ``Origin`` is another page, or if its body is not that of a call of the page.
-
-    Args:
-        app: what answers the other requests.
-        host: the address that the server listens on.
-        visitors: is told who comes and leaves.
+    pointed here), if its ``Origin`` is another page, or if its body is not that of a call of the page. All
+    others go to ``app``. ``host`` is the address that the server listens on.
     """
 
     def __init__(self, app: App, host: str, visitors: Visitors) -> None:

@@ -55,27 +55,22 @@ def charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> lis
 
     They only use cells with fused attention, so that its gain is not credited to merging.
     """
-    return list(_against_closeness(_timed(cells), quality))
-
-
-def _against_closeness(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Iterable[Chart]:
+    timed, found = _timed(cells), []
     for records in _sets_of_pictures(quality):
         first, *_ = metrics = metric_names(records)
         for metric in metrics:
-            lines = tuple(_lines_of_methods(records, metric, cells))
+            lines = tuple(_lines_of_methods(records, metric, timed))
             closeness = [x for line in lines for x, _ in line.points]
             varies = len(closeness) == 1 or len(set(closeness)) > 1
             if lines and (metric == first or varies):
                 with_dense = any(line.name == DENSE for line in lines)
                 closer = "lower" if metric in LOWER_IS_CLOSER else "higher"
-                yield Chart(
-                    f"{AGAINST_CLOSENESS}{quality_name(records[0])}",
-                    f"{metric.upper()}, {closer} is better",
-                    _SPEEDUP,
-                    lines,
-                    None if with_dense else ("dense", 1.0),
-                    metric,
+                title = f"{AGAINST_CLOSENESS}{quality_name(records[0])}"
+                level = None if with_dense else ("dense", 1.0)
+                found.append(
+                    Chart(title, f"{metric.upper()}, {closer} is better", _SPEEDUP, lines, level, metric)
                 )
+    return found
 
 
 def _lines_of_methods(

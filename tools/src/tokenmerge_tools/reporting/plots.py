@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
@@ -18,9 +17,7 @@ COLOURS = (
     *("#882255", "#999933", "#332288", "#44aa99", "#aa4499"),
 )
 _MARKERS = "osD^vPX"
-_GREY = "#767676"
-_DASHED = {"oracle": "--", "fewer-steps": ":"}
-_RATIO = re.compile(r" ratio=[\d.]+")
+_FEWER_STEPS = "fewer-steps"
 _STYLE: Any = {
     "svg.hashsalt": "tokenmerge",
     "svg.fonttype": "none",  # text stays text: a quarter of the size, and searchable
@@ -47,24 +44,20 @@ _PLACES = (
         (-7, 0, "right", "center"),
     ),
 )
-# Methods that have the same colour in every chart.
-_FIXED = {"tome": 0, "tomesd": 1}
+# Lines that have the same colour in every chart.
+_FIXED = {"tome": COLOURS[0], "tomesd": COLOURS[1], _FEWER_STEPS: "#767676"}
 
 
 def draw(chart: Chart) -> str:
     """Draw a chart as an SVG document. Equal charts give equal bytes."""
-    return svg_of(lambda: figure_of(chart), needed_by="the plots of tokenmerge report")
-
-
-def svg_of(make_figure: Callable[[], Any], needed_by: str) -> str:
-    """Render a matplotlib figure as an SVG document. Equal figures give equal bytes."""
     try:
         import matplotlib
     except ImportError as error:
-        raise MissingExtraError("tokenmerge-tools[plots]", f"{needed_by}: they need matplotlib") from error
+        needed_by = "the plots of tokenmerge report: they need matplotlib"
+        raise MissingExtraError("tokenmerge-tools[plots]", needed_by) from error
     with matplotlib.rc_context(_STYLE):
         text = io.StringIO()
-        make_figure().savefig(text, format="svg", metadata={"Date": None})
+        figure_of(chart).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
 
 
@@ -101,15 +94,15 @@ def _in_legend(name: str) -> str:
 
 
 def _fill(axes: Any, chart: Chart) -> None:
-    colours = _colours(chart)
+    colours = cycle(COLOURS[2:])
     for number, line in enumerate(chart.lines):
         axes.plot(
             [x for x, _ in line.points],
             [y for _, y in line.points],
             label=_in_legend(line.name),
-            color=colours[line.name],
+            color=_FIXED.get(line.name) or next(colours),
             marker=_MARKERS[number % len(_MARKERS)],
-            linestyle=next((style for start, style in _DASHED.items() if line.name.startswith(start)), "-"),
+            linestyle=":" if line.name == _FEWER_STEPS else "-",
             markersize=4.5,
         )
     if chart.level is not None:
@@ -121,7 +114,7 @@ def _fill(axes: Any, chart: Chart) -> None:
 
 
 def _label_points(axes: Any, chart: Chart) -> None:
-    """Return label the points that have room beside them. No label covers another one or a point."""
+    """Label the points that have room beside them. No label covers another one or a point."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.transforms import Bbox
 
@@ -151,21 +144,6 @@ def _label_points(axes: Any, chart: Chart) -> None:
 
 def _inside(box: Any, whole: Any) -> bool:
     return whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1
-
-
-def _colours(chart: Chart) -> dict[str, str]:
-    """Return one colour for each method, and grey for the oracle and fewer steps."""
-    families: dict[str, str] = {}
-    free = cycle(colour for number, colour in enumerate(COLOURS) if number not in _FIXED.values())
-    found = {}
-    for line in chart.lines:
-        family = _RATIO.sub("", line.name)
-        if family not in families:
-            bound = family.startswith(tuple(_DASHED))
-            fixed = COLOURS[_FIXED[family]] if family in _FIXED else None
-            families[family] = _GREY if bound else fixed or next(free)
-        found[line.name] = families[family]
-    return found
 
 
 def _plain(text: str) -> str:

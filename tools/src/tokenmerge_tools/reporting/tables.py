@@ -70,8 +70,11 @@ def attention_name(attention: str) -> str:
 
 
 def setting_name(conditions: Mapping[str, Any]) -> str:
-    """Return the title of a setting."""
-    return f"{call_name(conditions)}, {machine_name(conditions)}"
+    """Return the title of a setting: the timed call and the device, with the number of threads for a CPU."""
+    name = f"{call_name(conditions)}, {conditions['device_name']}"
+    if conditions["device"] == "cpu":
+        name += f", {conditions['threads']} thread{'s' if conditions['threads'] > 1 else ''}"
+    return name
 
 
 def call_name(conditions: Mapping[str, Any]) -> str:
@@ -93,14 +96,6 @@ def sampling_name(conditions: Mapping[str, Any]) -> str:
     own = "" if scheduler is None else f", {scheduler}"
     own += "" if guidance is None else f", guidance {guidance:g}"
     return f"{steps} step{'s' if steps > 1 else ''}{own}"
-
-
-def machine_name(conditions: Mapping[str, Any]) -> str:
-    """Return the name of the device, with the number of threads for a CPU."""
-    name: str = conditions["device_name"]
-    if conditions["device"] == "cpu":
-        name += f", {conditions['threads']} thread{'s' if conditions['threads'] > 1 else ''}"
-    return name
 
 
 def _measured(cells: Sequence[CellRecord]) -> Table:
