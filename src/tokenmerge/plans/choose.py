@@ -13,6 +13,7 @@ from tokenmerge.plans.cost import correction_bytes, costs_of
 from tokenmerge.plans.facts import Facts
 from tokenmerge.plans.places import later_ones, nearest, without_the_last
 from tokenmerge.plans.policy import (
+    Harms,
     Power,
     fewest_tokens,
     harms_of,
@@ -64,13 +65,13 @@ def choose(facts: Facts, speedup: float) -> ToMeConfig:
 
 def highest_speedup(facts: Facts) -> float:
     """Return the highest speed-up that any mix reaches in a generation."""
-    return max(plan.speedup for plan in _plans(facts))
+    return max(plan.speedup for plan in plans_of(facts))
 
 
 @functools.lru_cache(maxsize=128)
 def plan_for(facts: Facts, speedup: float) -> Plan:
     """Return the plan of :func:`choose`, with its speed-up and its harm."""
-    plans = _plans(facts)
+    plans = plans_of(facts)
     reaching = [plan for plan in plans if plan.speedup >= speedup]
     if reaching:
         return min(reaching, key=lambda plan: (plan.harm, -plan.speedup))
@@ -78,10 +79,15 @@ def plan_for(facts: Facts, speedup: float) -> Plan:
 
 
 @functools.lru_cache(maxsize=16)
-def _plans(facts: Facts) -> tuple[Plan, ...]:
-    """Return the plans of all mixes that no other mix beats in both speed and harm, the slowest first."""
+def plans_of(facts: Facts, merging: ToMeConfig | None = None) -> tuple[Plan, ...]:
+    """Return the plans of all mixes that no other mix beats in both speed and harm, the slowest first.
+
+    Args:
+        facts: about the generation.
+        merging: settings of token merging, which all these plans have; None: any.
+    """
     best: list[_Mix] = []
-    for mix in sorted(_mixes(facts), key=lambda mix: (-mix.speedup, mix.harm)):
+    for mix in sorted(_mixes(facts, merging), key=lambda mix: (-mix.speedup, mix.harm)):
         if not best or mix.harm < best[-1].harm:
             best.append(mix)
     return tuple(Plan(_settings(facts, mix), mix.speedup, mix.harm) for mix in reversed(best))
@@ -97,10 +103,26 @@ class _Mix(NamedTuple):
     harm: float
 
 
-def _mixes(facts: Facts) -> Iterator[_Mix]:
-    harms = harms_of(facts.model, is_strong(facts.guidance))
-    counts = _counts(facts)
-    inner = "deep" if "deep" in facts.work.parts else "blocks"
+def harm_of(facts: Facts, config: ToMeConfig) -> float:
+    """Return the expected squared error of a generation with these settings, as in a :class:`Plan`."""
+    harms, steps, runs = _harms(facts), facts.steps, config.reuse.steps_of(facts.steps)
+    skipped = _of_runs(steps, runs.full, harms.skip.get(_inner(facts)))
+    skipped += _of_runs(steps, runs.shallow, harms.skip.get("finest"))
+    every = min(config.correction.every, len(runs.full))
+    merged = harms.of_merging(config.scope, config.ratio, every, config.proportional)
+    return skipped + merged * sum(config.at_step(step, steps).merges for step in range(steps)) / steps
+
+
+def _harms(facts: Facts) -> Harms:
+    return harms_of(facts.model, is_strong(facts.guidance))
+
+
+def _inner(facts: Facts) -> str:
+    return "deep" if "deep" in facts.work.parts else "blocks"
+
+
+def _mixes(facts: Facts, merging: ToMeConfig | None) -> Iterator[_Mix]:
+    harms, inner, counts = _harms(facts), _inner(facts), _counts(facts)
     skipped = {
         own: sum(
             _of_runs(facts.steps, runs, harms.skip.get(part))
@@ -108,7 +130,8 @@ def _mixes(facts: Facts) -> Iterator[_Mix]:
         )
         for own in counts
     }
-    for merging in _mergings(facts, harms.corrected is not None):
+    mergings = _mergings(facts, harms.corrected is not None) if merging is None else [merging]
+    for merging in mergings:
         costs = costs_of(facts, merging)
         every = merging.correction.every
         merged = {

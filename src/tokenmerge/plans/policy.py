@@ -58,7 +58,8 @@ class Harms:
         """
         if not ratio:
             return 0.0
-        harm = self.merge[scope].at(ratio) * (1.0 if proportional else self.unweighted)
+        size = self.merge[scope] if scope in self.merge else max(self.merge.values())
+        harm = size.at(ratio) * (1.0 if proportional else self.unweighted)
         if every and self.corrected is not None:
             harm *= min(1.0, self.corrected.at(ratio) * (every - 1))
         return harm
