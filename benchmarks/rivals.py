@@ -1,0 +1,226 @@
+"""Every rival beside the default method on both bundled models, by `tokenmerge evaluate`.
+
+`draw` draws prompts that no rule was fitted on, dense, with `auto`, fewer steps and all settings of all
+rivals, and counts the operations of each picture. It begins with one prompt, and draws the others only with
+variants near the speeds that are compared. `time` times one picture of each of these variants.
+`page` writes docs/rivals.md and its charts. An interrupted run continues.
+
+    python benchmarks/rivals.py draw       # about 45 minutes on one core that does nothing else
+    python benchmarks/rivals.py time
+    python benchmarks/rivals.py page
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
+from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
+from tokenmerge_tools.evaluate.runner import evaluate
+from tokenmerge_tools.pipelines.loading import quiet_libraries
+from tokenmerge_tools.records.file import read_results
+from tokenmerge_tools.records.kinds import QualityRecord
+from tokenmerge_tools.reporting.curves import Chart, Line
+from tokenmerge_tools.reporting.plots import figure_of
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "rivals.md"
+DRAWN = ROOT / "benchmarks" / "rivals_cpu.jsonl"
+TIMED = ROOT / "benchmarks" / "rivals_timed_cpu.jsonl"
+
+SCENES = (("emoji-unet", 3.0), ("emoji-unet", 7.5), ("emoji-mmdit", 3.0), ("emoji-mmdit", 7.0))
+FIRST_PROMPT, SEED, SIZE, STEPS = 70, 46, 128, 20
+SPEEDUPS = (1.3, 1.5, 2.0, 2.5, 3.0)
+COMPARED = (1.3, 3.0)  # counted speed-ups
+NEAR = (1.2, 3.3)
+NOISE = 0.3  # dB
+OWN = ("dense", "auto", "fewer-steps")
+
+
+def draw(prompts: Iterable[int], timed: bool = False) -> None:
+    """Draw what is missing: one prompt with every variant, then more with those of the speeds compared."""
+    quiet_libraries("benchmarks/rivals.py")
+    for count, (model, guidance) in itertools.product(prompts, SCENES):
+        known = [] if count == 1 and not timed else records_of(DRAWN).get((model, guidance), [])
+        near = [spec_of(one) for one in known if one.variant not in OWN and is_near(one)]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "prompts.txt"
+            file.write_text("\n".join(texts(count)), encoding="utf-8")
+            options = EvaluateOptions(
+                model=model,
+                guidance=guidance,
+                prompts=file,
+                seed=SEED,
+                size=(SIZE, SIZE),
+                steps=STEPS,
+                variants=("auto", "fewer-steps", *(near or ["rivals:all"])),
+                speedup=SPEEDUPS,
+                batch=1,
+                samples=0,
+                timed=timed,
+                out=TIMED if timed else DRAWN,
+            )
+            evaluate(options, partial(print, model, guidance, flush=True), print)
+
+
+def texts(count: int) -> list[str]:
+    glyphs, chosen = read_glyphs(), choose_prompts(FIRST_PROMPT + count)[FIRST_PROMPT:]
+    return [caption(glyphs[glyph].name, background) for glyph, background in chosen]
+
+
+def is_near(record: QualityRecord) -> bool:
+    return NEAR[0] <= record.cost.get("counted", 1.0) <= NEAR[1]
+
+
+def spec_of(record: QualityRecord) -> str:
+    own = ",".join(f"{name}={value}" for name, value in record.settings.items())
+    return f"{record.variant}:{own}" if own else record.variant
+
+
+def records_of(file: Path) -> dict[tuple[str, float], list[QualityRecord]]:
+    """Return the records by model and guidance: of each variant, the one with the most pictures."""
+    best: dict[tuple[str, float], dict[str, QualityRecord]] = defaultdict(dict)
+    for record in read_results([file]).quality if file.exists() else ():
+        own = best[record.model, record.conditions["guidance"]]
+        if record.label not in own or own[record.label].images <= record.images:
+            own[record.label] = record
+    return {scene: list(own.values()) for scene, own in best.items()}
+
+
+def points(records: Iterable[QualityRecord]) -> Iterator[tuple[float, QualityRecord]]:
+    """Return records by their counted speed-ups, without those of fewer pictures than dense has."""
+    most = max(record.images for record in records)
+    for record in records:
+        if record.images == most and record.variant != "dense" and "psnr" in record.figures:
+            yield record.cost["counted"], record
+
+
+def own_line(records: Sequence[QualityRecord]) -> tuple[list[float], list[float]]:
+    """Return the counted speed-ups of `auto`, rising, and its closeness."""
+    own = sorted((speed, one.figures["psnr"]) for speed, one in points(records) if one.variant == "auto")
+    return [speed for speed, _ in own], [psnr for _, psnr in own]
+
+
+def leads(records: Sequence[QualityRecord]) -> dict[str, float]:
+    """Return by how much each variant is closer than `auto` at its speed, in dB: one cell for each."""
+    speeds, psnr = own_line(records)
+    low, high = max(COMPARED[0], speeds[0]), min(COMPARED[1], speeds[-1])
+    return {
+        record.label: record.figures["psnr"] - float(np.interp(speed, speeds, psnr))
+        for speed, record in points(records)
+        if record.variant != "auto" and low <= speed <= high
+    }
+
+
+def table(records: Sequence[QualityRecord], times: Mapping[str, QualityRecord]) -> Iterator[str]:
+    """Return a row for each variant: speeds, closeness, and its difference from `auto` at the same speed."""
+    found = leads(records)
+    yield "| variant | counted | measured, one picture | PSNR to dense | against `auto`, as fast counted |"
+    yield "|---|---:|---:|---:|---:|"
+    for speed, record in sorted(points(records), key=lambda point: (point[1].variant != "auto", point[0])):
+        timed = times.get(record.label)
+        measured = f"{timed.speedup:.2f}×" if timed is not None and timed.speedup else ""
+        error = f" ± {record.errors['psnr']:.1f}" if "psnr" in record.errors else ""
+        lead = f"{found[record.label]:+.1f} dB" if record.label in found else ""
+        psnr = f"{record.figures['psnr']:.1f}{error} dB"
+        yield f"| {record.label} | {speed:.2f}× | {measured} | {psnr} | {lead} |"
+
+
+def chart(model: str, guidance: float, records: Sequence[QualityRecord]) -> Chart:
+    """Return closeness over counted speed-up, with a line for each variant and a point for each setting."""
+    families: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for speed, record in points(records):
+        families[record.variant].append((speed, record.figures["psnr"]))
+    order = sorted(families, key=lambda name: (name not in OWN, name))
+    return Chart(
+        f"{model}, {SIZE} px, {STEPS} steps, guidance {guidance:g}",
+        "speed-up, counted operations",
+        "PSNR to dense, dB",
+        tuple(Line(name, tuple(sorted(families[name]))) for name in order),
+    )
+
+
+def text() -> str:
+    """Return the generated part of the page."""
+    drawn, timed = records_of(DRAWN), records_of(TIMED)
+    parts, above, count = [], [], 0
+    for scene in SCENES:
+        model, guidance = scene
+        records = drawn[scene]
+        found = leads(records)
+        count += len(found)
+        above += [f"{model}, guidance {guidance:g}: {name}" for name, dB in found.items() if dB > NOISE]
+        dense = next(record for record in records if record.variant == "dense")
+        times = {record.label: record for record in timed.get(scene, [])}
+        left_out = [note for note in notes_of_first(scene) if "is left out" in note]
+        title = f"{model}, guidance {guidance:g}"
+        parts += [
+            f"## {title}",
+            f"![Closeness over counted speed-up, {title}]({picture(scene).name})",
+            f"{SIZE} px, {STEPS} steps, {dense.images} prompts.",
+            "\n".join(table(records, times)),
+            "\n".join(f"- {note}" for note in merged(left_out)),
+        ]
+    share = f"{count - len(above)} of {count} cells"
+    named = "\n".join(f"- {one}" for one in above) or "- none"
+    first = (
+        f"In {share} from {COMPARED[0]:g}× to {COMPARED[1]:g}×, no variant is closer than `auto` at the same "
+        f"counted speed by more than {NOISE} dB. The others are:"
+    )
+    return "\n\n".join([first, named, *filter(None, parts)])
+
+
+def notes_of_first(scene: tuple[str, float]) -> list[str]:
+    """Return the notes of the run that tried every rival."""
+    tried = [r for r in read_results([DRAWN]).quality if (r.model, r.conditions["guidance"]) == scene]
+    return [note for record in tried if record.images == 1 for note in record.notes]
+
+
+def merged(notes: Iterable[str]) -> list[str]:
+    """Return notes without the settings of the rival, each once."""
+    return list(dict.fromkeys(re.sub(r"^(\S+)( \S+=\S+)* is", r"`\1` is", note) for note in notes))
+
+
+def picture(scene: tuple[str, float]) -> Path:
+    return PAGE.with_name(f"rivals-{scene[0]}-{scene[1]:g}.png")
+
+
+def written(page: str) -> str:
+    """Return the page with its generated part."""
+    begin, end = "<!-- written by benchmarks/rivals.py -->\n", "<!-- end -->"
+    head, _, rest = page.partition(begin)
+    return head + begin + "\n" + text() + "\n\n" + end + rest.partition(end)[2]
+
+
+def write_page() -> None:
+    for scene, records in records_of(DRAWN).items():
+        with matplotlib.rc_context({"axes.grid": True, "grid.color": "#e4e4e4"}):
+            figure_of(chart(*scene, records)).savefig(picture(scene), dpi=110, metadata={"Software": None})
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("draw", "time", "page"))
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1, 4], help="of draw, one run for each")
+    options = parser.parse_args()
+    if options.what == "page":
+        write_page()
+    else:
+        draw(options.prompts if options.what == "draw" else [1], timed=options.what == "time")
+
+
+if __name__ == "__main__":
+    main()
