@@ -1,8 +1,9 @@
 """Every rival beside the default method on both bundled models, by `tokenmerge evaluate`.
 
 `draw` draws prompts that no rule was fitted on, dense, with `auto`, fewer steps and all settings of all
-rivals, and counts the operations of each picture. It begins with one prompt, and draws the others only with
-variants near the speeds that are compared. `time` times one picture of each of these variants.
+rivals, and counts the operations of each picture. It begins with one prompt and the default settings, goes on
+with settings that may come near the speeds compared, and draws other prompts only with those that did.
+`time` times one picture of each of these variants.
 `page` writes docs/rivals.md and its charts. An interrupted run continues.
 
     python benchmarks/rivals.py draw       # about 45 minutes on one core that does nothing else
@@ -32,6 +33,7 @@ from tokenmerge_tools.records.file import read_results
 from tokenmerge_tools.records.kinds import QualityRecord
 from tokenmerge_tools.reporting.curves import Chart, Line
 from tokenmerge_tools.reporting.plots import figure_of
+from tokenmerge_tools.variants.rivals import RIVALS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "rivals.md"
@@ -47,39 +49,66 @@ NOISE = 0.3  # dB
 OWN = ("dense", "auto", "fewer-steps")
 
 
-def draw(prompts: Iterable[int], timed: bool = False) -> None:
-    """Draw what is missing: one prompt with every variant, then more with those of the speeds compared."""
+def draw(prompts: Iterable[int]) -> None:
+    """Draw what is missing: the defaults, their ladders, and then more prompts."""
+    for scene in SCENES:
+        evaluate_scene(scene, 1, DRAWN, ["rivals"])
+        evaluate_scene(scene, 1, DRAWN, list(ladders(records_of(DRAWN)[scene])))
+    for count, scene in itertools.product(prompts, SCENES):
+        evaluate_scene(scene, count, DRAWN, near(scene))
+
+
+def time() -> None:
+    """Time one picture of each variant of the speeds compared."""
+    for scene in SCENES:
+        evaluate_scene(scene, 1, TIMED, near(scene), timed=True)
+
+
+def evaluate_scene(
+    scene: tuple[str, float], count: int, out: Path, rivals: Sequence[str], timed: bool = False
+) -> None:
+    """Run `tokenmerge evaluate` with rivals, `auto` and fewer steps."""
     quiet_libraries("benchmarks/rivals.py")
-    for count, (model, guidance) in itertools.product(prompts, SCENES):
-        known = [] if count == 1 and not timed else records_of(DRAWN).get((model, guidance), [])
-        near = [spec_of(one) for one in known if one.variant not in OWN and is_near(one)]
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "prompts.txt"
-            file.write_text("\n".join(texts(count)), encoding="utf-8")
-            options = EvaluateOptions(
-                model=model,
-                guidance=guidance,
-                prompts=file,
-                seed=SEED,
-                size=(SIZE, SIZE),
-                steps=STEPS,
-                variants=("auto", "fewer-steps", *(near or ["rivals:all"])),
-                speedup=SPEEDUPS,
-                batch=1,
-                samples=0,
-                timed=timed,
-                out=TIMED if timed else DRAWN,
-            )
-            evaluate(options, partial(print, model, guidance, flush=True), print)
+    model, guidance = scene
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "prompts.txt"
+        file.write_text("\n".join(texts(count)), encoding="utf-8")
+        options = EvaluateOptions(
+            model=model,
+            guidance=guidance,
+            prompts=file,
+            seed=SEED,
+            size=(SIZE, SIZE),
+            steps=STEPS,
+            variants=("auto", "fewer-steps", *rivals),
+            speedup=SPEEDUPS,
+            batch=1,
+            samples=0,
+            timed=timed,
+            out=out,
+        )
+        evaluate(options, partial(print, model, guidance, flush=True), print)
+
+
+def ladders(records: Iterable[QualityRecord]) -> Iterator[str]:
+    """Return settings of the rivals that ran: stronger ones if the default is too slow, and vice versa."""
+    for record in records:
+        kind = RIVALS.get(record.variant)
+        if kind is not None and kind.number is not None:
+            (name, default), speed = kind.number, record.cost["counted"]
+            for value in kind.ladder:
+                if (value >= default or speed >= NEAR[0]) and (value <= default or speed <= NEAR[1]):
+                    yield f"{record.variant}:{name}={value}"
+
+
+def near(scene: tuple[str, float]) -> list[str]:
+    found = [one for one in records_of(DRAWN)[scene] if one.variant not in OWN]
+    return [spec_of(one) for one in found if NEAR[0] <= one.cost.get("counted", 1.0) <= NEAR[1]]
 
 
 def texts(count: int) -> list[str]:
     glyphs, chosen = read_glyphs(), choose_prompts(FIRST_PROMPT + count)[FIRST_PROMPT:]
     return [caption(glyphs[glyph].name, background) for glyph, background in chosen]
-
-
-def is_near(record: QualityRecord) -> bool:
-    return NEAR[0] <= record.cost.get("counted", 1.0) <= NEAR[1]
 
 
 def spec_of(record: QualityRecord) -> str:
@@ -214,12 +243,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("draw", "time", "page"))
-    parser.add_argument("--prompts", type=int, nargs="+", default=[1, 4], help="of draw, one run for each")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[4], help="of draw, one run for each")
     options = parser.parse_args()
-    if options.what == "page":
-        write_page()
+    if options.what == "draw":
+        draw(options.prompts)
     else:
-        draw(options.prompts if options.what == "draw" else [1], timed=options.what == "time")
+        {"time": time, "page": write_page}[options.what]()
 
 
 if __name__ == "__main__":
