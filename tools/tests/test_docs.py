@@ -290,6 +290,7 @@ def test_no_document_names_what_is_gone(document):
 def test_the_page_of_the_command_line_says_what_its_help_says():
     written = runpy.run_path(str(ROOT / "docs" / "command_line.py"))
     assert written["page"]() == written["PAGE"].read_text(encoding="utf-8")
+    assert written["rivals"]() == written["REPRODUCE"].read_text(encoding="utf-8")
 
 
 def test_the_two_commands_are_named_early_and_exist():
