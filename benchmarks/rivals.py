@@ -126,7 +126,7 @@ def records_of(file: Path) -> dict[tuple[str, float], list[QualityRecord]]:
     return {scene: list(own.values()) for scene, own in best.items()}
 
 
-def points(records: Iterable[QualityRecord]) -> Iterator[tuple[float, QualityRecord]]:
+def points(records: Sequence[QualityRecord]) -> Iterator[tuple[float, QualityRecord]]:
     """Return records by their counted speed-ups, without those of fewer pictures than dense has."""
     most = max(record.images for record in records)
     for record in records:
@@ -153,16 +153,18 @@ def leads(records: Sequence[QualityRecord]) -> dict[str, float]:
 
 def table(records: Sequence[QualityRecord], times: Mapping[str, QualityRecord]) -> Iterator[str]:
     """Return a row for each variant: speeds, closeness, and its difference from `auto` at the same speed."""
-    found = leads(records)
-    yield "| variant | counted | measured, one picture | PSNR to dense | against `auto`, as fast counted |"
-    yield "|---|---:|---:|---:|---:|"
+    found, heads = leads(records), ["counted", *["measured"] * bool(times), "PSNR to dense", "against `auto`"]
+    yield f"| variant | {' | '.join(heads)} |"
+    yield "|---|" + "---:|" * len(heads)
     for speed, record in sorted(points(records), key=lambda point: (point[1].variant != "auto", point[0])):
-        timed = times.get(record.label)
-        measured = f"{timed.speedup:.2f}×" if timed is not None and timed.speedup else ""
+        row = [record.label, f"{speed:.2f}×"]
+        if times:
+            timed = times.get(record.label)
+            row.append(f"{timed.speedup:.2f}×" if timed is not None and timed.speedup else "")
         error = f" ± {record.errors['psnr']:.1f}" if "psnr" in record.errors else ""
-        lead = f"{found[record.label]:+.1f} dB" if record.label in found else ""
-        psnr = f"{record.figures['psnr']:.1f}{error} dB"
-        yield f"| {record.label} | {speed:.2f}× | {measured} | {psnr} | {lead} |"
+        row.append(f"{record.figures['psnr']:.1f}{error} dB")
+        row.append(f"{found[record.label]:+.1f} dB" if record.label in found else "")
+        yield f"| {' | '.join(row)} |"
 
 
 def chart(model: str, guidance: float, records: Sequence[QualityRecord]) -> Chart:
@@ -183,7 +185,7 @@ def text() -> str:
     """Return the generated part of the page."""
     drawn, timed = records_of(DRAWN), records_of(TIMED)
     parts, above, count = [], [], 0
-    for scene in SCENES:
+    for scene in filter(drawn.get, SCENES):
         model, guidance = scene
         records = drawn[scene]
         found = leads(records)
@@ -196,7 +198,7 @@ def text() -> str:
         parts += [
             f"## {title}",
             f"![Closeness over counted speed-up, {title}]({picture(scene).name})",
-            f"{SIZE} px, {STEPS} steps, {dense.images} prompts.",
+            f"{SIZE} px, {STEPS} steps, {dense.images} prompt{'s' * (dense.images > 1)}.",
             "\n".join(table(records, times)),
             "\n".join(f"- {note}" for note in merged(left_out)),
         ]
