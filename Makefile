@@ -123,6 +123,7 @@ $(SERVING)/ready: $(VENV)/tested
 		> $$($(SERVING)/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
 	$(SERVING_PIP) --group serving-test
 	$(SERVING_PIP) --no-deps sglang vllm-omni
+	touch $@
 
 $(TRITON)/ready: $(VENV)/tested
 	$(PYTHON) -m venv --without-pip $(TRITON)

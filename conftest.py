@@ -1,8 +1,10 @@
 """Settings for all tests."""
 
 import gc
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -53,9 +55,18 @@ def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def large_grids_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def large_grids_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let only grids merge of which the policy says so, as outside the tests."""
-    monkeypatch.setattr(import_module("tokenmerge.plans.choose"), "fewest_tokens", policy.fewest_tokens)
+    choose = import_module("tokenmerge.plans.choose")
+    monkeypatch.setattr(choose, "fewest_tokens", policy.fewest_tokens)
+    _forget_plans(choose)
+    yield
+    _forget_plans(choose)
+
+
+def _forget_plans(choose: ModuleType) -> None:
+    choose.plan_for.cache_clear()
+    choose._plans.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -105,7 +105,7 @@ def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor
 
 def _largest_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Maximum and its index in each row of ``a @ bᵀ``: ``[b, s, c]``, ``[b, d, c]`` → ``[b, s]`` each."""
-    if kernels.used(a, b):
+    if kernels.ON and kernels.used(a, b):
         rows, columns = (first_numbers(x.shape[1], x.device).unsqueeze(0) for x in (a, b))
         return kernels.largest_products(a, b, rows, columns)
     at_once = _SIMILARITIES_AT_ONCE["cpu" if a.device.type == "cpu" else "other"]

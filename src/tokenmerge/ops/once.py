@@ -26,7 +26,7 @@ def made_once(make: Callable[Sizes, Made]) -> Callable[Sizes, Made]:
 
     @functools.wraps(make)
     def get(*args: Sizes.args, **kwargs: Sizes.kwargs) -> Made:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # sizes may be symbolic
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined] # sizes may be symbolic
             return make(*args, **kwargs)
         empty = torch.empty(0, device=args[-1])  # type: ignore[call-overload]
         if type(empty) is not Tensor:  # FakeTensorMode makes tensors of its own, and takes no others
@@ -51,7 +51,7 @@ def once(of: Tensor, key: Hashable, make: Callable[[], Made], value: Tensor | No
 
     If there is a ``value``, make it anew where that is another tensor than before, or was changed in place.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return make()
     known = _made.setdefault(of, {})
     version = None if value is None or value.is_inference() else value._version

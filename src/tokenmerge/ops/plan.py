@@ -51,7 +51,7 @@ class IndexPlan(NamedTuple):
         rows = x.reshape(b * n, c)
         exact = torch.promote_types(x.dtype, torch.float32)
         # Autograd and graphs need each step by itself; otherwise fewer launches do the same.
-        fuses = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing())
+        fuses = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing())  # type: ignore[attr-defined]
         if fuses:
             chosen = rows.index_select(0, once(self.keep, "chosen", self._chosen, self.sources)).to(exact)
             total, moved = chosen[: self.keep.numel()], chosen[self.keep.numel() :]
@@ -217,6 +217,6 @@ def unmerge(plan: Plan, y: Tensor) -> Tensor:
 
 def add_unmerged(plan: Plan, x: Tensor, y: Tensor) -> Tensor:
     """Add to each token the value of its merged token: ``[b, n, c]``, ``[b, m, c]`` → ``[b, n, c]``."""
-    if isinstance(plan, IndexPlan) and x.dtype == y.dtype and kernels.used(x, y):
+    if kernels.ON and isinstance(plan, IndexPlan) and x.dtype == y.dtype and kernels.used(x, y):
         return kernels.add_rows(x, y, plan.inverse)
-    return x + unmerge(plan, y)
+    return x + plan.unmerge(y)

@@ -220,6 +220,6 @@ def _settings(facts: Facts, mix: _Mix) -> ToMeConfig:
     full, shallow = _runs(facts, spacing, mix.complete, mix.finest)
     if full != reuse.steps_of(steps).full:
         others = sorted({*shallow} - {*full}) if "finest" in facts.work.parts else []
-        places = (tuple(step / (steps - 1) for step in own) for own in (full, others))
-        reuse = dataclasses.replace(reuse, **dict(zip(("full_steps", "shallow_steps"), places, strict=True)))
+        places = [tuple(step / (steps - 1) for step in own) for own in (full, others)]
+        reuse = dataclasses.replace(reuse, full_steps=places[0], shallow_steps=places[1])
     return dataclasses.replace(mix.merging, reuse=reuse)

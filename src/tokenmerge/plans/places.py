@@ -15,7 +15,7 @@ def later_ones(steps: int, count: int, spacing: float) -> tuple[int, ...]:
         spacing: exponent, 0 < spacing ≤ 1; 1: equal distances.
 
     >>> later_ones(20, 6, 1.0), later_ones(20, 6, 0.6)
-    ((0, 1, 6, 10, 14, 19), (0, 1, 9, 13, 16, 19))
+    ((0, 1, 5, 10, 15, 19), (0, 1, 9, 13, 16, 19))
     """
     after = count - 2
     return 0, 1, *_distinct([1 + round((steps - 2) * (i / after) ** spacing) for i in range(1, after + 1)], 2)

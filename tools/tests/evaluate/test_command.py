@@ -59,7 +59,8 @@ def test_the_bundled_model_is_measured_with_its_own_prompts(tmp_path: Path) -> N
     assert (tome.model, tome.width, tome.height, tome.images) == ("emoji-unet", 128, 128, 2)
     header = next(line for line in result.stdout.splitlines() if "variant" in line)
     names = [name.strip() for name in header.split("┃")[1:-1]]
-    assert names == ["variant", "pictures", "speed-up", "psnr ↑", "ssim ↑", "glyphs ↑"]
+    costs = ["speed-up", "seconds", "peak GiB"]
+    assert names == ["variant", "pictures", *costs, "psnr ↑", "ssim ↑", "glyphs ↑"]
     assert f"tokenmerge report {tmp_path}" in result.stdout
     assert "2/2" not in result.stdout  # progress is for the terminal, not for a pipe
 

@@ -219,7 +219,7 @@ def test_a_picture_is_drawn_compared_and_drawn_again_by_its_lines(visits: Any) -
     names: dict[str, Any] = {"pipe": pipe}
     exec(visit.copied("python"), names)
     assert np.array_equal(names["picture"], merged)
-    assert visit.copied("tune").startswith("tokenmerge tune --model emoji-unet --min-")
+    assert visit.copied("tune").startswith("tokenmerge tune --model emoji-unet --speedup ")
 
 
 def test_what_was_tried_comes_back_with_its_settings(visits: Any) -> None:

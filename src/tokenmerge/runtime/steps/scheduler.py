@@ -153,8 +153,8 @@ def ends_clean(sigmas: Any) -> bool:
     It has with the schedule of Stable Diffusion 3, but not with that of FLUX.1.
 
     Args:
-        sigmas: noise levels of the steps and, at the end, that of the picture. Two are read. Those of other
-            models begin above 1.
+        sigmas: noise levels of the steps and, at the end, that of the picture. Those of other models begin
+            above 1.
     """
     return len(sigmas) > 2 and float(sigmas[-2]) <= _ALMOST_NONE and float(sigmas[0]) <= 1
 
@@ -163,6 +163,12 @@ def _matches_flow(scheduler: Any) -> bool:
     config = getattr(scheduler, "config", {})
     flow = "FlowMatch" in type(scheduler).__name__ or bool(config.get("use_flow_sigmas", False))
     return flow and hasattr(scheduler, "sigmas") and not torch.compiler.is_compiling()
+
+
+def _levels(scheduler: Any) -> list[float]:
+    """Return the noise levels of flow matching. They are read from the timesteps, which others read too."""
+    trained = getattr(scheduler.config, "num_train_timesteps", 1000)
+    return [*(_on_cpu(scheduler.timesteps) / trained).tolist(), 0.0]
 
 
 def needs_sync(value: Tensor) -> bool:
@@ -176,7 +182,7 @@ def _generation_of(scheduler: Any, timesteps: Any, index: int, runs_here: bool) 
     if generation is not None and not (runs_here or generation.is_of_this_thread):
         return generation
     if generation is None or index < generation.index:
-        generation = Generation(index, _matches_flow(scheduler) and ends_clean(scheduler.sigmas))
+        generation = Generation(index, _matches_flow(scheduler) and ends_clean(_levels(scheduler)))
         try:
             setattr(timesteps, _GENERATION, generation)
         except AttributeError:  # no tensor
@@ -223,6 +229,11 @@ def _read(timestep: Tensor | float, timesteps: Any) -> tuple[float, Tensor]:
                 latest, scheduled = scheduled[0], scheduled[1:]
             setattr(timesteps, _ON_CPU, scheduled)
     return float(latest), scheduled
+
+
+def _on_cpu(timesteps: Tensor) -> Tensor:
+    """Return the timesteps of a scheduler on the CPU. The first call waits for the device."""
+    return _read(0.0, timesteps)[1]
 
 
 def _place(timestep: float, scheduled: Tensor, made: int) -> int | None:

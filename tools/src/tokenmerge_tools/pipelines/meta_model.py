@@ -48,7 +48,7 @@ class ModelSketch:
         notes: the assumptions that were made.
     """
 
-    denoiser: torch.nn.Module
+    denoiser: Any
     scale: int
     size: tuple[int, int] | None
     notes: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ def solver_and_guidance(source: ModelSource) -> tuple[str | None, float | None]:
     The pipeline's class must be one of diffusers, and show whether it guides.
     """
     diffusers, index = require_diffusers("reading a diffusers model"), read_index(source)
-    pipeline = getattr(diffusers, str(index.get("_class_name")), None)
+    pipeline: Any = getattr(diffusers, str(index.get("_class_name")), None)
     scale = None
     if hasattr(pipeline, "do_classifier_free_guidance"):
         given = inspect.signature(pipeline.__call__).parameters.get("guidance_scale")

@@ -169,7 +169,7 @@ def _swapped(plan: SearchedPlan, random: Random) -> SearchedPlan | None:
 
 def _shifted(plan: SearchedPlan, random: Random, by: int) -> SearchedPlan | None:
     """Let a step that is drawn at random run more (1) or less (−1); None: none can."""
-    kinds = [sign for sign in _SIGNS if sign in plan.runs]
+    kinds = "".join(sign for sign in _SIGNS if sign in plan.runs)
     if by < 0 and len(kinds) == 1:
         kinds = _SIGNS[_SIGNS.index(kinds[0]) - 1] + kinds[0]
     able = [i for i in range(1, len(plan.runs)) if plan.runs[i] != kinds[-1 if by > 0 else 0]]

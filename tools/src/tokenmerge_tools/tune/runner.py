@@ -249,8 +249,13 @@ class _Searching:
         fewest = int(timed[-1]) if timed else method.facts.fewest_tokens
         if not timed:
             self._append("facts", "", -1, {"fewest_tokens": fewest})
-        known = {"steps": self.options.steps, "guidance": self.rounds.call.guidance, "fewest_tokens": fewest}
-        return dataclasses.replace(method.facts, grid=denoiser.grid_at(height, width), **known)
+        return dataclasses.replace(
+            method.facts,
+            grid=denoiser.grid_at(height, width),
+            steps=self.options.steps,
+            guidance=self.rounds.call.guidance,
+            fewest_tokens=fewest,
+        )
 
     def _seconds_of_dense(self) -> float:
         """Return the seconds of the first dense picture."""

@@ -137,8 +137,7 @@ def sada(pipe: Any, config: None) -> contextlib.AbstractContextManager[None]:
             own = known[now.turn]
             if now.turn == 0:
                 may = len(own) == 3 and 0.2 <= (now.index - 1) / now.steps < 0.94
-                f2, f1, f = map(_first, own) if may and not in_row else (None,) * 3
-                stable = f is not None and float((f - 2 * f1 + f2).mean()) >= 0
+                stable = may and not in_row and _is_stable(*map(_first, own))
                 in_row = in_row + 1 if may and (stable or 0 < in_row < 4) else 0
             if in_row and len(own) == 3:
                 output = own[-1] if in_row > 1 else _like(own[-1], 2 * _first(own[-1]) - _first(own[-2]))
@@ -158,6 +157,11 @@ def sada(pipe: Any, config: None) -> contextlib.AbstractContextManager[None]:
             now.refuse(f"is here for flow matching with Euler's method, not for {solver}")
 
     return in_each_call("sada", pipe, begin, check)
+
+
+def _is_stable(before: Tensor, last: Tensor, now: Tensor) -> bool:
+    """Return whether the mean second difference of three velocities is not negative."""
+    return float((now - 2 * last + before).mean()) >= 0
 
 
 def _inputs(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
@@ -185,7 +189,7 @@ def _outputs(block: nn.Module, output: Any) -> tuple[Tensor, Any]:
 
 def _replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
     forward = module.forward
-    module.forward = lambda *args, **kwargs: run(forward, *args, **kwargs)  # type: ignore[method-assign]
+    module.forward = lambda *args, **kwargs: run(forward, *args, **kwargs)
 
 
 def _size(difference: Tensor) -> float:

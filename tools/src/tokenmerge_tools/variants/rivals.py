@@ -50,7 +50,7 @@ class VariantKind:
 _rival = partial(VariantKind, of_pipeline=True, is_faster=True)
 
 
-def _cache(settings: Callable[..., Any], name: str, apply: str, **needs: bool) -> Callable[..., VariantKind]:
+def _cache(settings: Callable[..., Any], name: str, apply: str, **needs: Any) -> Callable[..., VariantKind]:
     return partial(_rival, partial(caches.of_diffusers, name, apply, settings, **needs))
 
 
