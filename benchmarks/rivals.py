@@ -29,7 +29,7 @@ from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 from tokenmerge_tools.evaluate.runner import evaluate
 from tokenmerge_tools.pipelines.loading import quiet_libraries
-from tokenmerge_tools.records.file import read_results
+from tokenmerge_tools.records.file import read_lines, read_results
 from tokenmerge_tools.records.kinds import QualityRecord
 from tokenmerge_tools.reporting.curves import Chart, Line
 from tokenmerge_tools.reporting.plots import figure_of
@@ -163,7 +163,8 @@ def table(records: Sequence[QualityRecord], times: Mapping[str, QualityRecord]) 
             row.append(f"{timed.speedup:.2f}×" if timed is not None and timed.speedup else "")
         error = f" ± {record.errors['psnr']:.1f}" if "psnr" in record.errors else ""
         row.append(f"{record.figures['psnr']:.1f}{error} dB")
-        row.append(f"{found[record.label]:+.1f} dB" if record.label in found else "")
+        lead = f"{found[record.label]:+.1f} dB" if record.label in found else ""
+        row.append(lead.replace("-", "−"))
         yield f"| {' | '.join(row)} |"
 
 
@@ -193,14 +194,13 @@ def text() -> str:
         above += [f"{model}, guidance {guidance:g}: {name}" for name, dB in found.items() if dB > NOISE]
         dense = next(record for record in records if record.variant == "dense")
         times = {record.label: record for record in timed.get(scene, [])}
-        left_out = [note for note in notes_of_first(scene) if "is left out" in note]
         title = f"{model}, guidance {guidance:g}"
         parts += [
             f"## {title}",
             f"![Closeness over counted speed-up, {title}]({picture(scene).name})",
             f"{SIZE} px, {STEPS} steps, {dense.images} prompt{'s' * (dense.images > 1)}.",
             "\n".join(table(records, times)),
-            "\n".join(f"- {note}" for note in merged(left_out)),
+            "\n".join(f"- {note}" for note in left_out(scene)),
         ]
     share = f"{count - len(above)} of {count} cells"
     named = "\n".join(f"- {one}" for one in above) or "- none"
@@ -211,10 +211,11 @@ def text() -> str:
     return "\n\n".join([first, named, *filter(None, parts)])
 
 
-def notes_of_first(scene: tuple[str, float]) -> list[str]:
-    """Return the notes of the run that tried every rival."""
-    tried = [r for r in read_results([DRAWN]).quality if (r.model, r.conditions["guidance"]) == scene]
-    return [note for record in tried if record.images == 1 for note in record.notes]
+def left_out(scene: tuple[str, float]) -> list[str]:
+    """Return why rivals do not run, from the notes of all runs."""
+    lines = [line for _, line in read_lines(DRAWN) if line.get("variant") == "dense"]
+    own = [line for line in lines if (line["model"], line["conditions"]["guidance"]) == scene]
+    return merged(note for line in own for note in line["notes"] if "is left out" in note)
 
 
 def merged(notes: Iterable[str]) -> list[str]:
