@@ -17,6 +17,7 @@ TRITON := .venv-triton
 TRITON_PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENMERGE_TRITON=1 $(TRITON)/bin/python -m pytest -c tests/ops/in_triton/pytest.ini --numprocesses auto --dist worksteal
 # The oldest PyTorch that pyproject.toml allows.
 OLDEST := .venv-oldest
+OLDEST_PIP = $(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(OLDEST)/constraints.txt
 
 # A module's tests run on one worker, so that its fixtures are made once. A thread for each worker.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist loadscope
@@ -47,7 +48,7 @@ test-all: test test-slow test-paddle test-comfyui test-serving test-triton test-
 
 test-paddle: $(PADDLE)/ready
 	OMP_NUM_THREADS=1 $(PADDLE)/bin/python -m pytest -c tests/integrations/paddle/pytest.ini --numprocesses auto --dist worksteal \
-		tests/integrations/paddle src/tokenmerge/integrations/paddle src/tokenmerge/integrations/portable
+		tests/integrations/paddle src/tokenmerge/integrations/paddle src/tokenmerge/integrations/portable.py
 
 test-comfyui: $(COMFYUI)/ready
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(COMFYUI)/bin/python -m pytest -c tests/integrations/comfyui/pytest.ini --numprocesses auto --dist worksteal \
@@ -132,12 +133,13 @@ $(TRITON)/ready: $(VENV)/tested
 	$(BIN)/python -m pip --python $(TRITON) --disable-pip-version-check install --quiet --group triton-test
 	touch $@
 
-# Without torchao, which needs a newer PyTorch. All other versions are those of the main environment.
+# Without torchao, which needs a newer PyTorch. All other versions are those of the main environment. cache-dit asks for
+# PyTorch 2.7.1, and works with 2.7.0: it comes apart, so that pip does not take the newest PyTorch for it.
 $(OLDEST)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet "pip>=25.1"
-	grep -v "^torch==" constraints.txt > $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet torch==2.7.0
-	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(OLDEST)/constraints.txt \
-		--editable . --editable ./tools --group oldest-test
+	sed "s/^torch==.*/torch==2.7.0/" constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST_PIP) torch
+	$(OLDEST_PIP) --editable . --editable ./tools --group oldest-test
+	$(OLDEST_PIP) --no-deps cache-dit
 	touch $@

@@ -66,7 +66,7 @@ def large_grids_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _forget_plans(choose: ModuleType) -> None:
     choose.plan_for.cache_clear()
-    choose._plans.cache_clear()
+    choose.plans_of.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,7 @@ SIZES = {
     "wan": ((480, 832),),
 }
 SHARED = PlanSharing(blocks=True)
+OLD_CALL = "`apply_patch(ratio=0.5)`"
 # What the columns of the table are called, and the settings. SDXL merges at its second level only.
 METHODS: dict[str, dict[str, Any]] = {
     "`ToMeConfig(ratio=0.5)`": {},
@@ -121,7 +122,10 @@ def example(name: str, model: nn.Module, height: int, width: int) -> dict[str, A
             "encoder_hidden_states": blank(512, 4096),
         }
     geometry = find_geometry(name)
-    return find_hosts(model)[0].example(height // 8, width // 8, 2 if geometry.guided else 1)
+    arguments = find_hosts(model)[0].example(height // 8, width // 8, 2 if geometry.guided else 1)
+    if name != "flux":  # whose pipeline alone casts timesteps
+        arguments["timestep"] = arguments["timestep"].float()
+    return arguments
 
 
 def launches(model: nn.Module, arguments: dict[str, Any]) -> collections.Counter[str]:
@@ -129,32 +133,41 @@ def launches(model: nn.Module, arguments: dict[str, Any]) -> collections.Counter
     first = "sample" if "sample" in arguments else "hidden_states"
     others = {name: value for name, value in arguments.items() if name != first}
     for _ in range(2):
-        sample, others["timestep"] = arguments[first].clone(), torch.zeros_like(others["timestep"])
+        # Pipelines expand one number to the timesteps of a batch.
+        step = torch.zeros_like(others["timestep"].flatten()[0]).expand(others["timestep"].shape)
+        sample, others["timestep"] = arguments[first].clone(), step
         with counting() as counted:
             model(sample, **others)  # tomesd reads the size of the sample from the first argument
     return counted.of
+
+
+def merged(name: str, model: nn.Module, height: int, width: int, method: str) -> int:
+    """Count the launches of a call of a merged model."""
+    deepest = 2 if name == "sdxl" else 1
+    arguments = example(name, model, height, width)
+    if method == OLD_CALL:
+        apply_patch(model, ratio=0.5, max_downsample=deepest)
+    else:
+        apply_token_merging(model, ToMeConfig(ratio=0.5, max_downsample=deepest, **METHODS[method]))
+    try:
+        return launches(model, arguments).total()
+    finally:
+        remove_patch(model)
 
 
 def counts(name: str, model: nn.Module, height: int, width: int) -> Iterator[tuple[str, int]]:
     """Yield each method and the launches of a call with it."""
     arguments = example(name, model, height, width)
     yield "dense", launches(model, arguments).total()
-    is_unet = "sample" in arguments
-    if is_unet:
+    if "sample" in arguments:
         import tomesd
 
-        deepest = 2 if name == "sdxl" else 1
-        tomesd.apply_patch(model, ratio=0.5, max_downsample=deepest)
+        tomesd.apply_patch(model, ratio=0.5, max_downsample=2 if name == "sdxl" else 1)
         yield "tomesd", launches(model, arguments).total()
         tomesd.remove_patch(model)
-        apply_patch(model, ratio=0.5, max_downsample=deepest)
-        yield "`apply_patch(ratio=0.5)`", launches(model, arguments).total()
-        remove_patch(model)
-    for method, settings in METHODS.items():
-        config = ToMeConfig(ratio=0.5, max_downsample=2 if name == "sdxl" else 1, **settings)
-        patch = apply_token_merging(model, config)
-        yield method, launches(model, arguments).total()
-        patch.remove()
+        yield OLD_CALL, merged(name, model, height, width, OLD_CALL)
+    for method in METHODS:
+        yield method, merged(name, model, height, width, method)
 
 
 def write_table() -> None:

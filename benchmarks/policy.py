@@ -1,30 +1,25 @@
-"""The policy of the default method: measure what its choices lose, fit the table, compare with another.
+"""The policy of the default method: measure what its choices lose, and fit the table.
 
 `measure` draws pictures of both bundled models with step reuse alone and with token merging alone. A line of
-the record is one picture: its settings, and its mean squared error to the dense picture of the same seed.
-`spacing` draws with complete steps evenly spaced, and closer together towards the end.
-`fit` writes the policy from this record and from those of `tokenmerge evaluate` that have settings.
-`compare` draws other prompts with the policy, at no lower counted speed than `auto` has, and `table` prints
-that record. A second run with the same record continues where the first one stopped.
+the record is one picture: its settings, and its mean squared error to the dense picture of the same seed. A
+second run with the same record continues where the first one stopped. Lines with the solver `own` are from
+`tokenmerge evaluate`, and have the mean over its prompts. `fit` writes the harms into the policy, and leaves
+its other numbers as they are: the scale from which guidance is strong; the size of a grid below which merging
+loses more than skipping (few_steps_cpu.jsonl); how many times more it loses without proportional attention
+(settings_cpu.jsonl). `policy_check.py` tries the policy on other prompts.
 
     python benchmarks/policy.py measure --out benchmarks/policy_cpu.jsonl
     python benchmarks/policy.py fit --out benchmarks/policy_cpu.jsonl
-    python benchmarks/policy.py compare --out benchmarks/policy_against_auto_cpu.jsonl
-    python benchmarks/policy.py table --out benchmarks/policy_against_auto_cpu.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import math
-import os
-import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,10 +29,9 @@ import torch
 from diffusers import DiffusionPipeline
 from solvers import scheduler
 
-from tokenmerge import StepReuse, ToMeConfig, auto
+from tokenmerge import ToMeConfig
 from tokenmerge.api import merge_in_hosts
-from tokenmerge.models.find import find_hosts
-from tokenmerge.plans import facts_of, plan_for, policy, speedup_of
+from tokenmerge.plans import policy
 from tokenmerge.plans.choose import distance, reaches_of
 from tokenmerge_tools.demo import path
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
@@ -130,8 +124,15 @@ def merging_in_transformer(steps: int) -> Iterator[Settings]:
     yield merging(0.25, scope="block", **by_residual, correction__every=2)
 
 
+def merging_in_few_steps(steps: int) -> Iterator[Settings]:
+    by_residual = {"features": "model_residual"}
+    yield merging(0.4, **by_residual)
+    yield merging(0.4, scope="block", correction__every=4, **by_residual)
+    yield merging(0.6, **by_residual)
+    yield merging(0.25, **by_residual)
+
+
 POLICY = Path(policy.__file__).with_name("policy.json")
-RESULTS = Path(__file__).with_name("results")
 UNET, TRANSFORMER = "emoji-unet", "emoji-mmdit"
 STRONG = {UNET: 7.5, TRANSFORMER: 7.0}
 
@@ -141,6 +142,7 @@ def scenes() -> Iterator[tuple[Scene, list[Settings]]]:
     reused, merged = (UNET, of_unet), (UNET, merging_in_unet)
     mixed = UNET, both_in_unet
     blocks, whole = (TRANSFORMER, of_transformer), (TRANSFORMER, merging_in_transformer)
+    few = TRANSFORMER, merging_in_few_steps
     order: list[tuple[tuple[str, Any], int, int, str, int, tuple[str, ...]]] = []
     both = "weak", "strong"
     for number in range(2):
@@ -151,6 +153,7 @@ def scenes() -> Iterator[tuple[Scene, list[Settings]]]:
         order += [(merged, 192, 8, "DPM++ 2M", number, ("weak", "strong"))]
         order += [(mixed, 192, 20, "DPM++ 2M", number, ("strong",))]
         order += [(whole, 192, 8, "flow Euler", number, ("strong", "weak"))]
+    order += [(few, 192, 4, "flow Euler", 0, ("strong",))]
     prompts = prompts_of(PROMPTS, 2)
     for (model, settings), size, steps, solver, number, strengths in order:
         for strength in strengths:
@@ -226,8 +229,8 @@ def measure(options: argparse.Namespace) -> None:
 
 def fit(options: argparse.Namespace) -> None:
     """Fit the harms of each class of model and strength of guidance, and write the table."""
-    lines = [*read(options.out), *of_results(RESULTS)]
-    table: dict[str, Any] = dict(KNOWN)
+    lines = read(options.out)
+    table: dict[str, Any] = json.loads(options.policy.read_text(encoding="utf-8"))
     for name, model in (("unet", UNET), ("transformer", TRANSFORMER)):
         own = [line for line in lines if line["model"] == model and is_as_chosen(line)]
         table[name] = {"record": f"benchmarks/{options.out.name}"}
@@ -237,33 +240,6 @@ def fit(options: argparse.Namespace) -> None:
             if (name, strength) == UNCORRECTED:
                 table[name][strength]["corrected"] = None
     options.policy.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-
-
-def of_results(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield lines of the records of `tokenmerge evaluate` that have settings, with the mean over prompts."""
-    for file in sorted(folder.glob("cpu-*-of-auto.jsonl")):
-        for row in read(file):
-            figures, given = row.get("figures", {}), row.get("conditions", {})
-            if (
-                row["kind"] == "quality"
-                and row["config"]
-                and "psnr" in figures
-                and row["variant"] in RECORDED
-            ):
-                config = ToMeConfig.from_dict(row["config"]).at_guidance(given["guidance"])
-                if config.planner == "tome" and row["model"] == UNET and "max_downsample" in config.changed():
-                    continue
-                yield {
-                    **{"model": row["model"], "size": row["width"], "steps": given["steps"], "solver": "own"},
-                    **{"guidance": given["guidance"], "prompt": file.name, "seed": 0},
-                    **{"settings": config.changed(), "error": 10 ** (-figures["psnr"] / 10)},
-                }
-
-
-SHOW = os.environ.get("SHOW")
-
-
-RECORDED = ("auto", "tome")
 
 
 def is_as_chosen(line: Mapping[str, Any]) -> bool:
@@ -301,6 +277,8 @@ def fitted(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
                 ratios[scope] > 0, ratios[scope].clamp(min=1e-9) ** growth[MERGE[name][-1]], 0.0
             )
             left = corrected.exp() * ratios[scope].clamp(min=1e-9) ** fading.clamp(min=0.0) * (corrects - 1)
+            # At most 1, with a slope that keeps the fit moving.
+            left = torch.minimum(left, 1 + 0.1 * (left - 1))
             harm = harm + size[scope].exp() * merged * torch.where(corrects > 0, left, 1.0)
         off = harm.log() + offsets[place] - errors
         loss = torch.nn.functional.huber_loss(off, torch.zeros_like(off), reduction="sum", delta=0.5)
@@ -309,14 +287,6 @@ def fitted(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
         optimizer.step()
     spread = 4.34 * off.detach().abs()
     print(f"{name}: {len(lines)} pictures of {len(places)} scenes, off by {spread.mean():.1f} dB on average")
-    if SHOW:
-        for line, o in zip(lines, off.tolist(), strict=True):
-            if line["solver"] == "own" or line["size"] == 256:
-                print(
-                    f"   {line['prompt'][:44]} {line['settings']}"[:230],
-                    f"{-10 * math.log10(line['error']):.1f} dB, off {-4.34 * o:+.1f}",
-                )
-        print({p: round(4.34 * offsets[i].item(), 1) for p, i in places.items()})
     growth |= dict.fromkeys(MERGE[name], growth[MERGE[name][-1]])
     row = {key: [float(f"{size[key].exp().item():.2g}"), round(growth[key].item(), 1)] for key in start}
     return {
@@ -326,10 +296,6 @@ def fitted(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-# Numbers that are not fitted: the scale from which guidance counts as strong; the size of a grid below which
-# merging loses more than skipping (few_steps_cpu.jsonl); how many times more it loses without proportional
-# attention (settings_cpu.jsonl).
-KNOWN = {"strong guidance": 5, "fewest tokens": 2048, "without proportional attention": 10}
 # Where corrections lose: by 0.9 to 9 dB in the record.
 UNCORRECTED = ("unet", "strong")
 SPREAD = 0.2  # of the factors of scenes: a penalty
@@ -354,127 +320,16 @@ def terms(
         for part, own in of_part.items():
             if settings.reuse.on and (found := reaches_of(own, steps)):
                 reaches[part][i, : len(found)] = torch.tensor(found)
-        if (
-            settings.ratio and (line["size"] // 4) ** 2 >= settings.min_tokens
-        ):  # both models: 4 pixels a token
+        tokens = (line["size"] // 4) ** 2  # both models have 4 pixels a token
+        if settings.ratio and tokens >= settings.min_tokens:
             ratios[settings.scope][i] = settings.ratio
-        corrects[i] = settings.correction.every
+        complete = len(runs.full) if settings.reuse.on else steps
+        corrects[i] = min(settings.correction.every, complete)
     return reaches, ratios, corrects
-
-
-# Scenes of the comparison: model, size, steps, guidance, solvers, and prompt. The fit knows none of these
-# prompts, and of the solvers only DPM++ 2M, Euler and flow Euler.
-OTHERS, OTHER_SEED = 43, 8100
-CONTESTS: tuple[tuple[str, int, int, float, tuple[str, ...], str], ...] = (
-    (UNET, 256, 20, 7.5, ("Euler ancestral", "UniPC"), "solvers"),
-    (UNET, 128, 20, 7.5, ("Euler ancestral", "UniPC", "DDIM"), "new"),
-    (TRANSFORMER, 128, 20, 7.0, ("flow Euler",), "new"),
-    (UNET, 256, 8, 3.0, ("DPM++ 2M",), "few steps"),
-    (TRANSFORMER, 256, 4, 3.0, ("flow Euler",), "few steps"),
-    (UNET, 256, 20, 3.0, ("UniPC", "Euler ancestral"), "solvers"),
-    (TRANSFORMER, 128, 20, 3.0, ("flow Euler",), "new"),
-    (TRANSFORMER, 256, 20, 7.0, ("flow Euler",), "solvers"),
-    (UNET, 128, 20, 3.0, ("Euler ancestral", "UniPC", "DDIM"), "new"),
-    (UNET, 256, 4, 3.0, ("DPM++ 2M",), "few steps"),
-    (UNET, 256, 8, 7.5, ("DPM++ 2M",), "new"),
-    (UNET, 256, 4, 7.5, ("DPM++ 2M",), "new"),
-    (TRANSFORMER, 256, 8, 3.0, ("flow Euler",), "few steps"),
-    (TRANSFORMER, 256, 4, 7.0, ("flow Euler",), "new"),
-    (UNET, 256, 20, 7.5, ("PNDM", "DPM++ SDE", "DEIS"), "solvers"),
-    (UNET, 128, 20, 7.5, ("DPM++ SDE", "PNDM", "LMS", "DEIS", "Heun"), "new"),
-    (TRANSFORMER, 256, 20, 3.0, ("flow Euler",), "solvers"),
-    (UNET, 128, 20, 3.0, ("DPM++ SDE", "PNDM", "LMS", "DEIS", "Heun"), "new"),
-    (TRANSFORMER, 128, 20, 7.0, ("flow Heun",), "new"),
-    (UNET, 256, 20, 3.0, ("DPM++ SDE", "PNDM"), "solvers"),
-    (UNET, 128, 8, 7.5, ("DDIM", "UniPC"), "new"),
-    (TRANSFORMER, 128, 8, 3.0, ("flow Euler",), "new"),
-)
-PROMPT_OF = {
-    "new": (prompts_of(OTHERS, 1)[0], OTHER_SEED),
-    "solvers": ("a four leaf clover on a white background", 5000),
-    "few steps": ("a kite on a white background", 7000),
-}
-RATIOS = (0.25, 0.5)
-
-
-def compare(options: argparse.Namespace) -> None:
-    """Draw with the policy what `auto` draws, at no lower counted speed."""
-    artist, done = Artist(), {rival_key(line): line for line in read(options.out)}
-    for model, size, steps, guidance, solvers, which in CONTESTS:
-        for solver in solvers:
-            scene = Scene(model, size, steps, solver, guidance, *PROMPT_OF[which])
-            pipe = artist.pipe(model, solver)
-            (host,) = find_hosts(getattr(pipe, "unet", None) or pipe.transformer)
-            facts = facts_of(host, (1, size // 4, size // 4), steps, guidance=guidance)
-            for ratio in RATIOS:
-                rival = auto.choose(pipe, ratio)
-                speed = speedup_of(facts, rival.at_guidance(guidance))
-                plan = plan_for(facts, speed)
-                line = {**dataclasses.asdict(scene), "auto": ratio, "settings": plan.config.changed()}
-                if speed < 1.05 or rival_key(line) in done:
-                    continue
-                line |= {"auto speedup": round(speed, 3), "speedup": round(plan.speedup, 3)}
-                line["auto psnr"] = decibels(artist.error(scene, rival))
-                line["psnr"] = decibels(artist.error(scene, plan.config))
-                line["expected"] = round(decibels(plan.harm), 1)
-                write(options.out, line)
-                print(
-                    {name: line[name] for name in ("auto speedup", "speedup", "auto psnr", "psnr")},
-                    line,
-                    flush=True,
-                )
-
-
-def table(options: argparse.Namespace) -> None:
-    """Print the comparison: a line for each model, size, number of steps and guidance."""
-    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for line in read(options.out):
-        cells[tuple(line[name] for name in ("model", "size", "steps", "guidance"))].append(line)
-    print("| model | pixels | steps | guidance | pictures | `auto` | policy | difference |")
-    print("|---|---:|---:|---:|---:|---|---|---|")
-    everything = []
-    for cell, lines in sorted(cells.items()):
-        gains = [line["psnr"] - line["auto psnr"] for line in lines]
-        everything += gains
-        mean = {name: statistics.mean(line[name] for line in lines) for name in lines[0] if "psnr" in name}
-        speed = {name: statistics.mean(line[name] for line in lines) for name in ("auto speedup", "speedup")}
-        rival = f"{mean['auto psnr']:.1f} dB, {speed['auto speedup']:.2f}×"
-        own = f"{mean['psnr']:.1f} dB, {speed['speedup']:.2f}×"
-        gain = f"{statistics.mean(gains):+.1f} dB, {min(gains):+.1f} to {max(gains):+.1f}"
-        print(f"| {' | '.join(map(str, cell))} | {len(lines)} | {rival} | {own} | {gain} |")
-    error = statistics.stdev(everything) / len(everything) ** 0.5
-    print(
-        f"\nMean difference: {statistics.mean(everything):+.2f} ± {error:.2f} dB, {len(everything)} pictures"
-    )
-
-
-def spacing(options: argparse.Namespace) -> None:
-    """Draw with complete steps evenly spaced, and closer together towards the end."""
-    artist = Artist()
-    done = {tuple(line[name] for name in (*FIELDS, "every", "spacing")) for line in read(options.out)}
-    order = [(UNET, solver, 7.5, (3.0, 2.0)) for solver in ("UniPC", "Euler ancestral", "DPM++ 2M", "DDIM")]
-    order += [(UNET, solver, 3.0, (3.0, 2.0)) for solver in ("UniPC", "Euler ancestral", "DPM++ 2M", "DDIM")]
-    order += [(TRANSFORMER, "flow Euler", 7.0, (1.8, 3.0)), (TRANSFORMER, "flow Euler", 3.0, (2.0, 3.0))]
-    for number, prompt in enumerate(prompts_of(SPACED, 2)):
-        for model, solver, guidance, distances in order:
-            scene = Scene(model, 128, 20, solver, guidance, prompt, 8200 + number)
-            for every, exponent in itertools.product(distances, (1.0, 0.8, 0.65)):
-                line = {**dataclasses.asdict(scene), "every": every, "spacing": exponent}
-                if tuple(line[name] for name in (*FIELDS, "every", "spacing")) not in done:
-                    reused = StepReuse(every=every, ends="full", spacing=exponent)
-                    error = artist.error(scene, ToMeConfig(ratio=0, reuse=reused))
-                    write(options.out, {**line, "db": decibels(error)})
-
-
-SPACED = 44  # seed of the choice of prompts
 
 
 def decibels(error: float) -> float:
     return round(-10 * math.log10(max(error, 1e-10)), 3)
-
-
-def rival_key(line: Mapping[str, Any]) -> str:
-    return json.dumps([*(line[name] for name in FIELDS), line["auto"], line["settings"]], sort_keys=True)
 
 
 def key(line: Mapping[str, Any]) -> str:
@@ -497,14 +352,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("measure", "fit", "compare", "table", "spacing"))
+    parser.add_argument("what", choices=("measure", "fit"))
     parser.add_argument("--policy", type=Path, default=POLICY, help="the table that the fit writes")
     parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()
-    {"measure": measure, "fit": fit, "compare": compare, "table": table, "spacing": spacing}[options.what](
-        options
-    )
+    {"measure": measure, "fit": fit}[options.what](options)
 
 
 if __name__ == "__main__":

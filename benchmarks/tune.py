@@ -2,12 +2,13 @@
 
 For each bundled model, under weak and under strong guidance, the search begins with the rule's plan for the
 wanted speed-up. Every plan that it tries is no slower than the rule's, by counted operations. Then the best
-plan and the rule's draw other prompts from other seeds. Each line of the record is one picture: of the
-search, with the SNR of its final latents in dB; or of the other prompts, with its PSNR. A second run with the
-same record continues where the first one stopped.
+plan and the rule's draw other prompts from other seeds. A line of the record is one picture of the search,
+with the SNR of its final latents in dB, or one of the other prompts, with the PSNR of both plans. Where the
+search finds no closer plan, there is nothing to compare, and a line says so. A second run with the same
+record continues where the first one stopped; with more seconds, it searches on.
 
-    python benchmarks/tune.py measure --out benchmarks/tune_plans_cpu.jsonl
-    python benchmarks/tune.py table --out benchmarks/tune_plans_cpu.jsonl
+    python benchmarks/tune.py measure --out benchmarks/tune_cpu.jsonl
+    python benchmarks/tune.py table --out benchmarks/tune_cpu.jsonl
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ from diffusers import DiffusionPipeline
 
 from tokenmerge import ToMeConfig
 from tokenmerge.api import merge_in_hosts
-from tokenmerge.default_method import DefaultMethod
+from tokenmerge.default_method import DefaultMethod, schedule_ends_clean
 from tokenmerge.models.find import find_hosts
-from tokenmerge.plans import speedup_of
 from tokenmerge_tools.closeness import snr
 from tokenmerge_tools.demo import path
 from tokenmerge_tools.evaluate.prompts import built_in_prompts
@@ -38,8 +38,8 @@ from tokenmerge_tools.pipelines.loading import quiet_libraries
 from tokenmerge_tools.tune.plans import Budget, SearchedPlan, neighbours, starts
 from tokenmerge_tools.tune.search import search
 
-CASES = (("emoji-mmdit", 7.0), ("emoji-unet", 7.5), ("emoji-mmdit", 3.0), ("emoji-unet", 3.0))
-SIZE, STEPS, SPEEDUP = 128, 20, 2.0
+CASES = (("emoji-unet", 7.5), ("emoji-mmdit", 7.0), ("emoji-unet", 3.0), ("emoji-mmdit", 3.0))
+SIZE, STEPS = 128, 20
 # The search draws these prompts, each with its number as the seed. The check draws those from UNSEEN on.
 SEARCHED, UNSEEN, SEED = (1, 2, 4, 3), 50, 1000
 
@@ -49,20 +49,37 @@ class OutOfTime(Exception):
 
 
 class Case:
-    """One model and guidance scale, with the pictures that the record has."""
+    """One model, guidance scale and speed-up, with the pictures that the record has."""
 
-    def __init__(self, model: str, guidance: float, out: Path, seconds: float) -> None:
-        self.model, self.guidance, self.out, self.left = model, guidance, out, seconds
-        self.lines = [line for line in read(out) if (line["model"], line["guidance"]) == (model, guidance)]
-        self.left -= sum(line["seconds"] for line in self.lines if "snr" in line)
-        self.snr = {(line["plan"], line["prompt"]): line["snr"] for line in self.lines if "snr" in line}
+    def __init__(self, model: str, guidance: float, options: argparse.Namespace) -> None:
+        self.known = {"model": model, "guidance": guidance, "wanted": options.speedup}
+        self.out, self.left = options.out, options.seconds
+        lines = [line for line in read(options.out) if self.known.items() <= line.items()]
+        self.snr = {(line["plan"], line["prompt"]): line["snr"] for line in lines if "snr" in line}
+        self.left -= sum(line["seconds"] for line in lines if "snr" in line)
+        checked = [line for line in lines if "rule" in line]
+        self.checked = {(line["rule"], line["best"], line.get("prompt")) for line in checked}
+        self.psnr = {
+            (line[role], line["prompt"]): line[f"psnr_{role}"]
+            for line in checked
+            if "prompt" in line
+            for role in ("rule", "best")
+        }
         self.pipe = DiffusionPipeline.from_pretrained(path(model))
         self.pipe.set_progress_bar_config(disable=True)
         self.dense = lru_cache(self.draw)
         hosts = find_hosts(self.pipe)
         side = SIZE // self.pipe.vae_scale_factor
-        known = {"grid": hosts[0].grid_at(side, side), "steps": STEPS, "guidance": guidance}
-        self.facts = dataclasses.replace(DefaultMethod.of(self.pipe, hosts, SPEEDUP).facts, **known)
+        self.dense(SEARCHED[0], SEARCHED[0], "latent")
+        self.facts = dataclasses.replace(
+            DefaultMethod.of(self.pipe, hosts, options.speedup).facts,
+            grid=hosts[0].grid_at(side, side),
+            steps=STEPS,
+            guidance=guidance,
+            ends_clean=schedule_ends_clean(self.pipe.scheduler),
+        )
+        self.begin = starts(self.facts, options.speedup)
+        self.budget = Budget(self.facts, Budget(self.facts, 1).counted(self.begin[0]))
 
     def draw(self, prompt: int, seed: int, output: str, config: ToMeConfig | None = None) -> torch.Tensor:
         """Draw a picture [c, h, w] or its final latents; None: the dense one."""
@@ -73,7 +90,7 @@ class Case:
                 height=SIZE,
                 width=SIZE,
                 num_inference_steps=STEPS,
-                guidance_scale=self.guidance,
+                guidance_scale=self.known["guidance"],
                 generator=torch.Generator().manual_seed(seed),
                 output_type=output,
             )
@@ -88,55 +105,57 @@ class Case:
         if (plan.name, prompt) not in self.snr:
             if self.left <= 0:
                 raise OutOfTime
-            start = time.process_time()
             dense = self.dense(prompt, prompt, "latent")
+            start = time.process_time()
             found = snr(self.draw(prompt, prompt, "latent", plan.config), dense)
             seconds = time.process_time() - start
             self.left -= seconds
             self.snr[plan.name, prompt] = found
-            self.write(plan, prompt=prompt, snr=round(found, 3), seconds=round(seconds, 2))
+            counted = round(self.budget.counted(plan), 3)
+            values = {"snr": round(found, 3), "seconds": round(seconds, 2)}
+            self.write(plan=plan.name, speedup=counted, prompt=prompt, **values)
         return self.snr[plan.name, prompt]
 
-    def write(self, plan: SearchedPlan, **values: Any) -> None:
-        """Append a picture to the record."""
-        counted = round(speedup_of(self.facts, plan.config), 3)
-        line = {
-            "model": self.model,
-            "guidance": self.guidance,
-            "plan": plan.name,
-            "speedup": counted,
-            **values,
-        }
-        self.lines.append(line)
+    def write(self, **values: Any) -> None:
+        """Append a line to the record."""
         with self.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.write(json.dumps({**self.known, **values}, ensure_ascii=False) + "\n")
 
-    def found(self) -> tuple[SearchedPlan, SearchedPlan]:
-        """Return the rule's plan and the best one of the search."""
-        begin = starts(self.facts, SPEEDUP)
-        best, budget = begin[0], Budget(self.facts, speedup_of(self.facts, begin[0].config))
+    def found(self) -> SearchedPlan:
+        """Search, and return the best plan."""
+        best = self.begin[0]
         plans = search(
-            begin, lambda plan, random: neighbours(plan, budget, random), self.closeness, len(SEARCHED)
+            self.begin,
+            lambda plan, random: neighbours(plan, self.budget, random),
+            self.closeness,
+            len(SEARCHED),
         )
         try:
             for best in plans:
                 print(f"  {len(self.snr)} pictures, {self.left:.0f} s left: {best.name}", flush=True)
         except OutOfTime:
             pass
-        return begin[0], best
+        return best
 
-    def check(self, rule: SearchedPlan, best: SearchedPlan, count: int) -> None:
-        """Draw other prompts with both plans."""
-        done = {(line["role"], line["plan"], line["prompt"]) for line in self.lines if "psnr" in line}
+    def check(self, best: SearchedPlan, count: int) -> None:
+        """Draw other prompts with the rule's plan and the best one, unless they are the same."""
+        plans = {"rule": self.begin[0], "best": best}
+        names = {role: plan.name for role, plan in plans.items()}
+        counted = {f"speedup_{role}": round(self.budget.counted(plan), 3) for role, plan in plans.items()}
+        if best == self.begin[0]:
+            count = 0
+            self.write(**names, **counted)
         for prompt in range(UNSEEN, UNSEEN + count):
-            for role, plan in (("rule", rule), ("best", best)):
-                if (role, plan.name, prompt) not in done:
-                    seed = SEED + prompt
-                    drawn = self.draw(prompt, seed, "np", plan.config)
-                    error = float(((drawn - self.dense(prompt, seed, "np")) ** 2).mean())
-                    psnr = min(100.0, -10 * math.log10(max(error, 1e-12)))
-                    self.write(plan, role=role, prompt=prompt, seed=seed, psnr=round(psnr, 2))
-                    print(f"  {prompt} {role}: {psnr:.1f} dB", flush=True)
+            if (*names.values(), prompt) in self.checked:
+                continue
+            for plan in plans.values():
+                if (plan.name, prompt) not in self.psnr:
+                    dense = self.dense(prompt, SEED + prompt, "np")
+                    error = ((self.draw(prompt, SEED + prompt, "np", plan.config) - dense) ** 2).mean()
+                    self.psnr[plan.name, prompt] = min(100.0, -10 * math.log10(max(float(error), 1e-12)))
+            psnr = {f"psnr_{role}": round(self.psnr[plan.name, prompt], 2) for role, plan in plans.items()}
+            self.write(**names, **counted, prompt=prompt, seed=SEED + prompt, **psnr)
+            print(f"  prompt {prompt}: {psnr}", flush=True)
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -146,41 +165,44 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 def measure(options: argparse.Namespace) -> None:
     quiet_libraries("benchmarks/tune.py")
+    torch.set_num_threads(1)
     for model, guidance in CASES:
         print(f"{model}, guidance {guidance:g}", flush=True)
-        case = Case(model, guidance, options.out, options.seconds)
-        case.check(*case.found(), options.prompts)
+        case = Case(model, guidance, options)
+        case.check(case.found(), options.prompts)
     table(options)
 
 
 def table(options: argparse.Namespace) -> None:
-    """Print the mean PSNR of both plans on the unseen prompts, and the gain with its standard error."""
-    gains = []
+    """Print what each search found, with its gain on the unseen prompts and the standard error."""
+    print("| model | guidance | counted | rule | found | gain | pictures of the search |")
+    print("|---|---|---|---|---|---|---|")
+    lines = list(read(options.out))
     for model, guidance in CASES:
-        own = [one for one in read(options.out) if (one["model"], one["guidance"]) == (model, guidance)]
-        last = [one for one in own if one.get("role") == "best"][-1:]
-        psnr = {
-            role: {
-                one["prompt"]: one["psnr"] for one in own if one.get("role") == role and one["plan"] == plan
-            }
-            for role, plan in (
-                ("rule", own[0]["plan"] if own else ""),
-                ("best", last[0]["plan"] if last else ""),
-            )
-        }
-        both = [psnr["best"][prompt] - psnr["rule"][prompt] for prompt in psnr["best"].keys() & psnr["rule"]]
-        if len(both) < 2:
-            continue
-        gains.append(statistics.fmean(both))
-        print(
-            f"{model}, guidance {guidance:g}: rule {own[0]['plan']} at {own[0]['speedup']:.2f}×, "
-            f"{statistics.fmean(psnr['rule'].values()):.1f} dB; best {last[0]['plan']} at "
-            f"{last[0]['speedup']:.2f}×, {statistics.fmean(psnr['best'].values()):.1f} dB; gain "
-            f"{gains[-1]:.1f} ± {statistics.stdev(both) / math.sqrt(len(both)):.1f} dB on {len(both)} "
-            f"prompts, after {sum('snr' in one for one in own)} pictures"
-        )
-    if gains:
-        print(f"mean gain: {statistics.fmean(gains):.2f} dB")
+        known = {"model": model, "guidance": guidance, "wanted": options.speedup}
+        own = [line for line in lines if known.items() <= line.items()]
+        pairs = dict.fromkeys((line["rule"], line["best"]) for line in own if "rule" in line)
+        for rule, best in pairs:
+            checked = [line for line in own if (line.get("rule"), line.get("best")) == (rule, best)]
+            cells = [f"`{model}`", f"{guidance:g}", f"{checked[-1]['speedup_rule']:.2f}×", f"`{rule}`"]
+            if best == rule:
+                cells += ["no closer plan", "0"]
+            elif len(checked) > 1:
+                both = [line["psnr_best"] - line["psnr_rule"] for line in checked]
+                cells += [f"`{best}`", f"{with_error(both)} on {len(both)} prompts"]
+            else:
+                continue
+            pictures = sum("snr" in line for line in own[: own.index(checked[-1])])
+            print(f"| {' | '.join(cells)} | {pictures} |")
+
+
+def with_error(values: list[float]) -> str:
+    """Return a mean with its standard error.
+
+    >>> with_error([1.0, 3.0])
+    '2.0 ± 1.0 dB'
+    """
+    return f"{statistics.fmean(values):.1f} ± {statistics.stdev(values) / math.sqrt(len(values)):.1f} dB"
 
 
 def main() -> None:
@@ -188,8 +210,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("measure", "table"))
-    parser.add_argument("--seconds", type=float, default=180.0, help="CPU seconds of a search (default: 180)")
-    parser.add_argument("--prompts", type=int, default=6, help="unseen prompts (default: 6)")
+    parser.add_argument("--speedup", type=float, default=2.0, help="wanted speed-up (default: 2)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=150.0,
+        help="CPU seconds of each search, without dense (default: 150)",
+    )
+    parser.add_argument("--prompts", type=int, default=8, help="unseen prompts (default: 8)")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     {"measure": measure, "table": table}[options.what](options)

@@ -26,10 +26,12 @@ from tokenmerge import (
     apply_token_merging,
     token_merging,
 )
-from tokenmerge.config import dense_outside, read_metadata
-from tokenmerge.default_method import settings_for
+from tokenmerge.config import FoundFor, SavedSettings, dense_outside, read_metadata
+from tokenmerge.default_method import DefaultMethod, settings_for
+from tokenmerge.models.find import find_hosts
 from tokenmerge.planners import PLANNERS, calibration
 from tokenmerge.runtime.patching.patch import state_of
+from tokenmerge.tuned_method import TunedMethod
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +75,14 @@ def test_a_number_alone_is_refused_with_both_lines():
         assert state_of(unet) is None
     with pytest.raises(ConfigError, match="config: expected a ToMeConfig"):
         apply_token_merging(unet, True)  # type: ignore[call-overload]
+
+
+def test_a_plan_that_tune_found_runs_in_its_kind_of_generation():
+    pipe = pipeline(unet=hosts.unet())
+    saved = SavedSettings(ToMeConfig(ratio=0.3), FoundFor(type(pipe.unet).__name__, 16, 16, 20), 2.0)
+    method = TunedMethod.of_saved(pipe, find_hosts(pipe), saved)
+    assert method.settings(steps=20) == saved.config
+    assert method.settings(steps=10) != saved.config
 
 
 @pytest.mark.parametrize("speedup", [0.9, True, "2", float("nan"), float("inf"), torch.ones(2)])
@@ -271,3 +281,10 @@ def test_the_handle_estimates_how_close_the_last_picture_is(fast):
     apply_token_merging(pipe, ToMeConfig(reuse=StepReuse(every=2)))
     run(pipe, 12)
     assert patch.error is not None  # that of its own last run
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_cached_numbers_are_counted_for_a_picture_with_guidance(dtype, itemsize):
+    pipe = pipeline(unet=hosts.unet().to(dtype))
+    method = DefaultMethod.of(pipe, find_hosts(pipe), 2.0)
+    assert method.facts.number_bytes == 2 * itemsize

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tokenmerge import presets
 from tokenmerge.config import FoundFor, SavedSettings, ToMeConfig, dense_outside, load_settings
 from tokenmerge.config.origin import RATIO, is_default
-from tokenmerge.default_method import DefaultMethod, merging_alone
+from tokenmerge.default_method import DefaultMethod, check_min_psnr, merging_alone
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, shown
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
@@ -76,6 +76,7 @@ def apply_token_merging(
     start: float | None = None,
     until: float | None = None,
     max_cache: str | int | None = None,
+    min_psnr: float | None = None,
 ) -> Patch[Report, RecordedPlan]: ...
 @overload
 def apply_token_merging(pipe_or_model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]: ...
@@ -88,6 +89,7 @@ def apply_token_merging(
     start: float | None = None,
     until: float | None = None,
     max_cache: str | int | None = None,
+    min_psnr: float | None = None,
 ) -> Patch[Any, Any]:
     """Patch a diffusion model or a vision transformer in place, so that it merges tokens.
 
@@ -123,6 +125,12 @@ def apply_token_merging(
             too low, corrections are left out first, then the skipping of a UNet's finest level, then step
             reuse, and at last the features of the step before; ``print(patch)`` says what was left out.
             Lowering it makes the picture less like the dense one, or saves less time. None: no limit.
+        min_psnr: of the default method, the PSNR to the dense picture of the same seed that a picture shall
+            have, in dB, > 0. While a generation runs, it estimates its closeness, and skips fewer steps than
+            ``speedup`` plans where it has to, up to none. In a batch the worst picture decides for all, so a
+            picture can depend on the others. Each complete step waits once for the device. Raising it brings
+            the picture closer and saves less time. The estimate can be wrong, see ``patch.error``. None: no
+            step is added.
 
     Returns:
         A handle: ``print(patch)`` says what it does in a few lines, ``print(patch.report())`` shows each
@@ -135,11 +143,11 @@ def apply_token_merging(
         ConfigError: ``config`` is not a configuration, or does not fit the model.
         ModelInUseError: another thread runs the model.
     """
-    if isinstance(config, ViTConfig) and ratio is speedup is start is until is max_cache is None:
+    if isinstance(config, ViTConfig) and ratio is speedup is start is until is max_cache is min_psnr is None:
         return _merge_in_encoders(pipe_or_model, config)
-    if isinstance(config, ViTConfig) and ratio is speedup is max_cache is None:
+    if isinstance(config, ViTConfig) and ratio is speedup is max_cache is min_psnr is None:
         raise ConfigError("start, until: a vision transformer has no denoising steps; leave them out")
-    asked = _asked(pipe_or_model, config, speedup, ratio)
+    asked = _asked(pipe_or_model, config, speedup, ratio, min_psnr)
     if start is not None or until is not None:
         dense = dense_outside(0.0 if start is None else start, 1.0 if until is None else until)
         asked = _changed(asked, lambda own: dataclasses.replace(own, rules=(*own.rules, *dense)))
@@ -156,7 +164,13 @@ def apply_token_merging(
     )
 
 
-def _asked(model: object, config: object, speedup: float | None, ratio: float | None) -> _Asked:
+def _asked(
+    model: object,
+    config: object,
+    speedup: float | None,
+    ratio: float | None,
+    min_psnr: float | None,
+) -> _Asked:
     """Return what the arguments of apply_token_merging ask for."""
     is_file = isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json"))
     is_name = isinstance(config, str) and not is_file
@@ -164,6 +178,12 @@ def _asked(model: object, config: object, speedup: float | None, ratio: float | 
     named = [f"{name}={shown(value)}" for name, value in given.items() if value is not None]
     if len(named) > 1 or (is_name and speedup is not None):
         raise ConfigError(f"config, speedup, ratio: expected one of them, got {', '.join(named)}")
+    check_min_psnr("min_psnr", min_psnr)
+    if min_psnr is not None and (config is not None or ratio is not None):
+        raise ConfigError(
+            f"min_psnr: only the default method can run more steps than it plans, got {min_psnr:g} with "
+            f"{', '.join(named)}; write apply_token_merging(pipe, speedup=3.0, min_psnr={min_psnr:g})"
+        )
     if is_file:
         return _of_file(model, load_settings(Path(str(config))), Path(str(config)).name)
     if isinstance(config, ToMeConfig):
@@ -183,7 +203,7 @@ def _asked(model: object, config: object, speedup: float | None, ratio: float | 
     hosts = _hosts(model)
     if ratio is not None:
         return _Asked(merging_alone(model, hosts, ratio), RATIO, hosts=hosts)
-    default = DefaultMethod.of(model, hosts, _DEFAULT_SPEEDUP if speedup is None else speedup)
+    default = DefaultMethod.of(model, hosts, _DEFAULT_SPEEDUP if speedup is None else speedup, min_psnr)
     follows = default.facts.follows_steps and default.speedup > 1
     if not follows and default.speedup > 1 and not default.widest.merges:
         raise NothingToMergeError(

@@ -12,15 +12,17 @@ from torch import nn
 from tokenmerge.config import Correction, PlanSharing, Rule, StepReuse, ToMeConfig
 from tokenmerge.config.checks import integer, number, optional
 from tokenmerge.config.origin import DEFAULT
+from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.plans import Facts, Plan, facts_of, highest_speedup, plan_for
+from tokenmerge.plans import Facts, Plan, Tolerance, facts_of, harm_of, highest_speedup, plan_for
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
+from tokenmerge.runtime.steps.scheduler import schedule_ends_clean
 
-__all__ = ["DefaultMethod", "settings_for"]
+__all__ = ["DefaultMethod", "schedule_ends_clean", "settings_for"]
 
 # Functions that run fused attention, of PyTorch or other kernels, called by the model or by its processor in
 # diffusers.
@@ -29,6 +31,7 @@ _STEPS = 20  # of a generation whose number of steps is unknown
 _SIDE = 64  # of latents whose size is unknown
 Change = Callable[[ToMeConfig], ToMeConfig]
 _SPEEDUP = number("a number ≥ 1, such as 2.0", lambda value: value >= 1)
+check_min_psnr = optional(number("a number of dB above 0, such as 35", lambda value: value > 0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,19 +42,25 @@ class DefaultMethod:
         speedup: dense operations divided by those of the generation, ≥ 1, as they are counted.
         facts: what is known of the model, for the default size and number of steps.
         changes: functions that change the settings after they were chosen, in order.
+        min_psnr: lowest PSNR to the dense picture in dB, > 0; None: the speed-up alone decides.
     """
 
     speedup: float
     facts: Facts
     changes: tuple[Change, ...] = ()
+    min_psnr: float | None = None
 
     @classmethod
-    def of(cls, pipe_or_model: object, hosts: Sequence[Host], speedup: float) -> DefaultMethod:
+    def of(
+        cls, pipe_or_model: object, hosts: Sequence[Host], speedup: float, min_psnr: float | None = None
+    ) -> DefaultMethod:
         """Return the default method for models that were found in a pipeline or a model.
 
         Raises:
-            ConfigError: ``speedup`` is not a number ≥ 1.
+            ConfigError: ``speedup`` is not a number ≥ 1, ``min_psnr`` is not a number > 0, or no step is
+                known to which it could apply.
         """
+        check_min_psnr("min_psnr", min_psnr)
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
         attention = narrowest_attention([block for host in hosts for block in host.blocks])
         follows_steps = getattr(pipe_or_model, "scheduler", None) is not None
@@ -62,6 +71,7 @@ class DefaultMethod:
             guidance=default_guidance(pipe_or_model),
             follows_steps=follows_steps,
             proportional=allows_proportional(pipe_or_model, hosts),
+            number_bytes=denoiser.usual_batch * dtype_of(denoiser.root).itemsize,
             fewest_tokens=fewest_tokens(
                 device_of(pipe_or_model, denoiser.root),
                 dtype_of(denoiser.root),
@@ -69,7 +79,12 @@ class DefaultMethod:
                 *(attention if follows_steps else attention[:2]),
             ),
         )
-        return cls.for_facts(speedup, facts)
+        if min_psnr is not None and not follows_steps:
+            raise ConfigError(
+                f"min_psnr: a model alone does not know its denoising steps, got {min_psnr:g}; apply token "
+                "merging to the pipeline"
+            )
+        return dataclasses.replace(cls.for_facts(speedup, facts), min_psnr=min_psnr)
 
     @classmethod
     def for_facts(cls, speedup: float, facts: Facts, *changes: Change) -> DefaultMethod:
@@ -95,17 +110,47 @@ class DefaultMethod:
             guidance: scale of classifier-free guidance; None: unknown.
             ends_clean: whether almost no noise is left before the last step.
         """
-        facts = dataclasses.replace(self._known(grid, steps, guidance), ends_clean=ends_clean)
-        settings = plan_for(facts, self.speedup).config
+        tolerance = self.tolerance(grid, steps, guidance, ends_clean)
+        if tolerance is not None:  # the settings that it begins with
+            return tolerance.config
+        return self._changed(self.plan(grid, steps, guidance, ends_clean).config)
+
+    def _changed(self, settings: ToMeConfig) -> ToMeConfig:
         for change in self.changes:
             settings = change(settings)
         return settings
 
+    def tolerance(
+        self,
+        grid: GridShape | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        ends_clean: bool = False,
+    ) -> Tolerance | None:
+        """Return what changes the settings of a generation while it runs; None: nothing does.
+
+        The arguments are those of :meth:`settings`.
+        """
+        if self.min_psnr is None:
+            return None
+        known = self._known(grid, steps, guidance, ends_clean)
+        return Tolerance(known, self.speedup, self.min_psnr, self._changed)
+
     def plan(
-        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
+        self,
+        grid: GridShape | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        ends_clean: bool = False,
     ) -> Plan:
         """Return the plan of one generation, without changes; the arguments are those of :meth:`settings`."""
-        return plan_for(self._known(grid, steps, guidance), self.speedup)
+        return plan_for(self._known(grid, steps, guidance, ends_clean), self.speedup)
+
+    def harm(
+        self, config: ToMeConfig, grid: GridShape | None, steps: int | None, guidance: float | None
+    ) -> float:
+        """Return the harm that was expected of a generation that ran with these settings."""
+        return harm_of(self._known(grid, steps, guidance), config)
 
     def shortfall(
         self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
@@ -128,9 +173,19 @@ class DefaultMethod:
             "larger picture or a lower speed-up"
         )
 
-    def _known(self, grid: GridShape | None, steps: int | None, guidance: float | None) -> Facts:
+    def _known(
+        self,
+        grid: GridShape | None,
+        steps: int | None,
+        guidance: float | None,
+        ends_clean: bool = False,
+    ) -> Facts:
         return dataclasses.replace(
-            self.facts, grid=grid or self.facts.grid, steps=steps or self.facts.steps, guidance=guidance
+            self.facts,
+            grid=grid or self.facts.grid,
+            steps=steps or self.facts.steps,
+            guidance=guidance,
+            ends_clean=ends_clean,
         )
 
     def without_reuse(self) -> DefaultMethod:
@@ -139,8 +194,9 @@ class DefaultMethod:
 
     @property
     def name(self) -> str:
-        """Its name in texts, such as ``"speed-up 2"``."""
-        return f"{DEFAULT} {self.speedup:g}"
+        """Its name in texts, such as ``"speed-up 2"`` or ``"speed-up 3, min_psnr 35"``."""
+        tolerance = "" if self.min_psnr is None else f", min_psnr {self.min_psnr:g}"
+        return f"{DEFAULT} {self.speedup:g}{tolerance}"
 
     @property
     def default_settings(self) -> ToMeConfig:

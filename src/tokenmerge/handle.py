@@ -14,12 +14,12 @@ from tokenmerge.config import ToMeConfig, to_metadata
 from tokenmerge.config.checks import integer
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError, shown, why
-from tokenmerge.models.base import Host
+from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
 from tokenmerge.plans import Estimate, estimate_closeness
 from tokenmerge.report import Conditions, Report, RunSteps, predict, saved, slower_than_dense, summary, title
-from tokenmerge.runtime.memory.run_log import RunLog
+from tokenmerge.runtime.memory.run_log import RunLog, noted
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.memory.step_log import StepRecorder
 from tokenmerge.runtime.patching.in_use import refuse_in_use
@@ -328,7 +328,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             is_unet=bool(self._denoiser.deep_stages),
             scale=getattr(pipe, "vae_scale_factor", None),
             slower=slower,
-            estimate=str(self.error or ""),
+            estimate=self._estimated(),
             watched=self._states[self._denoiser.root].kept.note,
         )
         if state_of(self._denoiser.root) is not self._states[self._denoiser.root]:
@@ -352,10 +352,23 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         run = self._last_run
         if run is None or self._default is None or not run.steps:
             return None
-        known = run.height is not None and run.width is not None
-        grid = self._denoiser.grid_at(run.height or 1, run.width or 1) if known else None
-        harm = self._default.plan(grid, run.steps, run.guidance).harm
-        return estimate_closeness(harm, run.config, run.steps, run.noted())
+        harm = self._default.harm(run.config, self._grid_of(run), run.steps, run.guidance)
+        return estimate_closeness(harm, run.config, run.steps, noted(run.errors))
+
+    def _estimated(self) -> str:
+        """Return the estimate as text, and what a tolerance did; empty: nothing is known."""
+        error, run, default = self.error, self._last_run, self._default
+        if error is None or run is None or run.steps is None or default is None or default.min_psnr is None:
+            return "" if error is None else f"estimated: {error}"
+        planned = default.plan(self._grid_of(run), run.steps, run.guidance).config
+        ran, plan = (len(own.reuse.steps_of(run.steps).full) for own in (run.config, planned))
+        further = f"{ran - plan} further complete step{'s' if ran - plan != 1 else ''}"
+        return f"min_psnr {default.min_psnr:g}: {further}; estimated {error}"
+
+    def _grid_of(self, run: RunLog) -> GridShape | None:
+        if run.height is None or run.width is None:
+            return None
+        return self._denoiser.grid_at(run.height, run.width)
 
     def _settings_at(self, height: int | None, width: int | None, steps: int | None) -> ToMeConfig:
         """Return the settings of a run with this size of the latents and number of steps."""

@@ -65,10 +65,14 @@ class TunedMethod(DefaultMethod):
         return differences
 
     def plan(
-        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
+        self,
+        grid: GridShape | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        ends_clean: bool = False,
     ) -> Plan:
         """Return the plan of one generation, without changes; the arguments are those of :meth:`settings`."""
-        rule = super().plan(grid, steps, guidance)
+        rule = super().plan(grid, steps, guidance, ends_clean)
         assert self.saved is not None
         if self.differences(grid, steps, guidance):
             return rule

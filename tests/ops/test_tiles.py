@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tokenmerge import ToMeConfig
-from tokenmerge.config.planner_names import OVER_TIME
+from tokenmerge.config.settings import OVER_TIME
 from tokenmerge.ops import bipartite_soft_matching, own_cell, strided_partition, tiled_matching
 from tokenmerge.planners import PLANNERS, num_removed
 

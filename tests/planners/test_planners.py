@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 import tokenmerge.config
 from tokenmerge.config import GUIDED_PLANNERS, OWN_NUMBER, ToMeConfig, highest_ratio
-from tokenmerge.config.planner_names import texts_in
+from tokenmerge.config.settings import texts_in
 from tokenmerge.ops import Plan, SoftPlan, keep_destinations, merge, unmerge
 from tokenmerge.planners import (
     PLANNERS,

@@ -8,7 +8,7 @@ import itertools
 import pytest
 from tests.models.tiny import FAMILIES
 
-from tokenmerge import Correction, ToMeConfig
+from tokenmerge import Correction, StepReuse, ToMeConfig
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import (
     Facts,
@@ -130,9 +130,26 @@ def test_planners_of_transformers_compare_what_the_model_added():
 
 
 def test_without_memory_for_them_there_are_no_corrections():
-    wanted = [plan_for(facts("transformer", corrections=own), 1.5) for own in (True, False)]
+    wanted = [plan_for(facts("transformer", number_bytes=own), 1.5) for own in (4, 10**9)]
     assert [plan.config.correction.on for plan in wanted] == [True, False]
     assert wanted[0].harm < wanted[1].harm
+
+
+def test_few_steps_of_transformers_are_corrected_under_strong_guidance():
+    """Without a correction, the first step decides: in the record this loses 8 dB."""
+    for steps in (4, 8):
+        of_generation = facts("transformer", steps=steps, guidance=7.0)
+        assert choose(of_generation, 1.3).correction.on
+
+
+def test_a_correction_is_not_expected_to_wear_off_after_the_end():
+    """With fewer complete steps than its distance, it only has to last for these."""
+    of_generation, harms = facts("transformer", steps=5, can_skip=False), harms_of("transformer", False)
+    plans = [plan_for(of_generation, wanted) for wanted in SPEEDUPS]
+    rarely = [plan for plan in plans if plan.config.correction.every == 6]
+    assert rarely
+    for plan in rarely:
+        assert plan.harm == harms.of_merging(plan.config.scope, plan.config.ratio, 5)
 
 
 def test_nothing_corrects_a_unet_under_strong_guidance():
@@ -144,11 +161,11 @@ def test_nothing_corrects_a_unet_under_strong_guidance():
 def test_corrections_take_the_memory_of_one_residual_for_each_block():
     model = FAMILIES[MODELS["transformer"]].build()
     host = find_hosts(model)[0]
-    of_generation = facts_of(host, (1, 48, 48), 8)
+    of_generation = facts_of(host, (1, 48, 48), 8, number_bytes=4)  # one sample in float32
     config = ToMeConfig(ratio=0.5, scope="block", planner="tiled", correction=Correction(every=2))
     side = 48 * host.patch
     kept = predict(model, config, side, side, batch=1, steps=2).kept_bytes
-    residuals = correction_bytes(of_generation, "block", samples=1, itemsize=4)
+    residuals = correction_bytes(of_generation, "block")
     assert residuals == 4 * 32 * 48 * 48 * 4
     assert residuals <= kept <= 1.2 * residuals  # and the plans
 
@@ -189,3 +206,33 @@ def test_every_number_of_complete_steps_has_its_distance(steps, stride):
         every = distance(steps, complete)
         config = ToMeConfig.from_dict({"reuse.every": every})
         assert len(config.reuse.steps_of(steps).full) == complete
+
+
+def complete_steps(of_generation: Facts, wanted: float) -> tuple[int, ...]:
+    return choose(of_generation, wanted).reuse.steps_of(of_generation.steps).full
+
+
+def test_complete_steps_of_a_unet_are_closer_together_towards_the_end_under_strong_guidance():
+    full = complete_steps(facts("unet", guidance=7.5, fewest_tokens=64 * 64 + 1), 1.5)
+    even = StepReuse(every=distance(20, len(full))).steps_of(20).full
+    assert len(full) == len(even) < 20
+    assert (full[0], full[1], full[-1]) == (0, 1, 19)
+    assert sum(full) > sum(even)
+
+
+@pytest.mark.parametrize(("model", "guidance"), [("unet", 3.0), ("transformer", 3.0), ("transformer", 7.5)])
+def test_other_complete_steps_are_evenly_spaced(model, guidance):
+    reuse = choose(facts(model, guidance=guidance, fewest_tokens=64 * 64 + 1), 1.5).reuse
+    assert reuse.on
+    assert not reuse.full_steps
+
+
+@pytest.mark.parametrize("steps", [4, 8, 20, 50])
+def test_a_last_step_without_noise_is_not_complete(steps):
+    """As many others are, so that the speed-up stays the same."""
+    usual, clean = (
+        facts("transformer", steps=steps, fewest_tokens=64 * 64 + 1, ends_clean=own) for own in (False, True)
+    )
+    assert complete_steps(usual, 1.8)[-1] == steps - 1
+    assert complete_steps(clean, 1.8)[-1] < steps - 1
+    assert plan_for(clean, 1.3).speedup == plan_for(usual, 1.3).speedup

@@ -32,7 +32,7 @@ def test_the_policy_has_at_most_40_numbers():
 
 
 def test_each_class_names_the_record_of_its_numbers():
-    for name in ("unet", "transformer"):
+    for name in ("unet", "transformer", "spacing", "estimate"):
         assert (ROOT / table()[name]["record"]).is_file()
 
 
@@ -63,6 +63,13 @@ def test_what_does_not_merge_loses_nothing():
 def test_a_later_correction_leaves_more():
     harms = harms_of("transformer", False)
     assert harms.of_merging("block", 0.5, 2) < harms.of_merging("block", 0.5, 4)
+
+
+def test_a_correction_leaves_at_most_what_merging_loses():
+    harms = harms_of("transformer", True)
+    plain = harms.of_merging("block", 0.75, 0)
+    assert harms.of_merging("block", 0.75, 2) < plain
+    assert harms.of_merging("block", 0.75, 100) == plain
 
 
 def test_the_fewest_tokens_are_those_of_the_table():

@@ -38,7 +38,7 @@ def functions_called(run):
 # Their names say what one gets, so that nobody has to follow a token into them.
 FACTS = {
     "config/settings.py": "properties of the settings",
-    "config/correction.py": "a property of the settings",
+    "config/parts.py": "properties of the settings",
     "models/layout.py": "which of a call's tokens are the image's, and the sides of their grid",
     "models/call.py": "the arguments of a host's call, which it makes",
     "runtime/memory/state.py": "what a block is, and what holds for its running call",

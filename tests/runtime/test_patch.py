@@ -548,15 +548,22 @@ def test_compiling_by_block_takes_as_many_graphs_as_the_plain_model_and_for_dyna
 
 @pytest.mark.parametrize("scope", ["layers", "keys", "block"])
 def test_with_proportional_attention_too_all_blocks_share_one_graph(scope):
-    """Of a model with more blocks than torch recompiles for, the last ones would not compile."""
-    torch._dynamo.reset()
-    compiled = []
+    """Of a model with more blocks than torch recompiles for, the last ones would not compile.
 
-    unet = one_level()
-    apply_token_merging(unet, ToMeConfig(ratio=0.5, scope=scope, proportional=True))
-    unet.compile_repeated_blocks(fullgraph=True, backend=hosts.counting(compiled))
-    hosts.call(unet, **hosts.inputs())
-    assert len(compiled) == 1
+    PyTorch 2.7 makes a graph for each block of the plain model too.
+    """
+
+    def graphs(config: ToMeConfig | None) -> int:
+        torch._dynamo.reset()
+        compiled = []
+        unet = one_level()
+        if config is not None:
+            apply_token_merging(unet, config)
+        unet.compile_repeated_blocks(fullgraph=True, backend=hosts.counting(compiled))
+        hosts.call(unet, **hosts.inputs())
+        return len(compiled)
+
+    assert graphs(ToMeConfig(ratio=0.5, scope=scope, proportional=True)) == graphs(None)
 
 
 @pytest.mark.parametrize("missing", ["sample", "timestep"])

@@ -7,9 +7,8 @@ other; the last returns the ``MergeSettings`` that planners and blocks get.
 Imports only ``errors``, and no torch.
 """
 
-from tokenmerge.config.correction import Correction
-from tokenmerge.config.found_for import FoundFor
 from tokenmerge.config.json_file import (
+    FoundFor,
     SavedSettings,
     load_config,
     load_settings,
@@ -17,22 +16,22 @@ from tokenmerge.config.json_file import (
     save_config,
 )
 from tokenmerge.config.metadata import read_metadata, to_metadata
-from tokenmerge.config.names import flat
-from tokenmerge.config.old_names import NEW_NAMES, with_new_names, words_with_new_names
+from tokenmerge.config.names import NEW_NAMES, flat, with_new_names, words_with_new_names
 from tokenmerge.config.old_rules import with_rules
-from tokenmerge.config.plan_sharing import PlanSharing
-from tokenmerge.config.planner_names import GUIDED_PLANNERS, OWN_NUMBER, PLANNERS
+from tokenmerge.config.parts import Correction, PlanSharing, StepReuse
 from tokenmerge.config.removed import REMOVED, REMOVED_VALUES, without_removed
 from tokenmerge.config.rules import Rule, dense_outside
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
     COMBINATIONS,
+    GUIDED_PLANNERS,
+    OWN_NUMBER,
+    PLANNERS,
     SCOPES,
     MergeSettings,
     check_below_highest_ratio,
     highest_ratio,
 )
-from tokenmerge.config.step_reuse import StepReuse
 from tokenmerge.config.tome import SETTINGS, ToMeConfig
 
 __all__ = [

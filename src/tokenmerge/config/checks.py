@@ -1,23 +1,48 @@
-"""Checks of single settings: each takes the name and the value of a setting, and returns a plain value.
+"""What settings classes share: checks of single settings, a short ``repr``, and copies with other fields.
 
-A check also accepts values of similar types, such as a NumPy integer. It returns Python's own type, so that
-settings compare, print and save alike. For any other value it raises :class:`tokenmerge.ConfigError`.
+A check takes the name and the value of a setting, and returns a plain value. It also accepts values of
+similar types, such as a NumPy integer, and returns Python's own type, so that settings compare, print and
+save alike. For any other value it raises :class:`tokenmerge.ConfigError`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from tokenmerge.config.removed import REMOVED_VALUES, refuse_removed
 from tokenmerge.errors import ConfigError, shown
 
 Check = Callable[[str, Any], Any]
+V = TypeVar("V", bound="Value")
 
 _MOST = 2**63 - 1
+
+
+class Value:
+    """A frozen dataclass with a default for each field; its ``repr`` shows the fields that were changed."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        plain = type(self)()
+        values = {field.name: getattr(self, field.name) for field in fields}
+        changed = [f"{name}={value!r}" for name, value in values.items() if value != getattr(plain, name)]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+
+def unchecked(value: V, **fields: Any) -> V:
+    """Copy a value with other fields that were checked before; ``dataclasses.replace`` checks again."""
+    made = copy.copy(value)
+    for name, own in fields.items():
+        object.__setattr__(made, name, own)
+    return made
 
 
 def refuse(name: str, wanted: str, value: object) -> NoReturn:
@@ -28,16 +53,16 @@ def refuse(name: str, wanted: str, value: object) -> NoReturn:
 def check_fields(settings: object, prefix: str, checks: Mapping[str, Check]) -> None:
     """Check the fields of a frozen dataclass, and put plain values in their place.
 
-    Args:
-        settings: the object.
-        prefix: stands before the names of the fields in messages, such as ``"reuse."``.
-        checks: one for each field.
-
-    Raises:
-        ConfigError: a field has a value that it does not take.
+    ``prefix`` stands before the names of the fields in messages, such as ``"reuse."``.
     """
     for name, check in checks.items():
         object.__setattr__(settings, name, check(f"{prefix}{name}", getattr(settings, name)))
+
+
+def check_counts(**counts: Any) -> None:
+    """Check arguments that are integers ≥ 1, or None."""
+    for name, value in counts.items():
+        optional(integer(1))(name, value)
 
 
 def integer(lowest: int | None = None) -> Check:

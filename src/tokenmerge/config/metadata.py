@@ -19,11 +19,7 @@ NAME = "Token merging"
 
 
 def to_metadata(config: ToMeConfig, method: str = "") -> str:
-    """Return the line for some settings.
-
-    Args:
-        config: the settings.
-        method: name of the method; if it is empty, the line has the word "ratio" in its place.
+    """Return the line for some settings. Without the name of a ``method``, the line has the word "ratio".
 
     >>> to_metadata(ToMeConfig(ratio=0.4, max_downsample=2))
     'Token merging: ratio 0.4, {"version": 1, "settings": {"ratio": 0.4, "max_downsample": 2}}'

@@ -1,24 +1,28 @@
-"""Settings by name: ``"reuse.every"`` for the field ``every`` of the part ``reuse``."""
+"""Settings by name: ``"reuse.every"`` for the field ``every`` of the part ``reuse``; and former names."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmerge.config.correction import Correction
-from tokenmerge.config.old_names import NEW_NAMES
-from tokenmerge.config.plan_sharing import PlanSharing
+from tokenmerge.config.parts import PARTS
 from tokenmerge.config.removed import without_removed
-from tokenmerge.config.step_reuse import StepReuse
 from tokenmerge.errors import ConfigError
 
-# The classes that a ToMeConfig nests, by the name of their field.
-PARTS: Mapping[str, type] = {
-    "plans": PlanSharing,
-    "correction": Correction,
-    "reuse": StepReuse,
+# Current names by former names, which old records and old command lines still use.
+NEW_NAMES: Mapping[str, str] = {
+    "plan_every": "plans.every",
+    "share_plan": "plans.blocks",
+    "share_guidance": "plans.guidance",
+    "correct_every": "correction.every",
+    "reuse_every": "reuse.every",
+    "reuse_finest_every": "reuse.shallow_every",
+    "reuse_finest_from": "reuse.shallow_from",
+    "reuse_span": "reuse.span",
 }
+_OLD_WORD = re.compile(rf"(?<![\w.])({'|'.join(NEW_NAMES)})(?![\w.])")
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,7 +35,7 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: one setting is given twice, under two names, or it was removed.
 
-    >>> flat({"ratio": 0.4, "correction": Correction(every=2), "share_plan": True})
+    >>> flat({"ratio": 0.4, "correction": {"every": 2}, "share_plan": True})
     {'ratio': 0.4, 'correction.every': 2, 'plans.blocks': True}
     """
     found: dict[str, Any] = {}
@@ -70,3 +74,28 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             arguments[name] = value
     return {**arguments, **{name: PARTS[name](**fields) for name, fields in parts.items()}}
+
+
+def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recorded variant under their current names.
+
+    The label of another variant, which is recorded under ``"as"``, is rewritten too.
+
+    >>> with_new_names({"ratio": 0.5, "reuse_every": 2})
+    {'ratio': 0.5, 'reuse.every': 2}
+    """
+    return {
+        NEW_NAMES.get(name, name): words_with_new_names(value)
+        if name == "as" and isinstance(value, str)
+        else value
+        for name, value in settings.items()
+    }
+
+
+def words_with_new_names(label: str) -> str:
+    """Return the label of a variant, with the current names.
+
+    >>> words_with_new_names("tome ratio=0.5 share_plan")
+    'tome ratio=0.5 plans.blocks'
+    """
+    return _OLD_WORD.sub(lambda found: NEW_NAMES[found[0]], label)

@@ -30,12 +30,8 @@ REMOVED_VALUES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def without_removed(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+def without_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings, by dotted name, without removed ones that do nothing.
-
-    Args:
-        settings: by dotted name.
-        where: stands before the name of a setting in messages.
 
     Raises:
         ConfigError: a removed setting would do something.
@@ -47,7 +43,7 @@ def without_removed(settings: Mapping[str, Any], where: str = "") -> dict[str, A
         plain = value is None or isinstance(value, int | float | str | list | tuple)
         idle = plain and value in REMOVED.get(name, ())
         if name in REMOVED and not idle:
-            refuse_removed(f"{where}{name}", repr(value), "leave it out")
+            refuse_removed(name, repr(value), "leave it out")
     return {name: value for name, value in settings.items() if name not in REMOVED}
 
 

@@ -6,11 +6,20 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tokenmerge.config.checks import Check, check_fields, integer, number, optional, refuse, share
+from tokenmerge.config.checks import (
+    Check,
+    Value,
+    check_fields,
+    integer,
+    number,
+    optional,
+    refuse,
+    share,
+    unchecked,
+)
 from tokenmerge.config.names import flat
+from tokenmerge.config.parts import REUSE_CHECKS
 from tokenmerge.config.settings import CHECKS as MERGE_CHECKS
-from tokenmerge.config.step_reuse import CHECKS as REUSE_CHECKS
-from tokenmerge.config.value import Value, unchecked
 from tokenmerge.errors import ConfigError
 
 _CONDITIONS: Mapping[str, Check] = {

@@ -4,12 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from tokenmerge.config.checks import Check, as_number, integer, number, one_of, optional, switch
-from tokenmerge.config.planner_names import COMPARES_NOTHING, OVER_TIME, PLANNERS
-from tokenmerge.config.value import Value
+from tokenmerge.config.checks import Check, Value, as_number, integer, number, one_of, optional, switch
 from tokenmerge.errors import ConfigError
+
+
+def texts_in(folder: Path) -> dict[str, str]:
+    """Name → text of each planner in a folder. A planner is a file ``x.py`` with the function ``plan_x``."""
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py"))}
+    return {name: text for name, text in texts.items() if f"\ndef plan_{name}(" in text}
+
+
+def _that_say(line: str) -> tuple[str, ...]:
+    """Return names of the planners whose files have this line."""
+    return tuple(sorted(name for name, text in _TEXTS.items() if f"\n{line}\n" in text))
+
+
+# The planners and their properties are read from their files, which need torch. A planner's file has those of
+# these lines that are true of the planner:
+# GUIDED = True: it looks at what guidance changed in the last step, and plans as "tome" before that.
+# OWN_NUMBER = True: it may remove another number of tokens than it is asked to.
+# OVER_TIME = True: its cells may reach over several frames of a video.
+# COMPARES_NOTHING = True: the values of the tokens are not used.
+_TEXTS = texts_in(Path(__file__).parents[1] / "planners")
+PLANNERS = tuple(_TEXTS)
+GUIDED_PLANNERS = _that_say("GUIDED = True")
+OWN_NUMBER = _that_say("OWN_NUMBER = True")
+OVER_TIME = _that_say("OVER_TIME = True")
+COMPARES_NOTHING = _that_say("COMPARES_NOTHING = True")
 
 SCOPES = ("layers", "block", "keys")
 COMBINATIONS = ("mean", "keep")
@@ -194,10 +218,7 @@ class MergeSettings(Value):
 
 
 def check_together(settings: MergeSettings) -> None:
-    """Check what must fit together in settings whose fields are valid one by one.
-
-    Args:
-        settings: of one level and step.
+    """Check what must fit together in settings of one level and step, whose fields are valid one by one.
 
     Raises:
         ConfigError: the ratio is too high for the strides, the planner cannot reach over time or compares

@@ -7,16 +7,18 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmerge.config.checks import Check, check_fields, one_of, refuse
-from tokenmerge.config.correction import Correction
-from tokenmerge.config.names import PARTS, flat, nested
+from tokenmerge.config.checks import Check, check_fields, one_of, refuse, unchecked
+from tokenmerge.config.names import flat, nested
 from tokenmerge.config.old_rules import with_rules
-from tokenmerge.config.plan_sharing import PlanSharing
-from tokenmerge.config.planner_names import GUIDED_PLANNERS
+from tokenmerge.config.parts import PARTS, Correction, PlanSharing, StepReuse
 from tokenmerge.config.rules import Rule, Rules, check_rules, resolved
-from tokenmerge.config.settings import CACHED_FEATURES, CHECKS, MergeSettings, check_together
-from tokenmerge.config.step_reuse import StepReuse
-from tokenmerge.config.value import unchecked
+from tokenmerge.config.settings import (
+    CACHED_FEATURES,
+    CHECKS,
+    GUIDED_PLANNERS,
+    MergeSettings,
+    check_together,
+)
 from tokenmerge.errors import ConfigError
 
 

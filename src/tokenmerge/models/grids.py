@@ -27,6 +27,12 @@ def patch_of(config: Any) -> tuple[int, int, int]:
     return frames, rows, columns
 
 
+def in_tokens(sides: Sequence[int], config: Any) -> GridShape:
+    """Return the token grid of latents with this number of frames, rows and columns."""
+    frames, rows, columns = (side // length for side, length in zip(sides, patch_of(config), strict=True))
+    return frames, rows, columns
+
+
 def picture_grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
     """Return the token grid of pictures, from the last two axes of ``hidden_states``: height and width."""
     height, width = arguments["hidden_states"].shape[-2:]
@@ -36,9 +42,7 @@ def picture_grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridSha
 
 def video_grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
     """Return the token grid of videos ``hidden_states`` ``[b, c, f, h, w]``."""
-    sides = zip(arguments["hidden_states"].shape[2:], patch_of(root.config), strict=True)
-    frames, rows, columns = (side // length for side, length in sides)
-    return frames, rows, columns
+    return in_tokens(arguments["hidden_states"].shape[2:], root.config)
 
 
 _known: Any = WeakTensorKeyDictionary()

@@ -31,7 +31,7 @@ def describe_stages(
     Raises:
         UnsupportedModelError: its attention is not in transformer blocks.
     """
-    blocks = [block for path, stage, level in _stages(root) for block in _blocks(stage, path, level)]
+    blocks = [block for path, stage, level in stages_of(root) for block in _blocks(stage, path, level)]
     if not blocks:
         _refuse_other_attention(root)
 
@@ -50,7 +50,7 @@ def describe_stages(
     )
 
 
-def _stages(root: Any) -> Iterator[tuple[str, Any, int]]:
+def stages_of(root: Any) -> Iterator[tuple[str, Any, int]]:
     """Yield path, module and resolution level of each stage, in the order in which they run."""
     level = 1
     for i, stage in enumerate(root.down_blocks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from tokenmerge.models.base import Block, Host
+from tokenmerge.models.unet_stages import stages_of
 
 Part = Literal["always", "finest", "deep", "blocks"]
 LAYERS, BLOCK = "layers", "block"
@@ -114,15 +116,13 @@ def work_of(host: Host, text: int | None = None) -> Work:
     """
     words = _words(host) if text is None else text
     found: dict[tuple[Part, int, frozenset[str]], Amount] = defaultdict(Amount)
-    levels = _levels(host)
+    levels = {path: level for path, _, level in stages_of(host.root)} if host.deep_stages else {}
     for path, module, block in _leaves(host):
-        level = block.level if block else _level_at(levels, path)
-        part = _part(host, path, block)
-        shape = _weights(module)
-        if shape is not None:
-            level, number = _scaled(path, module, level, shape)
-            scopes = _scopes(block, path)
-            found[part, level, scopes] += _of_weights(host, block, path, number, words)
+        number = _weights(module)
+        if number:
+            level = block.level if block else _level_at(levels, path)
+            amount = _of_weights(host, block, path, number, words)
+            found[_part(host, path, block), level, _scopes(block, path)] += amount
     for block in host.blocks:
         for amount, scopes in _attention(host, block, words):
             found[_part(host, block.path, block), block.level, scopes] += amount
@@ -153,44 +153,21 @@ def _leaves(host: Host) -> Iterator[tuple[str, Any, Block | None]]:
     return walk(host.root, "", None)
 
 
-def _weights(module: Any) -> tuple[int, int] | None:
-    """Return inputs and outputs of a linear layer, or of a convolution at one position; None: another one."""
+def _weights(module: Any) -> int:
+    """Return the weights of a linear layer or a convolution that multiply at one position; 0 for others."""
     if isinstance(module, nn.modules.conv._ConvNd):
-        window = 1
-        for side in module.kernel_size:
-            window *= side
-        return module.in_channels // module.groups * window, module.out_channels
+        return module.in_channels // module.groups * math.prod(module.kernel_size) * module.out_channels
     # Quantised layers have packed weights, and these numbers too.
     sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    return sizes if all(isinstance(size, int) for size in sizes) else None  # type: ignore[return-value]
-
-
-def _levels(host: Host) -> Mapping[str, int]:
-    """Return the level of each stage of a UNet by its path."""
-    if not host.deep_stages:
-        return {}
-    levels, level = {}, 1
-    for path in ("down_blocks.0", *host.deep_stages):
-        stage = host.root.get_submodule(path)
-        levels[path] = level
-        if path.startswith("down") and any("downsamplers" in name for name in stage._modules):
-            level *= 2
-        if path.startswith("up") and any("upsamplers" in name for name in stage._modules):
-            level //= 2
-    return levels
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 0  # type: ignore[arg-type]
 
 
 def _level_at(levels: Mapping[str, int], path: str) -> int:
-    return next((level for stage, level in levels.items() if path.startswith(f"{stage}.")), 1)
-
-
-def _scaled(path: str, module: Any, level: int, shape: tuple[int, int]) -> tuple[int, int]:
-    """Return the level at which a layer works, and its multiplications at one position there."""
+    """Return the level at which a layer outside blocks works, from those of a UNet's stages."""
+    level = next((level for stage, level in levels.items() if path.startswith(f"{stage}.")), 1)
     if "downsamplers" in path:
-        level *= 2
-    elif "upsamplers" in path:
-        level //= 2
-    return level, shape[0] * shape[1]
+        return level * 2
+    return level // 2 if "upsamplers" in path else level
 
 
 def _part(host: Host, path: str, block: Block | None) -> Part:
@@ -252,7 +229,7 @@ def _attention(host: Host, block: Block, words: int) -> Iterator[tuple[Amount, f
 
 
 def _has_text(attention: nn.Module) -> bool:
-    return any(_is_on_text(None, name) for name, module in attention.named_modules() if module is not None)
+    return any(_is_on_text(None, name) for name, _ in attention.named_modules())
 
 
 def _channels(attention: Any) -> int:
@@ -264,13 +241,13 @@ def _channels(attention: Any) -> int:
 
 
 def _plans(host: Host) -> Iterator[Planning]:
-    """Yield the plans of a call: one for all blocks with the same level on the same way."""
-    found: dict[tuple[int, str], list[Block]] = defaultdict(list)
+    """Yield the plans of a call: one for all blocks that can share it."""
+    found: dict[tuple[object, ...], list[Block]] = defaultdict(list)
     for block in host.blocks:
-        found[block.level, block.path.partition(".")[0]].append(block)
-    for (level, _), blocks in found.items():
+        found[block.plan_group].append(block)
+    for blocks in found.values():
         scopes = {LAYERS for block in blocks for layer in block.layers if layer.kind == "attn1"}
         scopes |= {BLOCK for block in blocks if block.block_layout is not None}
         parts = frozenset(_part(host, block.path, block) for block in blocks)
         first = next((getattr(block.module, layer.name) for block in blocks for layer in block.layers), None)
-        yield Planning(parts, level, _channels(first), frozenset(scopes), len(blocks))
+        yield Planning(parts, blocks[0].level, _channels(first), frozenset(scopes), len(blocks))

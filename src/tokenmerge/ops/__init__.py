@@ -32,7 +32,7 @@ from tokenmerge.ops.plan import (
 )
 from tokenmerge.ops.sized_attention import attend_by_columns, attend_by_values, head_size_with_columns
 from tokenmerge.ops.soft import SoftPlan, Tiles, make_soft_plan, tile
-from tokenmerge.ops.tiles import tiled_matching
+from tokenmerge.ops.tiles import tiled_matching, tiled_plan
 from tokenmerge.ops.tokens import SizedPlan, Tokens, plan_by_size
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "strided_partition",
     "tile",
     "tiled_matching",
+    "tiled_plan",
     "uniform_noise",
     "unmerge",
     "whole_cells",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.ops.constants import first_numbers
+from tokenmerge.ops.once import once
 
 Draw = tuple[int, Tensor]  # a seed, and the number of a step as a 0-dimensional integer tensor
 
@@ -38,14 +39,21 @@ class Arithmetic:
 
 def hash_of(seed: int, step: Tensor, place: Tensor) -> Tensor:
     """Return uniform 32-bit integers from three counters, of the shape of ``place``, 0 ≤ place < 2³²."""
+    # Each counter is added by an exclusive or. Then the state passes through x ^ x >> 16, two products, and
+    # x ^ x >> 16 again. This step is linear, and for 32 bits its own inverse. So the one before the place is
+    # added and the one after it cancel, and remain for the place alone.
     first, state = seed & _MASK32, step & _MASK32
-    return _mixed(_mixed(state ^ first if first else state) ^ place)
+    state = _multiplied(_folded(state ^ first if first else state))
+    return _folded(_multiplied(state ^ once(place, "folded", lambda: _folded(place))))
 
 
-def _mixed(state: Tensor) -> Tensor:
-    for shift, factor in zip((16, 15), FACTORS, strict=True):
-        state = (state ^ (state >> shift)) * factor & _MASK32
+def _folded(state: Tensor) -> Tensor:
     return state ^ (state >> 16)
+
+
+def _multiplied(state: Tensor) -> Tensor:
+    state = state * FACTORS[0] & _MASK32
+    return (state ^ (state >> 15)) * FACTORS[1] & _MASK32
 
 
 _pytorch = _in_exports = Arithmetic()

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tokenmerge.ops import kernels
 from tokenmerge.ops.constants import first_numbers
-from tokenmerge.ops.once import once
+from tokenmerge.ops.once import WITHOUT_LAUNCHES, made_once, once
 from tokenmerge.ops.partition import num_tokens
 
 # Largest number of similarities in memory at once. More sources are compared in slices, so that memory grows
@@ -46,9 +46,8 @@ def most_similar(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Te
         destination, −1 … 1, and the position of that destination in ``dst``.
     """
     sources, lengths, destinations = compared(features, src, dst)
-    product, nearest = _largest_products(sources, destinations)
-    # The length of a source does not change which destination is nearest, so it is divided out at the end.
-    return product / lengths, nearest
+    product, nearest = largest_products(sources, destinations)
+    return product if lengths is None else product / lengths, nearest
 
 
 def by_similarity(similarity: Tensor) -> Tensor:
@@ -61,7 +60,7 @@ def by_similarity(similarity: Tensor) -> Tensor:
     return similarity.argsort(dim=-1, descending=True, stable=True)
 
 
-def compared(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def compared(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return what matching multiplies, in float32 at least.
 
     Args:
@@ -71,17 +70,28 @@ def compared(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor
 
     Returns:
         Features of the sources ``[b, s, c]``, their lengths ``[b, s]``, and features of the destinations,
-        divided by their lengths, ``[b, d, c]``.
+        divided by their lengths, ``[b, d, c]``. None: those of the sources are divided already.
     """
-    exact = torch.promote_types(features.dtype, torch.float32)
     both = once(src, "with destinations", lambda: torch.cat([src, dst], dim=-1), dst)
-    tokens = _select(features.to(exact), both)
+    tokens, s = selected(features, both), src.shape[-1]
+    if features.device.type not in WITHOUT_LAUNCHES:
+        unit = unit_tokens(tokens)
+        return unit[:, :s], None, unit[:, s:]
+    # The length of a source does not change which destination is nearest, so it is divided out at the end.
+    exact = torch.promote_types(features.dtype, torch.float32)
+    tokens = tokens.to(exact)
     lengths = tokens.norm(dim=-1).clamp(min=torch.finfo(exact).tiny)
-    s = src.shape[-1]
     return tokens[:, :s], lengths[:, :s], tokens[:, s:] / lengths[:, s:].unsqueeze(-1)
 
 
-def _select(x: Tensor, index: Tensor) -> Tensor:
+def unit_tokens(tokens: Tensor) -> Tensor:
+    """Divide tokens ``[b, n, c]`` by their lengths, in float32 at least; zeros stay zeros."""
+    exact = torch.promote_types(tokens.dtype, torch.float32)
+    lengths = torch.linalg.vector_norm(tokens, dim=-1, keepdim=True, dtype=exact)
+    return tokens / lengths.clamp(min=torch.finfo(exact).tiny)
+
+
+def selected(x: Tensor, index: Tensor) -> Tensor:
     """Select tokens by an index ``[k]`` for all images, or ``[b, k]`` for each: → ``[b, k, c]``."""
     if index.ndim == 1:
         return x.index_select(1, index)
@@ -103,7 +113,7 @@ def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor
     return own
 
 
-def _largest_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def largest_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Maximum and its index in each row of ``a @ bᵀ``: ``[b, s, c]``, ``[b, d, c]`` → ``[b, s]`` each."""
     if kernels.ON and kernels.used(a, b):
         rows, columns = (first_numbers(x.shape[1], x.device).unsqueeze(0) for x in (a, b))
@@ -134,7 +144,12 @@ def features_if_shared(features: Tensor, parts: int, shared: Tensor) -> Tensor:
     shared features. If not, each image gets its own features, padded with zeros. There is no branch, since a
     compiled graph cannot branch on a value.
     """
-    c, b = features.shape[2], features.shape[0] // parts
-    part = torch.arange(parts, device=features.device)
-    own = part.repeat_interleave(c) == part.repeat_interleave(b).unsqueeze(1)  # [parts * b, parts * c]
-    return shared_features(features, parts).repeat(parts, 1, 1) * (own | shared).unsqueeze(1)
+    own = _own_channels(parts, features.shape[0] // parts, features.shape[2], features.device)
+    return shared_features(features, parts).repeat(parts, 1, 1) * (own | shared)
+
+
+@made_once
+def _own_channels(parts: int, b: int, c: int, device: torch.device) -> Tensor:
+    """Return which channels of all parts are an image's own: ``[parts * b, 1, parts * c]``."""
+    part = torch.arange(parts, device=device)
+    return (part.repeat_interleave(c) == part.repeat_interleave(b).unsqueeze(1)).unsqueeze(1)

@@ -14,6 +14,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 Sizes = ParamSpec("Sizes")
 Made = TypeVar("Made")
 
+# Devices on which an operation is no launch, so that less work is faster than fewer operations.
+WITHOUT_LAUNCHES = {"cpu"}
+
 _MOST = 256  # results of each function that are kept, the latest ones
 
 

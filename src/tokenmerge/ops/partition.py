@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tokenmerge.ops.arithmetic import Draw, arithmetic
-from tokenmerge.ops.constants import first_numbers
-from tokenmerge.ops.once import made_once
+from tokenmerge.ops.constants import first_rows
+from tokenmerge.ops.once import made_once, once
 
 
 def num_destinations(grid: Sequence[int], cell: Sequence[int]) -> int:
@@ -94,14 +94,21 @@ def partition_at(inside: Tensor, outside: Tensor, first: Tensor) -> tuple[Tensor
     Returns:
         As :func:`strided_partition`, with a batch axis in front if ``first`` has one.
     """
-    # Rotate each cell so that its destination comes first.
-    size = inside.shape[0]
-    order = (first_numbers(size, inside.device).unsqueeze(1) + first.unsqueeze(-2)) % size
-    inside = inside.expand_as(order).gather(-2, order)
-    others = inside[..., 1:, :].flatten(-2)
+    # Rotate each cell so that its destination comes last.
+    size, cells = inside.shape
+    order = first_rows(size, 1, 1, inside.device) + first.unsqueeze(-2)
+    twice = once(inside, "twice", lambda: torch.cat([inside, inside]))
+    tokens = twice.expand(*order.shape[:-2], -1, -1).gather(-2, order).flatten(-2)
+    src, dst = tokens[..., :-cells], tokens[..., -cells:]
     if not torch.compiler.is_compiling() and not len(outside):  # one launch less
-        return others, inside[..., 0, :]
-    return torch.cat([others, outside.expand(*others.shape[:-1], -1)], dim=-1), inside[..., 0, :]
+        once(src, "with destinations", lambda: tokens, dst)
+        return src, dst
+    return torch.cat([src, outside.expand(*src.shape[:-1], -1)], dim=-1), dst
+
+
+def with_destinations(src: Tensor, dst: Tensor) -> Tensor:
+    """Return the indices of the sources, then those of the destinations: ``[…, s + d]``."""
+    return once(src, "with destinations", lambda: torch.cat([src, dst], dim=-1), dst)
 
 
 def strided_partition(

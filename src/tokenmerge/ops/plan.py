@@ -6,12 +6,17 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tokenmerge.ops import kernels
 from tokenmerge.ops.arithmetic import arithmetic
-from tokenmerge.ops.constants import first_rows, ones, rows_of_images
+from tokenmerge.ops.constants import first_numbers, first_rows, ones, rows_of_images
 from tokenmerge.ops.once import made_once, once
+from tokenmerge.ops.partition import with_destinations
 from tokenmerge.ops.soft import SoftPlan
+
+# Where one kernel makes the means of all groups. They are made on the meta device as on these.
+_AVERAGING_DEVICES = {"cuda", "meta"}
 
 
 class IndexPlan(NamedTuple):
@@ -52,6 +57,9 @@ class IndexPlan(NamedTuple):
         exact = torch.promote_types(x.dtype, torch.float32)
         # Autograd and graphs need each step by itself; otherwise fewer launches do the same.
         fuses = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing())  # type: ignore[attr-defined]
+        if fuses and self.weights is None and x.device.type in _AVERAGING_DEVICES:
+            tokens, starts = once(self.inverse, "groups", self._groups)
+            return F.embedding_bag(tokens, rows, starts, mode="mean").view(b, -1, c)
         if fuses:
             chosen = rows.index_select(0, once(self.keep, "chosen", self._chosen, self.sources)).to(exact)
             total, moved = chosen[: self.keep.numel()], chosen[self.keep.numel() :]
@@ -68,6 +76,11 @@ class IndexPlan(NamedTuple):
     def _chosen(self) -> Tensor:
         """Return the rows of the tokens that stay, then those of the tokens that merge into them."""
         return torch.cat([self.keep.flatten(), self.sources.flatten()])
+
+    def _groups(self) -> tuple[Tensor, Tensor]:
+        """Return the rows of the tokens, one merged token after the other, and where each of them begins."""
+        merged, tokens = self.inverse.flatten().sort(stable=True)
+        return tokens, torch.searchsorted(merged, first_numbers(self.keep.numel(), merged.device))
 
     def unmerge(self, y: Tensor) -> Tensor:
         """See the function :func:`unmerge`."""
@@ -117,8 +130,17 @@ class IndexPlan(NamedTuple):
 
     def after(self, before: int) -> IndexPlan:
         """Return the plan for sequences in which ``before`` more tokens, left alone, precede the n."""
-        start = torch.full((len(self.keep),), before, device=self.keep.device)
-        return self.within(start, before + self.inverse.shape[1])
+        (b, m), n, device = self.keep.shape, self.inverse.shape[1], self.keep.device
+        # Each image moves behind the text of those before it and its own.
+        shift = first_rows(b, before, before, device)
+        return IndexPlan(
+            keep=torch.cat([_first_of_each(b, before, before + n, device), self.keep + shift], dim=1),
+            sources=self.sources + shift,
+            targets=self.targets + shift,
+            inverse=torch.cat([_first_of_each(b, before, before + m, device), self.inverse + shift], dim=1),
+            sizes=torch.cat([ones(b, before, device), self.sizes], dim=1),
+            weights=self.weights,
+        )
 
     def within(self, start: Tensor, total: int) -> IndexPlan:
         """Return the plan for sequences of ``total`` tokens that contain the n tokens of this plan in a row.
@@ -165,35 +187,41 @@ def make_plan(
         weights: ``[b, s]`` 1 for a source that counts in the mean of its destination, 0 for a source that is
             dropped; None: all count.
     """
-    b, s = order.shape
-    device = order.device
-    n, m = s + dst.shape[-1], s + dst.shape[-1] - r
+    (b, s), device, best = order.shape, order.device, order[:, :r]
+    n = s + dst.shape[-1]
+    rows = once(src, ("rows", b), lambda: with_destinations(src, dst) + first_rows(b, n, 0, device), dst)
+    targets = nearest.gather(1, best) + first_rows(b, n - r, s - r, device)
+    return plan_of_rows(rows, order, targets, None if weights is None else weights.gather(1, best))
+
+
+def plan_of_rows(rows: Tensor, order: Tensor, targets: Tensor, weights: Tensor | None = None) -> IndexPlan:
+    """Return the plan that merges the first sources of an order.
+
+    Args:
+        rows: ``[b, n]`` rows of the sources of each image, then those of its destinations.
+        order: ``[b, s]`` positions of the sources, the best edge first.
+        targets: ``[b, r]`` merged rows into which the first r of them merge.
+        weights: ``[b, r]`` weights of these; None: all count.
+    """
+    (b, n), s, r, device = rows.shape, order.shape[1], targets.shape[1], rows.device
+    m = n - r
     # The tokens that merge, those left alone, and the destinations. The latter two are the merged sequence.
-    tokens = torch.cat([src.expand(b, -1).gather(1, order), dst.expand(b, -1)], dim=1)
-    targets = nearest.gather(1, order[:, :r]) + first_rows(b, m, s - r, device)
-    rows = torch.cat([targets, rows_of_images(b, m, device)], dim=1)
-    inverse = torch.empty(b, n, dtype=torch.int64, device=device).scatter(1, tokens, rows)
-    counts = ones(b, r, device) if weights is None else weights.gather(1, order[:, :r])
-    sizes = ones(1, b * m, device).scatter_add(1, targets.view(1, -1), counts.view(1, -1)).view(b, m)
-    by_image = (tokens + first_rows(b, n, 0, device)).flatten()
-    chosen = by_image.index_select(0, _kept_first(b, n, r, device))
-    keep, sources = chosen[: b * m].view(b, m), chosen[b * m :].view(b, r)
-    once(keep, "chosen", lambda: chosen, sources)
-    return IndexPlan(
-        keep=keep,
-        sources=sources,
-        targets=targets,
-        inverse=inverse,
-        sizes=sizes,
-        weights=None if weights is None else counts,
+    tokens = torch.cat([rows[:, :s].gather(1, order), rows[:, s:]], dim=1)
+    merged = torch.cat([targets, rows_of_images(b, m, device)], dim=1)
+    inverse = torch.empty(b * n, dtype=torch.int64, device=device).scatter(
+        0, tokens.view(-1), merged.view(-1)
     )
-
-
-@made_once
-def _kept_first(b: int, n: int, r: int, device: torch.device) -> Tensor:
-    """Return the places in b rows of n tokens: of those behind the first r in each row, then of these r."""
-    places = torch.arange(b * n, device=device).view(b, n)
-    return torch.cat([places[:, r:].flatten(), places[:, :r].flatten()])
+    every = ones(1, b * n, device)
+    counts = every[:, : b * r] if weights is None else weights.view(1, -1)
+    sizes = every[:, : b * m].scatter_add(1, targets.view(1, -1), counts).view(b, m)
+    return IndexPlan(
+        keep=tokens[:, r:],
+        sources=tokens[:, :r],
+        targets=targets,
+        inverse=inverse.view(b, n),
+        sizes=sizes,
+        weights=weights,
+    )
 
 
 def merge(plan: Plan, x: Tensor) -> Tensor:
@@ -207,7 +235,8 @@ def merge(plan: Plan, x: Tensor) -> Tensor:
 def keep_destinations(plan: Plan, x: Tensor) -> Tensor:
     """Keep the destinations and unmerged tokens, drop the others: ``[b, n, c]`` → ``[b, m, c]``."""
     b, n, c = x.shape
-    return x.reshape(b * n, c).index_select(0, plan.keep.flatten()).view(b, -1, c)
+    rows = once(plan.keep, "rows", plan.keep.flatten)
+    return x.reshape(b * n, c).index_select(0, rows).view(b, -1, c)
 
 
 def unmerge(plan: Plan, y: Tensor) -> Tensor:
@@ -220,3 +249,9 @@ def add_unmerged(plan: Plan, x: Tensor, y: Tensor) -> Tensor:
     if kernels.ON and isinstance(plan, IndexPlan) and x.dtype == y.dtype and kernels.used(x, y):
         return kernels.add_rows(x, y, plan.inverse)
     return x + plan.unmerge(y)
+
+
+@made_once
+def _first_of_each(b: int, k: int, n: int, device: torch.device) -> Tensor:
+    """Return the first k rows of each of b images of n rows: ``[b, k]``."""
+    return torch.arange(b * n, device=device).view(b, n)[:, :k]

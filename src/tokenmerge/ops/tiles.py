@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenmerge.ops import kernels
-from tokenmerge.ops.matching import by_similarity, compared, own_cell
-from tokenmerge.ops.once import made_once
-from tokenmerge.ops.partition import num_destinations, num_tokens, whole_cells
+from tokenmerge.ops.constants import first_rows
+from tokenmerge.ops.matching import by_similarity, compared, largest_products, own_cell, unit_tokens
+from tokenmerge.ops.once import WITHOUT_LAUNCHES, made_once, once
+from tokenmerge.ops.partition import num_destinations, num_tokens, whole_cells, with_destinations
+from tokenmerge.ops.plan import IndexPlan, make_plan, plan_of_rows
 
 
 def tiled_matching(
@@ -47,7 +50,49 @@ def tiled_matching(
     product, nearest = (
         found[0] if len(found) == 1 else (torch.cat(parts, 1) for parts in zip(*found, strict=True))
     )
-    return by_similarity(product.index_select(1, back) / lengths), nearest.index_select(1, back)
+    product = product.index_select(1, back)
+    similarity = product if lengths is None else product / lengths
+    return by_similarity(similarity), nearest.index_select(1, back)
+
+
+def tiled_plan(
+    features: Tensor,
+    grid: Sequence[int],
+    cell: Sequence[int],
+    src: Tensor,
+    dst: Tensor,
+    sides: Sequence[int],
+    r: int,
+) -> IndexPlan:
+    """Return the plan of :func:`tiled_matching`, which takes the same arguments, for r tokens to remove.
+
+    Where launches count and all boxes have equally many sources, it takes fewer of them: tokens are selected
+    once, in the order of the boxes. Sources that are equally similar merge in this order then.
+    """
+    b, s, d = len(features), len(src), len(dst)
+    layout = tuple(grid), tuple(cell), tuple(sides), s, d
+    device = features.device
+    boxes = None if device.type in WITHOUT_LAUNCHES else _boxes(*layout, device)
+    if boxes is None:
+        return make_plan(src, dst, *tiled_matching(features, grid, cell, src, dst, sides), r)
+    (t, q, w), n = boxes.shape, s + d
+
+    def arranged() -> tuple[Tensor, Tensor]:
+        tokens = with_destinations(src, dst).index_select(0, boxes.chosen)
+        return tokens[:-n], tokens[-n:] + first_rows(b, n, 0, src.device)
+
+    chosen, rows = once(src, ("boxes", layout, b), arranged, dst)
+    tokens = unit_tokens(features.index_select(1, chosen))
+    in_boxes = tokens[:, : t * (q + w)].reshape(b * t, q + w, -1)
+    product, which = largest_products(in_boxes[:, :q], in_boxes[:, q:])
+    merged, merged_own = _merged(*layout, b, r, device)
+    similarity, targets = product.view(b, -1), merged.gather(1, which).view(b, -1)
+    if s > t * q:
+        beyond, own = tokens[:, t * (q + w) :].chunk(2, dim=1)
+        similarity = torch.cat([similarity, (beyond * own).sum(dim=-1)], dim=1)
+        targets = torch.cat([targets, merged_own], dim=1)
+    order = by_similarity(similarity)
+    return plan_of_rows(rows, order, targets.gather(1, order[:, :r]))
 
 
 def _best(sources: Tensor, destinations: Tensor, places: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +107,7 @@ def _best(sources: Tensor, destinations: Tensor, places: Tensor, windows: Tensor
     Returns:
         ``[b, t * q]`` each.
     """
-    if kernels.used(sources, destinations):
+    if kernels.ON and kernels.used(sources, destinations):
         return kernels.largest_products(sources, destinations, places, windows)
     in_boxes = sources.index_select(1, places.flatten()).unflatten(1, places.shape)
     candidates = destinations.index_select(1, windows.flatten()).unflatten(1, windows.shape)
@@ -110,6 +155,58 @@ def _layout(
     order = torch.cat([*(places.flatten() for places, _ in runs), *([] if beyond is None else beyond[:1])])
     back = torch.zeros(sources, dtype=torch.int64, device=device)
     return runs, beyond, back.scatter(0, order, torch.arange(len(order), device=device))
+
+
+class _Boxes(NamedTuple):
+    """The boxes of a grid, for one product.
+
+    Attributes:
+        shape: t boxes with q sources each, which are compared with w destinations.
+        chosen: places in the partition: ``[t, q + w]`` sources and destinations of each box. Then, for the
+            sources that only their own cell is compared with, these and its destinations. At the end, all n
+            tokens: the sources in the order of the boxes, and the destinations.
+    """
+
+    shape: tuple[int, int, int]
+    chosen: Tensor
+
+
+@made_once
+def _boxes(
+    grid: tuple[int, ...], cell: tuple[int, ...], sides: tuple[int, ...], s: int, d: int, device: torch.device
+) -> _Boxes | None:
+    """Return the boxes of a partition into s sources and d destinations; None: some boxes are smaller."""
+    runs, beyond, _ = _layout(grid, cell, sides, s, device)
+    places, windows = _at_once([(q, w) for run in runs for q, w in zip(*run, strict=True)])[0]
+    outside, own = (places.new_empty(0),) * 2 if beyond is None else beyond
+    if places.numel() + len(outside) != s:
+        return None
+    boxes = torch.cat([places, windows + s], dim=1).flatten()
+    every = places.flatten(), outside, torch.arange(s, s + d, device=device)
+    chosen = torch.cat([boxes, outside, own + s, *every])
+    return _Boxes((*places.shape, windows.shape[1]), chosen)
+
+
+@made_once
+def _merged(
+    grid: tuple[int, ...],
+    cell: tuple[int, ...],
+    sides: tuple[int, ...],
+    s: int,
+    d: int,
+    b: int,
+    r: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of the destinations in the merged sequences, where r sources merge.
+
+    They are ``[b * t, w]`` of the windows, and ``[b, o]`` of the own cells of the sources beyond all cells.
+    """
+    runs, beyond, _ = _layout(grid, cell, sides, s, device)
+    _, windows = _at_once([(q, w) for run in runs for q, w in zip(*run, strict=True)])[0]
+    first = first_rows(b, s + d - r, s - r, device)
+    own = windows.new_empty(b, 0) if beyond is None else beyond[1] + first
+    return (windows.flatten() + first).view(-1, windows.shape[1]), own
 
 
 def _one_by_one(tiles: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

@@ -13,7 +13,7 @@ token grid: a frame, or a whole video if cells reach over time.
 
 A planner with the line ``GUIDED = True`` gets one more argument, ``importance`` ``[b, n]``: how much guidance
 changed each token in the last step. Other properties of a planner are lines in its file too, such as
-``OWN_NUMBER = True``: see :mod:`tokenmerge.config.planner_names`. ``_grid`` turns each planner into one for
+``OWN_NUMBER = True``: see :mod:`tokenmerge.config.settings`. ``_grid`` turns each planner into one for
 whole grids, and plans sequences of pictures with it.
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, make_plan, tiled_matching
+from tokenmerge.ops import Plan, tiled_plan
 from tokenmerge.planners._grid import cell_of, partition
 
 OVER_TIME = True
@@ -24,5 +24,4 @@ def plan_tiled(features: Tensor, grid: Sequence[int], r: int, settings: MergeSet
     """
     src, dst = partition(grid, settings, step, features.device)
     sides = SIDES[len(grid)]
-    order, nearest = tiled_matching(features, grid, cell_of(grid, settings), src, dst, sides)
-    return make_plan(src, dst, order, nearest, r)
+    return tiled_plan(features, grid, cell_of(grid, settings), src, dst, sides, r)

@@ -9,10 +9,18 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
-from tokenmerge.plans.cost import costs_of
+from tokenmerge.plans.cost import correction_bytes, costs_of
 from tokenmerge.plans.facts import Facts
 from tokenmerge.plans.places import later_ones, nearest, without_the_last
-from tokenmerge.plans.policy import Power, fewest_tokens, harms_of, is_strong, tail_of_a_clean_end
+from tokenmerge.plans.policy import (
+    Harms,
+    Power,
+    fewest_tokens,
+    harms_of,
+    is_strong,
+    most_correction_bytes,
+    tail_of_a_clean_end,
+)
 
 # The ratios of token merging, and the distances of corrections, that are tried.
 _RATIOS = tuple(i / 20 for i in range(4, 16))
@@ -57,13 +65,13 @@ def choose(facts: Facts, speedup: float) -> ToMeConfig:
 
 def highest_speedup(facts: Facts) -> float:
     """Return the highest speed-up that any mix reaches in a generation."""
-    return max(plan.speedup for plan in _plans(facts))
+    return max(plan.speedup for plan in plans_of(facts))
 
 
 @functools.lru_cache(maxsize=128)
 def plan_for(facts: Facts, speedup: float) -> Plan:
     """Return the plan of :func:`choose`, with its speed-up and its harm."""
-    plans = _plans(facts)
+    plans = plans_of(facts)
     reaching = [plan for plan in plans if plan.speedup >= speedup]
     if reaching:
         return min(reaching, key=lambda plan: (plan.harm, -plan.speedup))
@@ -71,10 +79,15 @@ def plan_for(facts: Facts, speedup: float) -> Plan:
 
 
 @functools.lru_cache(maxsize=16)
-def _plans(facts: Facts) -> tuple[Plan, ...]:
-    """Return the plans of all mixes that no other mix beats in both speed and harm, the slowest first."""
+def plans_of(facts: Facts, merging: ToMeConfig | None = None) -> tuple[Plan, ...]:
+    """Return the plans of all mixes that no other mix beats in both speed and harm, the slowest first.
+
+    Args:
+        facts: about the generation.
+        merging: settings of token merging, which all these plans have; None: any.
+    """
     best: list[_Mix] = []
-    for mix in sorted(_mixes(facts), key=lambda mix: (-mix.speedup, mix.harm)):
+    for mix in sorted(_mixes(facts, merging), key=lambda mix: (-mix.speedup, mix.harm)):
         if not best or mix.harm < best[-1].harm:
             best.append(mix)
     return tuple(Plan(_settings(facts, mix), mix.speedup, mix.harm) for mix in reversed(best))
@@ -90,10 +103,26 @@ class _Mix(NamedTuple):
     harm: float
 
 
-def _mixes(facts: Facts) -> Iterator[_Mix]:
-    harms = harms_of(facts.model, is_strong(facts.guidance))
-    counts = _counts(facts)
-    inner = "deep" if "deep" in facts.work.parts else "blocks"
+def harm_of(facts: Facts, config: ToMeConfig) -> float:
+    """Return the expected squared error of a generation with these settings, as in a :class:`Plan`."""
+    harms, steps, runs = _harms(facts), facts.steps, config.reuse.steps_of(facts.steps)
+    skipped = _of_runs(steps, runs.full, harms.skip.get(_inner(facts)))
+    skipped += _of_runs(steps, runs.shallow, harms.skip.get("finest"))
+    every = min(config.correction.every, len(runs.full))
+    merged = harms.of_merging(config.scope, config.ratio, every, config.proportional)
+    return skipped + merged * sum(config.at_step(step, steps).merges for step in range(steps)) / steps
+
+
+def _harms(facts: Facts) -> Harms:
+    return harms_of(facts.model, is_strong(facts.guidance))
+
+
+def _inner(facts: Facts) -> str:
+    return "deep" if "deep" in facts.work.parts else "blocks"
+
+
+def _mixes(facts: Facts, merging: ToMeConfig | None) -> Iterator[_Mix]:
+    harms, inner, counts = _harms(facts), _inner(facts), _counts(facts)
     skipped = {
         own: sum(
             _of_runs(facts.steps, runs, harms.skip.get(part))
@@ -101,13 +130,17 @@ def _mixes(facts: Facts) -> Iterator[_Mix]:
         )
         for own in counts
     }
-    for merging in _mergings(facts, harms.corrected is not None):
+    mergings = _mergings(facts, harms.corrected is not None) if merging is None else [merging]
+    for merging in mergings:
         costs = costs_of(facts, merging)
         every = merging.correction.every
-        merged = harms.of_merging(merging.scope, merging.ratio, every, merging.proportional)
+        merged = {
+            distance: harms.of_merging(merging.scope, merging.ratio, distance, merging.proportional)
+            for distance in {min(every, complete) for complete, _ in counts}
+        }
         for complete, finest in counts:
             dense = -(-complete // every) if every else 0
-            harm = skipped[complete, finest] + merged
+            harm = skipped[complete, finest] + merged[min(every, complete)]
             yield _Mix(merging, complete, finest, costs.speedup(complete, finest, dense), harm)
 
 
@@ -120,9 +153,15 @@ def _mergings(facts: Facts, corrects: bool) -> Iterator[ToMeConfig]:
         return
     scopes = ["layers"] * facts.layers + ["block"] * (facts.whole_blocks and facts.model != "unet")
     residuals = facts.model == "transformer" and facts.follows_steps and facts.compares_residuals
-    corrects = corrects and facts.follows_steps and facts.corrections
-    corrections = _CORRECTIONS if corrects else (0,)
-    for scope, ratio, every in itertools.product(scopes, _RATIOS, corrections):
+    corrects = corrects and facts.follows_steps
+    corrections = {
+        scope: _CORRECTIONS
+        if corrects and correction_bytes(facts, scope) <= most_correction_bytes()
+        else (0,)
+        for scope in scopes
+    }
+    own = ((scope, every) for scope in scopes for every in corrections[scope])
+    for (scope, every), ratio in itertools.product(own, _RATIOS):
         yield ToMeConfig(
             ratio=ratio,
             max_downsample=deepest,

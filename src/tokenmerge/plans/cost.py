@@ -8,6 +8,7 @@ from collections.abc import Set
 from tokenmerge.config import ToMeConfig
 from tokenmerge.models.work import Part, Planning, Share
 from tokenmerge.plans.facts import Facts
+from tokenmerge.plans.policy import fewest_tokens
 
 # Sides of a box of cells whose tokens are compared, and how far the window around it reaches further.
 _BOX, _MARGIN = 16, 8
@@ -75,21 +76,20 @@ def speedup_of(facts: Facts, config: ToMeConfig) -> float:
     return costs_of(facts, config).speedup(complete, finest, corrections)
 
 
-def correction_bytes(facts: Facts, scope: str, samples: int, itemsize: int) -> int:
+def correction_bytes(facts: Facts, scope: str) -> int:
     """Return the bytes that corrections cache between steps: one residual for each block that merges.
 
     Args:
         facts: about the generation.
         scope: of token merging, ``"layers"`` or ``"block"``.
-        samples: number of samples in a call; guidance makes it two for one picture.
-        itemsize: bytes of one number.
     """
+    fewest = max(facts.fewest_tokens, fewest_tokens())
     values = sum(
         plan.blocks * plan.channels * facts.tokens(plan.level)
         for plan in facts.work.plans
-        if scope in plan.scopes and facts.tokens(plan.level) >= facts.fewest_tokens
+        if scope in plan.scopes and facts.tokens(plan.level) >= fewest
     )
-    return values * samples * itemsize
+    return values * facts.number_bytes
 
 
 def _of_call(facts: Facts, merging: ToMeConfig | None, parts: Set[Part]) -> float:

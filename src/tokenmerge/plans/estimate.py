@@ -13,7 +13,7 @@ from tokenmerge.plans.choose import reach
 from tokenmerge.plans.policy import estimate_of
 
 PARTS = ("deep", "finest")
-_LEAST = 1e-7  # a squared error that nobody sees
+LEAST = 1e-7  # a squared error that nobody sees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def log_features(
 ) -> tuple[float, float, float]:
     """Return what the logarithm of the squared error is a weighted sum of; the arguments are the same."""
     shown = sum(_errors(config, steps, noted).values()) / steps
-    return 1.0, math.log(harm + _LEAST), math.log(shown + _LEAST)
+    return 1.0, math.log(harm + LEAST), math.log(shown + LEAST)
 
 
 def _errors(config: ToMeConfig, steps: int, noted: Mapping[str, Mapping[int, float]]) -> dict[int, float]:

@@ -29,7 +29,8 @@ class Facts:
         proportional: whether attention can count a merged token as often as the tokens it stands for.
         compares_residuals: whether planners can compare what all blocks added at the step before. In
             transformers this is closer, and it costs one residual of memory.
-        corrections: whether there is memory for corrections, see :func:`tokenmerge.plans.correction_bytes`.
+        number_bytes: bytes of one number in all samples of a call: 4 in bfloat16 with guidance. The policy
+            limits what corrections may cache, see :func:`tokenmerge.plans.correction_bytes`.
         fewest_tokens: token grids with fewer tokens than this take longer to merge than it saves.
     """
 
@@ -45,7 +46,7 @@ class Facts:
     layers: bool = True
     proportional: bool = True
     compares_residuals: bool = True
-    corrections: bool = True
+    number_bytes: int = 4
     fewest_tokens: int = 0
 
     def tokens(self, level: int) -> int:

@@ -52,12 +52,16 @@ class Harms:
     unweighted: float
 
     def of_merging(self, scope: str, ratio: float, every: int, proportional: bool = True) -> float:
-        """Return the harm of merging with corrections at this distance in complete steps; 0: none."""
+        """Return the harm of merging with corrections at this distance in complete steps; 0: none.
+
+        A generation with fewer complete steps than the distance is corrected over these alone.
+        """
         if not ratio:
             return 0.0
-        harm = self.merge[scope].at(ratio) * (1.0 if proportional else self.unweighted)
+        size = self.merge[scope] if scope in self.merge else max(self.merge.values())
+        harm = size.at(ratio) * (1.0 if proportional else self.unweighted)
         if every and self.corrected is not None:
-            harm *= self.corrected.at(ratio) * (every - 1)
+            harm *= min(1.0, self.corrected.at(ratio) * (every - 1))
         return harm
 
 
@@ -70,6 +74,12 @@ def fewest_tokens() -> int:
     """Return the fewest tokens of a grid that merges: on smaller ones, skipping more steps loses less."""
     fewest: int = _table()["fewest tokens"]
     return fewest
+
+
+def most_correction_bytes() -> int:
+    """Return how many bytes corrections may cache."""
+    most: int = _table()["most bytes of corrections"]
+    return most
 
 
 def tail_of_a_clean_end() -> float:
@@ -89,13 +99,14 @@ def harms_of(model: str, strong: bool) -> Harms:
     """Return the row for a class of model. One that the table lacks gets the highest harms of all classes."""
     classes = {name: rows for name, rows in _table().items() if isinstance(rows, dict) and "weak" in rows}
     chosen = [classes[model]] if model in classes else list(classes.values())
-    rows = [of_class["strong" if strong else "weak"] for of_class in chosen]
+    strength = "strong" if strong else "weak"
+    rows = [of_class[strength] for of_class in chosen]
     corrected = [row["corrected"] for row in rows]
     return Harms(
         skip=_highest(row["skip"] for row in rows),
         merge=_highest(row["merge"] for row in rows),
         corrected=Power(*max(corrected)) if all(corrected) else None,
-        spacing=_table()["spacing"].get(model, 1.0),
+        spacing=_table()["spacing"].get(model, {}).get(strength, 1.0),
         unweighted=_table()["without proportional attention"],
     )
 

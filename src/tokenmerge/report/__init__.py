@@ -10,14 +10,13 @@ from tokenmerge.report.prediction import (
     check_merging,
     counted_speedup,
     gflops,
-    merges_tokens,
     predict,
     saved,
     slower_than_dense,
 )
 from tokenmerge.report.run_steps import RunSteps
 from tokenmerge.report.summary import Conditions, summary, title
-from tokenmerge.report.text_table import Tabled, TextTable
+from tokenmerge.text_table import Tabled, TextTable
 
 __all__ = [
     "Change",
@@ -33,7 +32,6 @@ __all__ = [
     "counted_speedup",
     "gflops",
     "in_words",
-    "merges_tokens",
     "predict",
     "saved",
     "slower_than_dense",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from tokenmerge.models.base import is_a
@@ -91,15 +91,14 @@ class _ShapesAlone(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        leaves, tree = tree_flatten((args, kwargs or {}))
-        on_meta = {leaf.is_meta for leaf in leaves if isinstance(leaf, Tensor)}
+        kwargs = kwargs or {}
+        on_meta = {leaf.is_meta for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         # Indices keep their values, because the values of a mask determine the shape of the result.
         if func is not torch.ops.aten.index.Tensor and len(on_meta) > 1:
-            leaves = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
             on_meta = {True}
         if on_meta == {True} and not _aliases(func):
-            return _made(_result(func, tuple(map(_described, leaves)), tree))
-        args, kwargs = tree_unflatten(leaves, tree)
+            return _made(_result(func, _key(args), tuple(kwargs), _key(tuple(kwargs.values()))))
         return func(*args, **kwargs)
 
 
@@ -119,11 +118,24 @@ def _aliases(func: Any) -> bool:
     return any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
 
 
-def _described(leaf: Any) -> Any:
-    # 1, 1.0 and True are equal as keys.
-    if not isinstance(leaf, Tensor):
-        return type(leaf), leaf
-    return _Described(leaf.shape, leaf.stride(), leaf.dtype)
+def _described(tensor: Tensor) -> _Described:
+    return _Described(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _key(value: Any) -> Any:
+    """Describe an argument by what has a hash: (type, value), since 1, 1.0 and True are equal as keys."""
+    # Not by the structures of PyTorch's pytree, which have none in PyTorch 2.7.
+    if isinstance(value, Tensor):
+        return _described(value)
+    return type(value), tuple(map(_key, value)) if isinstance(value, list | tuple) else value
+
+
+def _of_key(key: Any) -> Any:
+    """Return the argument that a key describes, with new tensors."""
+    if isinstance(key, _Described):
+        return _made(key)
+    kind, value = key
+    return kind([_of_key(part) for part in value]) if issubclass(kind, list | tuple) else value
 
 
 def _made(described: Any) -> Any:
@@ -135,8 +147,7 @@ def _made(described: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=10_000)
-def _result(func: Any, leaves: tuple[Any, ...], tree: Any) -> Any:
+def _result(func: Any, args: Any, names: tuple[str, ...], values: Any) -> Any:
     """Run an operation, and return its result with tensors described."""
-    arguments = [_made(leaf) if isinstance(leaf, _Described) else leaf[1] for leaf in leaves]
-    args, kwargs = tree_unflatten(arguments, tree)
-    return tree_map_only(Tensor, _described, func(*args, **kwargs))
+    named = dict(zip(names, _of_key(values), strict=True))
+    return tree_map_only(Tensor, _described, func(*_of_key(args), **named))

@@ -13,26 +13,18 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.config import Correction, ToMeConfig
-from tokenmerge.config.checks import integer, optional
+from tokenmerge.config.checks import check_counts
 from tokenmerge.errors import ConfigError, TokenMergingError, reason_of, shown
 from tokenmerge.models.base import KINDS, Block, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners.calibration import SIDES
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.report.steps import kept_bytes, mean_flops, merging_most, notes_on_steps
-from tokenmerge.report.text_table import Tabled, TextTable
-from tokenmerge.runtime.blocks.planning import merges_tokens as merges_in
 from tokenmerge.runtime.memory.state import Kept
-from tokenmerge.runtime.patching.patch import (
-    check_host,
-    hosts_that_merge,
-    new_state,
-    patch_host,
-    restore,
-    stages_of,
-)
+from tokenmerge.runtime.patching.patch import check_host, hosts_that_merge, new_state, patch_host, restore
 from tokenmerge.runtime.patching.select import layers_to_merge, merges
 from tokenmerge.runtime.steps.pipeline import Pipeline
+from tokenmerge.text_table import Tabled, TextTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +57,9 @@ class Row:
     blocks: int = 1
     references: tuple[tuple[int, ...], ...] = ()
 
-    def grids(self, times: str = " × ") -> str:
-        """Return the grids as text, with the sign between their sides."""
-        return " + ".join(times.join(map(str, grid)) for grid in (self.grid, *self.references))
+    def grids(self) -> str:
+        """Return the grids as text."""
+        return " + ".join(" × ".join(map(str, grid)) for grid in (self.grid, *self.references))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -199,7 +191,7 @@ def predict(
         ConfigError: no size is given and the model has no default size, a number is out of range, or the
             model takes no reference pictures.
     """
-    _check_numbers(height=height, width=width, batch=batch, steps=steps)
+    check_counts(height=height, width=width, batch=batch, steps=steps)
     hosts = find_hosts(pipe_or_model)
     _check_references(hosts, references)
     height, width = default_or_given(hosts, height, width)
@@ -259,7 +251,7 @@ def counted_speedup(
     It counts less than :func:`predict`, and is faster. The arguments and errors are the same; without
     ``steps``, one step is counted.
     """
-    _check_numbers(height=height, width=width, batch=batch, steps=steps)
+    check_counts(height=height, width=width, batch=batch, steps=steps)
     hosts = find_hosts(pipe_or_model)
     height, width = default_or_given(hosts, height, width)
     merging, _ = hosts_that_merge(hosts, config, (height, width))
@@ -282,13 +274,6 @@ def check_merging(hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, in
     """
     for host in hosts:
         check_host(host, config, size)
-
-
-def merges_tokens(hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, int]) -> bool:
-    """Return whether any token merges in a sample of this height and width."""
-    rows, columns = size
-    grids = ((host, (host.frames, -(-rows // host.patch), -(-columns // host.patch))) for host in hosts)
-    return config.ratio > 0 and any(merges_in(stages_of(host, config), grid) for host, grid in grids)
 
 
 def slower_than_dense(report: Report, fewest_tokens: Callable[[], int]) -> str | None:
@@ -344,11 +329,6 @@ def default_or_given(hosts: Sequence[Host], height: int | None, width: int | Non
         names = ", ".join(type(host.root).__name__ for host in hosts)
         raise ConfigError(f"height, width: {names} has no default size; pass both")
     return size
-
-
-def _check_numbers(**numbers: int | None) -> None:
-    for argument, value in numbers.items():
-        optional(integer(1))(argument, value)
 
 
 def _check_references(hosts: Sequence[Host], references: Sequence[tuple[int, int]]) -> None:

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from tokenmerge.report.text_table import Tabled, TextTable
 from tokenmerge.runtime.memory.run_log import in_kinds
 from tokenmerge.runtime.memory.step_log import StepRow
+from tokenmerge.text_table import Tabled, TextTable
 
 _NOTES = (
     "tokens: of the largest block that merged, before and after; blocks: calls of blocks that merged",

@@ -130,9 +130,7 @@ def _patched(host: Host, config: ToMeConfig, kept: Kept) -> Iterator[ModelState]
 def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
     """Describe what differs between levels and between steps.
 
-    Args:
-        config: the settings.
-        averaged: whether operations averaged over the steps are reported too.
+    ``averaged`` says whether operations averaged over the steps are reported too.
     """
     notes = [f"{_where(rule)}: {_what(rule)}" for rule in config.rules]
     if config.correction.on:

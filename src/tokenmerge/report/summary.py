@@ -24,7 +24,7 @@ class Conditions:
         is_unet: whether the denoiser is a UNet that can skip steps below its finest level.
         scale: pixels per side of a latent position; None: sizes are given in latents.
         slower: text about blocks that take longer merged than dense; None: none are known.
-        estimate: text about the closeness of the last picture; empty: nothing is known.
+        estimate: line about the closeness of the last picture; empty: nothing is known.
         watched: text about other people's code that looks into the model; empty: there is none.
     """
 
@@ -44,11 +44,7 @@ def summary(
 ) -> list[str]:
     """Return the lines of the summary.
 
-    Args:
-        config: the settings.
-        conditions: further facts.
-        report: the counts at the size and steps of the last run, or the default ones; None: unknown.
-        run: what happened in the last run; None: there was none.
+    ``report`` has the counts at the size and steps of the last run, or the default ones; None: unknown.
     """
     lines = [title(config, conditions)]
     if report is not None:
@@ -66,7 +62,7 @@ def summary(
     if run is not None:
         lines.append(f"  last run: {_happened(run)}")
     if conditions.estimate:
-        lines.append(f"  estimated: {conditions.estimate}")
+        lines.append(f"  {conditions.estimate}")
     return lines
 
 
@@ -103,10 +99,8 @@ def _plan(config: ToMeConfig, report: Report, is_unet: bool) -> list[str]:
 def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
     """Draw a generation plan as one sign for each step.
 
-    Args:
-        plan: the plan.
-        merges: whether any block merges at the size of the generation.
-        is_unet: whether the model has a finest level that can run alone.
+    ``merges`` says whether any block merges at the size of the generation, and ``is_unet`` whether the model
+    has a finest level that can run alone.
     """
     signs = "".join(map(_sign, plan))
     if not merges:

@@ -6,7 +6,7 @@ import dataclasses
 from itertools import pairwise
 from typing import Any
 
-from tokenmerge.config.checks import integer, optional
+from tokenmerge.config.checks import check_counts
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import Tabled, TextTable, gflops
 from tokenmerge.report.flops import count_flops, weightless
@@ -78,8 +78,7 @@ def predict_vit(
         UnsupportedModelError, NothingToMergeError: as :func:`tokenmerge.apply_token_merging`.
         ConfigError: the size is not valid, or ``config.r`` is a sequence of the wrong length.
     """
-    for argument, value in (("height", height), ("width", width), ("batch", batch)):
-        optional(integer(1))(argument, value)
+    check_counts(height=height, width=width, batch=batch)
     original, encoder = next(iter(checked_encoders(model, config).items()))
     root = weightless(original)
     height, width = height or encoder.image_size[0], width or encoder.image_size[1]

@@ -13,9 +13,8 @@ from tokenmerge import Correction, StepReuse, ToMeConfig
 from tokenmerge.integrations.comfyui import settings as node_settings
 from tokenmerge.integrations.comfyui.models import find_target
 from tokenmerge.integrations.comfyui.nodes import TokenMerging
-from tokenmerge.integrations.comfyui.others import beside
 from tokenmerge.integrations.comfyui.patch import patched
-from tokenmerge.integrations.comfyui.settings import Settings
+from tokenmerge.integrations.comfyui.settings import Settings, beside
 
 LATENT = {"samples": torch.zeros(1, 4, 32, 32)}
 SHRINK = "PatchModelAddDownscale", 1, 2.0, 0.0, 0.35, True, "bicubic", "bicubic"

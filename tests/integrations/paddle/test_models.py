@@ -12,7 +12,7 @@ from tokenmerge import PlanSharing, ToMeConfig, UnsupportedModelError
 from tokenmerge.integrations.paddle.arrays import PaddleArrays
 from tokenmerge.integrations.paddle.models import find_hosts
 from tokenmerge.integrations.paddle.runtime import STATE, Merge
-from tokenmerge.integrations.portable.merging import plan_tokens
+from tokenmerge.integrations.portable import plan_tokens
 from tokenmerge.paddle import apply_patch, apply_token_merging, remove_patch
 
 # Float32 results of a few layers that add up the same numbers in another order.

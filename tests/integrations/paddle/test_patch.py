@@ -265,7 +265,6 @@ def test_bad_values_are_errors_and_nothing_is_patched(settings, message):
         {"scope": "block"},
         {"st": 2},
         {"rules": [{"until": 0.5, "ratio": 0.2}]},
-        {"rules": [{"guidance": 5, "ratio": 0.2}]},
         {"plans.every": 2},
         {"plans.blocks": True},
         {"reuse.every": 2},
@@ -282,7 +281,7 @@ def test_what_is_not_offered_says_so(settings):
 
 def test_a_ratio_alone_is_not_enough():
     with pytest.raises(ConfigError, match=r"expected a ToMeConfig such as ToMeConfig\(ratio=0.5\), got 0.5"):
-        apply_token_merging(hosts.unet(), speedup=2.0)
+        apply_token_merging(hosts.unet(), 0.5)
 
 
 def test_nothing_to_merge_is_an_error():

@@ -9,15 +9,15 @@ from integrations.portable.numpy_arrays import NumpyArrays
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.integrations.paddle.arrays import PaddleArrays
-from tokenmerge.integrations.portable.merging import (
+from tokenmerge.integrations.portable import (
     PLANNERS,
     Plan,
     keep_destinations,
     merge,
     plan_tokens,
+    step_number,
     unmerge,
 )
-from tokenmerge.integrations.portable.partition import step_number
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "portable" / "golden.npz"))
 GRIDS = {name: tuple(map(int, name.split("x"))) for name in GOLDEN if " " not in name}

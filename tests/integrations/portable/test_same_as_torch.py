@@ -7,15 +7,17 @@ from integrations.portable.numpy_arrays import NumpyArrays
 from planned import plan_by
 
 from tokenmerge import ToMeConfig, ops
-from tokenmerge.integrations.portable import merging
-from tokenmerge.integrations.portable.merging import (
+from tokenmerge.integrations import portable
+from tokenmerge.integrations.portable import (
     keep_destinations,
     merge,
+    own_cell,
+    partition,
     repeated,
     shared_features,
+    step_number,
     unmerge,
 )
-from tokenmerge.integrations.portable.partition import own_cell, partition, step_number
 
 XP = NumpyArrays()
 GRIDS = [(16, 16), (17, 13), (4, 70), (40, 36)]
@@ -60,23 +62,23 @@ def test_without_a_draw_partitions_and_cells_are_the_same(grid, cell):
 # In float64 no two similarities of random tokens are so close that another order of summation swaps them.
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("planner", merging.PLANNERS)
+@pytest.mark.parametrize("planner", portable.PLANNERS)
 @pytest.mark.parametrize("use_rand", [True, False])
 def test_plans_are_the_same(grid, cell, planner, use_rand):
     config = ToMeConfig(ratio=0.5, sy=cell[0], sx=cell[1], planner=planner, seed=3 if use_rand else None)
     x = features(grid)
-    ours = merging.plan_tokens(XP, x, grid, config, step_number(481.0))
+    ours = portable.plan_tokens(XP, x, grid, config, step_number(481.0))
     theirs = plan_by(planner, torch.from_numpy(x), (1, *grid), config, torch_step(481.0))
     assert_same(ours, theirs)
     removed = grid[0] * grid[1] - ours.keep.shape[1]
-    assert removed == merging.num_removed(grid, config) > 0
+    assert removed == portable.num_removed(grid, config) > 0
 
 
-@pytest.mark.parametrize("planner", merging.PLANNERS)
+@pytest.mark.parametrize("planner", portable.PLANNERS)
 def test_merged_and_unmerged_tokens_are_the_same(planner):
     grid, config = (16, 16), ToMeConfig(ratio=0.6, planner=planner)
     x = features(grid, dtype=np.float32)
-    ours = merging.plan_tokens(XP, x.astype(np.float64), grid, config, step_number(1.0))
+    ours = portable.plan_tokens(XP, x.astype(np.float64), grid, config, step_number(1.0))
     theirs = plan_by(planner, torch.from_numpy(x).double(), (1, *grid), config, torch_step(1.0))
     merged = merge(XP, ours, x)
     # A group has tens of tokens of size 1, whose sum is off by their number times 2⁻²⁴ at most.
@@ -92,7 +94,7 @@ def test_merged_and_unmerged_tokens_are_the_same(planner):
 def test_half_precision_is_summed_in_single_precision():
     grid = (32, 32)
     x = np.ones((1, 1024, 4), np.float16) * np.float16(1000)  # a sum of 257 of them is no float16
-    plan = merging.plan_tokens(XP, x.astype(np.float32), grid, ToMeConfig(ratio=0.75), 0)
+    plan = portable.plan_tokens(XP, x.astype(np.float32), grid, ToMeConfig(ratio=0.75), 0)
     merged = merge(XP, plan, x)
     assert merged.dtype == np.float16
     np.testing.assert_array_equal(merged, x[:, : merged.shape[1]])
@@ -103,14 +105,14 @@ def test_plans_shared_by_guidance_are_the_same():
     x = features(grid, batch=4)
     shared = ops.shared_features(torch.from_numpy(x), 2)
     np.testing.assert_allclose(shared_features(XP, x, 2), shared.numpy(), rtol=1e-12)
-    ours = merging.plan_tokens(XP, x, grid, config, step_number(5.0), parts=2)
+    ours = portable.plan_tokens(XP, x, grid, config, step_number(5.0), parts=2)
     theirs = plan_by("tome", shared, (1, *grid), config, torch_step(5.0)).repeated(2)
     assert_same(ours, theirs)
 
 
 def test_a_repeated_plan_says_the_same_for_each_part():
     grid = (16, 16)
-    plan = merging.plan_tokens(XP, features(grid, batch=1), grid, ToMeConfig(ratio=0.5), 0)
+    plan = portable.plan_tokens(XP, features(grid, batch=1), grid, ToMeConfig(ratio=0.5), 0)
     x = features(grid, batch=3)
     together = merge(XP, repeated(XP, plan, 3), x)
     for i in range(3):
@@ -123,13 +125,13 @@ def test_a_repeated_plan_says_the_same_for_each_part():
 )
 def test_nothing_is_planned_where_nothing_can_merge(grid, settings):
     config = ToMeConfig(**{"ratio": 0.5, **settings})
-    assert merging.num_removed(grid, config) == 0
-    assert merging.plan_tokens(XP, features(grid), grid, config, 0) is None
+    assert portable.num_removed(grid, config) == 0
+    assert portable.plan_tokens(XP, features(grid), grid, config, 0) is None
 
 
 def test_similarities_held_at_once_change_nothing(monkeypatch):
     grid, config = (16, 16), ToMeConfig(ratio=0.5)
     x = features(grid)
-    before = merging.plan_tokens(XP, x, grid, config, 0)
-    monkeypatch.setattr("tokenmerge.integrations.portable.merging._SIMILARITIES_AT_ONCE", 1000)
-    assert_same(before, type(before)(*map(torch.from_numpy, merging.plan_tokens(XP, x, grid, config, 0))))
+    before = portable.plan_tokens(XP, x, grid, config, 0)
+    monkeypatch.setattr("tokenmerge.integrations.portable._SIMILARITIES_AT_ONCE", 1000)
+    assert_same(before, type(before)(*map(torch.from_numpy, portable.plan_tokens(XP, x, grid, config, 0))))

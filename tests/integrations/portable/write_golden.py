@@ -12,7 +12,7 @@ import torch
 from planned import plan_by
 
 from tokenmerge import ToMeConfig, ops
-from tokenmerge.integrations.portable.partition import step_number
+from tokenmerge.integrations.portable import step_number
 
 GOLDEN = Path(__file__).parent / "golden.npz"
 SEED, TIMESTEP, BATCH, CHANNELS = 3, 481.0, 2, 4

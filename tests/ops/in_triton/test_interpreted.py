@@ -127,6 +127,8 @@ def test_many_tokens_are_matched():
 @pytest.mark.parametrize(("planner", "at_once"), [("tome", True), ("tiled", False), ("tiled", True)])
 def test_plans_are_those_of_pytorch(planner, grid, at_once, monkeypatch):
     if at_once:  # all tiles in one product, as on an accelerator
+        for module in (matching, tiles):
+            monkeypatch.setattr(module, "WITHOUT_LAUNCHES", set())
         monkeypatch.setattr(tiles, "_one_by_one", tiles._at_once)
         monkeypatch.setattr(tiles, "_layout", tiles._layout.__wrapped__)
     monkeypatch.setattr("tokenmerge.planners.tiled.SIDES", {2: (8, 8)})
@@ -170,8 +172,8 @@ def test_a_patched_model_draws_the_same_bits():
     assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize(("planner", "saved"), [("tome", 1), ("tiled", 4)])
-def test_a_plan_takes_fewer_launches(planner, saved):
+@pytest.mark.parametrize("planner", ["tome", "tiled"])
+def test_a_plan_takes_one_launch_less(planner):
     x, step = torch.empty(2, 1024, 64, device="meta"), torch.zeros((), dtype=torch.int64, device="meta")
 
     def launched() -> int:
@@ -182,7 +184,7 @@ def test_a_plan_takes_fewer_launches(planner, saved):
 
     with by_pytorch():
         before = launched()
-    assert launched() == before - saved
+    assert launched() == before - 1
 
 
 def test_with_gradients_in_traces_and_in_float64_pytorch_computes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -23,7 +24,7 @@ _spec.loader.exec_module(launches)
 def of_a_plan(planner: str, side: int, dtype: torch.dtype = torch.bfloat16) -> int:
     """The launches of a plan, after another one in the same step and one in the step before."""
     features = torch.empty(2, side * side, 64, device="meta", dtype=dtype)
-    (_, settings), *_ = [(1, stage.at_level(1)) for stage in ToMeConfig(ratio=0.5, planner=planner).stages()]
+    settings = ToMeConfig(ratio=0.5, planner=planner).at_level(1)
     step = torch.zeros((), dtype=torch.int64, device="meta")
     for now in (step.clone(), step, step):
         with launches.counting() as counted:
@@ -31,21 +32,45 @@ def of_a_plan(planner: str, side: int, dtype: torch.dtype = torch.bfloat16) -> i
     return counted.of.total()
 
 
-@pytest.mark.parametrize(("planner", "most"), [("tome", 18), ("tiled", 23)])
+@pytest.mark.parametrize(("planner", "most"), [("tome", 14), ("tiled", 14)])
 def test_the_launches_of_a_plan_do_not_grow_with_the_picture(planner, most):
     sides = (64, 96) if planner == "tome" else (64, 96, 128)
     assert {of_a_plan(planner, side) for side in sides} == {of_a_plan(planner, 64)}
     assert of_a_plan(planner, 64) <= most
 
 
-def test_a_merge_takes_four_launches_and_an_unmerge_one():
+def test_a_merge_takes_one_launch_after_the_first_and_an_unmerge_one():
     features = torch.empty(2, 256, 8, device="meta", dtype=torch.bfloat16)
-    settings = next(iter(ToMeConfig(ratio=0.5).stages())).at_level(1)
+    settings = ToMeConfig(ratio=0.5).at_level(1)
     step = torch.zeros((), dtype=torch.int64, device="meta")
     plan = PLANNERS["tome"](features, (1, 16, 16), 128, settings, step)
-    with launches.counting() as counted:
-        merged = merge(plan, features)
-    assert counted.of.total() == 4, counted.of
+    with torch.no_grad():  # what the sizes alone need is made once
+        merge(plan._replace(inverse=plan.inverse.clone()), features)
+    for most in (3, 1):  # the first one sorts the tokens by where they merge
+        with launches.counting() as counted:
+            merged = merge(plan, features)
+        assert counted.of.total() == most, counted.of
     with launches.counting() as counted:
         unmerge(plan, merged)
     assert counted.of.total() == 1, counted.of
+
+
+# tomesd launches 904 on Stable Diffusion 1.5. Dense, it is 759, and FLUX.1 4021.
+@pytest.mark.parametrize(
+    ("name", "sides", "method", "most"),
+    [
+        ("sd15", (512, 768, 1024), "`apply_patch(ratio=0.5)`", 903),
+        ("sd15", (512, 768, 1024), "as `auto` merges", 830),
+        ("flux", (1024,), "as `auto` merges", 4250),
+    ],
+)
+def test_a_merged_call_launches_few_kernels(name, sides, method, most, models):
+    found = {side: launches.merged(name, models(name), side, side, method) for side in sides}
+    assert max(found.values()) <= most, found
+    if method == "as `auto` merges":
+        assert len(set(found.values())) == 1, found  # as many tiles as one likes
+
+
+@pytest.fixture(scope="module")
+def models():
+    return functools.cache(launches.build)

@@ -82,6 +82,28 @@ def test_a_run_without_time_says_so(made_up, arguments, capsys) -> None:
     assert re.search(r"Not enough time: only 0 plans .* so this was no search\. Give --within", printed.out)
 
 
+@pytest.mark.parametrize("within", ["0.000001s", "10h"])
+def test_where_every_plan_fails_nobody_is_told_to_run_it_again(
+    made_up, arguments, tmp_path, capsys, within: str
+) -> None:
+    class Everything(tuple):
+        def __contains__(self, name: object) -> bool:
+            return True
+
+    made_up.failing = Everything()
+    where = arguments.index("--within") + 1
+    assert main([*arguments[:where], within, *arguments[where + 1 :], "--speedup", "1.5"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    last = printed.err.splitlines()[-1]
+    assert last.startswith(
+        "tokenmerge: the default method cannot run here: it is made to fail; change --size"
+    )
+    assert "again" not in printed.err
+    assert "--within" not in last
+    assert not (tmp_path / "tuned.json").exists()
+
+
 def test_ctrl_c_before_the_first_picture_writes_no_plan(made_up, arguments, tmp_path, capsys) -> None:
     made_up.stop = 0, KeyboardInterrupt()
     assert main([*arguments, "--speedup", "1.5"]) == 130

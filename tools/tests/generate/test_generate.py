@@ -14,7 +14,7 @@ from PIL import Image
 
 import tokenmerge
 import tokenmerge_tools.generate.run
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import ToMeConfig, read_metadata
 from tokenmerge.default_method import settings_for
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge_tools.generate.run import generate
@@ -180,6 +180,18 @@ def test_the_default_method_is_that_of_the_guidance_of_the_run(folder, tmp_path,
     latents = [asked.size[side] // pipe.vae_scale_factor for side in (1, 0)]
     wanted = settings_for(pipe, 1.3, *latents, steps=8, guidance=7.5 if guidance is None else guidance)
     assert ToMeConfig.from_dict(result.conditions["config"]) == wanted
+
+
+def test_a_tolerance_adds_steps_and_the_picture_names_those_that_ran(folder, tmp_path):
+    asked = {"size": (32, 32), "steps": 8, "merging": MethodSpec("auto", {"speedup": 1.3})}
+    planned = generate(options(folder, tmp_path / "planned", **asked))
+    assert planned.quality.psnr[0] < 300
+    result = generate(options(folder, tmp_path / "close", min_psnr=300.0, **asked))
+    assert result.quality.psnr == (math.inf,)
+    written = Image.open(tmp_path / "close" / "merged-00.png").text["parameters"]
+    config = read_metadata(written[written.index("Token merging: ") :])
+    assert not config.merges
+    assert len(config.reuse.steps_of(8).full) == 8
 
 
 def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_path):
@@ -384,6 +396,13 @@ def test_recorded_steps_are_in_the_result_and_the_record(folder, tmp_path):
         ({"attention": "flash"}, r"attention: cannot use 'flash' \(.*flash-attn.*\); install what it needs"),
         ({"controlnet": "owner/canny"}, "controlnet: it needs control too"),
         ({"control": "edges.png"}, "control: it needs controlnet too"),
+        ({"min_psnr": 0.0}, "min-psnr: expected a number of dB above 0, such as 35, got 0"),
+        ({"min_psnr": 35.0, "merging": MethodSpec("tome")}, "min-psnr: only auto .* got tome, ratio 0.5"),
+        (
+            {"min_psnr": 35.0, "merging": MethodSpec("auto", {"reuse.every": 2})},
+            "min-psnr: only auto without",
+        ),
+        ({"min_psnr": 35.0, "compile": True}, "min-psnr: a model that is compiled into one graph"),
         ({"record_steps": True, "compile": True}, "record-steps: a model that is compiled into one graph"),
     ],
 )

@@ -14,9 +14,10 @@ from tokenmerge.config import FoundFor, ToMeConfig, load_settings, save_config
 from tokenmerge.default_method import settings_for
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge_tools.drawing import Studio
-from tokenmerge_tools.tune.plans import SearchedPlan
+from tokenmerge_tools.tune import runner
+from tokenmerge_tools.tune.plans import SearchedPlan, starts
 from tokenmerge_tools.tune.result import python_lines, tuned_table, verdict, write_result
-from tokenmerge_tools.tune.rounds import Outcome, Rounds
+from tokenmerge_tools.tune.rounds import CannotRunError, Outcome, Rounds
 from tokenmerge_tools.tune.runner import tune, variant_of
 from tokenmerge_tools.variants.variant import FEWER_STEPS, Variant, parse_variant
 
@@ -108,6 +109,41 @@ def test_a_rule_that_cannot_run_is_an_error(made_up, options) -> None:
     made_up.stop = None
     with pytest.raises(ConfigError, match="the default method cannot run here: it is made to fail"):
         tune(options(out=options().out.with_name("again.json")))
+
+
+def test_a_model_that_raises_where_something_merges_is_named(options, monkeypatch) -> None:
+    """It runs dense, but fails where it is patched, with an error of another library."""
+
+    def fails(*_: object, **named: object) -> None:
+        raise RuntimeError("no kernel for this layer.\nA traceback")
+
+    monkeypatch.setattr("tokenmerge_tools.variants.contexts.merge_in_hosts", fails)
+    words = "the default method cannot run here: no kernel for this layer; change --size, --steps, --dtype or"
+    with pytest.raises(ConfigError, match=f"^{words} --model$"):
+        tune(options(steps=4, items=4))
+
+
+def test_latents_that_are_not_finite_are_a_reason(studio, monkeypatch) -> None:
+    monkeypatch.setattr("tokenmerge_tools.tune.rounds.snr", lambda *_: float("nan"))
+    with pytest.raises(CannotRunError, match="are not finite"):
+        studio.snr(0, ToMeConfig(ratio=0))
+
+
+@pytest.mark.parametrize("clean", [False, True])
+def test_the_schedule_of_the_dense_picture_decides_where_complete_steps_lie(
+    made_up, options, monkeypatch, clean: bool
+) -> None:
+    drawn: list[int] = []
+    monkeypatch.setattr(made_up, "dense", lambda self, item: drawn.append(item))
+    monkeypatch.setattr(runner, "schedule_ends_clean", lambda scheduler: clean and bool(drawn))
+    planned = []
+    monkeypatch.setattr(
+        runner, "starts", lambda facts, speedup: planned.append(facts) or starts(facts, speedup)
+    )
+    made_up.stop = 0, KeyboardInterrupt()
+    for _ in range(2):  # the second run reads the record
+        tune(options())
+    assert [facts.ends_clean for facts in planned] == [clean, clean]
 
 
 def test_a_run_without_time_says_so_first_and_last(made_up, options) -> None:
@@ -286,7 +322,8 @@ def test_what_was_timed_for_the_rule_holds_in_later_runs(made_up, options, monke
     made_up.stop = None
     assert tune(options()).rule == first.rule
     records = [json.loads(line) for line in first.options.records.read_text().splitlines()]
-    assert [one["values"] for one in records if one["about"] == "facts"] == [{"fewest_tokens": 4}]
+    facts = {"fewest_tokens": 4, "ends_clean": False}
+    assert [one["values"] for one in records if one["about"] == "facts"] == [facts]
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,16 @@ def test_a_plan_that_is_closer_on_some_prompts_only_is_not_the_best() -> None:
     assert set(search([0, 1], near, closeness, PROMPTS)) == {0}
 
 
+@pytest.mark.parametrize(("gains", "found"), [((0.1, 0.1, 0.1, 4.0), 0), ((0.5, 1.5, 1.0, 2.0), 1)])
+def test_a_plan_that_may_be_ahead_by_luck_is_not_the_best(gains: tuple[float, ...], found: int) -> None:
+    """It has to be ahead by twice the standard error."""
+
+    def closeness(plan: int, prompt: int) -> float:
+        return 30.0 + plan * gains[prompt]
+
+    assert list(search([0, 1], lambda plan, random: (), closeness, PROMPTS)) == [found]
+
+
 def test_no_plan_is_measured_twice_by_a_second_search() -> None:
     known: dict[tuple[int, int], float] = {}
 

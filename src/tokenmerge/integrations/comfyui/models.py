@@ -11,21 +11,9 @@ from torch import nn
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import is_a
 from tokenmerge.models.families import compvis
+from tokenmerge.models.grids import patch_of
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.models.work import Amount, Part, Share, Work
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """A transformer whose blocks ComfyUI lets a node replace.
-
-    Attributes:
-        classes: names of its classes.
-        blocks: (attribute with the blocks, ComfyUI's name for one, layout of its call).
-    """
-
-    classes: tuple[str, ...]
-    blocks: tuple[tuple[str, str, Layout], ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,19 +110,21 @@ _HUNYUAN = Layout(
 )
 _WAN = Layout("img", token_arguments=(TokenArgument("pe", axes=(1,), batched=True),))
 
-_FAMILIES = (
-    Family(
-        ("Flux", "Chroma"),
-        (("double_blocks", "double_block", _FLUX), ("single_blocks", "single_block", _FLUX)),
-    ),
-    Family(("MMDiT",), (("joint_blocks", "double_block", Layout("img")),)),
-    Family(("QwenImageTransformer2DModel",), (("transformer_blocks", "double_block", _FLUX),)),
-    Family(("WanModel",), (("blocks", "double_block", _WAN),)),
-    Family(
-        ("HunyuanVideo",),
-        (("double_blocks", "double_block", _HUNYUAN), ("single_blocks", "single_block", _HUNYUAN)),
-    ),
-)
+# Transformers whose blocks ComfyUI lets a node replace, by the names of their classes. For each list of
+# blocks: the attribute that has it, ComfyUI's name for one, and the layout of its call.
+_REPLACEABLE: Mapping[tuple[str, ...], Sequence[tuple[str, str, Layout]]] = {
+    ("Flux", "Chroma"): [
+        ("double_blocks", "double_block", _FLUX),
+        ("single_blocks", "single_block", _FLUX),
+    ],
+    ("MMDiT",): [("joint_blocks", "double_block", Layout("img"))],
+    ("QwenImageTransformer2DModel",): [("transformer_blocks", "double_block", _FLUX)],
+    ("WanModel",): [("blocks", "double_block", _WAN)],
+    ("HunyuanVideo",): [
+        ("double_blocks", "double_block", _HUNYUAN),
+        ("single_blocks", "single_block", _HUNYUAN),
+    ],
+}
 # ComfyUI's names for the first part of the path of a UNet's block.
 _WAYS: Mapping[str, str] = {"input_blocks": "input", "middle_block": "middle", "output_blocks": "output"}
 
@@ -156,11 +146,15 @@ def find_target(model: Any) -> Target:
         if blocks:
             cuts = _cuts(root)
             return Target(name, tuple(blocks), cuts=cuts, work=_work_of_unet(root, blocks, cuts))
-    for family in _FAMILIES:
-        if is_a(root, *family.classes):
-            found = tuple(_blocks(root, family))
-            return Target(name, found, _patch(root), work=_work_of_transformer(root, found))
-    known = ", ".join(name for family in _FAMILIES for name in family.classes)
+    for classes, lists in _REPLACEABLE.items():
+        if is_a(root, *classes):
+            found = tuple(
+                Block((name, number), module, 1, layout)
+                for attribute, name, layout in lists
+                for number, module in enumerate(getattr(root, attribute))
+            )
+            return Target(name, found, patch_of(root), work=_work_of_transformer(root, found))
+    known = ", ".join(name for classes in _REPLACEABLE for name in classes)
     raise UnsupportedModelError(
         f"model: expected a UNet with attention, or one of {known}, got {name}; ComfyUI lets a node "
         "replace blocks only in these, so leave Token Merging out of this workflow"
@@ -171,12 +165,6 @@ def _unet_key(path: str) -> tuple[str, int, int]:
     """ComfyUI's (way, number, number within) of a block, from its path."""
     way, *within = path.split(".")
     return _WAYS[way], 0 if way == "middle_block" else int(within[0]), int(within[-1])
-
-
-def _patch(root: Any) -> tuple[int, int, int]:
-    """Frames, rows and columns of latent positions that make one token of a transformer."""
-    size = root.patch_size
-    return (1, size, size) if isinstance(size, int) else tuple(size)
 
 
 def _cuts(unet: Any) -> tuple[Cut, ...]:
@@ -252,11 +240,3 @@ def weights_of(module: nn.Module) -> int:
         for name, weight in module.named_parameters()
         if weight.ndim >= 2 and not any(part in name for part in _OF_OTHERS)
     )
-
-
-def _blocks(root: Any, family: Family) -> list[Block]:
-    return [
-        Block((name, number), module, 1, layout)
-        for attribute, name, layout in family.blocks
-        for number, module in enumerate(getattr(root, attribute))
-    ]

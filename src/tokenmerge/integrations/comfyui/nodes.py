@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.integrations.comfyui.models import find_target
-from tokenmerge.integrations.comfyui.others import beside
 from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.report import describe
 from tokenmerge.integrations.comfyui.settings import (
@@ -15,6 +14,7 @@ from tokenmerge.integrations.comfyui.settings import (
     SCOPES,
     SWITCH,
     Asked,
+    beside,
     settings_for,
 )
 
@@ -119,16 +119,7 @@ class TokenMerging:
     ) -> tuple[Any, str]:
         """Return a clone of the model that merges tokens, and what it merges."""
         asked = Asked(
-            method,
-            ratio,
-            start_percent,
-            end_percent,
-            scope,
-            proportional,
-            levels,
-            seed,
-            step_reuse,
-            speedup,
+            method, ratio, start_percent, end_percent, scope, proportional, levels, seed, step_reuse, speedup
         )
         settings = settings_for(find_target(model), asked, model.load_device, model.model_dtype())
         shape = _usual_size(model) if latent is None else tuple(latent["samples"].shape)

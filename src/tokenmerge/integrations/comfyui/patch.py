@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from tokenmerge.integrations.comfyui import stages, unet
-from tokenmerge.integrations.comfyui.others import beside
 from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step, step_in
-from tokenmerge.integrations.comfyui.settings import Settings
+from tokenmerge.integrations.comfyui.settings import Settings, beside
 from tokenmerge.integrations.comfyui.transformer import ReplacedBlock
 
 _ATTENTION = "optimized_attention_override"

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tokenmerge.config import GUIDED_PLANNERS, MergeSettings
-from tokenmerge.integrations.comfyui.block_runs import BlockRuns
-from tokenmerge.integrations.comfyui.reuse import Residuals
+from tokenmerge.integrations.comfyui.reuse import BlockRuns, Residuals
 from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.ops import Plan, bits, shared_features
 from tokenmerge.planners import PLANNERS, num_removed
@@ -39,20 +38,18 @@ class Sampling:
         guidance_change: what guidance changed in the last step; None: unknown.
         residuals: residuals of parts of the model, cached for steps that skip them.
         runs: runs of blocks that are skipped together.
+        generation: stands for the sampling in its steps.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        sigmas: Sequence[float] = (),
-        guidance: float | None = None,
+        self, settings: Settings, sigmas: Sequence[float] = (), guidance: float | None = None
     ) -> None:
         self._asked, self._guidance = settings, guidance
         self._grid: Grid | None = None
         self.settings = settings
         self.sigmas = sigmas
         self._said: set[str] = set()
-        self._generation = Generation(0)
+        self.generation = Generation(0)
         self.forget()
 
     def forget(self) -> None:
@@ -68,10 +65,6 @@ class Sampling:
         if note not in self._said:
             _log.warning("Token Merging: %s", note)
         self._said.add(note)
-
-    def denoising(self, index: int, steps: int) -> DenoisingStep:
-        """Return a step, as the rest of the package describes it."""
-        return DenoisingStep(index, steps, generation=self._generation)
 
     @property
     def steps(self) -> int:
@@ -140,19 +133,14 @@ class Step:
         sampling.begin_step(self._index, (tuple(latent), self._config))
 
     def begin_call(self, latent: Sequence[int], options: Mapping[str, Any] | None = None) -> None:
-        """Prepare a call of the model. ComfyUI may call it for each prompt, and for parts of the picture.
-
-        Args:
-            latent: shape of the latents.
-            options: ComfyUI's ``transformer_options`` of the call.
-        """
+        """Prepare a call of the model. ComfyUI may call it for each prompt, and for parts of the picture."""
         self._calls += 1
         self.latent = latent
         self.has_references, self.running = False, None
         options = options or {}
         window = getattr(options.get("context_window"), "index_list", ())
         same = (*latent, *options.get("uuids", ()), *window)
-        step = self.sampling.denoising(self._index, self._steps)
+        step = DenoisingStep(self._index, self._steps, generation=self.sampling.generation)
         self.sampling.residuals.begin_call(self.settings.config, step, same)
 
     def is_replaced(self, layer: str, block: tuple[Any, ...]) -> bool:

@@ -1,8 +1,9 @@
-"""The settings of a model from the inputs of the node."""
+"""The settings of a model from the inputs of the node, and beside other nodes on the same model."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.comfyui.models import Target
-from tokenmerge.integrations.comfyui.others import Others
 from tokenmerge.models.placement import narrowest
 from tokenmerge.planners.calibration import fewest_tokens
 from tokenmerge.plans.facts import Facts
@@ -55,6 +55,30 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True)
+class Others:
+    """Names of other nodes that matter to merging and step reuse.
+
+    Attributes:
+        before_attention: those with a patch before self-attention, which may regroup its tokens, as HyperTile
+            and TomePatchModel do.
+        self_attention: those that replace self-attention, which may read it, as SelfAttentionGuidance does.
+        cache: the one that skips whole steps; None: there is none.
+    """
+
+    before_attention: tuple[str, ...] = ()
+    self_attention: tuple[str, ...] = ()
+    cache: str | None = None
+
+    @property
+    def regroup(self) -> str:
+        """What happens where tokens are regrouped before they could merge, as a sentence."""
+        names = " and ".join(self.before_attention)
+        return (
+            f"Self-attention does not merge where its tokens are regrouped by {names}; keep one of the nodes."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """The settings while a model samples.
 
@@ -79,14 +103,7 @@ class Settings:
     def for_sampling(
         self, grid: tuple[int, int, int], steps: int, guidance: float | None, ends_clean: bool = False
     ) -> Settings:
-        """Return the settings of one sampling.
-
-        Args:
-            grid: (frames, rows, columns) of the tokens at level 1.
-            steps: number of steps.
-            guidance: scale of classifier-free guidance; None: unknown.
-            ends_clean: whether almost no noise is left before the last step.
-        """
+        """Return the settings of one sampling; the arguments are those of :meth:`DefaultMethod.settings`."""
         if self.default is None:
             return self
         config = self.default.settings(grid, steps, guidance, ends_clean)
@@ -138,6 +155,7 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
         can_skip=_can_skip(target) and asked.step_reuse != "off",
         whole_blocks=not target.is_unet,
         layers=target.is_unet,
+        number_bytes=2 * dtype.itemsize,
         fewest_tokens=fewest_tokens(device, dtype, 2 if target.is_unet else 1, *attention),
     )
     default = DefaultMethod.for_facts(asked.speedup, facts, lambda config: _changed(config, asked))
@@ -200,3 +218,54 @@ def _for_transformer(config: ToMeConfig, asked: Asked, notes: list[str]) -> ToMe
         "Whole blocks merge: ComfyUI lets a node replace the blocks of this model, not their layers."
     )
     return dataclasses.replace(config, scope="block")
+
+
+def others_in(options: Mapping[str, Any]) -> Others:
+    """Return the other nodes that have changed ComfyUI's ``transformer_options``."""
+    replaced, cache = options.get("patches_replace", {}), options.get("easycache")
+    return Others(
+        _nodes_of(options.get("patches", {}).get("attn1_patch", ())),
+        _nodes_of(replaced.get("attn1", {}).values()),
+        None if cache is None else cache.name,
+    )
+
+
+def beside(settings: Settings, options: Mapping[str, Any]) -> Settings:
+    """Return the settings beside the other nodes in ComfyUI's ``transformer_options``.
+
+    The last notes say what they change.
+    """
+    config, target, others, notes = settings.config, settings.target, others_in(options), []
+    default = settings.default
+    if not target.is_unet:
+        others = Others(cache=others.cache)  # ComfyUI calls the patches of attention in UNets only
+    attention = " and ".join(others.self_attention)
+    if config.reuse.on and (attention or others.cache):
+        config = dataclasses.replace(config, reuse=StepReuse())
+        default = default and default.without_reuse()
+        if others.cache:
+            why = f"since {others.cache} skips whole steps; keep one of the nodes"
+        else:
+            why = f"since {attention} may read self-attention in every step"
+        notes.append(f"No part of the model is skipped, {why}.")
+    if attention:
+        notes.append(f"Self-attention that {attention} replaced stays dense.")
+    blocks = options.get("patches_replace", {}).get("dit", {})
+    later = " and ".join(_nodes_of(blocks[own.key] for own in target.blocks if own.key in blocks))
+    if later:
+        notes.append(
+            f"Blocks that {later} replaced after Token Merging may not merge; place Token Merging after it."
+        )
+    return dataclasses.replace(
+        settings, config=config, default=default, others=others, notes=(*settings.notes, *notes)
+    )
+
+
+def _nodes_of(patches: Iterable[Any]) -> tuple[str, ...]:
+    """Return the names of the other nodes that made patches, which are mostly functions in their methods."""
+    names = (
+        str(getattr(patch, "__qualname__", type(patch).__qualname__)).partition(".")[0]
+        for patch in patches
+        if not str(getattr(patch, "__module__", "")).startswith("tokenmerge.")
+    )
+    return tuple(dict.fromkeys(name if name.isidentifier() else "another node" for name in names))

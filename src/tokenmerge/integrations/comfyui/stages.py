@@ -32,12 +32,7 @@ def call(
 ) -> Any:
     """Call the UNet in ComfyUI's wrapper ``diffusion_model``, without the stages that the step skips.
 
-    Args:
-        executor: the wrapper's executor.
-        cuts: the cut above the deep stages, and the one before the last layer of the finest level.
-        residuals: cached residuals of the sampling.
-        arguments: (x, timesteps, context, y, control, transformer_options) of the call.
-        named: further arguments of the call.
+    ``arguments`` are (x, timesteps, context, y, control, transformer_options).
     """
     *first, control, options = arguments
     cut = _cut(cuts, residuals)

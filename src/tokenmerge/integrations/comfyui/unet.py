@@ -64,7 +64,7 @@ def after_attention(n: Tensor, options: dict[str, Any]) -> Tensor:
         return n
     result, lost = unmerge(plan, n), residuals.of(layer)
     # A node that scales the deep levels changes their size during a sampling.
-    if lost is not None and _shape(lost.latest[0]) == result.shape:
+    if lost is not None and getattr(lost.latest[0], "shape", None) == result.shape:
         combine = COMBINE[running.settings.combine]
         result = add_lost(PLAIN, plan, result, lost.latest, combine)
         residuals.keep(layer, residual_of(result, [0.0]))
@@ -81,10 +81,6 @@ def innermost(patches: Mapping[str, Any]) -> dict[str, list[Callable[..., Any]]]
         others = [patch for patch in result.get(name, ()) if patch is not own]
         result[name] = [own, *others] if name.endswith("output_patch") else [*others, own]
     return result
-
-
-def _shape(value: Tensor | None) -> Any:
-    return None if value is None else value.shape
 
 
 def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:

@@ -15,7 +15,7 @@ from tokenmerge.integrations.paddle.models import PaddleModel, find_hosts
 from tokenmerge.integrations.paddle.patch import check_swappable, patch_host, restore, run_of
 from tokenmerge.integrations.paddle.report import PaddleReport, predict
 from tokenmerge.integrations.paddle.runtime import Run, blocks_to_merge
-from tokenmerge.integrations.portable.merging import PLANNERS
+from tokenmerge.integrations.portable import PLANNERS
 
 # Settings with some supported values, and settings with all values supported. The others keep their defaults.
 _OFFERED = {"scope": ("layers", "keys"), "planner": PLANNERS}

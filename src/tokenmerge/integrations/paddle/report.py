@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from tokenmerge.config import MergeSettings, ToMeConfig
-from tokenmerge.config.checks import integer, optional
+from tokenmerge.config.checks import check_counts
 from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.paddle.models import PaddleBlock, PaddleModel, find_hosts
 from tokenmerge.integrations.paddle.runtime import blocks_to_merge, merged_layers
-from tokenmerge.integrations.portable.merging import num_removed
+from tokenmerge.integrations.portable import num_removed
+from tokenmerge.text_table import TextTable
 
 _TEXT_TOKENS = 77
 
@@ -58,13 +59,8 @@ class PaddleReport:
             )
             for row in self.rows
         ]
-        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in (header, *lines)
-        ]
         title = f"sample {self.height} × {self.width}, batch {self.batch}"
-        return "\n".join([title, *table, *(f"note: {note}" for note in self.notes)])
+        return str(TextTable(title, [header, *lines], self.notes))
 
 
 def predict(
@@ -82,8 +78,7 @@ def predict(
         UnsupportedModelError: the object neither is nor contains a supported model.
         ConfigError: no size is given and the model has no default size, or a number is out of range.
     """
-    for argument, value in (("height", height), ("width", width), ("batch", batch)):
-        optional(integer(1))(argument, value)
+    check_counts(height=height, width=width, batch=batch)
     hosts = find_hosts(pipe_or_layer)
     if height is None or width is None:
         size = next((host.sample_size for host in hosts if host.sample_size), None)

@@ -15,15 +15,15 @@ from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.integrations.paddle.arrays import PaddleArrays
 from tokenmerge.integrations.paddle.models import PaddleBlock, PaddleModel, grid_of, size_of
-from tokenmerge.integrations.portable.merging import (
+from tokenmerge.integrations.portable import (
     Plan,
     keep_destinations,
     merge,
     num_removed,
     plan_tokens,
+    step_number,
     unmerge,
 )
-from tokenmerge.integrations.portable.partition import step_number
 
 # The method of the original class, bound to the layer.
 Forward: TypeAlias = functools.partial[Any]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tokenmerge.models.base import GridShape, Host, Layer, listed
+from tokenmerge.models.grids import patch_of
 from tokenmerge.models.layout import PLAIN, ROTARY, Grid
 from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
@@ -32,19 +33,15 @@ def describe(root: Any) -> Host:
 
 
 def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    patch, patch_t = root.config.patch_size, _frames_of_patch(root)
+    patch_t, rows, columns = patch_of(root.config)
     _, frames, _, height, width = arguments["hidden_states"].shape
-    return -(-frames // patch_t), height // patch, width // patch
-
-
-def _frames_of_patch(root: Any) -> int:
-    return getattr(root.config, "patch_size_t", None) or 1
+    return -(-frames // patch_t), height // rows, width // columns
 
 
 def _frames(root: Any) -> int:
     """Return the number of latent frames that the model was made for, padded to whole patches."""
     frames = (root.config.sample_frames - 1) // root.config.temporal_compression_ratio + 1
-    return frames + frames % _frames_of_patch(root)
+    return frames + frames % patch_of(root.config)[0]
 
 
 def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:

@@ -27,12 +27,7 @@ def describe(root: Any) -> Host:
         blocks = listed(root, "transformer_blocks", _FOUR, dense={"ff": _SHARED})
     else:
         blocks = listed(root, "transformer_blocks", _PLUS)
-    return transformer_host(
-        root,
-        _example,
-        blocks,
-        grid=_grid,
-    )
+    return transformer_host(root, _example, blocks, grid=_grid)
 
 
 def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:

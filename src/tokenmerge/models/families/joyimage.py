@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
-from tokenmerge.models.grids import patch_of
+from tokenmerge.models.grids import in_tokens, patch_of
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
 from tokenmerge.models.placement import blank, full_mask
 from tokenmerge.models.transformer import transformer_host
@@ -59,10 +59,7 @@ def _pictures(root: Any, arguments: Mapping[str, Any]) -> tuple[GridShape, ...]:
         return _listed_pictures(arguments["shape_list"])
     # Pictures [b, picture, c, f, h, w] of one size, or one picture [b, c, f, h, w].
     shape = arguments["hidden_states"].shape
-    frames, rows, columns = (
-        side // length for side, length in zip(shape[-3:], patch_of(root.config), strict=True)
-    )
-    return ((frames, rows, columns),) * (shape[1] if len(shape) == 6 else 1)
+    return (in_tokens(shape[-3:], root.config),) * (shape[1] if len(shape) == 6 else 1)
 
 
 def _listed_pictures(shapes: Sequence[Sequence[GridShape]]) -> tuple[GridShape, ...]:

@@ -9,6 +9,7 @@ import torch
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
+from tokenmerge.models.grids import in_tokens
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
 from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
@@ -45,19 +46,17 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
             "sparse_params: the mask of sparse attention is made for the full token grid, which merging "
             "shortens; use a checkpoint with full attention, or call remove_token_merging(pipe) first"
         )
-    sides = zip(arguments["hidden_states"].shape[1:4], root.config.patch_size, strict=True)
-    frames, rows, columns = (side // length for side, length in sides)
-    return frames, rows, columns
+    return in_tokens(arguments["hidden_states"].shape[1:4], root.config)
 
 
 def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     config, zeros, words = root.config, blank(root, batch), 256
+    sides = in_tokens((_FRAMES, height, width), config)
     channels = 2 * config.in_visual_dim + 1 if config.visual_cond else config.in_visual_dim
-    sides = zip((_FRAMES, height, width), config.patch_size, strict=True)
     return {
         "hidden_states": zeros(_FRAMES, height, width, channels),
         "encoder_hidden_states": zeros(words, config.in_text_dim),
         "pooled_projections": zeros(config.in_text_dim2),
-        "visual_rope_pos": [torch.arange(side // length, device=root.device) for side, length in sides],
+        "visual_rope_pos": [torch.arange(side, device=root.device) for side in sides],
         "text_rope_pos": torch.arange(words, device=root.device),
     }

@@ -9,7 +9,7 @@ import torch
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
-from tokenmerge.models.grids import grid_of_coordinates
+from tokenmerge.models.grids import grid_of_coordinates, in_tokens
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
 from tokenmerge.models.placement import blank, full_mask
 from tokenmerge.models.transformer import transformer_host
@@ -42,7 +42,7 @@ def describe(root: Any) -> Host:
 
 
 def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    sides = [arguments.get(name) for name in ("num_frames", "height", "width")]
+    sides: list[Any] = [arguments.get(name) for name in ("num_frames", "height", "width")]
     coordinates = arguments.get("video_coords")
     # Where coordinates are given, some pipelines leave the sides out, and others set them to 1.
     if coordinates is not None and set(sides) <= {None, 1} and not torch.compiler.is_compiling():
@@ -53,9 +53,7 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
             f"{', '.join(map(str, sides))}; pass them. The token grid is read from video_coords only outside "
             "torch.compile: compile the blocks of the model, with transformer.compile_repeated_blocks()"
         )
-    patch = (root.config.patch_size_t, root.config.patch_size, root.config.patch_size)
-    frames, rows, columns = (side // length for side, length in zip(sides, patch, strict=True))
-    return frames, rows, columns
+    return in_tokens(sides, root.config)
 
 
 def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:

@@ -28,6 +28,10 @@ class Kernel(NamedTuple):
     largest_head: int
 
 
+# Of the graph that is traced, those whose context lasts.
+_in_graph: list[ProportionalAttention] = []
+
+
 class ProportionalAttention(TorchFunctionMode):
     """While this context lasts, fused attention adds the logarithm of each key's size to its logits.
 
@@ -61,18 +65,20 @@ class ProportionalAttention(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_compiling():
+            self = _in_graph[-1]  # PyTorch 2.7 gives the class
         kwargs = kwargs or {}
         if function is torch.Tensor.unflatten:  # torch.compile traces the method, and not this function
             return args[0].unflatten(*args[1:], **kwargs)
         if function is not F.scaled_dot_product_attention or not self.is_pending:
             return function(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
         key: Tensor = given["key"]
         sizes = self._sizes_of(len(key), key.shape[-2])
         if sizes is None:
             return function(**given)
-        bias = once(sizes, key.dtype, lambda: sizes.log().to(key.dtype))
+        bias = once(sizes, key.dtype, lambda: _log(sizes, key.dtype))
         bias = bias.view(len(bias), *[1] * (key.ndim - 2), -1)
         mask = given.get("attn_mask")
         if mask is not None and mask.dtype == torch.bool:
@@ -119,11 +125,25 @@ class ProportionalAttention(TorchFunctionMode):
             return own
         return once(self.sizes, (first, batch, text, self.layout.text), with_text)
 
+    def __enter__(self) -> Any:
+        if torch.compiler.is_compiling():
+            _in_graph.append(self)
+        return super().__enter__()
+
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
+        if torch.compiler.is_compiling():
+            _in_graph.pop()
         if self.is_pending and kind is None:
             raise UnsupportedModelError(
                 f"{self.block.path}: proportional=True needs attention by PyTorch's "
                 "scaled_dot_product_attention, a back-end of diffusers or xFormers, and this one computes it "
                 "in another way; take the default attention processor, or proportional=False"
             )
+
+
+def _log(sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the logarithm of sizes in a dtype: one launch, but in a graph, which fuses two."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return sizes.log().to(dtype)
+    return torch.log(sizes, out=torch.empty_like(sizes, dtype=dtype))

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.ops import Plan
+from tokenmerge.plans import Tolerance
 from tokenmerge.runtime.memory.reuse import Residual
 from tokenmerge.runtime.memory.run_log import RunLog
 from tokenmerge.runtime.steps.guidance import SampleTracker
@@ -91,6 +92,7 @@ class Memory:
         guidance_differences: what guidance changed in the results of the last step, by the call that planned.
         seed: number of the running step that draws depend on.
         config: settings at the guidance scale of the generation; None before its first call.
+        tolerance: what changes these settings while the generation runs; None: nothing does.
         timesteps: of the scheduler, where settings do not follow the steps; others begin a generation.
         log: what happened in the generation; None before its first call.
         model_residuals: by the call of the first block and its level, what all blocks of the level added to
@@ -106,6 +108,7 @@ class Memory:
         self.sample = SampleTracker()
         self.seed: Tensor | None = None
         self.config: ToMeConfig | None = None
+        self.tolerance: Tolerance | None = None
         self.timesteps: Any = None
         self.log: RunLog | None = None
         self.guidance_differences: dict[int, Tensor] = {}

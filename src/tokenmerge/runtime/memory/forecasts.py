@@ -23,8 +23,15 @@ def note_forecast(thread: ThreadState, part: str, before: Residual | None, now: 
     known = context.decision.forecasts.get(part)
     if known is None or before is None or memory is None or memory.log is None or before.delta is None:
         return
+    step = memory.tracker.step
     truth, first = now.latest[0], before.latest[0]
-    if torch.compiler.is_compiling() or truth is None or first is None or truth.shape != first.shape:
+    if (
+        torch.compiler.is_compiling()
+        or step is None
+        or truth is None
+        or first is None
+        or truth.shape != first.shape
+    ):
         return
     distance, gap = known
     forecast = extrapolated(before, [0.0] * len(before.latest), torch.tensor(distance))
@@ -35,7 +42,7 @@ def note_forecast(thread: ThreadState, part: str, before: Residual | None, now: 
         for tensor in (forecast - truth, truth)
     ]
     error = lengths[0] / lengths[1].clamp(min=torch.finfo(torch.float32).tiny)
-    memory.log.errors.append(ForecastError(memory.tracker.index, part, gap, error))
+    memory.log.errors.append(ForecastError(step.done, part, gap, error))
 
 
 def _guided(tensor: Tensor, scale: float | None, copies: int) -> Tensor:

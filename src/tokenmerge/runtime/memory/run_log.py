@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
@@ -19,7 +22,7 @@ class ForecastError(NamedTuple):
     """How wrong a forecast of step reuse would have been, in a step that ran the part.
 
     Attributes:
-        step: index of the step.
+        step: number of steps of the generation before it.
         part: ``"deep"`` for blocks and deep stages, ``"finest"`` for the finest level of a UNet.
         gap: steps since the part ran before.
         error: length of the error divided by that of the truth, for each image, float32.
@@ -62,6 +65,7 @@ class RunLog:
         self.references = sizes[1:]
         self.tokens = sum(frames * rows * columns for frames, rows, columns in grids)
         self.errors: list[ForecastError] = []
+        self._read = 0
         self._kinds: dict[int, StepKind] = {}
         self._began = self._ended = time.perf_counter()
 
@@ -73,13 +77,10 @@ class RunLog:
         """Note the time at the end of a call."""
         self._ended = time.perf_counter()
 
-    def noted(self) -> dict[str, dict[int, float]]:
-        """Return the errors of forecasts by part and step, each the largest of its images. This waits."""
-        found: dict[str, dict[int, float]] = {}
-        for one in self.errors:
-            of_part, error = found.setdefault(one.part, {}), float(one.error.max())
-            of_part[one.step] = max(error, of_part.get(one.step, 0.0))
-        return found
+    def unread(self) -> list[ForecastError]:
+        """Return the errors of forecasts that were noted since the last call."""
+        read, self._read = self._read, len(self.errors)
+        return self.errors[read:]
 
     @property
     def seconds(self) -> float:
@@ -93,6 +94,20 @@ class RunLog:
     def kinds(self) -> Counter[StepKind]:
         """How many steps of each kind ran. Empty if the settings do not follow the steps."""
         return Counter(self._kinds.values())
+
+
+def noted(errors: Sequence[ForecastError]) -> dict[str, dict[int, float]]:
+    """Return errors of forecasts by part and step, each the largest of its images. This waits once."""
+    if not errors:
+        return {}
+    found: dict[str, dict[int, float]] = {}
+    largest = [one.error.max() for one in errors]
+    values = torch.stack([one.to(largest[0].device) for one in largest]).cpu()
+    for one, error in zip(errors, map(float, values), strict=True):
+        of_part = found.setdefault(one.part, {})
+        before = of_part.get(one.step, error)
+        of_part[one.step] = before if math.isnan(before) else max(error, before)
+    return found
 
 
 def in_kinds(kinds: Counter[StepKind]) -> str:

@@ -20,13 +20,14 @@ from tokenmerge.errors import ConfigError, shown
 from tokenmerge.models.base import GridShape, ModelCall
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.ops import Plan
+from tokenmerge.plans import Tolerance
 from tokenmerge.runtime.memory.caches import Call, Memory, RecordedCalls
 from tokenmerge.runtime.memory.context import CallContext, PartState, ThreadState
 from tokenmerge.runtime.memory.run_log import RunLog
 from tokenmerge.runtime.memory.step_log import StepRecorder
 from tokenmerge.runtime.steps.per_thread import PerThread
 from tokenmerge.runtime.steps.pipeline import Pipeline
-from tokenmerge.runtime.steps.scheduler import Generation
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation
 
 # Packages through which a call reaches this one.
 _NOT_THE_CALLER = ("tokenmerge", "torch", "diffusers", "contextlib")
@@ -91,6 +92,11 @@ class ChoosesSettings(Protocol):
         self, grid: GridShape | None, steps: int | None, guidance: float | None, ends_clean: bool = False
     ) -> ToMeConfig:
         """Return the settings; ``ends_clean``: almost no noise is left before the last step."""
+
+    def tolerance(
+        self, grid: GridShape | None, steps: int | None, guidance: float | None, ends_clean: bool = False
+    ) -> Tolerance | None:
+        """Return what changes the settings while the generation runs; None: nothing does."""
 
     def shortfall(self, grid: GridShape | None, steps: int | None, guidance: float | None) -> str:
         """Return what the settings do not reach of what was asked for; empty: they reach it."""
@@ -174,10 +180,26 @@ class ModelState:
         """
         if self.default is None or steps is None:
             return self.config
-        grids = self.threads.value.grid.shapes
-        known = grids[0] if grids else None, steps, guidance
+        known = self._grid, steps, guidance
         self.warn_once(self.default.shortfall(*known))
         return self.default.settings(*known, ends_clean)
+
+    def tolerance_of(self, step: DenoisingStep, guidance: float | None) -> Tolerance | None:
+        """Return what changes the settings of a generation while it runs; None: nothing does.
+
+        The models of a pipeline share it. The first one that is called makes it.
+        """
+        if self.default is None:
+            return None
+        tolerances = self.pipeline.tolerances
+        if step.generation not in tolerances:
+            known = self._grid, step.steps, guidance, step.generation.ends_clean
+            tolerances[step.generation] = self.default.tolerance(*known)
+        return tolerances[step.generation]
+
+    @property
+    def _grid(self) -> GridShape | None:
+        return next(iter(self.threads.value.grid.shapes), None)
 
     def warn_once(self, message: str) -> None:
         """Warn, unless the message is empty or was given before."""

@@ -20,7 +20,7 @@ from tokenmerge.runtime.blocks.attention_kernels import reach_kernels
 from tokenmerge.runtime.blocks.block_runs import finish_run
 from tokenmerge.runtime.memory.caches import Memory
 from tokenmerge.runtime.memory.context import CallContext
-from tokenmerge.runtime.memory.run_log import RunLog, StepKind
+from tokenmerge.runtime.memory.run_log import RunLog, StepKind, noted
 from tokenmerge.runtime.memory.state import STATE, ModelState, StageState
 from tokenmerge.runtime.memory.step_log import StepLog
 from tokenmerge.runtime.patching.call_checks import (
@@ -224,11 +224,15 @@ def _config_of(
 ) -> ToMeConfig:
     """Return the settings at the guidance scale of the generation, which is read in its first call."""
     if step is not None and memory.config is not None:
-        return memory.config
+        return memory.config if memory.tolerance is None else _within_tolerance(state, memory, step)
     scale = guidance_scale(pipe)
     clean = step is not None and step.generation.ends_clean
     config = state.settings_at(scale, None if step is None else step.steps, clean)
     on_meta = memory.seed is not None and memory.seed.is_meta  # the operations of single steps are counted
+    tolerance = None
+    if step is not None and not on_meta:
+        tolerance = state.tolerance_of(step, scale)
+        config = config if tolerance is None else tolerance.config
     if on_meta:
         state.keep_dense(memory)
     elif not torch.compiler.is_compiling():
@@ -240,11 +244,26 @@ def _config_of(
             state.kept = look(state, root, pipe, config, grids)
             state.keep_dense(memory)
             memory.timesteps = timesteps
+            # What others look at takes no part in a tolerance.
+            memory.tolerance = tolerance if state.kept.config is config else None
             config = config if step is None else state.kept.config
     memory.config = config
     if step is not None and not on_meta:
         warn_where_nothing_is_saved(state, config, step)
     return config
+
+
+def _within_tolerance(state: ModelState, memory: Memory, step: DenoisingStep) -> ToMeConfig:
+    """Return the settings of a generation with a tolerance. After a complete step, this waits once."""
+    tolerance = memory.tolerance
+    assert tolerance is not None
+    assert memory.log is not None
+    if tolerance.asks(step.done):
+        others = (other.memories.get(step.generation) for other in state.pipeline.states)
+        logs = [own.log for own in others if own is not None and own.log is not None]
+        tolerance.follow(step.done, noted([error for log in logs for error in log.unread()]))
+    memory.config = memory.log.config = tolerance.config
+    return memory.config
 
 
 def _settings_of(
@@ -320,12 +339,14 @@ def _guidance_copies(
 
     The tensor is there only where reading it would synchronise the device.
     """
-    equal = copies_are_equal(state.call.latents(root, sample), expected) if expected > 1 else None
-    if equal is None:
+    if expected == 1:
         return 1, None
-    if not needs_sync(equal):
-        return (expected if equal else 1), None
-    if state.facts.follows_steps and not torch.compiler.is_compiling():
+    latents = state.call.latents(root, sample)
+    if state.facts.follows_steps and needs_sync(latents[0]) and not torch.compiler.is_compiling():
         question = (expected, len(sample), *sample[0].shape)
-        return (expected if tracker.answer(question, lambda: bool(equal)) else 1), None
-    return expected, equal
+        equal = tracker.answer(question, lambda: bool(copies_are_equal(latents, expected)))
+        return (expected if equal else 1), None
+    found = copies_are_equal(latents, expected)
+    if found is None:
+        return 1, None
+    return (expected, found) if needs_sync(found) else (expected if found else 1, None)

@@ -36,10 +36,12 @@ class Pipeline:
 
     Attributes:
         states: of all models of the pipeline, which take part in the same generations.
+        tolerances: of the living generations; None: nothing changes their settings while they run.
     """
 
     def __init__(self, pipe: object = None) -> None:
         self.states: list[Any] = []
+        self.tolerances: weakref.WeakKeyDictionary[Generation, Any] = weakref.WeakKeyDictionary()
         self._explicit = PerThread(_Explicit)
         self._is_given = pipe is not None
         try:

@@ -159,10 +159,12 @@ def ends_clean(sigmas: Any) -> bool:
     return len(sigmas) > 2 and float(sigmas[-2]) <= _ALMOST_NONE and float(sigmas[0]) <= 1
 
 
-def _matches_flow(scheduler: Any) -> bool:
+def schedule_ends_clean(scheduler: Any) -> bool:
+    """Return whether a scheduler's latest timesteps are of flow matching and :func:`ends_clean`."""
     config = getattr(scheduler, "config", {})
     flow = "FlowMatch" in type(scheduler).__name__ or bool(config.get("use_flow_sigmas", False))
-    return flow and hasattr(scheduler, "sigmas") and not torch.compiler.is_compiling()
+    known = flow and hasattr(scheduler, "sigmas") and not torch.compiler.is_compiling()
+    return known and ends_clean(_levels(scheduler))
 
 
 def _levels(scheduler: Any) -> list[float]:
@@ -182,7 +184,7 @@ def _generation_of(scheduler: Any, timesteps: Any, index: int, runs_here: bool) 
     if generation is not None and not (runs_here or generation.is_of_this_thread):
         return generation
     if generation is None or index < generation.index:
-        generation = Generation(index, _matches_flow(scheduler) and ends_clean(_levels(scheduler)))
+        generation = Generation(index, schedule_ends_clean(scheduler))
         try:
             setattr(timesteps, _GENERATION, generation)
         except AttributeError:  # no tensor

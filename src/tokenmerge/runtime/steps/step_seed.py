@@ -61,5 +61,7 @@ def same_step(step: Tensor, other: Tensor) -> bool:
 
 
 def _bits(timestep: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(timestep, Tensor) and timestep.ndim and not any(timestep.stride()):
+        timestep = timestep[(0,) * timestep.ndim]  # pipelines expand one number
     latest = torch.as_tensor(timestep, device=device, dtype=torch.float32)
     return bits(latest.max() if latest.numel() > 1 else latest.view(()))

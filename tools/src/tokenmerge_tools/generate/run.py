@@ -124,7 +124,8 @@ class _Generating:
             "environment": environment(),
         }
         self.parameters = parameters_of(options, size)
-        self.metadata = self.summary = ""
+        self.metadata: Callable[[], str] = str
+        self.summary = ""
         self.measurements: list[Measurement] = []
         self.quality: Quality | None = None
         self.steps: RunSteps | None = None
@@ -146,9 +147,11 @@ class _Generating:
         self._write_record(complete=False)
         method = f"{DEFAULT} {merging.speedup:g}" if merging.needs_model else ""
         apply = partial(contexts.tokenmerge, config=self.config, method=method)
+        if options.min_psnr is not None:
+            apply = partial(contexts.within_tolerance, speedup=merging.speedup, min_psnr=options.min_psnr)
         with self.studio as studio:
             patch = studio.add("merged", apply)
-            self.metadata = patch.metadata()
+            self.metadata = patch.metadata
             with patch.record() as plans:
                 for name in self._variants():
                     studio.warm_up(name, self.call)
@@ -184,7 +187,7 @@ class _Generating:
 
     def _write_pictures(self, drawing: Drawing) -> None:
         """Write one picture per seed."""
-        metadata = self.metadata if drawing.variant == "merged" else None
+        metadata = self.metadata() if drawing.variant == "merged" else None
         for index, picture in enumerate(drawing.pictures):
             parameters = dataclasses.replace(self.parameters, seed=self.call.seeds[index])
             write_atomically(

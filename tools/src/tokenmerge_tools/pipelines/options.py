@@ -14,8 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from tokenmerge.config.checks import integer, one_of
+from tokenmerge.default_method import check_min_psnr
 from tokenmerge.errors import ConfigError, shown
-from tokenmerge_tools.method_spec import MethodSpec
+from tokenmerge_tools.method_spec import SPEEDUP, MethodSpec
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL
 from tokenmerge_tools.pipelines.settings import (
     ATTENTION_HELP,
@@ -105,6 +106,14 @@ class GenerateOptions(PipelineOptions):
         option(None, "Folder for results. Default: a new folder in outputs/, named after the prompt."),
     ] = None
     merging: MethodSpec = dataclasses.field(default_factory=MethodSpec)
+    min_psnr: Annotated[
+        float | None,
+        option(
+            "Merging",
+            "Wanted PSNR to the dense picture, in dB. Auto skips fewer steps where its estimate is lower.",
+            parser="number",
+        ),
+    ] = None
     seed: Annotated[
         int, picture("Seed of the first picture; each later picture adds 1.", parser="integer")
     ] = 0
@@ -137,6 +146,18 @@ class GenerateOptions(PipelineOptions):
             )
             raise ConfigError(f"{given}: it needs {missing} too: a picture and the ControlNet that reads it")
         check_attention(self.attention)
+        check_min_psnr("min-psnr", self.min_psnr)
+        if self.min_psnr is not None and (
+            not self.merging.needs_model or set(self.merging.changes) - {SPEEDUP}
+        ):
+            raise ConfigError(
+                f"min-psnr: only auto without other settings can run more steps than it plans, got "
+                f"{self.merging.title}; give --speedup 3 --min-psnr {self.min_psnr:g}"
+            )
+        if self.min_psnr is not None and self.compile:
+            raise ConfigError(
+                "min-psnr: a model that is compiled into one graph has no steps to add; leave --compile out"
+            )
         if self.record_steps and self.compile:
             raise ConfigError(
                 "record-steps: a model that is compiled into one graph records no steps; leave --compile out"

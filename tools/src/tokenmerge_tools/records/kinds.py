@@ -233,8 +233,8 @@ class TuneRecord(Record):
 
     ``conditions`` is a key of everything that it depends on, except the plan and the item. It is about a
     ``"plan"``: the closeness of its final latents; a ``"look"``: one timed picture; ``"dense"``: the seconds
-    of a dense picture; or ``"facts"``: what was timed to choose the default method. The item is the number of
-    the prompt and seed, −1 for a record that is not of a picture. Records about ``"settings"`` and
+    of a dense picture; or ``"facts"``: what was measured to plan as the default method does. The item is the
+    number of the prompt and seed, −1 for a record that is not of a picture. Records about ``"settings"`` and
     ``"counted"`` are of searches before November 2026.
     """
 
@@ -267,7 +267,7 @@ class TuneRecord(Record):
         elif values["about"] == "dense":
             _times([found["seconds"]])
         elif values["about"] == "facts":
-            int(found["fewest_tokens"])
+            int(found["fewest_tokens"]), bool(found["ends_clean"])
         return values
 
 

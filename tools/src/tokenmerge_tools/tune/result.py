@@ -95,7 +95,8 @@ def tuned_table(search: Search) -> Table:
     )
     header = ("plan", "", "counted", "timed", f"{metric} {arrow}", "prompts")
     notes = (
-        "M: everything runs; f: no deep stages or blocks; ·: only the last layer of a UNet's finest level",
+        "M: everything runs; f and ·: no deep stages or blocks; ·, in a UNet: only the last layer of its "
+        "finest level",
         f"timed: t_dense / t, with interleaved calls; {metric}: to the dense picture of the same seed, on "
         "prompts that the search did not draw; ± is one standard error",
     )

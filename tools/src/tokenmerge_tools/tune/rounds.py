@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.errors import TokenMergingError
+from tokenmerge.errors import TokenMergingError, why
 from tokenmerge_tools.closeness import snr
 from tokenmerge_tools.drawing import Studio
 from tokenmerge_tools.evaluate.evaluation import Evaluation
@@ -98,9 +98,12 @@ class Rounds:
         """
         dense = self.dense(item)
         try:
-            return snr(self._latents(item, config), dense)
+            found = snr(self._latents(item, config), dense)
         except Exception as error:
             raise CannotRunError(_reason(error)) from error
+        if not math.isfinite(found):
+            raise CannotRunError("its final latents or those of dense are not finite")
+        return found
 
     def _latents(self, item: int, config: ToMeConfig | None) -> Any:
         call = self._call(item).as_latents()
@@ -170,9 +173,5 @@ class Rounds:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a plan failed. An error that is not due to the plan is raised again."""
-    if is_out_of_memory(error):
-        return "out of memory"
-    if isinstance(error, TokenMergingError):
-        return str(error)
-    raise error
+    """Return why a plan failed where dense runs."""
+    return "out of memory" if is_out_of_memory(error) else why(error)

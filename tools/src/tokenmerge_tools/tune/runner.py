@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from tokenmerge.config import FoundFor, ToMeConfig
-from tokenmerge.default_method import DefaultMethod
+from tokenmerge.default_method import DefaultMethod, schedule_ends_clean
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import Facts, speedup_of
@@ -158,6 +158,7 @@ class _Searching:
         self.looks = [look_of(one, options.metric_name) for one in own if one.about == "look"]
         self.spent = sum(float(one.values["seconds"]) for one in own if one.about in ("plan", "dense"))
         self.spent += sum(look.cost for look in self.looks)
+        self.dense_seconds = self._seconds_of_dense()
         self.facts = self._facts(own)
         begin = starts(self.facts, options.speedup)
         self.rule = self.best = begin[0]
@@ -175,7 +176,7 @@ class _Searching:
 
     def search(self) -> None:
         """Search by final latents until no neighbour is left, or the time for it is spent."""
-        self._announce(self._seconds_of_dense())
+        self._announce(self.dense_seconds)
         try:
             plans = search(
                 self.begin,
@@ -241,27 +242,32 @@ class _Searching:
         )
 
     def _facts(self, records: Sequence[TuneRecord]) -> Facts:
-        """Return the facts of the generation. What was timed for them in an earlier run holds on."""
+        """Return the facts of the generation. What was measured for them in an earlier run holds on."""
         hosts, (height, width) = find_hosts(self.rounds.pipe), self.rounds.latent
         method = DefaultMethod.of(self.rounds.pipe, hosts, self.options.speedup)
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
-        timed = [one.values["fewest_tokens"] for one in records if one.about == "facts"]
-        fewest = int(timed[-1]) if timed else method.facts.fewest_tokens
-        if not timed:
-            self._append("facts", "", -1, {"fewest_tokens": fewest})
+        measured = [one.values for one in records if one.about == "facts"]
+        if not measured:
+            self.rounds.dense(0)  # the scheduler keeps its schedule
+            own = {
+                "fewest_tokens": method.facts.fewest_tokens,
+                "ends_clean": schedule_ends_clean(self.rounds.pipe.scheduler),
+            }
+            measured = [self._append("facts", "", -1, own).values]
         return dataclasses.replace(
             method.facts,
             grid=denoiser.grid_at(height, width),
             steps=self.options.steps,
             guidance=self.rounds.call.guidance,
-            fewest_tokens=fewest,
+            fewest_tokens=int(measured[-1]["fewest_tokens"]),
+            ends_clean=bool(measured[-1]["ends_clean"]),
         )
 
     def _seconds_of_dense(self) -> float:
         """Return the seconds of the first dense picture."""
         record = self.file.records.get(self._record("dense", "", 0, {}).key)
         if record is None:
-            self._say("dense")
+            self.on_progress(TuneProgress(self.spent, self.options.within, "dense", "default method"))
             began = time.perf_counter()
             self.rounds.dense(0)
             record = self._append("dense", "", 0, {"seconds": time.perf_counter() - began})
@@ -297,8 +303,6 @@ class _Searching:
             try:
                 found = self.rounds.snr(item, plan.config)
             except CannotRunError as error:
-                if plan == self.rule:
-                    raise ConfigError(f"the default method cannot run here: {error}") from error
                 self._fail(plan.name, str(error))
                 return -math.inf
             seconds = time.perf_counter() - began
@@ -319,6 +323,10 @@ class _Searching:
         return found | {one.label: one for one in others}
 
     def _fail(self, name: str, reason: str) -> None:
+        if name == self.rule.name:
+            raise ConfigError(
+                f"the default method cannot run here: {reason}; change --size, --steps, --dtype or --model"
+            )
         self.failed.add(name)
         self.on_note(f"{name} cannot run here: {reason}")
 

@@ -2,22 +2,25 @@
 
 In a round, some neighbours of the best plan so far draw one prompt. The better half of those that are ahead
 of it draws a second one, half of these the next two, and so on (Jamieson and Talwalkar 2016, arXiv
-1502.07943). One that is ahead on all prompts is the best plan of the next round. The order of the prompts
-differs from round to round, so that no prompt decides alone. The search is a function of the closeness of
-each plan on each prompt: with records of these, it continues where it stopped.
+1502.07943). One that is ahead on all prompts, by twice the standard error, is the best plan of the next
+round. Less can be luck: of many plans, some are ahead on a few prompts. The order of the prompts differs from
+round to round, so that no prompt decides alone. The search is a function of the closeness of each plan on
+each prompt: with records of these, it continues where it stopped.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from random import Random
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import TypeVar
 
 Plan = TypeVar("Plan")
 _TOGETHER = 6  # plans of a round
 _PATIENCE = 15  # rounds without a better plan after which the search ends
+_ERRORS = 2.0  # standard errors by which a better plan is ahead
 
 
 def search(
@@ -60,15 +63,23 @@ def _distinct(plans: Iterable[Plan]) -> Iterator[Plan]:
 def _beaten(
     best: Plan, others: Sequence[Plan], closeness: Callable[[Plan, int], float], order: Sequence[int]
 ) -> Plan:
-    """Return the plan that beats the best one on all prompts, or the best one."""
+    """Return the plan that beats the best one clearly on all prompts, or the best one."""
     count, alive = 1, list(others)
     while alive:
-        gains = {
-            plan: fmean(closeness(plan, i) - closeness(best, i) for i in order[:count]) for plan in alive
-        }
-        ahead = sorted((plan for plan in alive if gains[plan] > 0), key=lambda plan: -gains[plan])
+        gains = {plan: [closeness(plan, i) - closeness(best, i) for i in order[:count]] for plan in alive}
+        errors = _ERRORS if count == len(order) else 0.0
+        ahead = [plan for plan in alive if _is_ahead(gains[plan], errors)]
+        ahead.sort(key=lambda plan: -fmean(gains[plan]))
         if count == len(order):
             return ahead[0] if ahead else best
         alive = ahead[: max(1, len(alive) // 2)]
         count = min(2 * count, len(order))
     return best
+
+
+def _is_ahead(gains: Sequence[float], errors: float) -> bool:
+    """Return whether the mean gain is above 0, by some standard errors where there are several gains."""
+    mean = fmean(gains)
+    if mean <= 0 or errors == 0 or len(gains) == 1:
+        return mean > 0
+    return mean > errors * stdev(gains) / math.sqrt(len(gains))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from tokenmerge.api import Patch, merge_in_hosts
+from tokenmerge.api import Patch, apply_token_merging, merge_in_hosts
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.handle import RecordedPlan
@@ -32,6 +32,16 @@ def dense(model: nn.Module, config: None) -> Iterator[None]:
 def tokenmerge(model: object, config: ToMeConfig, method: str = "") -> Iterator[Patch[Report, RecordedPlan]]:
     """Merge tokens with this package, at any size of the sample."""
     patch = merge_in_hosts(model, config, method=method, check_size=False)
+    try:
+        yield patch
+    finally:
+        patch.remove()
+
+
+@contextlib.contextmanager
+def within_tolerance(model: object, speedup: float, min_psnr: float) -> Iterator[Patch[Report, RecordedPlan]]:
+    """Apply the default method with a tolerance."""
+    patch = apply_token_merging(model, speedup=speedup, min_psnr=min_psnr)
     try:
         yield patch
     finally:

@@ -1,4 +1,4 @@
-"""Step reuse: denoising steps that skip a part of the model."""
+"""The parts of a ToMeConfig: how plans are shared, correction, and step reuse."""
 
 from __future__ import annotations
 
@@ -6,10 +6,87 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmerge.config.checks import Check, as_items, as_number, check_fields, number, refuse
-from tokenmerge.config.value import Value
+from tokenmerge.config.checks import (
+    Check,
+    Value,
+    as_items,
+    as_number,
+    check_fields,
+    integer,
+    number,
+    refuse,
+    switch,
+)
+from tokenmerge.errors import ConfigError
 
 _EXACT = 2**53  # floats represent every integer up to here
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class PlanSharing(Value):
+    """How long a plan is used, and which blocks and prompts share it.
+
+    A plan says which tokens merge with which. Making one takes time, so using it more than once saves time.
+    But a plan that was made for other tokens fits a little worse.
+
+    Args:
+        every: a plan is used for this many denoising steps, ≥ 1. Raising it makes planning cheaper and the
+            picture a little less close. 1: each step has its own plans.
+        blocks: blocks with the same token grid use the plan of the first of them. A UNet's way down and way
+            up have a plan each, and so do a transformer's joint and single blocks. The cost of planning is
+            divided by the number of blocks that share a plan; the picture gets a little less close.
+        guidance: the samples that classifier-free guidance compares, one with the prompt and one without, use
+            one plan. Guidance amplifies the difference between the two; with two plans, it would amplify the
+            difference between the plans as well. It costs no time and pays most under strong guidance. If the
+            samples are in one batch, the plan is made from their mean similarity. If they are in two calls,
+            the second call uses the plan of the first, except with gradients and in a model compiled as a
+            whole, where each call makes its own plan. Switched off, each plan fits its own sample better.
+
+    Raises:
+        ConfigError: a value is outside these ranges.
+    """
+
+    every: int = 1
+    blocks: bool = False
+    guidance: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, "plans.", {"every": integer(1), "blocks": switch, "guidance": switch})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Correction(Value):
+    """Dense steps that measure what merging loses, so that the other steps can add it back.
+
+    On a dense step, each layer or block that merges stores its residual: what it adds to each token. On the
+    steps in between, the tokens of a group share one residual. Each token then gets back the difference, on
+    the dense step, between its own residual and that of its group.
+
+    It needs memory for one residual of each layer or block that merges. It cannot be used with
+    ``scope="keys"``, where each token has its own residual anyway.
+
+    Args:
+        every: distance between dense steps, counted in steps that run all blocks, ≥ 2; 0: no step is dense.
+            Raising it saves more time, as fewer steps are dense, and gives back less of what merging loses.
+            3 gives back most of the loss and costs a third of the saving.
+
+    Raises:
+        ConfigError: the value is outside its range.
+    """
+
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "correction.", {"every": integer(0)})
+        if self.every == 1:
+            raise ConfigError(
+                "correction.every: with 1 every step would be dense; take 2 or more, or 0 for none"
+            )
+
+    @property
+    def on(self) -> bool:
+        """Whether any step is dense."""
+        return self.every > 0
 
 
 def _check_distance(name: str, value: Any) -> float:
@@ -29,8 +106,7 @@ def _check_places(name: str, value: Any) -> tuple[float, ...]:
     return plain
 
 
-# Checks of single fields.
-CHECKS: Mapping[str, Check] = {
+REUSE_CHECKS: Mapping[str, Check] = {
     "every": _check_distance,
     "shallow_every": _check_distance,
     "full_steps": _check_places,
@@ -78,7 +154,7 @@ class StepReuse(Value):
     shallow_steps: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, "reuse.", CHECKS)
+        check_fields(self, "reuse.", REUSE_CHECKS)
         if self.shallow_every > self.every and not self.full_steps:
             wanted = f"1 to reuse.every={self.every:g}, as a complete step runs the finest level too"
             refuse("reuse.shallow_every", wanted, self.shallow_every)
@@ -148,3 +224,11 @@ def _evenly(among: tuple[int, ...], steps: int, every: float) -> tuple[int, ...]
         return among
     count = min(len(others), max(1, int((steps - 2) / every + 1e-9)))
     return (*among[:2], *(others[round(len(others) * j / count) - 1] for j in range(1, count + 1)))
+
+
+# The classes that a ToMeConfig nests, by the name of their field.
+PARTS: Mapping[str, type] = {
+    "plans": PlanSharing,
+    "correction": Correction,
+    "reuse": StepReuse,
+}

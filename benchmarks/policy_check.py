@@ -1,0 +1,275 @@
+"""The default method beside the former `auto`, at equal counted speed, on prompts that no rule was made on.
+
+The former `auto` was 149 numbers fitted on the bundled models, with special cases for solvers, guidance and
+schedules. What it chose is in `former_auto.json`, in the present settings. A line of the record is one
+picture: its settings, and its PSNR to the dense picture of the same seed. The default method is asked for the
+counted speed-up that `auto` has. A second run with the same record continues where the first one stopped, and
+drops pictures with settings that are no longer chosen. `--table` prints the record.
+
+    python benchmarks/policy_check.py --out benchmarks/policy_check_cpu.jsonl
+    python benchmarks/policy_check.py --table --out benchmarks/policy_check_cpu.jsonl
+
+`--corrections` draws the default method with its corrections, with a plan that has none, and with half as
+many of them. All three reach the same counted speed-up.
+
+    python benchmarks/policy_check.py --corrections --out benchmarks/corrections_cpu.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+from places import places_of
+from policy import FIELDS, TRANSFORMER, UNET, Artist, Scene, decibels, prompts_of, read, write
+
+from tokenmerge import Correction, ToMeConfig
+from tokenmerge.models.find import find_hosts
+from tokenmerge.plans import Facts, facts_of, plan_for, speedup_of
+from tokenmerge.runtime.steps.scheduler import ends_clean
+
+PROMPTS, SEED = 46, 8400
+FORMER = Path(__file__).with_name("former_auto.json")
+AIMS = (1.3, 1.6, 2.0, 2.5, 3.0)
+FEW = (1.3, 2.0, 3.0)
+# Solvers by the number of the prompt. The policy was fitted with others, except for flow Euler.
+SOLVERS = {UNET: ("DDIM", "DEIS", "DPM++ SDE"), TRANSFORMER: ("flow Euler",)}
+# Model, size in pixels, steps, guidance, speed-ups, prompts. `auto` has none of these speed-ups elsewhere.
+CELLS: tuple[tuple[str, int, int, float, tuple[float, ...], int], ...] = (
+    (TRANSFORMER, 256, 4, 7.0, AIMS, 1),
+    (UNET, 128, 20, 7.5, AIMS, 3),
+    (TRANSFORMER, 128, 20, 7.0, AIMS, 3),
+    (UNET, 128, 20, 3.0, AIMS, 3),
+    (TRANSFORMER, 128, 20, 3.0, AIMS, 3),
+    (UNET, 128, 8, 3.0, AIMS, 3),
+    (UNET, 128, 8, 7.5, AIMS, 3),
+    (TRANSFORMER, 128, 8, 3.0, AIMS, 3),
+    (TRANSFORMER, 256, 8, 7.0, AIMS, 1),
+    (UNET, 256, 8, 7.5, AIMS, 1),
+    (UNET, 256, 4, 7.5, AIMS, 1),
+    (TRANSFORMER, 256, 4, 3.0, AIMS, 1),
+    (UNET, 256, 4, 3.0, AIMS, 1),
+    (UNET, 256, 8, 3.0, AIMS, 1),
+    (TRANSFORMER, 256, 8, 3.0, AIMS, 1),
+    (UNET, 256, 20, 7.5, FEW, 1),
+    (UNET, 256, 20, 3.0, FEW, 1),
+    (TRANSFORMER, 256, 20, 7.0, FEW, 1),
+    (TRANSFORMER, 256, 20, 3.0, FEW, 1),
+)
+AUTO, OWN = "former auto", "default method"
+NO_MEMORY = 10**12  # bytes of a number: with them, corrections never fit
+# Where corrections are tried: model, size in pixels, steps, guidance, speed-ups, prompts.
+CORRECTED: tuple[tuple[str, int, int, float, tuple[float, ...], int], ...] = (
+    (TRANSFORMER, 192, 8, 7.0, (1.5,), 2),
+    (TRANSFORMER, 192, 8, 3.0, (1.5,), 2),
+    (UNET, 256, 20, 3.0, (1.6,), 1),
+    (TRANSFORMER, 192, 20, 7.0, (2.0,), 2),
+    (TRANSFORMER, 192, 20, 3.0, (2.0,), 2),
+)
+
+
+def scenes(cells: Sequence[Any], prompts: int) -> Iterator[tuple[Scene, tuple[float, ...]]]:
+    chosen = prompts_of(PROMPTS, max(cell[-1] for cell in cells))
+    for number, (model, size, steps, guidance, aims, count) in itertools.product(range(prompts), cells):
+        if number < count:
+            solver = SOLVERS[model][number % len(SOLVERS[model])]
+            yield Scene(model, size, steps, solver, guidance, chosen[number], SEED + number), aims
+
+
+class Planner:
+    """What `auto` chose, and what the default method chooses at the same counted speed."""
+
+    def __init__(self, artist: Artist) -> None:
+        self._artist = artist
+        self._hosts: dict[str, Facts] = {}
+        self._former = json.loads(FORMER.read_text(encoding="utf-8"))
+
+    def facts(self, scene: Scene) -> Facts:
+        """Return the facts about the generation of a picture."""
+        pipe = self._artist.pipe(scene.model, scene.solver)
+        if scene.model not in self._hosts:
+            (host,) = find_hosts(getattr(pipe, "unet", None) or pipe.transformer)
+            self._hosts[scene.model] = facts_of(host, (1, 1, 1), 1)
+        pipe.scheduler.set_timesteps(scene.steps)
+        sigmas = getattr(pipe.scheduler, "sigmas", ())
+        return dataclasses.replace(
+            self._hosts[scene.model],
+            grid=(1, scene.size // 4, scene.size // 4),
+            steps=scene.steps,
+            guidance=scene.guidance,
+            ends_clean=ends_clean(sigmas),
+        )
+
+    def former(self, scene: Scene, aim: float) -> ToMeConfig | None:
+        """Return what `auto` chose nearest to a speed-up; None: nothing was near."""
+        for one in self._former:
+            about = {name: getattr(scene, name) for name in ("model", "size", "steps", "solver", "guidance")}
+            if {**about, "aim": aim}.items() <= one.items():
+                settings = dict(one["settings"])
+                if len(one["full"]) < scene.steps:
+                    settings |= places_of(one["full"], one["shallow"], scene.steps)
+                return ToMeConfig.from_dict(settings)
+        return None
+
+    def lines(self, scene: Scene, aims: Sequence[float]) -> Iterator[tuple[dict[str, Any], ToMeConfig]]:
+        """Yield lines of the record without their figures, and the settings to draw."""
+        facts = self.facts(scene)
+        for aim in aims:
+            auto = self.former(scene, aim)
+            if auto is not None:
+                speedup = speedup_of(facts, auto)
+                plan = plan_for(facts, speedup)
+                for method, config, counted in ((AUTO, auto, speedup), (OWN, plan.config, plan.speedup)):
+                    about = {"aim": aim, "method": method, "counted": round(counted, 3)}
+                    yield {**dataclasses.asdict(scene), **about, "settings": config.changed()}, config
+
+    def corrected(self, scene: Scene, aims: Sequence[float]) -> Iterator[tuple[dict[str, Any], ToMeConfig]]:
+        """Yield the same for the default method with corrections, without them, and with half of them."""
+        facts = self.facts(scene)
+        for aim in aims:
+            usual = plan_for(facts, aim)
+            if not usual.config.correction.on:
+                continue
+            without = plan_for(dataclasses.replace(facts, number_bytes=NO_MEMORY), aim)
+            plans = {
+                "with": usual.config,
+                "without": without.config,
+                "half": halved(facts, usual.config, aim),
+            }
+            for method, config in plans.items():
+                about = {"aim": aim, "method": method, "counted": round(speedup_of(facts, config), 3)}
+                yield {**dataclasses.asdict(scene), **about, "settings": config.changed()}, config
+
+
+def halved(facts: Facts, config: ToMeConfig, aim: float) -> ToMeConfig:
+    """Return settings with half as many corrections, and the lowest ratio that reaches the speed-up."""
+    correction = Correction(every=2 * config.correction.every)
+    ratios = [i / 100 for i in range(1, 1 + round(100 * config.ratio))]
+    fewer = (dataclasses.replace(config, ratio=ratio, correction=correction) for ratio in ratios)
+    return next((own for own in fewer if speedup_of(facts, own) >= aim), config)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Draw the pictures that are not in the record, and drop those that are no longer wanted."""
+    artist = Artist()
+    planner = Planner(artist)
+    choose, cells = (planner.corrected, CORRECTED) if options.corrections else (planner.lines, CELLS)
+    found = {key(line): line for line in read(options.out)}
+    wanted = [
+        (line, own) for scene, aims in scenes(cells, options.prompts) for line, own in choose(scene, aims)
+    ]
+    kept = [found[key(line)] for line, _ in wanted if key(line) in found]
+    options.out.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    drawn = {picture(line): line["psnr"] for line in kept}
+    for line, config in wanted:
+        if key(line) not in found:
+            if picture(line) not in drawn:
+                scene = Scene(**{name: line[name] for name in FIELDS})
+                drawn[picture(line)] = decibels(artist.error(scene, config))
+            line["psnr"] = drawn[picture(line)]
+            write(options.out, line)
+            print(f"{line['psnr']:.1f} dB: {line}", flush=True)
+
+
+def key(line: Mapping[str, Any]) -> str:
+    return json.dumps([*(line[name] for name in (*FIELDS, "aim", "method")), line["settings"]])
+
+
+def picture(line: Mapping[str, Any]) -> str:
+    return json.dumps([*(line[name] for name in FIELDS), line["settings"]])
+
+
+Cell = tuple[Any, ...]
+
+
+def cells_of(lines: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> dict[Cell, list[list[Any]]]:
+    """Return for each cell the lines of both methods, a pair a picture."""
+    scenes: dict[Cell, dict[str, Any]] = defaultdict(dict)
+    for line in lines:
+        scenes[tuple(line[name] for name in (*FIELDS, "aim"))][line["method"]] = line
+    cells: dict[Cell, list[list[Any]]] = defaultdict(list)
+    for scene in scenes.values():
+        if all(method in scene for method in methods):
+            pair = [scene[method] for method in methods]
+            cells[tuple(pair[0][name] for name in ("model", "size", "steps", "guidance", "aim"))].append(pair)
+    return dict(sorted(cells.items()))
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a Markdown table of the cells, the mean difference, the worst cell, and what is not monotone."""
+    first, *others = dict.fromkeys(line["method"] for line in lines)
+    for other in others:
+        yield from comparison(lines, [first, other])
+        yield ""
+
+
+def comparison(lines: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> Iterator[str]:
+    cells = cells_of(lines, methods)
+    yield f"| model | pixels | steps | guidance | pictures | {' | '.join(methods)} | difference, dB |"
+    yield "|---|---:|---:|---:|---:|" + "---|" * (len(methods) + 1)
+    gains: dict[Cell, float] = {}
+    for cell, pairs in cells.items():
+        shown = []
+        for place in range(len(methods)):
+            mean = {
+                name: statistics.mean(pair[place][name] for pair in pairs) for name in ("psnr", "counted")
+            }
+            shown.append(f"{mean['psnr']:.1f} dB, {mean['counted']:.2f}×")
+        gains[cell] = statistics.mean(pair[1]["psnr"] - pair[0]["psnr"] for pair in pairs)
+        own = " | ".join([*map(str, cell[:4]), str(len(pairs)), *shown])
+        yield f"| {own} | {gains[cell]:+.1f} |"
+    everything = list(gains.values())
+    error = statistics.stdev(everything) / len(everything) ** 0.5
+    worst = min(gains, key=gains.__getitem__)
+    yield ""
+    yield f"Mean difference over {len(cells)} cells: {statistics.mean(everything):+.2f} ± {error:.2f} dB"
+    yield f"Worst cell: {gains[worst]:+.1f} dB, {', '.join(map(str, worst))}×"
+    yield from monotone(cells, methods)
+
+
+def monotone(cells: Mapping[Cell, Sequence[Sequence[Any]]], methods: Sequence[str]) -> Iterator[str]:
+    """Yield how often a picture is closer at a higher speed-up, and by how much at most."""
+    for place, method in enumerate(methods):
+        by_scene: dict[Cell, list[tuple[float, float]]] = defaultdict(list)
+        for pairs in cells.values():
+            for pair in pairs:
+                line = pair[place]
+                by_scene[tuple(line[name] for name in FIELDS)].append((line["counted"], line["psnr"]))
+        rises = [
+            late[1] - early[1]
+            for points in by_scene.values()
+            for early, late in zip(sorted(points), sorted(points)[1:], strict=False)
+            if late[0] > early[0]
+        ]
+        more = [rise for rise in rises if rise > 0.5]
+        yield (
+            f"{method}: closer by more than 0.5 dB at the next higher speed-up in {len(more)} of "
+            f"{len(rises)} pairs of pictures, at most by {max([*rises, 0.0]):.1f} dB"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
+    parser.add_argument("--prompts", type=int, default=3, help="at most so many for each cell (default: 3)")
+    parser.add_argument("--corrections", action="store_true", help="compare with fewer corrections instead")
+    parser.add_argument("--table", action="store_true", help="print the record as a table, and draw nothing")
+    options = parser.parse_args()
+    diffusers.utils.logging.set_verbosity_error()
+    if not options.table:
+        measure(options)
+    print(*table(read(options.out)), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

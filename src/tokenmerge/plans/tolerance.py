@@ -1,0 +1,142 @@
+"""A tolerance: while a generation runs, its estimate decides how many of the planned steps it may skip.
+
+This is the control of the step size in solvers of differential equations. Each complete step shows how wrong
+the forecasts were; what they would be at other distances follows from it. So each plan for the steps to come
+has an estimate, and the fastest one that keeps the tolerance is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+
+from tokenmerge.config import Rule, StepReuse, ToMeConfig
+from tokenmerge.plans.choose import harm_of, plan_for, plans_of, reach
+from tokenmerge.plans.cost import speedup_of
+from tokenmerge.plans.estimate import LEAST, PARTS, estimate_closeness
+from tokenmerge.plans.facts import Facts
+from tokenmerge.plans.policy import estimate_of
+
+# Share of the bound of the estimate that is kept clear. Raising it reaches more tolerances, and saves less.
+CLEAR = 0.5
+
+Noted = Mapping[str, Mapping[int, float]]
+
+
+class Tolerance:
+    """The settings of one generation whose picture shall be close to the dense one.
+
+    When the generation begins, what merges is chosen by the harm that is expected of it, and stays. While it
+    runs, :meth:`follow` changes which of the remaining steps are complete. It never skips more than the plan
+    of the wanted speed-up does.
+
+    Args:
+        facts: about the generation.
+        speedup: wanted speed-up, ≥ 1.
+        min_psnr: lowest PSNR to the dense picture in dB, > 0.
+        change: function that changes settings after they were chosen.
+
+    Attributes:
+        config: settings of the generation. The places of its complete steps are those of the steps so far,
+            and those that are planned.
+    """
+
+    def __init__(
+        self, facts: Facts, speedup: float, min_psnr: float, change: Callable[[ToMeConfig], ToMeConfig]
+    ) -> None:
+        self._facts, self._min_psnr = facts, min_psnr
+        wanted = plan_for(facts, speedup)
+        self._speedup, self._complete = wanted.speedup, _complete(wanted.config, facts.steps)
+        slower = [plan for plan in plans_of(facts) if plan.speedup < wanted.speedup]
+        plans = [wanted, *reversed(slower)]
+        first = next((plan for plan in plans if self._keeps(_closeness(plan.harm))), plans[-1])
+        merging = dataclasses.replace(first.config, reuse=StepReuse())
+        own = [plan for plan in plans_of(facts, merging) if plan.speedup <= wanted.speedup]
+        self._plans = [change(plan.config) for plan in reversed(own)]
+        self._noted: dict[str, dict[int, float]] = {part: {} for part in PARTS}
+        self._seen = 0
+        self.config = change(first.config)
+
+    def asks(self, done: int) -> bool:
+        """Return whether :meth:`follow` is due: a complete step has just run, and a later one may skip.
+
+        Args:
+            done: number of steps of the generation before the running one.
+        """
+        complete, steps = self.config.reuse.steps_of(self._facts.steps).full, self._facts.steps
+        # The last step is complete in any case.
+        last = steps - 1 + self._facts.ends_clean  # the last step is complete in any other case
+        return self._seen < done < last and done - 1 in complete and len(complete) < steps
+
+    def follow(self, done: int, noted: Noted) -> None:
+        """Choose what the steps to come run.
+
+        Args:
+            done: number of steps of the generation before the running one.
+            noted: as for :func:`tokenmerge.plans.estimate.estimate_closeness`, of the steps since the last
+                call. Of a batch, the largest errors.
+        """
+        self._seen = done
+        if not noted:
+            return
+        for part, errors in noted.items():
+            self._noted[part].update(errors)
+        self.config = next(self._candidates(done))
+
+    def _candidates(self, done: int) -> Iterator[ToMeConfig]:
+        """Yield settings that keep the tolerance, the fastest first; at last, those that are dense now."""
+        for config in self._plans:
+            config = self._joined(config.reuse, done)
+            fits = _complete(config, self._facts.steps) >= self._complete
+            fits = fits and speedup_of(self._facts, config) <= self._speedup + 1e-9
+            if fits and self._keeps(self._estimated(config, done)):
+                yield config
+        rest = self._joined(StepReuse(), done)
+        dense = Rule(start=done / self._facts.steps, changes={"ratio": 0.0})
+        merges = rest.at_step(done, self._facts.steps).merges
+        yield dataclasses.replace(rest, rules=(*rest.rules, dense)) if merges else rest
+
+    def _joined(self, later: StepReuse, done: int) -> ToMeConfig:
+        """Return the settings with the steps so far, and those to come of a plan."""
+        steps = self._facts.steps
+        before, after = self.config.reuse.steps_of(steps), later.steps_of(steps)
+        ran = [
+            tuple(step for own, now in ((one, False), (other, True)) for step in own if (step >= done) is now)
+            for one, other in ((before.full, after.full), (before.shallow, after.shallow))
+        ]
+        if ran == [before.full, before.shallow]:
+            return self.config
+        places = (tuple(step / (steps - 1) for step in own) for own in ran)
+        full, shallow = places
+        return dataclasses.replace(self.config, reuse=StepReuse(full_steps=full, shallow_steps=shallow))
+
+    def _estimated(self, config: ToMeConfig, done: int) -> float:
+        """Return the PSNR that is expected of settings, by what the steps so far have shown."""
+        steps, harm = self._facts.steps, harm_of(self._facts, config)
+        if not any(self._noted.values()):
+            return _closeness(harm)
+        runs, noted = config.reuse.steps_of(steps), {}
+        for part, ran in zip(PARTS, (runs.full, runs.shallow), strict=True):
+            noted[part] = {**self._noted[part]}
+            growth = 0.0
+            for (before, last), step in zip(pairwise(ran), ran[2:], strict=False):
+                whole = reach(step, last, before)
+                if step in self._noted[part]:
+                    growth = self._noted[part][step] / whole
+                elif step >= done:
+                    noted[part][step] = growth * whole
+        return estimate_closeness(harm, config, steps, noted).psnr
+
+    def _keeps(self, psnr: float) -> bool:
+        """Return whether so much is expected that the picture probably reaches the tolerance."""
+        return psnr - CLEAR * estimate_of()["within"] >= self._min_psnr
+
+
+def _complete(config: ToMeConfig, steps: int) -> int:
+    return len(config.reuse.steps_of(steps).full)
+
+
+def _closeness(harm: float) -> float:
+    return -10 * math.log10(harm + LEAST)

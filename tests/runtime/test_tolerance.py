@@ -1,0 +1,261 @@
+"""A tolerance runs more steps than planned where the estimate demands it, up to the dense picture."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import hosts
+import pytest
+import torch
+from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
+from tests.fake_device import AVAILABLE, FakeDevice
+from tests.models.test_every_family import call, model_of
+from tests.models.tiny import FAMILIES
+from tests.runtime.test_device_waits import STEPS, unet_loop
+from torch import Tensor
+
+from tokenmerge import ConfigError, ToMeConfig, ViTConfig, apply_token_merging
+from tokenmerge.config import read_metadata
+from tokenmerge.planners import calibration
+from tokenmerge.plans import policy
+from tokenmerge.runtime.memory.run_log import ForecastError, noted
+from tokenmerge.runtime.patching.patch import state_of
+
+SPEEDUP, HIGHEST = 1.5, 500
+TOLERANCES = (1, 25, 28, 30, 32, 35, HIGHEST)
+
+
+@pytest.fixture(autouse=True)
+def fast(tmp_path, monkeypatch):
+    """A device on which merging is faster on every grid."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 16)
+
+
+@pytest.fixture(autouse=True)
+def numbers(monkeypatch):
+    """Numbers of the estimate that follow what a generation shows, whatever the policy has."""
+    monkeypatch.setitem(policy._table(), "estimate", {"weights": [0.0, 0.6, 0.4], "within": 4.5})
+
+
+class Unet:
+    """A pipeline of a tiny UNet."""
+
+    do_classifier_free_guidance, guidance_scale = True, 3.0
+
+    def __init__(self) -> None:
+        self.scheduler, self.unet = DDIMScheduler(), hosts.unet()
+
+    def __call__(self, seeds: tuple[int, ...] = (0,), size: float = 1.0) -> Tensor:
+        """Return the latents for these seeds; ``size``: of the text of all but the first."""
+        latents = torch.stack([torch.randn(4, 16, 16, generator=at(seed)) for seed in seeds])
+        text = torch.cat([torch.randn(1, 4, 16, generator=at(seed)) for seed in (*seeds, *seeds)])
+        text[1 : len(seeds)] *= size
+        self.scheduler.set_timesteps(12)
+        with torch.no_grad():
+            for t in self.scheduler.timesteps:
+                both = self.unet(torch.cat([latents] * 2), t, text, return_dict=False)[0]
+                without, with_text = both.chunk(2)
+                noise = without + self.guidance_scale * (with_text - without)
+                latents = self.scheduler.step(noise, t, latents, return_dict=False)[0]
+        return latents
+
+
+class Flux:
+    """A pipeline of a tiny transformer."""
+
+    def __init__(self) -> None:
+        self.family = FAMILIES["FluxTransformer2DModel"]
+        self.scheduler, self.transformer = FlowMatchEulerDiscreteScheduler(), model_of(self.family)
+
+    def __call__(self) -> Tensor:
+        inputs = self.family.inputs(1, 8, 8)
+        latents = inputs["hidden_states"]
+        self.scheduler.set_timesteps(12)
+        for t in self.scheduler.timesteps:
+            arguments = {**inputs, "hidden_states": latents, "timestep": t.expand(1) / 1000}
+            latents = self.scheduler.step(call(self.transformer, arguments), t, latents, return_dict=False)[0]
+        return latents
+
+
+def at(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def last_run(pipe: Any) -> Any:
+    return state_of(getattr(pipe, "unet", None) or pipe.transformer).last_run
+
+
+def complete(pipe: Any) -> int:
+    run = last_run(pipe)
+    return len(run.config.reuse.steps_of(run.steps).full)
+
+
+@pytest.mark.parametrize("kind", [Unet, Flux])
+def test_from_the_plan_of_the_speedup_to_the_dense_picture(kind):
+    pipe = kind()
+    dense = pipe()
+    with apply(pipe, None):
+        plan, planned = pipe(), complete(pipe)
+    runs = {}
+    for tolerance in TOLERANCES:
+        with apply(pipe, tolerance):
+            runs[tolerance] = pipe(), complete(pipe)
+            assert last_run(pipe).kinds["reused"] <= 12 - planned
+    assert torch.equal(runs[1][0], plan)
+    assert torch.equal(runs[HIGHEST][0], dense)
+    counts = [count for _, count in runs.values()]
+    assert counts == sorted(counts)
+    assert counts[0] == planned
+    assert len(set(counts)) > 2
+    errors = [(picture - dense).norm().item() for picture, _ in runs.values()]
+    assert errors[0] > errors[-1] == 0
+
+
+class apply:
+    """Token merging with a tolerance within the context."""
+
+    def __init__(self, pipe: Any, min_psnr: float | None, speedup: float = SPEEDUP) -> None:
+        self.patch = apply_token_merging(pipe, speedup=speedup, min_psnr=min_psnr)
+
+    def __enter__(self) -> Any:
+        return self.patch
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.remove()
+
+
+def test_a_picture_depends_on_its_seed_alone():
+    pipe = Unet()
+    with apply(pipe, 30):
+        first = pipe()
+        pipe((1,))
+        assert torch.equal(pipe(), first)
+    with apply(pipe, 30):
+        assert torch.equal(pipe(), first)
+
+
+def test_of_a_batch_the_largest_errors_count():
+    def noted_as(*errors: float) -> dict[str, dict[int, float]]:
+        return noted([ForecastError(3, "deep", 2, torch.tensor(errors))])
+
+    assert noted_as(0.25, 0.5, 0.125) == {"deep": {3: 0.5}}
+    assert math.isnan(noted_as(0.25, math.nan)["deep"][3])
+
+
+def test_the_summary_says_how_many_steps_were_added():
+    pipe = Unet()
+    with apply(pipe, 30) as patch:
+        pipe((0, 1))
+        added, text = complete(pipe), str(patch)
+    assert f"min_psnr 30: {added - planned(pipe)} further complete step" in text
+
+
+def planned(pipe: Any) -> int:
+    with apply(pipe, None):
+        pipe()
+        return complete(pipe)
+
+
+def test_prompts_in_calls_of_their_own_follow_one_decision():
+    """Each step is decided once, also where its second call comes after the errors of the first one."""
+    pipe = Unet()
+    with apply(pipe, 30) as patch, torch.no_grad():
+        kinds = []
+        for index in range(12):
+            patch.at_step(index, 12)
+            sample = torch.randn(1, 4, 16, 16, generator=at(index))
+            decided = []
+            for seed in (1, 2):
+                pipe.unet(sample, 1000 - index, torch.randn(1, 4, 16, generator=at(seed)))
+                decided.append(state_of(pipe.unet).context.decision.runs)
+            assert decided[0] is decided[1]
+            kinds.append(decided[0])
+    assert len(set(kinds)) > 1
+
+
+def test_threads_have_tolerances_of_their_own():
+    pipe, alone, together = Unet(), {}, {}
+
+    def run(seed: int, results: dict[int, Tensor]) -> None:
+        latents = torch.randn(1, 4, 16, 16, generator=at(seed)) * (1 + 3 * seed)
+        with torch.no_grad():
+            for index in range(12):
+                patch.at_step(index, 12)
+                text = torch.randn(2, 4, 16, generator=at(seed))
+                both = pipe.unet(torch.cat([latents] * 2), 1000 - 80 * index, text, return_dict=False)[0]
+                latents = latents - 0.1 * both.mean(0, keepdim=True)
+        results[seed] = latents
+
+    with apply(pipe, 30) as patch:
+        for seed in (0, 1):
+            run(seed, alone)
+        threads = [threading.Thread(target=run, args=(seed, together)) for seed in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for seed, latents in alone.items():
+        assert torch.equal(together[seed], latents)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="this version of PyTorch has no device types made in Python")
+@pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
+def test_a_tolerance_waits_at_most_once_after_each_complete_step():
+    with torch.no_grad(), FakeDevice() as device:
+        loop = unet_loop(EulerDiscreteScheduler())
+        apply_token_merging(loop, speedup=1.7, min_psnr=20)
+        waited = loop(device)
+        run = last_run(loop)
+        full = run.config.reuse.steps_of(STEPS).full
+    assert 2 < len(full) < STEPS
+    assert all(waited[step] <= (step - 1 in full) for step in range(2, STEPS)), (waited, full)
+    assert any(waited[2:])
+
+
+def test_blocks_may_be_compiled_and_a_whole_model_is_refused():
+    plain, compiled = Flux(), Flux()
+    with apply(plain, 25):
+        expected = plain()
+    compiled.transformer.load_state_dict(plain.transformer.state_dict())
+    with apply(compiled, 25):
+        compiled.transformer.compile_repeated_blocks(fullgraph=True, backend="eager")
+        assert torch.equal(compiled(), expected)
+        whole = torch.compile(compiled.transformer, fullgraph=True, backend="eager")
+        with pytest.raises(Exception, match="cannot be compiled into one graph"):
+            call(whole, compiled.family.inputs(1, 8, 8))
+
+
+@pytest.mark.parametrize("value", [True, "35", float("nan"), float("inf"), 0, -3])
+def test_other_values_are_refused(value):
+    pipe = Unet()
+    with pytest.raises(ConfigError, match="min_psnr: expected a number of dB above 0, such as 35, got"):
+        apply_token_merging(pipe, speedup=2.0, min_psnr=value)
+    assert state_of(pipe.unet) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "ratio"), [(None, 0.5), (ToMeConfig(), None), ("toma", None), ("toma", 0.5), ("a.json", None)]
+)
+def test_only_the_default_method_has_steps_to_spend(config, ratio):
+    with pytest.raises(ConfigError, match=r"min_psnr: only the default .* speedup=3.0, min_psnr=35\)"):
+        apply_token_merging(Unet(), config, ratio=ratio, min_psnr=35)
+
+
+def test_a_model_alone_and_a_vision_transformer_are_refused():
+    with pytest.raises(ConfigError, match=r"min_psnr: a model alone .* apply token merging to the pipeline"):
+        apply_token_merging(hosts.unet(), speedup=2.0, min_psnr=35)
+    with pytest.raises(ConfigError):
+        apply_token_merging(hosts.unet(), ViTConfig(r=8), min_psnr=35)  # type: ignore[call-overload]
+
+
+def test_metadata_give_the_same_picture():
+    pipe = Unet()
+    with apply(pipe, 30) as patch:
+        picture, line = pipe(), patch.metadata()
+    assert line.startswith("Token merging: speed-up 1.5, min_psnr 30, {")
+    patch = apply_token_merging(pipe, read_metadata(line))
+    assert torch.equal(pipe(), picture)
+    patch.remove()

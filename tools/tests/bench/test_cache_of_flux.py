@@ -1,0 +1,45 @@
+"""What the default method caches in FLUX.1, whose corrections would take 1.4 GB."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import diffusers
+import pytest
+import torch
+
+from tokenmerge.models.find import find_hosts
+from tokenmerge.plans import Facts, correction_bytes, facts_of, plan_for
+from tokenmerge.report import predict
+from tokenmerge_tools.bench.geometry import GEOMETRIES
+
+SPEEDUPS = (1.3, 1.6, 2.0, 2.5, 3.0)
+LATENTS = 128  # of 1024 × 1024 pixels
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    geometry = GEOMETRIES["flux"]
+    with torch.device("meta"):
+        return getattr(diffusers, geometry.denoiser)(**geometry.config).to(torch.bfloat16).eval()
+
+
+@pytest.fixture(scope="module")
+def facts(model: torch.nn.Module) -> Facts:
+    (host,) = find_hosts(model)
+    grid = host.grid_at(LATENTS, LATENTS)
+    return facts_of(host, grid, 28, guidance=3.5, number_bytes=host.usual_batch * torch.bfloat16.itemsize)
+
+
+def test_no_speed_up_corrects_it(facts: Facts) -> None:
+    assert correction_bytes(facts, "layers") > 1.4e9
+    for steps in (28, 8, 4):
+        for wanted in SPEEDUPS:
+            assert not plan_for(dataclasses.replace(facts, steps=steps), wanted).config.correction.on
+
+
+@pytest.mark.slow
+def test_it_caches_less_than_300_mb(model: torch.nn.Module, facts: Facts) -> None:
+    for wanted in (2.0, 3.0):
+        config = plan_for(facts, wanted).config
+        assert 0 < predict(model, config, LATENTS, LATENTS, batch=1, steps=28).kept_bytes < 300e6
