@@ -42,11 +42,17 @@ def rivals() -> str:
         wrapped = isinstance(kind.apply, functools.partial)
         by = kind.package or ("diffusers" if wrapped else "its formula, in the tools")
         what = (kind.apply.args[2] if wrapped else kind.apply).__doc__.partition("\n")[0].replace("``", "`")
-        setting = "none" if kind.number is None else f"{kind.number[0]} {kind.number[1]:g}"
+        without = "none" if kind.method is None else "the ratios of `--ratio`"
+        setting = without if kind.number is None else f"{kind.number[0]} {kind.number[1]:g}"
         ladder = ", ".join(f"{value:g}" for value in kind.ladder)
+        ladder += "".join(f"; `{option}={_plain(value)}`" for option, value in kind.options.items())
         rows.append(f"| `{name}` | {by} | {what} | {setting}{ladder and f'; {ladder}'} |")
     written = REPRODUCE.read_text(encoding="utf-8")
     return TABLE.sub(lambda found: found[1] + "\n".join(rows) + "\n" + found[2], written)
+
+
+def _plain(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _written() -> str:

@@ -246,6 +246,31 @@ def test_a_lead_is_over_the_closest_rival_that_is_as_fast():
     assert table.splitlines()[-1] == "| emoji-unet, 256 px, 20 steps, guidance 3 " + row
 
 
+def test_the_page_of_rivals_says_what_its_record_says():
+    written = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))
+    page = written["PAGE"].read_text(encoding="utf-8")
+    assert written["written"](page) == page
+    assert page.count("\n| auto speedup=") == 5 * len(written["records_of"](written["DRAWN"]))
+
+
+def test_a_rival_is_compared_with_the_line_between_two_speeds():
+    leads = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))["leads"]
+
+    def record(variant, counted, psnr, images=2):
+        figures, cost = {"psnr": psnr} if psnr else {}, {"counted": counted}
+        label = f"{variant} {counted:g}"
+        return SimpleNamespace(variant=variant, label=label, figures=figures, cost=cost, images=images)
+
+    ours = [record("auto", 2.2, 40.0), record("auto", 1.4, 48.0), record("dense", 1.0, None)]
+    others = [
+        record("seacache", 1.8, 45.0),  # ours: 44 dB
+        record("seacache", 2.0, 41.5),  # 42 dB
+        record("seacache", 1.35, 50.0),  # slower than any speed of ours
+        record("sada", 2.0, 60.0, images=1),
+    ]
+    assert leads([*ours, *others]) == pytest.approx({"seacache 1.8": 1.0, "seacache 2": -0.5})
+
+
 @pytest.mark.usefixtures("large_grids_alone")
 def test_the_picture_of_the_demo_is_what_it_draws_today(monkeypatch):
     """If this fails: `make docs/demo.png`."""
@@ -290,6 +315,7 @@ def test_no_document_names_what_is_gone(document):
 def test_the_page_of_the_command_line_says_what_its_help_says():
     written = runpy.run_path(str(ROOT / "docs" / "command_line.py"))
     assert written["page"]() == written["PAGE"].read_text(encoding="utf-8")
+    assert written["rivals"]() == written["REPRODUCE"].read_text(encoding="utf-8")
 
 
 def test_the_two_commands_are_named_early_and_exist():

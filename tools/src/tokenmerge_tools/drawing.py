@@ -91,11 +91,11 @@ class Studio:
             warnings.simplefilter("ignore")  # that so few steps save nothing
             self._run(name, call.with_steps(steps), f"{name}: warming up")
 
-    def count(self, name: str, call: PipelineCall) -> float:
-        """Draw once, and return the operations of one call of the denoiser, the mean over its calls."""
+    def count(self, name: str, call: PipelineCall) -> tuple[float, list[Any]]:
+        """Draw once, and return the operations of one call of the denoiser, the mean, and the pictures."""
         with counting(denoiser_of(self.pipes[name])) as counted:
-            self._run(name, call, f"{name}: counting")
-        return counted.flops / max(counted.calls, 1)
+            pictures = self._run(name, call, f"{name}: counting")
+        return counted.flops / max(counted.calls, 1), pictures
 
     def draw(self, name: str, call: PipelineCall) -> list[Any]:
         """Draw with one copy, or with the dense pipeline."""

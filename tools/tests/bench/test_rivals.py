@@ -15,6 +15,7 @@ from diffusers import (
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge_tools.pipelines.counting import counting
 from tokenmerge_tools.pipelines.loading import twin
+from tokenmerge_tools.records.kinds import key_of
 from tokenmerge_tools.variants import formulas
 from tokenmerge_tools.variants.generation import Generation
 from tokenmerge_tools.variants.rivals import RIVALS
@@ -221,6 +222,8 @@ def test_the_settings_are_those_of_the_table():
         if kind.number is not None:
             assert kind.ladder == tuple(sorted(kind.ladder))
             assert kind.number[1] in kind.ladder
+            of_default, given = spec_of(name), spec_of(f"{name}:{kind.number[0]}={kind.number[1]}")
+            assert key_of(dict(of_default.settings)) == key_of(dict(given.settings))
             found = parse_variant(f"{name}:all", [0.5], {})
             assert [dict(spec.settings)[kind.number[0]] for spec in found] == list(kind.ladder)
     labels = [spec.label for spec in parse_variant("rivals", [0.5], {})]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import PIL.Image
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -175,3 +176,25 @@ def test_a_setting_is_better_only_by_more_than_its_noise(other: tuple[float, ...
     assert found == ({"other": ["one"]} if alike else {"other": []})
     lower = not_told_apart(Measured(columns, {}), "m", ["one", "other"], lower=True)
     assert lower == ({"one": ["other"]} if alike else {"one": []})
+
+
+def test_without_timing_the_operations_of_each_picture_are_counted(
+    models: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "busy.jsonl"
+    command = (
+        *("--prompts", prompts, "--limit", 2, "--model", models / "tiny", "--steps", 6, "--batch", 1),
+        *("--device", "cpu", "--variant", "auto", "--variant", "pyramid", "--variant", "seacache"),
+        *("--speedup", 2, "--untimed", "-o", out),
+    )
+    run(*command)
+    records = {record.label: record for record in read_results([out]).quality}
+    dense, pyramid = records["dense"], records["pyramid interval=2"]
+    assert any(note.startswith("seacache threshold=0.25 is left out: seacache") for note in dense.notes)
+    assert 1 < pyramid.cost["counted"] < 2
+    for record in (dense, pyramid, records["auto speedup=2"]):
+        assert record.speedup is None
+        assert "seconds" not in record.cost
+    pictures = list(tmp_path.glob("busy/*/pyramid*/*.png"))
+    assert len(pictures) == 2
+    assert all("counted" in PIL.Image.open(picture).text["tokenmerge cost"] for picture in pictures)

@@ -120,6 +120,14 @@ class EvaluateOptions(PipelineOptions):
     batch: Annotated[
         int, machine("Pictures per call. It changes the pictures only by rounding.", parser="integer")
     ] = 4
+    timed: Annotated[
+        bool,
+        machine(
+            "Time each picture. --untimed is for a busy machine: it counts the operations of rivals in each "
+            "picture instead of in one.",
+            "--timed/--untimed",
+        ),
+    ] = True
 
     def __post_init__(self) -> None:
         self.drawing("a prompt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from itertools import product
 
@@ -127,6 +128,8 @@ def _cost(
     seconds = measured.columns[variant.label, SECONDS][rows]
     known = [measured.costs[variant.label][row] for row in rows if measured.costs.get(variant.label)]
     found = {name: max(cost[name] for cost in known if name in cost) for cost in known for name in cost}
+    if counted := [cost["counted"] for cost in known if "counted" in cost]:
+        found["counted"] = statistics.harmonic_mean(counted)
     if variant.label in evaluation.counted:
         found["counted"] = evaluation.counted[variant.label]
     if seconds.isfinite().any():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -118,7 +119,7 @@ class _Evaluating:
                 if variant.label in self.left_out:
                     continue
                 prompts, seeds = [item.prompt.text for item in items], [item.seed for item in items]
-                steps, name = variant.steps(self.options.steps), variant.label
+                steps = variant.steps(self.options.steps)
                 own = call.of_pictures(prompts, seeds).with_steps(steps)
                 try:
                     if variant not in configs:
@@ -126,46 +127,69 @@ class _Evaluating:
                             pipe, height=height, width=width, steps=steps, guidance=call.guidance
                         )
                         self._begin(studio, variant, config, own)
-                    if name in self.left_out:
-                        continue
-                    (found,) = studio.rounds({name: own})
+                    seconds, pictures, cost = self._picture(studio, variant, own)
                 except Exception as error:
                     if is_out_of_memory(error):
                         raise ConfigError(
                             f"batch: {len(items)} pictures at once do not fit into memory; lower --batch, "
                             "which changes pictures only by rounding; the finished ones are kept"
                         ) from error
-                    raise
-                seconds = found.seconds / len(items)
-                cost = {} if found.peak_bytes is None else {"peak_bytes": float(found.peak_bytes)}
-                if name in self.operations:
-                    cost["counted"] = self.operations[DENSE] / self.operations[name]
-                for item, picture in zip(items, found.pictures, strict=True):
+                    if not self._leave_out(variant, error):
+                        raise
+                    continue
+                for item, picture in zip(items, pictures, strict=True):
                     about = (seconds, configs[variant], CONTINUES, cost)
                     evaluation.store.save(variant, item, picture, *about)
                 self.on_progress(Progress("drawing", done, total))
 
-    def _begin(self, studio: Studio, variant: Variant, config: ToMeConfig | None, call: PipelineCall) -> None:
-        """Apply a variant and warm it up. Leave out a rival that does not run on this model.
+    def _picture(
+        self, studio: Studio, variant: Variant, call: PipelineCall
+    ) -> tuple[float | None, list[Any], dict[str, float]]:
+        """Draw, and return the seconds of one picture, all pictures, and what else each one cost."""
+        name, seconds = variant.label, None
+        cost: dict[str, float] = {}
+        if self.options.timed:
+            (found,) = studio.rounds({name: call})
+            seconds, pictures = found.seconds / len(found.pictures), found.pictures
+            if found.peak_bytes is not None:
+                cost["peak_bytes"] = float(found.peak_bytes)
+        elif self._counts(variant):
+            self.operations[name], pictures = studio.count(name, call)
+        else:
+            pictures = studio.draw(name, call)
+        if name in self.operations:
+            cost["counted"] = self.operations[DENSE] / self.operations[name]
+        return seconds, pictures, cost
 
-        The operations of a rival that decides at run time what to skip are counted meanwhile.
+    def _counts(self, variant: Variant) -> bool:
+        """Whether the operations of a variant are known only after a run."""
+        kind = VARIANTS[variant.name]
+        return kind.is_faster and kind.method is None and self.options.attention in ("sdpa", "default")
+
+    def _begin(self, studio: Studio, variant: Variant, config: ToMeConfig | None, call: PipelineCall) -> None:
+        """Apply a variant, and warm it up if it is timed.
+
+        The operations of a rival that decides at run time what to skip are counted meanwhile. Without timing,
+        they are counted in each picture.
         """
-        name, kind = variant.label, VARIANTS[variant.name]
-        try:
-            if missing := kind.missing():
-                raise UnsupportedModelError(missing)
-            if name != DENSE:
-                studio.add(name, partial(variant.apply, config=config))
-            counts = kind.is_faster and kind.method is None and self.options.attention in ("sdpa", "default")
-            if not counts:
-                return studio.warm_up(name, call)
-            if DENSE not in self.operations:
-                self.operations[DENSE] = studio.count(DENSE, call.with_steps(1))
-            self.operations[name] = studio.count(name, call)
-        except Exception as error:
-            own = isinstance(error, TokenMergingError) and not isinstance(error, UnsupportedModelError)
-            if variant.name not in RIVALS or own or is_out_of_memory(error):
-                raise
-            self.left_out[name] = reason_of(error)
-            self.operations.pop(name, None)
-            self.on_note(f"{name} is left out: {self.left_out[name]}")
+        name, counts = variant.label, self._counts(variant)
+        if missing := VARIANTS[variant.name].missing():
+            raise UnsupportedModelError(missing)
+        if name != DENSE:
+            studio.add(name, partial(variant.apply, config=config))
+        if counts and DENSE not in self.operations:
+            self.operations[DENSE], _ = studio.count(DENSE, call.with_steps(1))
+        if self.options.timed and counts:
+            self.operations[name], _ = studio.count(name, call)
+        elif self.options.timed:
+            studio.warm_up(name, call)
+
+    def _leave_out(self, variant: Variant, error: Exception) -> bool:
+        """Leave out a rival that does not run on this model, and say why."""
+        name, own = variant.label, isinstance(error, TokenMergingError)
+        if variant.name not in RIVALS or (own and not isinstance(error, UnsupportedModelError)):
+            return False
+        self.left_out[name] = reason_of(error)
+        self.operations.pop(name, None)
+        self.on_note(f"{name} is left out: {self.left_out[name]}")
+        return True

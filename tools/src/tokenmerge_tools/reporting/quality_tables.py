@@ -18,7 +18,7 @@ _MOTION = (
     "motion as dense; motion-error: 0 for the same motion as dense"
 )
 _GLYPHS = "glyphs: share of the pictures that show the emoji that the prompt names"
-_COUNTED = "counted: dense operations over those of the variant; those of other packages in one run"
+_COUNTED = "counted: dense operations over those of the variant; those of other packages are counted in runs"
 _ERRORS = "± standard error of the mean over the pictures"
 # What a picture costs: the header, and how it is written.
 _COSTS: dict[str, tuple[str, Callable[[float], str]]] = {

@@ -110,7 +110,7 @@ def parse_variant(
         raise ConfigError(f"variant: expected one of {', '.join(VARIANTS)}, got {name!r}")
     variant = VARIANTS[name]
     if variant.number is not None and rest == EVERY_SETTING:
-        return [Variant(name, ((variant.number[0], value),)) for value in variant.ladder]
+        return [Variant(name, ((variant.number[0], float(value)),)) for value in variant.ladder]
     if variant.number is not None:
         return [Variant(name, _read_own(name, rest, variant.number, variant.options))]
     if variant.method is None:
@@ -159,7 +159,7 @@ def _read_own(
             f"variant: expected {variant}:{name}=NUMBER above 0, such as {name}={default:g}"
             f"{also and f' (optionally with any of {also}, separated by commas)'}, got {text!r}"
         )
-    return *((key, own[key]) for key in options if key in own), (name, own.get(name, default))
+    return *((key, own[key]) for key in options if key in own), (name, own.get(name, float(default)))
 
 
 def _above_0(text: str) -> float | None:

@@ -1,0 +1,258 @@
+"""Every rival beside the default method on both bundled models, by `tokenmerge evaluate`.
+
+`draw` draws prompts that no rule was fitted on, dense, with `auto`, fewer steps and all settings of all
+rivals, and counts the operations of each picture. It begins with one prompt and the default settings, goes on
+with settings that may come near the speeds compared, and draws other prompts only with those that did.
+`time` times one picture of each of these variants.
+`page` writes docs/rivals.md and its charts. An interrupted run continues.
+
+    python benchmarks/rivals.py draw       # about 45 minutes on one core that does nothing else
+    python benchmarks/rivals.py time
+    python benchmarks/rivals.py page
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
+from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
+from tokenmerge_tools.evaluate.runner import evaluate
+from tokenmerge_tools.pipelines.loading import quiet_libraries
+from tokenmerge_tools.records.file import read_lines, read_results
+from tokenmerge_tools.records.kinds import QualityRecord
+from tokenmerge_tools.reporting.curves import Chart, Line
+from tokenmerge_tools.reporting.plots import figure_of
+from tokenmerge_tools.variants.rivals import RIVALS
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "rivals.md"
+DRAWN = ROOT / "benchmarks" / "rivals_cpu.jsonl"
+TIMED = ROOT / "benchmarks" / "rivals_timed_cpu.jsonl"
+
+SCENES = (("emoji-unet", 3.0), ("emoji-unet", 7.5), ("emoji-mmdit", 3.0), ("emoji-mmdit", 7.0))
+FIRST_PROMPT, SEED, SIZE, STEPS = 70, 46, 128, 20
+SPEEDUPS = (1.3, 1.5, 2.0, 2.5, 3.0)
+COMPARED = (1.3, 3.0)  # counted speed-ups
+NEAR = (1.2, 3.3)
+NOISE = 0.3  # dB
+OWN = ("dense", "auto", "fewer-steps")
+
+
+def draw(prompts: Iterable[int]) -> None:
+    """Draw what is missing: the defaults, their ladders, and then more prompts."""
+    for scene in SCENES:
+        evaluate_scene(scene, 1, DRAWN, ["rivals"])
+        evaluate_scene(scene, 1, DRAWN, list(ladders(records_of(DRAWN)[scene])))
+    for count, scene in itertools.product(prompts, SCENES):
+        evaluate_scene(scene, count, DRAWN, near(scene))
+
+
+def time() -> None:
+    """Time one picture of each variant of the speeds compared."""
+    for scene in SCENES:
+        evaluate_scene(scene, 1, TIMED, near(scene), timed=True)
+
+
+def evaluate_scene(
+    scene: tuple[str, float], count: int, out: Path, rivals: Sequence[str], timed: bool = False
+) -> None:
+    """Run `tokenmerge evaluate` with rivals, `auto` and fewer steps."""
+    quiet_libraries("benchmarks/rivals.py")
+    model, guidance = scene
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "prompts.txt"
+        file.write_text("\n".join(texts(count)), encoding="utf-8")
+        options = EvaluateOptions(
+            model=model,
+            guidance=guidance,
+            prompts=file,
+            seed=SEED,
+            size=(SIZE, SIZE),
+            steps=STEPS,
+            variants=("auto", "fewer-steps", *rivals),
+            speedup=SPEEDUPS,
+            batch=1,
+            samples=0,
+            timed=timed,
+            out=out,
+        )
+        evaluate(options, partial(print, model, guidance, flush=True), print)
+
+
+def ladders(records: Iterable[QualityRecord]) -> Iterator[str]:
+    """Return settings of the rivals that ran: stronger ones if the default is too slow, and vice versa."""
+    for record in records:
+        kind = RIVALS.get(record.variant)
+        if kind is not None and kind.number is not None:
+            (name, default), speed = kind.number, record.cost["counted"]
+            for value in kind.ladder:
+                if (value >= default or speed >= NEAR[0]) and (value <= default or speed <= NEAR[1]):
+                    yield f"{record.variant}:{name}={value}"
+
+
+def near(scene: tuple[str, float]) -> list[str]:
+    found = [one for one in records_of(DRAWN)[scene] if one.variant not in OWN]
+    return [spec_of(one) for one in found if NEAR[0] <= one.cost.get("counted", 1.0) <= NEAR[1]]
+
+
+def texts(count: int) -> list[str]:
+    glyphs, chosen = read_glyphs(), choose_prompts(FIRST_PROMPT + count)[FIRST_PROMPT:]
+    return [caption(glyphs[glyph].name, background) for glyph, background in chosen]
+
+
+def spec_of(record: QualityRecord) -> str:
+    own = ",".join(f"{name}={value}" for name, value in record.settings.items())
+    return f"{record.variant}:{own}" if own else record.variant
+
+
+def records_of(file: Path) -> dict[tuple[str, float], list[QualityRecord]]:
+    """Return the records by model and guidance: of each variant, the one with the most pictures."""
+    best: dict[tuple[str, float], dict[str, QualityRecord]] = defaultdict(dict)
+    for record in read_results([file]).quality if file.exists() else ():
+        own = best[record.model, record.conditions["guidance"]]
+        if record.label not in own or own[record.label].images <= record.images:
+            own[record.label] = record
+    return {scene: list(own.values()) for scene, own in best.items()}
+
+
+def points(records: Sequence[QualityRecord]) -> Iterator[tuple[float, QualityRecord]]:
+    """Return records by their counted speed-ups, without those of fewer pictures than dense has."""
+    most = max(record.images for record in records)
+    for record in records:
+        if record.images == most and record.variant != "dense" and "psnr" in record.figures:
+            yield record.cost["counted"], record
+
+
+def own_line(records: Sequence[QualityRecord]) -> tuple[list[float], list[float]]:
+    """Return the counted speed-ups of `auto`, rising, and its closeness."""
+    own = sorted((speed, one.figures["psnr"]) for speed, one in points(records) if one.variant == "auto")
+    return [speed for speed, _ in own], [psnr for _, psnr in own]
+
+
+def leads(records: Sequence[QualityRecord]) -> dict[str, float]:
+    """Return by how much each variant is closer than `auto` at its speed, in dB: one cell for each."""
+    speeds, psnr = own_line(records)
+    low, high = max(COMPARED[0], speeds[0]), min(COMPARED[1], speeds[-1])
+    return {
+        record.label: record.figures["psnr"] - float(np.interp(speed, speeds, psnr))
+        for speed, record in points(records)
+        if record.variant != "auto" and low <= speed <= high
+    }
+
+
+def table(records: Sequence[QualityRecord], times: Mapping[str, QualityRecord]) -> Iterator[str]:
+    """Return a row for each variant: speeds, closeness, and its difference from `auto` at the same speed."""
+    found, heads = leads(records), ["counted", *["measured"] * bool(times), "PSNR to dense", "against `auto`"]
+    yield f"| variant | {' | '.join(heads)} |"
+    yield "|---|" + "---:|" * len(heads)
+    for speed, record in sorted(points(records), key=lambda point: (point[1].variant != "auto", point[0])):
+        row = [record.label, f"{speed:.2f}×"]
+        if times:
+            timed = times.get(record.label)
+            row.append(f"{timed.speedup:.2f}×" if timed is not None and timed.speedup else "")
+        error = f" ± {record.errors['psnr']:.1f}" if "psnr" in record.errors else ""
+        row.append(f"{record.figures['psnr']:.1f}{error} dB")
+        lead = f"{found[record.label]:+.1f} dB" if record.label in found else ""
+        row.append(lead.replace("-", "−"))
+        yield f"| {' | '.join(row)} |"
+
+
+def chart(model: str, guidance: float, records: Sequence[QualityRecord]) -> Chart:
+    """Return closeness over counted speed-up, with a line for each variant and a point for each setting."""
+    families: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for speed, record in points(records):
+        families[record.variant].append((speed, record.figures["psnr"]))
+    order = sorted(families, key=lambda name: (name not in OWN, name))
+    return Chart(
+        f"{model}, {SIZE} px, {STEPS} steps, guidance {guidance:g}",
+        "speed-up, counted operations",
+        "PSNR to dense, dB",
+        tuple(Line(name, tuple(sorted(families[name]))) for name in order),
+    )
+
+
+def text() -> str:
+    """Return the generated part of the page."""
+    drawn, timed = records_of(DRAWN), records_of(TIMED)
+    parts, above, count = [], [], 0
+    for scene in filter(drawn.get, SCENES):
+        model, guidance = scene
+        records = drawn[scene]
+        found = leads(records)
+        count += len(found)
+        above += [f"{model}, guidance {guidance:g}: {name}" for name, dB in found.items() if dB > NOISE]
+        dense = next(record for record in records if record.variant == "dense")
+        times = {record.label: record for record in timed.get(scene, [])}
+        title = f"{model}, guidance {guidance:g}"
+        parts += [
+            f"## {title}",
+            f"![Closeness over counted speed-up, {title}]({picture(scene).name})",
+            f"{SIZE} px, {STEPS} steps, {dense.images} prompt{'s' * (dense.images > 1)}.",
+            "\n".join(table(records, times)),
+            "\n".join(f"- {note}" for note in left_out(scene)),
+        ]
+    share = f"{count - len(above)} of {count} cells"
+    named = "\n".join(f"- {one}" for one in above) or "- none"
+    first = (
+        f"In {share} from {COMPARED[0]:g}× to {COMPARED[1]:g}×, no variant is closer than `auto` at the same "
+        f"counted speed by more than {NOISE} dB. The others are:"
+    )
+    return "\n\n".join([first, named, *filter(None, parts)])
+
+
+def left_out(scene: tuple[str, float]) -> list[str]:
+    """Return why rivals do not run, from the notes of all runs."""
+    lines = [line for _, line in read_lines(DRAWN) if line.get("variant") == "dense"]
+    own = [line for line in lines if (line["model"], line["conditions"]["guidance"]) == scene]
+    return merged(note for line in own for note in line["notes"] if "is left out" in note)
+
+
+def merged(notes: Iterable[str]) -> list[str]:
+    """Return notes without the settings of the rival, each once."""
+    return list(dict.fromkeys(re.sub(r"^(\S+)( \S+=\S+)* is", r"`\1` is", note) for note in notes))
+
+
+def picture(scene: tuple[str, float]) -> Path:
+    return PAGE.with_name(f"rivals-{scene[0]}-{scene[1]:g}.png")
+
+
+def written(page: str) -> str:
+    """Return the page with its generated part."""
+    begin, end = "<!-- written by benchmarks/rivals.py -->\n", "<!-- end -->"
+    head, _, rest = page.partition(begin)
+    return head + begin + "\n" + text() + "\n\n" + end + rest.partition(end)[2]
+
+
+def write_page() -> None:
+    for scene, records in records_of(DRAWN).items():
+        with matplotlib.rc_context({"axes.grid": True, "grid.color": "#e4e4e4"}):
+            figure_of(chart(*scene, records)).savefig(picture(scene), dpi=110, metadata={"Software": None})
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("draw", "time", "page"))
+    parser.add_argument("--prompts", type=int, nargs="+", default=[4], help="of draw, one run for each")
+    options = parser.parse_args()
+    if options.what == "draw":
+        draw(options.prompts)
+    else:
+        {"time": time, "page": write_page}[options.what]()
+
+
+if __name__ == "__main__":
+    main()
