@@ -85,7 +85,7 @@ BREAKS = (
     Break(
         "log(size) of proportional attention",
         "runtime/blocks/proportional_attention.py",
-        "lambda: sizes.log().to(key.dtype)",
+        "lambda: _log(sizes, key.dtype)",
         "lambda: sizes.to(key.dtype)",
     ),
     Break(

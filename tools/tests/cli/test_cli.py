@@ -200,6 +200,7 @@ def test_every_option_of_generate_reaches_the_options(monkeypatch, folder):
         "compare": False,
         "repeat": 6,
         "record_steps": False,
+        "min_psnr": None,
     }
 
 

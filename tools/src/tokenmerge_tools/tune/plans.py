@@ -97,7 +97,7 @@ def starts(facts: Facts, speedup: float) -> list[SearchedPlan]:
     spacings = [[1 + i for i in _spaced(facts.steps - 1, count - 1, *spacing)] for spacing in _SPACINGS]
     others = [with_complete(rule, [0, *own]) for own in spacings]
     others.append(with_complete(rule, _in_pairs(facts.steps, count)))
-    for change in ({"corrections": False}, {"fewest_tokens": 2**31}, {"can_skip": False}):
+    for change in ({"number_bytes": 2**31}, {"fewest_tokens": 2**31}, {"can_skip": False}):
         less = dataclasses.replace(facts, **change)
         others.append(SearchedPlan.of(plan_for(less, speedup).config, facts.steps))
     found = [rule, *(one for one in others if speedup_of(facts, one.config) >= least)]
