@@ -202,11 +202,11 @@ def text() -> str:
             "\n".join(table(records, times)),
             "\n".join(f"- {note}" for note in left_out(scene)),
         ]
-    share = f"{count - len(above)} of {count} cells"
     named = "\n".join(f"- {one}" for one in above) or "- none"
     first = (
-        f"In {share} from {COMPARED[0]:g}× to {COMPARED[1]:g}×, no variant is closer than `auto` at the same "
-        f"counted speed by more than {NOISE} dB. The others are:"
+        f"Of {count} settings of the other variants between {COMPARED[0]:g}× and {COMPARED[1]:g}×, "
+        f"{count - len(above)} are not closer than `auto` at the same counted speed by more than {NOISE} dB. "
+        "The others are:"
     )
     return "\n\n".join([first, named, *filter(None, parts)])
 
