@@ -742,16 +742,35 @@ def test_blocks_compile_in_as_many_graphs_as_kinds_of_steps(name, settings, grap
     merging = [module for module in compiled.modules() if module.__dict__.get(STATE) in states]
     for block in merging:
         block.compile(fullgraph=True, backend=counter)
-    for index in range(10):
-        for patch in patches:
-            patch.at_step(index, 10)
-        sample = arguments[of_sample] + 0.1 * index
-        wanted, result = (
-            call(model, {**arguments, of_sample: sample.clone()}) for model in (eager, compiled)
-        )
-        assert_close(result, wanted, rtol=1e-5, atol=1e-5)
+    with torch._dynamo.config.patch(recompile_limit=16):
+        for index in range(10):
+            for patch in patches:
+                patch.at_step(index, 10)
+            sample = arguments[of_sample] + 0.1 * index
+            wanted, result = (
+                call(model, {**arguments, of_sample: sample.clone()}) for model in (eager, compiled)
+            )
+            assert_close(result, wanted, rtol=1e-5, atol=1e-5)
     assert len(merging) > 1
-    assert counter.frame_count == graphs
+    plain = of_plain_blocks(name, [block.path for block in states])
+    # Where PyTorch 2.7 makes a graph for each block, it makes another one where step reuse skips.
+    most = 1 if plain == 1 else 2
+    assert graphs * plain <= counter.frame_count <= most * graphs * plain
+
+
+def of_plain_blocks(name: str, paths: list[str]) -> int:
+    """Return the graphs of unpatched blocks: one, and with PyTorch 2.7 one for each block of a UNet."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    model, arguments, _ = host_of(name)
+    for path in paths:
+        model.get_submodule(path).compile(fullgraph=True, backend=counter)
+    call(model, arguments)
+    return counter.frame_count
+
+
+# PyTorch 2.7 does not repeat the message of an exception in a graph.
+IN_ONE_GRAPH = "one graph|Observed exception"
 
 
 def test_steps_are_not_for_one_graph():
@@ -759,5 +778,5 @@ def test_steps_are_not_for_one_graph():
     whole = torch.compile(hosts.unet(), fullgraph=True, backend="eager")
     patch = apply_token_merging(whole, ToMeConfig(**HALF, rules=dense_outside(0, 0.5)))
     patch.at_step(0, 2)
-    with pytest.raises((UnsupportedModelError, torch._dynamo.exc.TorchDynamoException), match="one graph"):
+    with pytest.raises((UnsupportedModelError, torch._dynamo.exc.TorchDynamoException), match=IN_ONE_GRAPH):
         hosts.call(whole, **hosts.inputs(1))

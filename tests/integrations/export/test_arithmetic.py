@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from tokenmerge.integrations.export import ExportedArithmetic
 from tokenmerge.ops.arithmetic import arithmetic
@@ -19,7 +20,18 @@ class Choosing(torch.nn.Module):
 X = torch.zeros(2)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "strict",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.skipif(
+                TorchVersion(torch.__version__) < (2, 8), reason="strict exports look like compiled graphs"
+            ),
+        ),
+    ],
+)
 def test_exported_programs_have_an_arithmetic_of_their_own(strict):
     program = torch.export.export(Choosing(), (X,), strict=strict).module()
     assert program(X).tolist() == [1, 1]

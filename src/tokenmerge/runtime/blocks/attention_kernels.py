@@ -79,7 +79,7 @@ def _asking(function: Callable[..., Any], largest_head: int, takes_mask: bool) -
             return function(*args, **kwargs)
         for mode in _get_current_function_mode_stack():
             if isinstance(mode, ProportionalAttention) and mode.is_pending:
-                return mode.attend(kernel, {**dict(zip(names, args, strict=False)), **kwargs})
+                return mode.attend(kernel, {**dict(zip(names[: len(args)], args, strict=True)), **kwargs})
         return function(*args, **kwargs)
 
     attention._tokenmerge_kernel = function  # type: ignore[attr-defined]

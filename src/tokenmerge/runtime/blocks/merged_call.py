@@ -151,7 +151,7 @@ def _follow(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -> 
 
 
 def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -> Any:
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return type(value)([_followed(part, argument, layout, plan) for part in value])
     if value is None or argument.ndim not in (None, value.ndim):
         return value

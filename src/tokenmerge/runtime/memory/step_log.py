@@ -172,7 +172,7 @@ def start_stopwatch(device: torch.device) -> Callable[[], Stopwatch]:
 
 def _one_tensor(result: Any) -> Tensor | None:
     """Return a copy of a model's result, flattened into one tensor. None: it holds no tensors with values."""
-    made = result if isinstance(result, Tensor | list) else result[0]
+    made = result if isinstance(result, (Tensor, list)) else result[0]
     pictures = made if isinstance(made, list) else [made]
     if not all(isinstance(picture, Tensor) and not picture.is_meta for picture in pictures):
         return None

@@ -53,7 +53,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     refuse_tracing(root)
     state: ModelState = root.__dict__[STATE]
     thread = state.threads.value
-    arguments = {**dict(zip(state.call.parameters, args, strict=False)), **kwargs}
+    arguments = {**dict(zip(state.call.parameters[: len(args)], args, strict=True)), **kwargs}
     _check_call(state, root, arguments)
     sample, by = arguments[state.call.sample], state.call.timestep
     timestep = arguments[by] if isinstance(by, str) else by(root, arguments)
