@@ -20,7 +20,7 @@ from tokenmerge.plans.facts import Facts
 from tokenmerge.plans.policy import estimate_of
 
 # Share of the bound of the estimate that is kept clear. Raising it reaches more tolerances, and saves less.
-CLEAR = 0.5
+CLEAR = 0.75
 
 Noted = Mapping[str, Mapping[int, float]]
 
