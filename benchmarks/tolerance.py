@@ -2,7 +2,8 @@
 
 Each line of the record is one generation with `speedup=` and `min_psnr=`: the true PSNR to the dense picture
 of the same seed, the counted speed-up, the estimate, and the fixed plans that were drawn for the comparison,
-from the fastest to the first one that reaches the highest tolerance. No number was fitted on these prompts. A
+from the fastest to the first one that reaches the highest tolerance. The estimate was not fitted on these
+prompts, but the margin (`CLEAR`) was chosen by them. A
 second run with the same record continues where the first one stopped. `--table` sums it up.
 
     python benchmarks/tolerance.py --out benchmarks/tolerance_cpu.jsonl

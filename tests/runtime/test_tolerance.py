@@ -16,6 +16,7 @@ from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
 from tests.runtime.test_device_waits import STEPS, unet_loop
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from tokenmerge import ConfigError, ToMeConfig, ViTConfig, apply_token_merging
 from tokenmerge.config import read_metadata
@@ -25,6 +26,10 @@ from tokenmerge.runtime.memory.run_log import ForecastError, noted
 from tokenmerge.runtime.patching.patch import state_of
 
 SPEEDUP, HIGHEST = 1.5, 500
+# PyTorch 2.7 does not repeat the message of an exception in a graph.
+IN_ONE_GRAPH = (
+    "Observed exception" if TorchVersion(torch.__version__) < (2, 8) else "cannot be compiled into one graph"
+)
 TOLERANCES = (1, 25, 28, 30, 32, 35, HIGHEST)
 
 
@@ -226,7 +231,7 @@ def test_blocks_may_be_compiled_and_a_whole_model_is_refused():
         compiled.transformer.compile_repeated_blocks(fullgraph=True, backend="eager")
         assert torch.equal(compiled(), expected)
         whole = torch.compile(compiled.transformer, fullgraph=True, backend="eager")
-        with pytest.raises(Exception, match=r"cannot be compiled into one graph|Observed exception"):
+        with pytest.raises(Exception, match=IN_ONE_GRAPH):
             call(whole, compiled.family.inputs(1, 8, 8))
 
 
