@@ -97,7 +97,7 @@ def applied(pipe: DiffusionPipeline, text: str | None) -> Iterator[DiffusionPipe
     copied = twin(pipe)
     with contextlib.ExitStack() as in_force:
         if text is not None:
-            (spec,) = parse_variant(text, [0.5], {})
+            (spec,) = parse_variant(text, [0.5])
             target = copied if VARIANTS[spec.name].of_pipeline else getattr(copied, denoiser_name(copied))
             in_force.enter_context(spec.apply(target, spec.config(target), None))
         yield copied

@@ -1,12 +1,11 @@
-"""Measure the results in docs/methods: for each grid, speed with `bench`, then closeness with `evaluate`.
+"""Measure the results in docs/methods: draw and time the methods of each grid with `tokenmerge evaluate`.
 
-Both use the same model, size, steps, guidance and methods. Existing results are measured again. The machine
-should do nothing else.
+Existing results are measured again. The machine should do nothing else. Until November 2026,
+`tokenmerge bench` timed these grids too, as whole pipelines; its records are beside them.
 
-    python benchmarks/measure.py                         # all grids, about three hours on 2 cores
+    python benchmarks/measure.py                         # all grids
     python benchmarks/measure.py cpu-methods-20          # one grid
-    python benchmarks/measure.py --only evaluate cpu-methods-20
-    python benchmarks/measure.py --only auto             # `auto` and other methods, timed as drawn; an hour
+    python benchmarks/measure.py --only auto             # `auto` and some other methods; an hour on 2 cores
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from tokenmerge_tools.bench.grid import BenchOptions, read_grid
+from tokenmerge_tools.files import toml_parser
 
 RESULTS = Path(__file__).parent / "results"
 SPEEDUPS = (1.2, 1.5, 1.8, 2.0, 2.5, 3.0)
@@ -91,22 +91,22 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def bench(name: str) -> None:
-    out = RESULTS / f"{name}.jsonl"
-    with anew(out):
-        tokenmerge("bench", "--grid", RESULTS / f"{name}.toml", "--out", out)
+def read_grid(name: str) -> dict[str, Any]:
+    return dict(toml_parser().loads((RESULTS / f"{name}.toml").read_text(encoding="utf-8")))
 
 
 def evaluate(name: str) -> None:
-    grid = read_grid(RESULTS / f"{name}.toml")
+    grid = read_grid(name)
+    ratios = grid.get("ratio", 0.5)
+    ratios = ratios if isinstance(ratios, list) else [ratios]
     quality, _ = QUALITY[name]
-    draw(name, grid["variants"], BenchOptions.from_dict(grid, name).ratio, RESULTS / f"{quality}.jsonl")
+    draw(name, grid["variants"], ratios, RESULTS / f"{quality}.jsonl")
 
 
 def auto(name: str) -> None:
     """Measure `auto`, other methods and fewer steps, timed as drawn, one picture at a time."""
     quality, _ = QUALITY[name]
-    variants = [v for v in read_grid(RESULTS / f"{name}.toml")["variants"] if v.startswith(RIVALS)]
+    variants = [v for v in read_grid(name)["variants"] if v.startswith(RIVALS)]
     variants = [WITH_RATIO.get(variant, variant) for variant in variants]
     out = RESULTS / f"{quality}-of-auto.jsonl"
     speedups = [f"--speedup={speedup}" for speedup in SPEEDUPS]
@@ -115,7 +115,7 @@ def auto(name: str) -> None:
 
 def draw(name: str, variants: Sequence[str], ratios: Iterable[float], out: Path, *more: str) -> None:
     """Measure the closeness of variants with the settings of a timed grid."""
-    grid = read_grid(RESULTS / f"{name}.toml")
+    grid = read_grid(name)
     settings = [f"--{key}={grid[key]}" for key in ("model", "size", "steps", "guidance", "device", "dtype")]
     settings += [f"--ratio={ratio}" for ratio in ratios]
     settings += [f"--variant={variant}" for variant in variants]
@@ -128,14 +128,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("grid", nargs="*", default=list(QUALITY), help=f"of {', '.join(QUALITY)}")
-    parser.add_argument("--only", choices=("bench", "evaluate", "auto"))
+    parser.add_argument("--only", choices=("evaluate", "auto"), default="evaluate")
     options = parser.parse_args()
     if unknown := set(options.grid) - set(QUALITY):
         parser.error(f"no grid {', '.join(sorted(unknown))}; there are {', '.join(QUALITY)}")
     for name in options.grid:
-        for measure in (auto,) if options.only == "auto" else (bench, evaluate):
-            if options.only in (None, measure.__name__):
-                measure(name)
+        auto(name) if options.only == "auto" else evaluate(name)
 
 
 if __name__ == "__main__":

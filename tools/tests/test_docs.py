@@ -162,7 +162,7 @@ def test_the_commands_of_the_documents_can_be_parsed():
             for setting in values.get("settings") or () if "settings_file" in values else ():
                 read_setting(setting)
             for variant in values.get("variants") or ():
-                parse_variant(variant, [0.5], {})
+                parse_variant(variant, [0.5])
             parse_metrics(values.get("metrics") or ())
         except Exception as error:
             raise AssertionError(f"{line}: {error}") from error

@@ -65,9 +65,9 @@ def test_a_setting_is_given_once():
 def test_old_names_on_the_command_line():
     assert read_setting("reuse_every=2") == read_setting("reuse.every=2") == ("reuse.every", 2)
     assert MethodSpec("toma", {"plan_every": 2}).config() == presets.toma(**{"plans.every": 2})
-    (old,) = parse_variant("tome:share_plan", [0.5], {})
+    (old,) = parse_variant("tome:share_plan", [0.5])
     assert old.label == "tome ratio=0.5 plans.blocks"
-    assert [old] == parse_variant("tome:plans.blocks", [0.5], {})
+    assert [old] == parse_variant("tome:plans.blocks", [0.5])
 
 
 def test_every_recorded_config_can_be_read():

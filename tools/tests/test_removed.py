@@ -52,7 +52,7 @@ def test_so_are_presets_levels_phases_and_the_command_line(settings):
     with pytest.raises(ConfigError, match=PAGE):
         ToMeConfig.from_dict(dict([read_setting(f"{name}={value}")]))
     with pytest.raises(ConfigError, match=PAGE):
-        parse_variant(f"tome:{name}={value}", [0.5], {})
+        parse_variant(f"tome:{name}={value}", [0.5])
 
 
 def test_so_is_a_function_as_the_factor_of_the_ratio():

@@ -24,19 +24,10 @@ UNET = {
     "attention_head_dim": 2,
     "norm_num_groups": 4,
 }
-# Four stages: a latent position covers 8 × 8 pixels, as in Stable Diffusion.
-CODEC = {
-    "block_out_channels": (8, 8, 8, 8),
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "latent_channels": 4,
-    "norm_num_groups": 4,
-    "sample_size": 64,
-}
 
 
 def tiny_geometry() -> Geometry:
-    return dataclasses.replace(GEOMETRIES["sd15"], title="tiny", config=UNET, size=(64, 64), codec=CODEC)
+    return dataclasses.replace(GEOMETRIES["sd15"], title="tiny", config=UNET, size=(64, 64))
 
 
 @pytest.fixture(autouse=True)

@@ -4,11 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge.report import predict
-from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser
-from tokenmerge_tools.pipelines.loading import denoiser_name, find_model, load_pipeline, twin
+from tokenmerge_tools.pipelines.loading import denoiser_name, denoiser_of, find_model, load_pipeline, twin
 from tokenmerge_tools.variants.variant import parse_variant
 
 # DPMSolverMultistepScheduler of diffusers 0.42 passes a tensor to numpy in a way that numpy 2 deprecates.
@@ -39,7 +36,7 @@ def calls_of(module):
 
 
 def spec_of(text):
-    (spec,) = parse_variant(text, [0.5], {})
+    (spec,) = parse_variant(text, [0.5])
     return spec
 
 
@@ -93,7 +90,7 @@ def test_an_interval_is_a_whole_number(text):
 def test_a_wrong_setting_names_the_right_one(text):
     name, _, given = text.partition(":")
     with pytest.raises(ConfigError, match=rf"variant: expected {name}:\w+=NUMBER.* got '{given}'"):
-        parse_variant(text, [0.5], {})
+        parse_variant(text, [0.5])
 
 
 def test_the_settings_have_defaults():
@@ -103,22 +100,6 @@ def test_the_settings_have_defaults():
     ]
 
 
-def test_a_denoiser_alone_has_no_steps_to_follow(measure):
-    records = measure(variants=("first-block-cache",))
-    (record,) = [record for record in records if record.label.startswith("first-block-cache")]
-    assert "use --scope pipeline" in record.message
-
-
-def test_the_operations_of_a_cache_are_those_of_the_steps_that_it_runs(measure):
-    pytest.importorskip("DeepCache")
-    variants = ("deepcache:interval=2", "deepcache:interval=4")
-    _, every_2nd, every_4th = measure(
-        variants=variants, scope="pipeline", scheduler="ddim", steps=4, rounds=1
-    )
-    denoiser = build_denoiser(GEOMETRIES["tiny"], torch.float32, torch.device("cpu"), 0)
-    dense = predict(denoiser, ToMeConfig(), 8, 8, 2).flops_dense  # counted without a run
-    assert every_2nd.facts["flops_dense"] == every_4th.facts["flops_dense"] == dense
-    # The run with 2 whole steps of 4 gives the operations of a cached step; the run with 1 of 4 must agree.
-    shallow = 2 * every_2nd.facts["flops_merged"] - dense
-    assert 0 < shallow < dense
-    assert every_4th.facts["flops_merged"] == pytest.approx((dense + 3 * shallow) / 4, abs=2)  # rounded down
+def test_a_denoiser_alone_has_no_steps_to_follow():
+    with pytest.raises(ConfigError, match="needs the denoising steps of a pipeline"):
+        spec_of("first-block-cache").apply(denoiser_of(load("emoji-mmdit")), None).__enter__()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tokenmerge_tools.bench.grid import BenchOptions, read_grid
 from tokenmerge_tools.cli import main
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 
@@ -41,22 +40,23 @@ def asked_for(
 
 
 @pytest.mark.parametrize("name", measure.QUALITY)
-def test_pictures_are_drawn_as_the_grid_was_timed(
+def test_pictures_are_drawn_as_the_grid_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = asked_for(measure.evaluate, name, tmp_path, monkeypatch)
-    grid = BenchOptions.from_dict(read_grid(tmp_path / f"{name}.toml"), name)
-    assert options.ratio == grid.ratio
-    assert set(options.variants) == set(grid.variants)
-    assert (options.model, options.size) == (grid.model[0], (int(grid.size[0]),) * 2)
-    assert (options.steps, options.guidance) == (grid.steps, grid.guidance)
-    assert (options.dtype, options.device) == (grid.dtype[0], grid.device)
+    grid = measure.read_grid(name)
+    ratio = grid.get("ratio", 0.5)
+    assert options.ratio == tuple(ratio if isinstance(ratio, list) else [ratio])
+    assert set(options.variants) == set(grid["variants"])
+    assert (options.model, options.size) == (grid["model"], (grid["size"],) * 2)
+    assert (options.steps, options.guidance) == (grid["steps"], grid["guidance"])
+    assert (options.dtype, options.device) == (grid["dtype"], grid["device"])
 
 
 @pytest.mark.parametrize("name", measure.QUALITY)
 def test_auto_is_drawn_beside_its_rivals(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = asked_for(measure.auto, name, tmp_path, monkeypatch)
-    grid = read_grid(tmp_path / f"{name}.toml")
+    grid = measure.read_grid(name)
     others = ("todo", "deepcache", "first-block-cache")
     rivals = {"tomesd:ratio=0.5", "tome:proportional,ratio=0.5"}
     rivals |= {variant for variant in grid["variants"] if variant.startswith(others)}

@@ -34,15 +34,14 @@ def test_measures_and_shows_a_table(tmp_path: Path) -> None:
     assert len(list(read_records(out, CellRecord))) == 2
 
 
-def test_flags_change_single_values_of_a_preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_flags_change_single_values_of_a_grid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     grids: list[BenchOptions] = []
     monkeypatch.setattr(command, "run_grid", lambda grid, *rest, **named: grids.append(grid))
-    result = run(
-        "--preset", "paper", "--dtype", "fp32", "--model", "geometry:tiny", "-o", str(tmp_path / "a")
-    )
+    toml = tmp_path / "grid.toml"
+    toml.write_text('steps = 50\ndtype = "fp16"\nratio = [0.25, 0.5]\n')
+    result = run("--grid", str(toml), "--dtype", "fp32", "-o", str(tmp_path / "a"))
     assert result.exit_code == 0, result.output
-    assert (grids[0].dtype, grids[0].model) == (("fp32",), ("geometry:tiny",))
-    assert (grids[0].steps, grids[0].scheduler, len(grids[0].ratio)) == (50, "plms", 6)
+    assert (grids[0].dtype, grids[0].steps, grids[0].ratio) == (("fp32",), 50, (0.25, 0.5))
 
 
 def test_help_tells_the_defaults() -> None:
@@ -51,14 +50,6 @@ def test_help_tells_the_defaults() -> None:
         if field.default not in (None, (), (False,), ""):
             values = field.default if isinstance(field.default, tuple) else (field.default,)
             assert f"Default: {', '.join(map(str, values))}." in text, name
-
-
-def test_a_preset_for_a_gpu_is_one_error_on_a_cpu(tmp_path: Path) -> None:
-    out = tmp_path / "results.jsonl"
-    error = run("--preset", "paper", "--device", "cpu", "-o", str(out)).exception
-    assert isinstance(error, ConfigError)
-    assert "fp16 is slow and partly unsupported on a CPU" in str(error)
-    assert not out.exists()
 
 
 def test_ctrl_c_says_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -74,12 +65,10 @@ def test_ctrl_c_says_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--preset", "none"], "expected one of diffusers-docs, paper, ppdiffusers, got 'none'"),
         (["--variant", "none"], "expected one of dense, auto, tome"),
         (["--ratio", "0.9"], "0.75"),
-        (["--preset", "paper", "--grid", "a.toml"], "give only one of them"),
         (["--grid", "missing.toml"], "cannot read"),
-        (["--scope", "all"], "expected one of 'denoiser', 'pipeline'"),
+        (["--dtype", "fp16", "--device", "cpu"], "fp16 is slow and partly unsupported on a CPU"),
     ],
 )
 def test_bad_input_is_named(arguments: list[str], words: str) -> None:

@@ -43,7 +43,7 @@ def calls_of(pipe):
 
 
 def spec_of(text):
-    (spec,) = parse_variant(text, [0.5], {})
+    (spec,) = parse_variant(text, [0.5])
     return spec
 
 
@@ -190,7 +190,7 @@ def test_a_mask_is_refused_for_a_number_of_steps_that_has_none(pipe, steps):
 def test_a_pipeline_that_it_does_not_know_and_a_denoiser_are_refused(pipe):
     with pytest.raises(UnsupportedModelError, match="cache-dit does not support StableDiffusionPipeline"):
         spec_of("cache-dit").apply(load("emoji-unet"), None).__enter__()
-    with pytest.raises(ConfigError, match="use --scope pipeline"):
+    with pytest.raises(ConfigError, match="give a pipeline, not its denoiser"):
         spec_of("cache-dit").apply(pipe.transformer, None).__enter__()
 
 

@@ -74,33 +74,23 @@ def test_transformers_run_dense_and_merged(
     more = {"axes_dims_rope": (4, 6, 6)} if name == "flux" else {}
     small = dataclasses.replace(geometry, config={**geometry.config, **change, **more})
     monkeypatch.setitem(GEOMETRIES, name, small)
-    subject = load_model(f"geometry:{name}", "denoiser", dtype, CPU, None, None, seed=0)
-    output = subject.bind(subject.denoiser, SIZE, 1)()[0]
+    subject = load_model(f"geometry:{name}", dtype, CPU, None, seed=0)
+    output = call(subject.denoiser)
     assert output.dtype == dtype
     assert torch.isfinite(output).all()
     assert subject.guided == (name != "flux")
     config = ToMeConfig(ratio=0.5, scope="block")
     model = shared_copy(subject.denoiser)
     with contexts.tokenmerge(model, config):
-        merged = subject.bind(model, SIZE, 1)()[0]
+        merged = call(model)
     assert torch.isfinite(merged).all()
     assert not torch.equal(merged, output)
 
 
 def test_a_guided_call_has_the_same_samples_twice() -> None:
-    subject = load_model("geometry:tiny", "denoiser", torch.float32, CPU, None, None, seed=0)
+    subject = load_model("geometry:tiny", torch.float32, CPU, None, seed=0)
     sample = example_inputs(subject.denoiser, SIZE, seed=0, guided=True).args[0]
     assert torch.equal(sample[: len(sample) // 2], sample[len(sample) // 2 :])
-
-
-def test_a_pipeline_runs_the_steps_it_is_asked_for() -> None:
-    subject = load_model("geometry:tiny", "pipeline", torch.float32, CPU, "ddim", 5.0, seed=0)
-    rows: list[int] = []
-    subject.denoiser.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
-    size = InputSize(height=64, width=128, scale=8, samples=3, frames=1)
-    pictures = torch.stack(subject.bind(subject.whole(subject.denoiser), size, 4)())
-    assert rows == [2 * 3] * 4
-    assert pictures.shape == (3, 3, 64, 128)
 
 
 def test_inputs_depend_on_the_seed_alone() -> None:
@@ -140,11 +130,6 @@ def test_depth_is_cut_and_said() -> None:
 def test_a_geometry_that_does_not_exist_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match="model: expected"):
         find_geometry(name)
-
-
-def test_the_pipeline_of_a_transformer_is_refused_in_words() -> None:
-    with pytest.raises(ConfigError, match="--scope denoiser"):
-        load_model("geometry:flux", "pipeline", torch.float32, CPU, None, None, seed=0)
 
 
 @pytest.mark.parametrize("name", ["tokenmerge", "tomesd"])

@@ -86,7 +86,7 @@ def draw(pipe, **changes) -> np.ndarray:
 
 
 def spec_of(text):
-    (spec,) = parse_variant(text, [0.5], {})
+    (spec,) = parse_variant(text, [0.5])
     return spec
 
 
@@ -224,14 +224,14 @@ def test_the_settings_are_those_of_the_table():
             assert kind.number[1] in kind.ladder
             of_default, given = spec_of(name), spec_of(f"{name}:{kind.number[0]}={kind.number[1]}")
             assert key_of(dict(of_default.settings)) == key_of(dict(given.settings))
-            found = parse_variant(f"{name}:all", [0.5], {})
+            found = parse_variant(f"{name}:all", [0.5])
             assert [dict(spec.settings)[kind.number[0]] for spec in found] == list(kind.ladder)
-    labels = [spec.label for spec in parse_variant("rivals", [0.5], {})]
+    labels = [spec.label for spec in parse_variant("rivals", [0.5])]
     assert len(labels) == len(RIVALS)
     assert "seacache threshold=0.25" in labels
-    assert len(parse_variant("rivals:all", [0.5], {})) > 40
+    assert len(parse_variant("rivals:all", [0.5])) > 40
     with pytest.raises(ConfigError, match="variant: sada takes no settings, got 'x=1'"):
-        parse_variant("sada:x=1", [0.5], {})
+        parse_variant("sada:x=1", [0.5])
 
 
 def test_a_forecast_is_one_of_those_that_cache_dit_has(pipes):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import signal
 import subprocess
@@ -141,12 +140,7 @@ runner.run_grid(BenchOptions(**{axes!r}), Path({out!r}))
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no such signal")
 @pytest.mark.parametrize(
     ("axes", "calls", "left"),
-    [
-        # Three cells of three rounds; killed after the seventh call.
-        ({"variants": ("tome", "sito"), "rounds": 3}, 7, 9 - 7),
-        # In a pipeline: dense, merged and fewer steps in two rounds.
-        ({"scope": "pipeline", "variants": ("tome", "fewer-steps"), "steps": 4, "rounds": 2}, 4, 6 - 4),
-    ],
+    [({"variants": ("tome", "sito"), "rounds": 3}, 7, 9 - 7)],  # killed in the last round
 )
 def test_a_kill_loses_no_timed_call(
     measure: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, axes: dict, calls: int, left: int
@@ -304,11 +298,8 @@ def test_a_full_disk_ends_the_run_with_the_finished_cells_in_the_file(
     ]
 
 
-@pytest.mark.parametrize(("scope", "per_block"), [("denoiser", 2), ("pipeline", 1)])
-def test_every_call_plans(
-    measure: Measure, monkeypatch: pytest.MonkeyPatch, scope: str, per_block: int
-) -> None:
-    """In a pipeline, both halves of guidance share a plan. For a denoiser alone, each half has its own."""
+def test_every_call_plans(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each half of guidance has its own plan, as a denoiser alone does not know of guidance."""
     images: list[int] = []
     plan_tome = PLANNERS["tome"]
 
@@ -318,8 +309,8 @@ def test_every_call_plans(
         return plan_tome(features, *args)
 
     monkeypatch.setitem(PLANNERS, "tome", counted)
-    measure(variants=("tome",), scope=scope, steps=1, warmup=1, rounds=2)
-    assert images == [per_block] * 3 * 3  # a warm-up and two rounds of three blocks
+    measure(variants=("tome",), steps=1, warmup=1, rounds=2)
+    assert images == [2] * 3 * 3  # a warm-up and two rounds of three blocks
 
 
 def test_settings_that_follow_the_steps_are_timed_over_a_generation(
@@ -345,30 +336,6 @@ def test_settings_that_follow_the_steps_are_timed_over_a_generation(
     assert merged.facts["flops_merged"] == (report.flops_merged + report.flops_dense) / 2
 
 
-def test_a_pipeline_tells_its_steps_and_its_guidance(measure: Measure) -> None:
-    variants = ("tome:reuse.every=2,max_downsample=2", "tome:correction.every=2,scope=block")
-    variants += ("ibtm", "tome:plans.every=2")
-    records = measure(variants=variants, scope="pipeline", steps=2, rounds=1, ratio=(0.25,))
-    assert {(record.status, record.message) for record in records} == {("ok", "")}
-    caches = [record.facts["kept_bytes"] > 0 for record in records[1:]]
-    assert caches == [record.conditions["variant"] != "ibtm" for record in records[1:]]
-
-
-@pytest.mark.slow
-def test_operations_are_counted_at_the_guidance_of_the_pipeline(measure: Measure) -> None:
-    """Without guidance a call has half of the samples. They have a plan of their own."""
-
-    def counted(guidance: float) -> float:
-        merged = measure(
-            variants=("tome",), scope="pipeline", guidance=guidance, steps=2, rounds=1, ratio=(0.5,)
-        )[-1]
-        assert (merged.status, merged.message) == ("ok", "")
-        flops: float = merged.facts["flops_merged"]
-        return flops
-
-    assert counted(7.5) == counted(3.0) == 2 * counted(1.0)
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_auto_follows_the_steps_unless_it_is_compiled(
     measure: Measure, monkeypatch: pytest.MonkeyPatch, compiled: bool
@@ -385,7 +352,7 @@ def test_auto_follows_the_steps_unless_it_is_compiled(
 @pytest.mark.parametrize(
     ("axes", "words"),
     [
-        ({"variants": ("ibtm",)}, "use --scope pipeline"),
+        ({"variants": ("ibtm",)}, "tokenmerge evaluate times it"),
         ({"variants": ("ca_tome",), "compile": (True,)}, "cannot be compiled"),
     ],
 )
@@ -394,47 +361,6 @@ def test_what_cannot_be_timed_honestly_is_a_row_that_says_why(
 ) -> None:
     cells = [record for record in measure(**axes) if record.conditions["variant"] != "dense"]
     assert [(cell.status, words in cell.message) for cell in cells] == [("unavailable", True)]
-
-
-def test_fewer_steps_are_as_many_as_a_variant_counts_operations(
-    measure: Measure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-    load_model = runner.load_model
-
-    def load(**arguments: object) -> object:
-        model = load_model(**arguments)
-
-        def bind(copied: object, size: object, steps: int) -> object:
-            seen.append(steps)
-            return model.bind(copied, size, steps)
-
-        return dataclasses.replace(model, bind=bind)
-
-    monkeypatch.setattr(runner, "load_model", load)
-    _, merged, fewer = measure(scope="pipeline", variants=("tome", "fewer-steps"), steps=10, rounds=1)
-    steps = round(10 * merged.facts["flops_merged"] / merged.facts["flops_dense"])
-    assert fewer.label == "fewer-steps (tome ratio=0.5)"
-    assert fewer.facts["steps_used"] == steps < 10
-    assert fewer.facts["notes"][-1] == f"{steps} of 10 steps"
-    assert set(fewer.references) == {"dense", "dense, same attention"}
-    assert seen == [10, 10, steps]
-
-
-@pytest.mark.parametrize(
-    ("axes", "words"),
-    [
-        ({"variants": ("tome", "fewer-steps")}, "fewer-steps needs the denoising steps of a pipeline"),
-        (
-            {"variants": ("first-block-cache", "fewer-steps"), "scope": "pipeline", "steps": 2},
-            "the operations of first-block-cache threshold=0.05 are not counted before it runs",
-        ),
-    ],
-)
-def test_fewer_steps_that_cannot_be_counted_say_why(measure: Measure, axes: dict, words: str) -> None:
-    fewer = measure(**axes, rounds=1)
-    (fewer,) = [record for record in fewer if record.conditions["variant"] == "fewer-steps"]
-    assert (fewer.status, words in fewer.message) == ("unavailable", True)
 
 
 def test_compiled_cells_are_compared_with_compiled_dense(

@@ -78,8 +78,8 @@ def test_generate_says_in_about_ten_lines_what_it_drew_and_writes_a_folder(folde
                 "7",
                 "--set",
                 "seed=none",
-                "--max-downsample",
-                "2",
+                "--set",
+                "max_downsample=2",
             ]
         )
         == 0
@@ -160,8 +160,8 @@ def test_every_option_of_generate_reaches_the_options(monkeypatch, folder):
     # `tokenmerge_tools.cli.generate` names the command, not its module.
     monkeypatch.setattr(import_module("tokenmerge_tools.cli.generate"), "run_generate", stop)
     arguments = (
-        "generate x --model m --out o --method tomesd --ratio 0.1 --max-downsample 4 --sx 3 --sy 4 "
-        "--no-merge-attn --merge-crossattn --merge-mlp --set scope=block --set seed=none --size 64x32 "
+        "generate x --model m --out o --method tomesd --ratio 0.1 --set merge_mlp "
+        "--set scope=block --set seed=none --size 64x32 "
         "--steps 3 --seed 4 --batch 5 --scheduler ddim "
         "--negative-prompt n --guidance 2.5 --control c.png --controlnet cn --dtype bf16 --device cpu "
         "--attention default --compile --no-compare --repeat 6"
@@ -175,11 +175,6 @@ def test_every_option_of_generate_reaches_the_options(monkeypatch, folder):
         "merging": {
             "method": "tomesd",
             "ratio": 0.1,
-            "max_downsample": 4,
-            "sx": 3,
-            "sy": 4,
-            "merge_attn": False,
-            "merge_crossattn": True,
             "merge_mlp": True,
             "scope": "block",
             "seed": "none",
@@ -239,7 +234,10 @@ def test_without_a_method_it_is_auto_or_merging_alone(folder, capsys):
 
 
 def test_inspect_as_json_is_the_report(folder, capsys):
-    assert main(["inspect", str(folder), "--method", "tome", "--merge-mlp", "--batch", "4", "--json"]) == 0
+    assert (
+        main(["inspect", str(folder), "--method", "tome", "--set", "merge_mlp", "--batch", "4", "--json"])
+        == 0
+    )
     config = ToMeConfig(merge_mlp=True)
     report = predict(load_sketch(find_model(str(folder))).denoiser, config, 16, 16, batch=4)
     told = {"method": "tome", "merging": config.to_dict(), **report.to_dict()}
@@ -250,9 +248,9 @@ def test_inspect_as_json_is_the_report(folder, capsys):
     ("options", "config"),
     [
         ((), presets.toma()),
-        (("--ratio", "0.25", "--max-downsample", "2"), presets.toma(0.25, max_downsample=2)),
+        (("--ratio", "0.25", "--set", "max_downsample=2"), presets.toma(0.25, max_downsample=2)),
         (
-            ("--no-merge-mlp", "--set", "merge_crossattn=false"),
+            ("--set", "merge_mlp=false", "--set", "merge_crossattn=false"),
             presets.toma(merge_mlp=False, merge_crossattn=False),
         ),
         (
@@ -359,7 +357,9 @@ def test_without_arguments_the_commands_are_listed(capsys):
         (["env", "--json"], "No such option: --json"),
         (["evaluate", "--save-grid", "a.png"], "No such option: --save-grid"),
         (["tune", "--min-glyphs", "1"], "No such option: --min-glyphs"),
-        (["inspect", "--sx", "3", "--set", "sx=4"], "set: sx is given twice, as 3 and as 4"),
+        (["inspect", "--set", "sx=3", "--set", "sx=4"], "set: sx is given twice, as 3 and as 4"),
+        (["inspect", "--sx", "3"], "No such option: --sx; write --set sx=VALUE."),
+        (["inspect", "--no-merge-attn"], "No such option: --no-merge-attn; write --set merge_attn=false."),
         (["generate", "x", "--method", "ca_tome", "--compile"], "leave --compile out"),
         (["paint"], "No such command 'paint'"),
     ],
@@ -431,7 +431,7 @@ def test_where_nothing_merges_the_line_says_what_to_set(folder, tmp_path, capsys
 
 
 def test_a_stride_larger_than_the_grid_is_one_line(folder, capsys):
-    assert "sx" in refused(capsys, "inspect", folder, "--sx", 99, "--method", "tome")
+    assert "sx" in refused(capsys, "inspect", folder, "--set", "sx=99", "--method", "tome")
 
 
 def test_a_missing_extra_is_one_line(capsys, monkeypatch):
@@ -483,7 +483,7 @@ def test_too_little_memory_for_the_weights_is_a_cell_of_bench(
 ):
     monkeypatch.setattr(tokenmerge_tools.bench.loaded_model, "load_pipeline", no_memory)
     out = tmp_path / "a.jsonl"
-    arguments = ["--model", str(folder), "--scope", "pipeline", "--device", "cpu", "--out", str(out)]
+    arguments = ["--model", str(folder), "--device", "cpu", "--out", str(out)]
     assert main(["bench", *arguments]) == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert {record["status"] for record in records} == {"oom"}

@@ -234,7 +234,7 @@ def test_settings_that_merge_only_at_the_size_that_they_were_found_for_are_appli
 
 def test_a_variant_that_merges_only_at_a_larger_size_than_the_model_s_own_can_be_drawn(pipe) -> None:
     config = ToMeConfig(ratio=0.5, min_tokens=pipe.unet.config.sample_size**2 + 1)
-    (spec,) = parse_variant(f"tome:min_tokens={config.min_tokens}", (0.5,), {})
+    (spec,) = parse_variant(f"tome:min_tokens={config.min_tokens}", (0.5,))
     side = 2 * tiny_pipeline.SIDE
 
     def draw(drawing) -> torch.Tensor:

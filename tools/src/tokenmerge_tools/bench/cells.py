@@ -12,19 +12,13 @@ import torch
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench.grid import BenchOptions
 from tokenmerge_tools.bench.loaded_model import ModelInfo, find_info
-from tokenmerge_tools.pipelines.settings import (
-    check_size,
-    dtype_name,
-    parse_size,
-    resolve_dtype,
-    scheduler_class_name,
-)
-from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS, VARIANTS, Variant
+from tokenmerge_tools.pipelines.settings import check_size, dtype_name, parse_size, resolve_dtype
+from tokenmerge_tools.variants.variant import DENSE, Variant
 
 # The attention of the dense run that all speed-ups are relative to.
 FUSED = "sdpa"
 # Options that all settings of a benchmark share.
-_SHARED = ("scope", "steps", "scheduler", "guidance", "seed", "rounds", "warmup")
+_SHARED = ("steps", "guidance", "seed", "rounds", "warmup")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,14 +26,12 @@ class Setting:
     """The conditions that all cells with interleaved calls share. Width and height are in pixels."""
 
     model: str
-    scope: str
     width: int
     height: int
     frames: int | None
     batch: int
     dtype: str
     steps: int
-    scheduler: str | None
     guidance: float | None
     seed: int
     rounds: int
@@ -48,16 +40,11 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One measurement at a setting: a variant, and how it runs.
-
-    For fewer steps, ``merged`` is the variant whose counted operations they have. It is None for all other
-    cells.
-    """
+    """One measurement at a setting: a variant, and how it runs."""
 
     spec: Variant
     attention: str
     compile: bool
-    merged: Variant | None = None
 
     def dense(self, attention: str | None = None) -> Cell:
         """Return the dense cell to compare with. By default, it has the same attention."""
@@ -82,11 +69,9 @@ def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Settin
     There is always a dense cell with each requested attention and one with fused attention. This separates
     the gain of fused attention from the gain of merging.
 
-    Settings are ordered so that each model is loaded once per dtype. Dense cells come first, and fewer steps
-    last. The meaning of the dtype ``"auto"`` depends on the device.
+    Settings are ordered so that each model is loaded once per dtype. Dense cells come first. The meaning of
+    the dtype ``"auto"`` depends on the device.
     """
-    if options.scheduler is not None:
-        scheduler_class_name(options.scheduler)
     dtypes = dict.fromkeys(dtype_name(resolve_dtype(dtype, device)) for dtype in options.dtype)
     settings = []
     for model in dict.fromkeys(options.model):
@@ -109,17 +94,9 @@ def _size(text: str, model: str, info: ModelInfo) -> tuple[int, int]:
 
 
 def _cells(options: BenchOptions) -> Iterable[Cell]:
-    specs = options.specs()
-    fewer_steps = [spec for spec in specs if spec.name == FEWER_STEPS]
-    applied = [spec for spec in specs if spec.name not in (DENSE, FEWER_STEPS)]
+    applied = [spec for spec in options.specs() if spec.name != DENSE]
     for compiled in dict.fromkeys(options.compile):
         for attention in dict.fromkeys((FUSED, *options.attention)):
             yield Cell(Variant(DENSE), attention, compiled)
         for attention, spec in product(dict.fromkeys(options.attention), applied):
             yield Cell(spec, attention, compiled)
-    for compiled, attention, spec in product(
-        dict.fromkeys(options.compile), dict.fromkeys(options.attention), applied if fewer_steps else ()
-    ):
-        if VARIANTS[spec.name].is_faster:
-            fewer = Variant(FEWER_STEPS, (("as", spec.label),))
-            yield Cell(fewer, attention, compiled, merged=spec)

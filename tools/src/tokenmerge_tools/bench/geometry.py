@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,30 +14,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge_tools.files import toml_parser
 from tokenmerge_tools.pipelines.loading import require_diffusers
 
-if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
-
 PREFIX = "geometry:"
-_NOISE_SCHEDULE = {
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "beta_schedule": "scaled_linear",
-    "steps_offset": 1,
-}
-_SCHEDULER_CONFIGS: dict[str, dict[str, Any]] = {
-    "PNDMScheduler": {**_NOISE_SCHEDULE, "skip_prk_steps": True},
-    "EulerDiscreteScheduler": _NOISE_SCHEDULE,
-}
-
-
-# The VAE of Stable Diffusion. The one of SDXL has the same layers.
-_CODEC = {
-    "block_out_channels": (128, 256, 512, 512),
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "layers_per_block": 2,
-    "sample_size": 512,
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,9 +24,6 @@ class Geometry:
     ``config`` has the arguments of the denoiser's class in diffusers that differ from their defaults, and
     ``depth`` names those that set the number of layers, which ``@DEPTH`` multiplies. Width and height are in
     pixels, and must be multiples of ``multiple``. ``guided``: classifier-free guidance doubles the batch.
-    ``pipeline`` is a text-to-image pipeline that can run on prompt embeddings alone; None: only the denoiser
-    can be measured. The scheduler uses the noise schedule of Stable Diffusion. ``codec`` has the arguments of
-    the pipeline's ``AutoencoderKL``.
     """
 
     title: str
@@ -60,9 +33,6 @@ class Geometry:
     multiple: int
     depth: tuple[str, ...]
     guided: bool = True
-    pipeline: str | None = None
-    scheduler: str = "PNDMScheduler"
-    codec: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(_CODEC))
 
 
 def _read_geometries() -> dict[str, Geometry]:
@@ -125,38 +95,10 @@ def depth_note(name: str) -> str:
 def build_denoiser(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int) -> nn.Module:
     """Return the denoiser with random weights, in evaluation mode."""
     diffusers = require_diffusers("a model with random weights")
-    build = getattr(diffusers, geometry.denoiser)
-    return _random(lambda: build(**geometry.config), dtype, device, seed)
-
-
-def build_pipeline(
-    geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int
-) -> DiffusionPipeline:
-    """Build the text-to-image pipeline without text encoders; it takes prompt embeddings instead."""
-    diffusers = require_diffusers("a pipeline with random weights")
-    if geometry.pipeline is None:
-        raise ConfigError(f"scope: only the denoiser of {geometry.title} can be built; use --scope denoiser")
-    codec = _random(lambda: diffusers.AutoencoderKL(**geometry.codec), dtype, device, seed)
-    codec.register_to_config(force_upcast=geometry.pipeline == "StableDiffusionXLPipeline")
-    parts: dict[str, Any] = {
-        "vae": codec,
-        "text_encoder": None,
-        "tokenizer": None,
-        "unet": build_denoiser(geometry, dtype, device, seed),
-        "scheduler": getattr(diffusers, geometry.scheduler)(**_SCHEDULER_CONFIGS[geometry.scheduler]),
-    }
-    if geometry.pipeline == "StableDiffusionXLPipeline":
-        parts |= {"text_encoder_2": None, "tokenizer_2": None, "add_watermarker": False}
-    else:
-        parts |= {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-    return getattr(diffusers, geometry.pipeline)(**parts)
-
-
-def _random(build: Callable[[], Any], dtype: torch.dtype, device: torch.device, seed: int) -> Any:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(seed)
-        model = build().eval()
+        model: Any = getattr(diffusers, geometry.denoiser)(**geometry.config).eval()
     kept = set(model._keep_in_fp32_modules or ())
     for name, parameter in model.named_parameters():
         # Some modules stay in float32, as they do when weights are loaded.

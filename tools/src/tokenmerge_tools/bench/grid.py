@@ -1,11 +1,10 @@
-"""The options of ``tokenmerge bench``, from flags, TOML files and presets."""
+"""The options of ``tokenmerge bench``, from flags and TOML files."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,29 +16,25 @@ from tokenmerge_tools.pipelines.options import option
 from tokenmerge_tools.pipelines.settings import (
     ATTENTION_HELP,
     DTYPE_CHOICES,
-    SCHEDULER_NAMES,
     attention_choice,
     check_guidance,
     parse_size,
 )
-from tokenmerge_tools.variants.variant import VARIANTS, Variant, parse_variant
+from tokenmerge_tools.variants.variant import DENSE, VARIANTS, Variant, parse_variant
 
-SCOPES = ("denoiser", "pipeline")
-_PRESETS = resources.files("tokenmerge_tools.bench") / "presets"
-
+# The variants that can be applied to a denoiser alone.
+CHOICES = tuple(name for name, kind in VARIANTS.items() if name == DENSE or kind.method is not None)
 
 _CHECKS: dict[str, Check] = {
     **dict.fromkeys(("model", "variants", "device", "about"), text),
     **dict.fromkeys(("batch", "steps", "frames", "rounds", "warmup"), integer(1)),
-    **dict.fromkeys(("max_downsample", "threads"), optional(integer(1))),
+    "threads": optional(integer(1)),
     "size": lambda name, size: parse_size(size),
     "dtype": one_of(DTYPE_CHOICES),
     "attention": attention_choice,
     "compile": switch,
     "speedup": check_speedup,
     "ratio": number("a fraction of the tokens, from 0 to 1", lambda ratio: 0 <= ratio <= 1),
-    "scope": one_of(SCOPES),
-    "scheduler": optional(text),
     "guidance": check_guidance,
     "seed": integer(0),
 }
@@ -67,7 +62,7 @@ class BenchOptions:
     variants: Annotated[
         tuple[str, ...],
         _axis(
-            f"{', '.join(VARIANTS)}; or one of them with settings of ToMeConfig, such as toma:ratio=0.6 or "
+            f"{', '.join(CHOICES)}; or one of them with settings of ToMeConfig, such as toma:ratio=0.6 or "
             "tome:proportional,scope=block,reuse.every=2. tomesd is the package of that name.",
             "--variant",
         ),
@@ -75,15 +70,7 @@ class BenchOptions:
     speedup: Annotated[tuple[float, ...], _axis("Wanted speed-up of auto.")] = (DEFAULT_SPEEDUP,)
     ratio: Annotated[tuple[float, ...], _axis("Fraction of tokens removed by the others.")] = (0.5,)
     compile: tuple[bool, ...] = (False,)
-    max_downsample: Annotated[
-        int | None, _shared("Deepest level that merges. Default: the variant's own.")
-    ] = None
-    scope: Annotated[str, _shared(f"What one call covers: {', '.join(SCOPES)}.")] = "denoiser"
     steps: Annotated[int, _shared("Denoising steps.")] = 25
-    scheduler: Annotated[
-        str | None,
-        _shared(f"{', '.join(SCHEDULER_NAMES)}, or a class name in diffusers. Default: the model's own."),
-    ] = None
     guidance: Annotated[
         float | None,
         _shared("Guidance scale; above 1, the denoiser's batch is doubled. Default: the model's own."),
@@ -107,12 +94,15 @@ class BenchOptions:
 
     def specs(self) -> list[Variant]:
         """Return the variants. One that does not set its ratio or speed-up appears once for each."""
-        defaults: dict[str, Any] = {}
-        if self.max_downsample is not None:
-            defaults["max_downsample"] = self.max_downsample
         specs: list[Variant] = []
-        for variant in self.variants:
-            specs += parse_variant(variant, self.ratio, defaults, self.speedup)
+        for text in self.variants:
+            name = text.partition(":")[0]
+            if name in VARIANTS and name not in CHOICES:
+                raise ConfigError(
+                    f"variant: expected some of {', '.join(CHOICES)}, got {name!r}, which follows the steps of "
+                    "a pipeline; tokenmerge evaluate times it"
+                )
+            specs += parse_variant(text, self.ratio, self.speedup)
         return list(dict.fromkeys(specs))
 
     @classmethod
@@ -140,23 +130,6 @@ class BenchOptions:
             raise ConfigError(f"{where}: {error}") from error
 
 
-def preset_names() -> tuple[str, ...]:
-    """Return the names of the presets.
-
-    >>> preset_names()
-    ('diffusers-docs', 'paper', 'ppdiffusers')
-    """
-    names = (file.name for file in _PRESETS.iterdir())
-    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
-
-
-def read_preset(name: str) -> dict[str, Any]:
-    """Read the values of a preset."""
-    if name not in preset_names():
-        raise ConfigError(f"preset: expected one of {', '.join(preset_names())}, got {name!r}")
-    return _toml((_PRESETS / f"{name}.toml").read_text(encoding="utf-8"), f"preset {name}")
-
-
 def read_grid(path: Path) -> dict[str, Any]:
     """Read and check the values of a grid file."""
     if path.suffix.lower() != ".toml":
@@ -166,14 +139,10 @@ def read_grid(path: Path) -> dict[str, Any]:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"grid: cannot read {path}: it is not UTF-8 text; save it as UTF-8") from error
-    values = _toml(text, str(path))
-    BenchOptions.from_dict(values, str(path))
-    return values
-
-
-def _toml(text: str, where: str) -> dict[str, Any]:
     parser = toml_parser()
     try:
-        return parser.loads(text)
+        values: dict[str, Any] = parser.loads(text)
     except (parser.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"grid: {where} is not valid TOML: {error}") from error
+        raise ConfigError(f"grid: {path} is not valid TOML: {error}") from error
+    BenchOptions.from_dict(values, str(path))
+    return values

@@ -22,7 +22,6 @@ from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
 from tokenmerge_tools.records.file import ResultsFile, UnfinishedCells
 from tokenmerge_tools.records.kinds import CellRecord, key_of
 from tokenmerge_tools.timing import interleaved, peak_memory_meaning
-from tokenmerge_tools.variants.variant import VARIANTS
 
 # A compiled cell may compile again in its second call, because its first call changed the model's state.
 _COMPILED_WARM_UP = 3
@@ -122,7 +121,7 @@ class _Benchmark:
             if cell is None or not (ready := prepared[cell]).is_finished(setting.rounds):
                 continue
             del waiting[name]
-            facts = _facts(setting, builder, ready, prepared[cell.dense()])
+            facts = _facts(builder, ready)
             if ready.failure is not None:
                 self._finish(setting, cell, ready.failure, facts)
                 continue
@@ -150,11 +149,9 @@ class _Benchmark:
         if done >= rounds:
             return
         compiled = any(ready.cell.compile for ready in cells.values())
-        has_block_caches = any(_is_block_cache(ready.cell) for ready in cells.values())
-        for turn in range(max(setting.warmup, _COMPILED_WARM_UP if compiled else 1)):
+        for _ in range(max(setting.warmup, _COMPILED_WARM_UP if compiled else 1)):
             for name, ready in cells.items():
-                counts = has_block_caches and turn == 0 and ready.report is None
-                ready.run_counted() if counts else ready.run()
+                ready.run()
                 if ready.failure is not None:
                     yield name
         every = {name: ready.run for name, ready in cells.items()}
@@ -170,7 +167,9 @@ class _Benchmark:
                 yield measured.variant
 
     def _conditions(self, setting: Setting, cell: Cell) -> dict[str, Any]:
-        return {**dataclasses.asdict(setting), **cell.conditions(), **self.machine}
+        # Records of whole pipelines, which earlier releases measured too, have another scope.
+        call = {"scope": "denoiser", "scheduler": None}
+        return {**dataclasses.asdict(setting), **call, **cell.conditions(), **self.machine}
 
     def _finish(
         self,
@@ -197,8 +196,7 @@ class _Benchmark:
         self.on_cell(CellProgress(record, len(self.records), self.total, resumed))
 
     def _load(self, setting: Setting) -> LoadedModel:
-        names = ("model", "scope", "scheduler", "guidance", "seed")
-        arguments = {name: getattr(setting, name) for name in names}
+        arguments = {name: getattr(setting, name) for name in ("model", "guidance", "seed")}
         wanted = (setting.dtype, *arguments.values())
         if self._loaded is None or self._loaded[0] != wanted:
             self._loaded = None
@@ -208,19 +206,11 @@ class _Benchmark:
         return self._loaded[1]
 
 
-def _facts(
-    setting: Setting, builder: CellBuilder, ready: PreparedCell, dense: PreparedCell
-) -> dict[str, Any]:
+def _facts(builder: CellBuilder, ready: PreparedCell) -> dict[str, Any]:
     report, config = ready.report, ready.config
     notes = list(builder.model.notes)
     facts: dict[str, Any] = {"samples": builder.samples}
-    if ready.failure is None and ready.cell.merged is not None:
-        facts["steps_used"] = ready.steps
-        notes.append(f"{ready.steps} of {setting.steps} steps")
-    elif ready.failure is None and _is_block_cache(ready.cell) and ready.flops and dense.flops:
-        facts |= {"flops_dense": dense.flops, "flops_merged": ready.flops}
-        notes.append("operations were counted in a run; they are the mean over its calls of the denoiser")
-    elif ready.failure is None and report is not None and config is not None:
+    if ready.failure is None and report is not None and config is not None:
         merged = report.flops_merged if report.flops_mean is None else report.flops_mean
         facts |= {"config": config.to_dict(), "kept_bytes": report.kept_bytes}
         facts |= {"flops_dense": report.flops_dense, "flops_merged": merged}
@@ -228,11 +218,6 @@ def _facts(
         if ready.calls > 1:
             notes.append(f"the mean over the {ready.calls} calls of a generation, since their cost differs")
     return {**facts, "notes": notes}
-
-
-def _is_block_cache(cell: Cell) -> bool:
-    kind = VARIANTS[cell.spec.name]
-    return kind.is_faster and kind.method is None
 
 
 def _with_dense(cells: Iterable[Cell]) -> list[Cell]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import tokenmerge
+from tokenmerge.config import SETTINGS
 from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.comfyui import install as folder
 from tokenmerge_tools.cli.bench import bench
@@ -78,9 +79,8 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
     ),
     bench: (
         "bench --size 512 --size 768 --speedup 2",
-        "bench --model owner/name --scope pipeline --variant tome",
+        "bench --model owner/name --variant tome --variant todo",
         "bench --variant todo --variant toma:ratio=0.6 --variant tome:scope=block,reuse.every=2",
-        "bench --preset paper --dtype fp32",
         "bench --grid my-grid.toml -o results.jsonl",
     ),
     evaluate: (
@@ -98,7 +98,7 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
     export: (
         "export emoji-unet --to onnx -o exported",
         "export owner/name --to openvino --size 768 --ratio 0.6 -o exported",
-        "export ./sdxl --to onnx --method tome --max-downsample 2 -o exported",
+        "export ./sdxl --to onnx --method tome --set max_downsample=2 -o exported",
         "export ./lcm --to openvino --guidance 1 --ratio 0 -o exported",
     ),
     report: ("report outputs/bench.jsonl -o report.html",),
@@ -128,6 +128,18 @@ def _tokenmerge(
     pass
 
 
+def _setting_of(option: str) -> str:
+    """Return the text after ``--set`` that stands for an option; empty: it is no setting.
+
+    >>> _setting_of("--sx"), _setting_of("--no-merge-attn"), _setting_of("--speed")
+    ('sx=VALUE', 'merge_attn=false', '')
+    """
+    name = option.lstrip("-").replace("-", "_")
+    if name.removeprefix("no_") in SETTINGS:
+        return f"{name.removeprefix('no_')}={'false' if name.startswith('no_') else 'VALUE'}"
+    return ""
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code.
 
@@ -145,6 +157,8 @@ def run(arguments: Sequence[str]) -> int:
         message = error.format_message()
         if message.startswith("Missing") and (wanted := getattr(error.param, "help", None)):
             message = f"{message.rstrip('.')}: {wanted}"
+        if setting := _setting_of(getattr(error, "option_name", "")):
+            message = f"No such option: {error.option_name}; write --set {setting}."
         raise ConfigError(f"{message} See: {place} --help") from error
     except typer.Abort as error:
         raise KeyboardInterrupt from error

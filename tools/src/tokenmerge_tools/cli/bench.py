@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench.geometry import PREFIX
-from tokenmerge_tools.bench.grid import BenchOptions, preset_names, read_grid, read_preset
+from tokenmerge_tools.bench.grid import BenchOptions, read_grid
 from tokenmerge_tools.bench.runner import CellProgress, run_grid
 from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
@@ -22,10 +21,9 @@ from tokenmerge_tools.reporting.tables import call_name, measured_tables, times,
 
 @takes(BenchOptions, all_optional=True)
 def bench(
-    preset: Annotated[
-        str | None, typer.Option(help=f"Repeat a published table: {', '.join(preset_names())}.")
+    grid: Annotated[
+        Path | None, typer.Option(help="TOML file with the axes and settings; flags override single values.")
     ] = None,
-    grid: Annotated[Path | None, typer.Option(help="TOML file with the axes and settings.")] = None,
     out: Annotated[
         Path,
         typer.Option("--out", "-o", help="Results file, one JSON line per cell; continued if it exists."),
@@ -43,19 +41,16 @@ def bench(
         option("Settings", "Use torch.compile, also for dense. Default: no.", "--compile/--no-compile"),
     ] = None,
 ) -> None:
-    """Measure time and memory of dense and merged runs over a grid of settings.
+    """Measure time and memory of the denoiser, dense and merged, over a grid of settings.
 
     A cell is one variant at one setting. The calls of all cells of a setting are interleaved, and each cell
     reports its median and quartiles. A cell that runs out of memory is marked, and the benchmark continues.
-    To continue after Ctrl-C or a kill, run the same command again. The defaults below apply if neither a
-    preset nor a grid file is given.
+    To continue after Ctrl-C or a kill, run the same command again. The defaults below apply to what a grid
+    file does not set. tokenmerge evaluate times whole pictures.
     """
     if compile is not None:
         given["compile"] = compile
-    if preset is not None and grid is not None:
-        raise ConfigError("preset, grid: give only one of them; flags override single values")
-    values = read_preset(preset) if preset is not None else read_grid(grid) if grid is not None else {}
-    values |= given
+    values = ({} if grid is None else read_grid(grid)) | given
     options = BenchOptions.from_dict(values, where="bench")
     quiet_libraries("tokenmerge bench")
     if settings:
@@ -82,7 +77,7 @@ def bench(
 def _rule_instead(file: Path, options: BenchOptions) -> float | None:
     """Return the speed-up of the default method if any cell is of another kind than the file is for."""
     found = [
-        rule_instead(file, name, size, options.steps, options.scheduler, options.guidance)
+        rule_instead(file, name, size, options.steps, guidance=options.guidance)
         for name in options.model
         # Settings are never found for a geometry or a part of a model.
         if not name.startswith(PREFIX) and "@" not in name

@@ -96,24 +96,6 @@ def merging(
             parser="number",
         ),
     ] = None,
-    max_downsample: Annotated[
-        int | None,
-        _merging("Deepest level that merges: 1, 2, 4 or 8. Default: the method's own.", parser="integer"),
-    ] = None,
-    sx: Annotated[
-        int | None,
-        _merging("Width in tokens of the cells with one destination each.", "--sx", parser="integer"),
-    ] = None,
-    sy: Annotated[int | None, _merging("Height in tokens of these cells.", "--sy", parser="integer")] = None,
-    merge_attn: Annotated[
-        bool | None, _merging("Merge around self-attention.", "--merge-attn/--no-merge-attn")
-    ] = None,
-    merge_crossattn: Annotated[
-        bool | None, _merging("Merge around cross-attention too.", "--merge-crossattn/--no-merge-crossattn")
-    ] = None,
-    merge_mlp: Annotated[
-        bool | None, _merging("Merge around the feed-forward layer too.", "--merge-mlp/--no-merge-mlp")
-    ] = None,
     settings: Annotated[
         list[str] | None,
         _merging(
@@ -126,9 +108,8 @@ def merging(
     settings_file: SettingsFile = None,
 ) -> MethodSpec:
     """Make a method with changed settings from the options."""
-    given = dict(locals())  # every option by its name
-    del given["method"], given["settings"], given["settings_file"]
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    changes = {SPEEDUP: speedup, "ratio": ratio}
+    changes = {name: value for name, value in changes.items() if value is not None}
     for text in settings or ():
         try:
             name, value = read_setting(text)

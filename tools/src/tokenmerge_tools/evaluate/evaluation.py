@@ -89,9 +89,6 @@ class EvaluateOptions(PipelineOptions):
     ] = ("auto", "tome", "fewer-steps")
     speedup: Annotated[tuple[float, ...], _compared("Wanted speed-up of auto.")] = (1.5, 2.0, 3.0)
     ratio: Annotated[tuple[float, ...], _compared("Fraction of tokens removed by the others.")] = (0.25, 0.5)
-    max_downsample: Annotated[
-        int | None, _compared("Deepest level that merges. Default: the variant's own.", parser="integer")
-    ] = None
     metrics: Annotated[
         tuple[str, ...],
         _compared(
@@ -159,7 +156,7 @@ class EvaluateOptions(PipelineOptions):
 
     def specs(self) -> list[Variant]:
         """Return the variants. Fewer steps count as one, however many variants they are compared with."""
-        return parse_variants(self.variants, self.ratio, self.max_downsample, self.speedup)
+        return parse_variants(self.variants, self.ratio, self.speedup)
 
     def wanted(self) -> list[Wanted]:
         """Return the metrics, including the retrieval of glyphs for the built-in prompts."""
@@ -262,11 +259,8 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
     )
 
 
-def parse_variants(
-    texts: Sequence[str], ratios: Sequence[float], max_downsample: int | None, speedups: Sequence[float]
-) -> list[Variant]:
+def parse_variants(texts: Sequence[str], ratios: Sequence[float], speedups: Sequence[float]) -> list[Variant]:
     """Read the variants to compare with dense, in order and each once."""
-    defaults = {} if max_downsample is None else {"max_downsample": max_downsample}
     specs: list[Variant] = []
     for text in texts:
         name = text.partition(":")[0]
@@ -274,7 +268,7 @@ def parse_variants(
             raise ConfigError(f"variant: expected some of {', '.join(CHOICES)}, got {name!r}")
         if name != EVERY_RIVAL and (missing := VARIANTS[name].missing()):
             raise ConfigError(f"variant {name}: {missing}; or leave it out")
-        specs += parse_variant(text, ratios, defaults, speedups)
+        specs += parse_variant(text, ratios, speedups)
     found = list(dict.fromkeys(spec for spec in specs if spec.name != DENSE))
     if FEWER_STEPS in [spec.name for spec in found] and len(found) == 1:
         raise ConfigError("variant: fewer-steps needs a merged variant to compare with; give one too")

@@ -14,6 +14,7 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.handle import RecordedPlan
 from tokenmerge.report import Report
+from tokenmerge_tools.pipelines.loading import denoiser_of
 from tokenmerge_tools.variants.generation import as_before
 
 TOMESD_SETTINGS = (
@@ -23,7 +24,7 @@ TOMESD_SETTINGS = (
 
 
 @contextlib.contextmanager
-def dense(model: nn.Module, config: None) -> Iterator[None]:
+def dense(model: object, config: None) -> Iterator[None]:
     """Leave the model as it is."""
     yield
 
@@ -49,8 +50,9 @@ def within_tolerance(model: object, speedup: float, min_psnr: float) -> Iterator
 
 
 @contextlib.contextmanager
-def tomesd(model: nn.Module, config: ToMeConfig) -> Iterator[None]:
+def tomesd(pipe_or_model: Any, config: ToMeConfig) -> Iterator[None]:
     """Merge tokens with the package tomesd."""
+    model = pipe_or_model if isinstance(pipe_or_model, nn.Module) else denoiser_of(pipe_or_model)
     original: Any = importlib.import_module("tomesd")
     settings = {name: value for name, value in config.to_dict().items() if name in TOMESD_SETTINGS}
     settings["use_rand"] = settings.pop("seed") is not None

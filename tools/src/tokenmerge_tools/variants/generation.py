@@ -135,7 +135,9 @@ def _subclass(cls: type, methods: dict[str, Any]) -> Any:
 def check_pipeline(name: str, pipe: object) -> None:
     """Raise a ConfigError if a rival that follows the denoising steps gets only a denoiser."""
     if isinstance(pipe, nn.Module):
-        raise ConfigError(f"{name} needs the denoising steps of a pipeline; use --scope pipeline")
+        raise ConfigError(
+            f"{name} needs the denoising steps of a pipeline; give a pipeline, not its denoiser"
+        )
 
 
 def sample_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -20,9 +20,8 @@ class VariantKind:
 
     ``apply`` makes a context manager from (model, configuration), which yields the patch of a method of this
     package, and leaves the model as it was. ``method`` is the one in :data:`METHODS` whose settings it has,
-    if any, and ``takes`` names those that it accepts. ``of_pipeline``: it is applied to the whole pipeline,
-    if there is one. ``is_faster``: it draws in less time, and is compared with fewer steps. ``package`` is
-    what pip has to install.
+    if any, and ``takes`` names those that it accepts. ``is_faster``: it draws in less time, and is compared
+    with fewer steps. ``package`` is what pip has to install.
 
     A variant without a method may have a ``number`` that makes it faster, by name and documented default,
     its ``ladder`` of values from weak to strong, and ``options``, by name, each with an example value of its
@@ -31,7 +30,6 @@ class VariantKind:
 
     apply: Callable[..., AbstractContextManager[Any]]
     method: str | None = None
-    of_pipeline: bool = False
     is_faster: bool = False
     package: str | None = None
     takes: Collection[str] = SETTINGS
@@ -47,7 +45,7 @@ class VariantKind:
         return f"{name} is not installed; run: pip install {self.package}"
 
 
-_rival = partial(VariantKind, of_pipeline=True, is_faster=True)
+_rival = partial(VariantKind, is_faster=True)
 
 
 def _cache(settings: Callable[..., Any], name: str, apply: str, **needs: Any) -> Callable[..., VariantKind]:

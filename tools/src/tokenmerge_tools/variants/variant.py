@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
-
 from tokenmerge.config import SETTINGS, ToMeConfig, flat
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.method_spec import (
@@ -23,7 +21,6 @@ from tokenmerge_tools.method_spec import (
     as_plain,
     read_setting,
 )
-from tokenmerge_tools.pipelines.loading import denoiser_of
 from tokenmerge_tools.records.kinds import variant_label
 from tokenmerge_tools.variants import contexts
 from tokenmerge_tools.variants.rivals import RIVALS, VariantKind
@@ -37,9 +34,9 @@ _COMMA = re.compile(r",(?=\s*[A-Za-z_])")
 
 VARIANTS = {
     DENSE: VariantKind(contexts.dense),
-    AUTO: VariantKind(contexts.tokenmerge, AUTO, of_pipeline=True, is_faster=True, takes=OF_AUTO),
+    AUTO: VariantKind(contexts.tokenmerge, AUTO, is_faster=True, takes=OF_AUTO),
     **{
-        method: VariantKind(contexts.tokenmerge, method, of_pipeline=True, is_faster=True)
+        method: VariantKind(contexts.tokenmerge, method, is_faster=True)
         for method in METHODS
         if method != AUTO and method not in RIVALS
     },
@@ -79,8 +76,7 @@ class Variant:
         """Apply the variant to a pipeline or a denoiser within the context."""
         variant = VARIANTS[self.name]
         own = {} if variant.number is None else dict(self.settings)
-        whole = variant.of_pipeline or isinstance(pipe_or_model, nn.Module)
-        return variant.apply(pipe_or_model if whole else denoiser_of(pipe_or_model), config, **own)
+        return variant.apply(pipe_or_model, config, **own)
 
     def config(self, pipe_or_model: object = None, **generation: Any) -> ToMeConfig | None:
         """Return the configuration; None for a variant without settings. See :meth:`MethodSpec.config`."""
@@ -88,24 +84,21 @@ class Variant:
 
 
 def parse_variant(
-    text: str,
-    ratios: Sequence[float],
-    defaults: Mapping[str, Any],
-    speedups: Sequence[float] = (DEFAULT_SPEEDUP,),
+    text: str, ratios: Sequence[float], speedups: Sequence[float] = (DEFAULT_SPEEDUP,)
 ) -> list[Variant]:
     """Read ``NAME`` or ``NAME:SETTING=VALUE,…``, with settings as :func:`read_setting` reads them.
 
     There is one variant for each ratio, or of ``auto`` for each speed-up, unless the text sets one or the
-    planner ignores it. ``defaults`` has values of settings that the text does not set. ``RIVAL:all`` is a
-    rival with each value of its ladder, and ``rivals`` or ``rivals:all`` every rival.
+    planner ignores it. ``RIVAL:all`` is a rival with each value of its ladder, and ``rivals`` or
+    ``rivals:all`` every rival.
 
-    >>> [spec.label for spec in parse_variant("tome:merge_mlp", [0.25, 0.5], {})]
+    >>> [spec.label for spec in parse_variant("tome:merge_mlp", [0.25, 0.5])]
     ['tome ratio=0.25 merge_mlp', 'tome ratio=0.5 merge_mlp']
     """
     name, _, rest = text.partition(":")
     if name == EVERY_RIVAL and rest in ("", EVERY_SETTING):
         every = [f"{one}:{rest}" if RIVALS[one].ladder else one for one in RIVALS]
-        return [spec for one in every for spec in parse_variant(one, ratios, defaults, speedups)]
+        return [spec for one in every for spec in parse_variant(one, ratios, speedups)]
     if name not in VARIANTS:
         raise ConfigError(f"variant: expected one of {', '.join(VARIANTS)}, got {name!r}")
     variant = VARIANTS[name]
@@ -119,7 +112,7 @@ def parse_variant(
         return [Variant(name)]
     try:
         items = [read_setting(item, variant.takes) for item in _COMMA.split(rest.rstrip(", ")) if item]
-        given = {**defaults, **dict(items)}
+        given = dict(items)
         method = MethodSpec(variant.method)
         own = flat(vars(ToMeConfig() if method.needs_model else method.config()))
         amount, amounts = (SPEEDUP, speedups) if method.needs_model else ("ratio", ratios)
