@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 from diffusers import StableDiffusionPipeline
@@ -12,7 +13,7 @@ from PIL import Image
 from tokenmerge.config import ToMeConfig
 from tokenmerge_tools.tune import rounds, runner
 from tokenmerge_tools.tune.plans import SearchedPlan
-from tokenmerge_tools.tune.rounds import CannotRunError, Failed, Outcome, Rounds
+from tokenmerge_tools.tune.rounds import CannotRunError, Rounds
 from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS, Variant
 
 DENSE_SECONDS = 10.0
@@ -44,13 +45,17 @@ class MadeUp(Rounds):
         return closeness(plan.runs, item)
 
     def draw(
-        self, item: int, chosen: Mapping[str, Variant], configs: Mapping[str, ToMeConfig]
-    ) -> Iterator[Outcome | Failed]:
+        self,
+        item: int,
+        chosen: Mapping[str, Variant],
+        configs: Mapping[str, ToMeConfig],
+        on_failure: Callable[[str, str], None],
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
         self._save(Variant(DENSE), item, 0)
         for name, one in chosen.items():
             self._note(name, item)
             if name in MadeUp.failing:
-                yield Failed(name, "it is made to fail")
+                on_failure(name, "it is made to fail")
                 continue
             psnr = 10.0 + item % 3
             if name in configs:
@@ -60,7 +65,8 @@ class MadeUp(Rounds):
                 )
             self._save(one, item, zlib.crc32(name.encode()) % 100)
             seconds = DENSE_SECONDS / (1.5 if one.name == FEWER_STEPS else 2.0)
-            yield Outcome(name, seconds, DENSE_SECONDS, seconds, {"psnr": psnr, "ssim": 0.9})
+            times = {"seconds": seconds, "dense_seconds": DENSE_SECONDS, "cost": seconds}
+            yield name, {**times, "metrics": {"psnr": psnr, "ssim": 0.9}}
 
     def _note(self, name: str, item: int) -> None:
         if MadeUp.stop is not None and len(MadeUp.drawn) >= MadeUp.stop[0]:

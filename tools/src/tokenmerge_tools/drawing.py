@@ -125,32 +125,16 @@ class Studio:
                 f"{reason_of(error)}; check the files of the model and the options"
             ) from error
 
-    def rounds(
-        self,
-        calls: Mapping[str, PipelineCall],
-        repeat: int = 1,
-        on_error: Callable[[str, Exception], None] | None = None,
-    ) -> Iterator[Drawing]:
-        """Draw and time interleaved calls, and yield each at once.
-
-        ``on_error`` gets the name and the error of a call that fails, and the round goes on; None: the error
-        is raised.
-        """
+    def rounds(self, calls: Mapping[str, PipelineCall], repeat: int = 1) -> Iterator[Drawing]:
+        """Draw and time interleaved calls, and yield each at once."""
         drawn: dict[str, list[Any]] = {}
 
         def run(name: str) -> None:
-            drawn.pop(name, None)
-            try:
-                drawn[name] = self.draw(name, calls[name])
-            except Exception as error:
-                if on_error is None:
-                    raise
-                on_error(name, error)
+            drawn[name] = self.draw(name, calls[name])
 
         runs = {name: partial(run, name) for name in calls}
         for timed in interleaved(runs, repeat, self.pipes[DENSE].device):
-            if timed.variant in drawn:
-                yield Drawing(timed.variant, timed.seconds, timed.peak_bytes, drawn[timed.variant])
+            yield Drawing(timed.variant, timed.seconds, timed.peak_bytes, drawn[timed.variant])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections import Counter
@@ -16,8 +17,8 @@ from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge_tools.drawing import Studio
 from tokenmerge_tools.tune import runner
 from tokenmerge_tools.tune.plans import SearchedPlan, starts
-from tokenmerge_tools.tune.result import python_lines, tuned_table, verdict, write_result
-from tokenmerge_tools.tune.rounds import CannotRunError, Outcome, Rounds
+from tokenmerge_tools.tune.result import tuned_table, verdict, write_result
+from tokenmerge_tools.tune.rounds import CannotRunError, Rounds
 from tokenmerge_tools.tune.runner import tune, variant_of
 from tokenmerge_tools.variants.variant import FEWER_STEPS, Variant, parse_variant
 
@@ -175,7 +176,8 @@ def test_a_plan_that_is_no_closer_on_other_prompts_is_not_chosen(made_up, option
         dataclasses.replace(look, value=30.0 + (look.name == search.rule.name) + look.item % 2)
         for look in search.looks
     ]
-    behind = dataclasses.replace(search, looks=looks)
+    behind = copy.copy(search)
+    behind.looks = looks
     assert behind.chosen == behind.rule
     assert "which is no gain; the file has the plan of the default method" in verdict(behind)
     write_result(behind)
@@ -203,7 +205,6 @@ def test_the_file_has_the_plan_and_its_signature(finished) -> None:
     assert {"plan:", "dense"} <= {word.strip(",") for line in lines for word in line.split()}
     for name in ("tuned-worst.png", "tuned.jsonl"):
         assert (out.parent / name).stat().st_size > 0
-    assert python_lines(search) == f"tokenmerge.apply_token_merging(pipe, {str(out)!r})"
 
 
 def test_the_table_shows_the_plan_the_rule_and_what_is_compared(finished) -> None:
@@ -271,12 +272,11 @@ def test_a_real_studio_is_unchanged_by_what_it_draws(studio: Rounds) -> None:
     plan = SearchedPlan(ToMeConfig(ratio=0.5), "MMfMfM")
     few = Variant(FEWER_STEPS, (("steps", 1),))
     drawn = {plan.name: variant_of(plan.config), few.label: few}
-    found = list(studio.draw(1, drawn, {plan.name: plan.config}))
-    assert [type(one) for one in found] == [Outcome, Outcome]
-    assert [one.name for one in found] == [plan.name, few.label]
+    found = dict(studio.draw(1, drawn, {plan.name: plan.config}, pytest.fail))
+    assert list(found) == [plan.name, few.label]
     assert [type(module) for module in studio.denoiser.modules()] == types
     # Merging and fewer steps change the picture. Equal pictures would have 100 dB.
-    assert all(one.metrics["psnr"] < 100 for one in found)
+    assert all(one["metrics"]["psnr"] < 100 for one in found.values())
 
 
 def test_final_latents_are_closer_where_more_steps_are_complete(studio: Rounds) -> None:

@@ -95,14 +95,14 @@ class BenchOptions:
     def specs(self) -> list[Variant]:
         """Return the variants. One that does not set its ratio or speed-up appears once for each."""
         specs: list[Variant] = []
-        for text in self.variants:
-            name = text.partition(":")[0]
+        for wanted in self.variants:
+            name = wanted.partition(":")[0]
             if name in VARIANTS and name not in CHOICES:
                 raise ConfigError(
-                    f"variant: expected some of {', '.join(CHOICES)}, got {name!r}, which follows the steps of "
-                    "a pipeline; tokenmerge evaluate times it"
+                    f"variant: expected some of {', '.join(CHOICES)}, got {name!r}, which follows the steps "
+                    "of a pipeline; tokenmerge evaluate times it"
                 )
-            specs += parse_variant(text, self.ratio, self.speedup)
+            specs += parse_variant(wanted, self.ratio, self.speedup)
         return list(dict.fromkeys(specs))
 
     @classmethod

@@ -15,7 +15,7 @@ from tokenmerge_tools.cli.arguments import takes
 from tokenmerge_tools.pipelines.loading import quiet_libraries
 from tokenmerge_tools.pipelines.options import option
 from tokenmerge_tools.tune.options import TuneOptions, parse_seconds
-from tokenmerge_tools.tune.result import python_lines, tuned_table, verdict, write_result
+from tokenmerge_tools.tune.result import tuned_table, verdict, write_result
 from tokenmerge_tools.tune.runner import TuneProgress
 from tokenmerge_tools.tune.runner import tune as run_tune
 
@@ -53,7 +53,7 @@ def tune(
         verdict(search),
         *written,
         f"records: {options.records}",
-        f"in Python: {python_lines(search)}",
+        f"in Python: tokenmerge.apply_token_merging(pipe, {str(options.out)!r})",
     )
     if not search.complete:
         raise KeyboardInterrupt

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,6 @@ def write_result(search: Search) -> list[str]:
         worst = out.with_name(f"{out.stem}-worst.png")
         lines.append(f"worst prompt, dense and merged: {worst} ({_write_worst(search, worst)})")
     return lines
-
-
-def python_lines(search: Search) -> str:
-    """Return the line of Python that applies the plan."""
-    return f"tokenmerge.apply_token_merging(pipe, {str(search.options.out)!r})"
 
 
 def verdict(search: Search) -> str:
@@ -76,7 +70,7 @@ def tuned_table(search: Search) -> Table:
     )
     named[search.chosen.name] += ", chosen"
     rows = []
-    for name in dict.fromkeys((search.chosen.name, *counted, *search.variants)):
+    for name in dict.fromkeys((search.chosen.name, *counted, *search.variants())):
         one = found.get(name)
         if one is None and name not in counted:
             continue
@@ -139,7 +133,7 @@ def _write_worst(search: Search, path: Path) -> str:
     worst = min(own, key=lambda look: sign * look.value)
     item, store = search.evaluation.items[worst.item], search.evaluation.store
     dense = store.open(Variant(DENSE), item)
-    merged = store.open(search.variants[chosen], item)
+    merged = store.open(search.variants()[chosen], item)
     gain = difference_gain(dense, merged)
     value = f"{metric} {worst.value:.4g}"
     columns = [
@@ -149,5 +143,5 @@ def _write_worst(search: Search, path: Path) -> str:
     ]
     caption = f"{item.prompt.text} · seed {item.seed} · {value}"
     sheet = sample_sheet(columns, [([dense, merged, difference(dense, merged, gain)], caption)])
-    write_atomically(path, partial(sheet.save))
+    write_atomically(path, sheet.save)
     return f"{item.prompt.text!r}, seed {item.seed}, {value}"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import torch
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import TokenMergingError, why
 from tokenmerge_tools.closeness import snr
-from tokenmerge_tools.drawing import Studio
+from tokenmerge_tools.drawing import Drawing, Studio
 from tokenmerge_tools.evaluate.evaluation import Evaluation
 from tokenmerge_tools.evaluate.metrics import Metrics
 from tokenmerge_tools.evaluate.picture_store import CONTINUES
@@ -34,28 +33,6 @@ if TYPE_CHECKING:
 _PLAN = "plan"
 # PSNR of a picture that equals dense in every pixel, instead of infinity, so that means stay finite.
 _EQUAL = 100.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """One picture of one plan, with the value of each metric.
-
-    ``cost`` is the wall-clock time since the previous picture of the round. The first one includes dense.
-    """
-
-    name: str
-    seconds: float
-    dense_seconds: float
-    cost: float
-    metrics: Mapping[str, float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Failed:
-    """A plan that cannot run on this model or machine."""
-
-    name: str
-    reason: str
 
 
 class CannotRunError(TokenMergingError):
@@ -117,57 +94,52 @@ class Rounds:
         return self.call.of_pictures([what.prompt.text], [what.seed])
 
     def draw(
-        self, item: int, chosen: Mapping[str, Variant], configs: Mapping[str, ToMeConfig]
-    ) -> Iterator[Outcome | Failed]:
-        """Draw dense, then each variant, and yield each result as soon as it is measured.
+        self,
+        item: int,
+        chosen: Mapping[str, Variant],
+        configs: Mapping[str, ToMeConfig],
+        on_failure: Callable[[str, str], None],
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Draw dense, then each variant, and yield its name and what its record has, at once.
 
-        ``configs`` has the settings of those that have some.
+        The ``cost`` is the wall-clock time since the previous picture; that of the first includes dense.
+        ``configs`` has the settings of those that have some. ``on_failure`` gets the name and the reason of a
+        variant that cannot run.
         """
-        what = self.evaluation.items[item]
-        call = self._call(item)
-        drawn = {DENSE: Variant(DENSE), **chosen}
-        failed: list[Failed] = []
-
-        def fail(name: str, error: Exception) -> None:
-            if name == DENSE:
-                raise error
-            failed.append(Failed(name, _reason(error)))
-
-        began, calls = time.perf_counter(), {}
-        dense_seconds: float = math.nan
-        dense: Any = None
+        began, call = time.perf_counter(), self._call(item)
         with Studio(self.pipe) as studio:
-            for name, one in drawn.items():
+            dense = self._timed(studio, DENSE, call)
+            self._write(Variant(DENSE), item, dense)
+            for name, one in chosen.items():
                 try:
-                    if name != DENSE:
-                        studio.add(name, partial(one.apply, config=configs.get(name)))
-                    self._warm_up(studio, name, call.with_steps(one.steps(self.steps)))
-                    calls[name] = call.with_steps(one.steps(self.steps))
+                    studio.add(name, partial(one.apply, config=configs.get(name)))
+                    found = self._timed(studio, name, call.with_steps(one.steps(self.steps)))
                 except Exception as error:
-                    fail(name, error)
-            for found in studio.rounds(calls, on_error=fail):
-                name, (picture,) = found.variant, found.pictures
-                path = self.evaluation.store.picture(drawn[name], what)
-                write_atomically(path, picture.save, advice=CONTINUES)
-                if name == DENSE:
-                    dense_seconds, dense = found.seconds, picture
+                    on_failure(name, _reason(error))
                     continue
-                values = self._measure(picture, dense, what.prompt.text)
+                self._write(one, item, found)
+                metrics = self._measure(item, found.pictures, dense.pictures)
                 now = time.perf_counter()
-                yield Outcome(name, found.seconds, dense_seconds, now - began, values)
+                times = {"seconds": found.seconds, "dense_seconds": dense.seconds, "cost": now - began}
+                yield name, {**times, "metrics": metrics}
                 began = now
-        yield from failed
         free_memory()
 
-    def _warm_up(self, studio: Studio, name: str, call: PipelineCall) -> None:
+    def _timed(self, studio: Studio, name: str, call: PipelineCall) -> Drawing:
         if name not in self._warm and (name == DENSE or self.pipe.device.type != "cpu"):
             studio.warm_up(name, call)
         self._warm.add(name)
+        (found,) = studio.rounds({name: call})
+        return found
 
-    def _measure(self, picture: Image, dense: Image, prompt: str) -> dict[str, float]:
-        found = {}
+    def _write(self, variant: Variant, item: int, drawing: Drawing) -> None:
+        path = self.evaluation.store.picture(variant, self.evaluation.items[item])
+        write_atomically(path, drawing.pictures[0].save, advice=CONTINUES)
+
+    def _measure(self, item: int, pictures: list[Image], dense: list[Image]) -> dict[str, float]:
+        prompts, found = [self.evaluation.items[item].prompt.text], {}
         for metric in self.metrics.of_pictures:
-            value = float(metric.measure([picture], [dense], [prompt])[0])
+            value = float(metric.measure(pictures, dense, prompts)[0])
             found[metric.name] = min(value, _EQUAL) if metric.name == "psnr" else value
         return {name: value for name, value in found.items() if math.isfinite(value)}
 

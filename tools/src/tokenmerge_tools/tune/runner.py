@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -12,7 +13,7 @@ from tokenmerge.default_method import DefaultMethod, schedule_ends_clean
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import Facts, speedup_of
-from tokenmerge_tools.evaluate.evaluation import Evaluation, plan_evaluation
+from tokenmerge_tools.evaluate.evaluation import plan_evaluation
 from tokenmerge_tools.evaluate.metrics import load_metrics
 from tokenmerge_tools.files import prepare_folder
 from tokenmerge_tools.pipelines.loading import require_diffusers
@@ -22,7 +23,7 @@ from tokenmerge_tools.records.kinds import TuneRecord, key_of
 from tokenmerge_tools.tune.measurements import Look, gain, look_of
 from tokenmerge_tools.tune.options import TuneOptions
 from tokenmerge_tools.tune.plans import Budget, SearchedPlan, neighbours, starts
-from tokenmerge_tools.tune.rounds import CannotRunError, Failed, Rounds
+from tokenmerge_tools.tune.rounds import CannotRunError, Rounds
 from tokenmerge_tools.tune.search import search
 from tokenmerge_tools.variants.variant import FEWER_STEPS, VARIANTS, Variant
 
@@ -52,58 +53,6 @@ class TuneProgress:
     best: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """A search that is over (``complete``), or was interrupted.
-
-    Attributes:
-        options: what was asked for.
-        evaluation: the pictures of the check.
-        rule: the plan of the default method.
-        best: the plan that was closest in the search; it may be the rule's.
-        counted: the speed-ups of both by counted operations, in this order.
-        snr: closeness in dB of the final latents, by plan and item, from all runs.
-        looks: the timed pictures of the check.
-        variants: what was drawn in the check, by name.
-        tried: number of plans that were compared with the rule's.
-        was_search: whether there was time to look beyond the plans that a search begins with.
-        enough: seconds in which a search is worth its while here.
-        found_for: the kind of generation.
-        complete: whether it ended by itself.
-    """
-
-    options: TuneOptions
-    evaluation: Evaluation
-    rule: SearchedPlan
-    best: SearchedPlan
-    counted: tuple[float, float]
-    snr: Mapping[tuple[str, int], float]
-    looks: Sequence[Look]
-    variants: Mapping[str, Variant]
-    tried: int
-    was_search: bool
-    enough: float
-    found_for: FoundFor
-    complete: bool
-
-    @property
-    def gain(self) -> tuple[float, float] | None:
-        """How much closer the best plan is than the rule's on the prompts of the check, with its error."""
-        return gain(self.looks, self.best.name, self.rule.name, self.options.metric_name)
-
-    @property
-    def chosen(self) -> SearchedPlan:
-        """The best plan, unless the check says that it is not closer than the rule's by a standard error."""
-        found = self.gain
-        is_closer = found is None or (found[0] > 0 and not (found[0] < found[1] < math.inf))
-        return self.best if is_closer else self.rule
-
-    @property
-    def reaches(self) -> bool:
-        """Whether the wanted speed-up can be reached, by counted operations."""
-        return self.counted[0] >= self.options.speedup
-
-
 def tune(
     options: TuneOptions,
     on_progress: Callable[[TuneProgress], None] = lambda progress: None,
@@ -126,17 +75,22 @@ def tune(
     with ResultsFile(options.records, TuneRecord) as file:
         for note in file.notes:
             on_note(note)
-        run = _Searching(options, Rounds(options, evaluation, metrics, device), file, on_progress, on_note)
-        try:
-            run.search()
-            run.check()
-        except KeyboardInterrupt:
-            return run.result(complete=False)
-        return run.result(complete=True)
+        found = Search(options, Rounds(options, evaluation, metrics, device), file, on_progress, on_note)
+        with contextlib.suppress(KeyboardInterrupt):
+            found.find()
+            found.check()
+            found.complete = True
+        return found
 
 
-class _Searching:
-    """One search, and its measurements so far."""
+class Search:
+    """One search, and its measurements so far.
+
+    ``rule`` is the plan of the default method, ``best`` the plan that is closest in the search. ``snr`` has
+    the closeness in dB of the final latents, by plan and item, and ``looks`` the timed pictures of the check.
+    ``was_search``: there was time to look beyond the plans that a search begins with, and ``enough`` are the
+    seconds in which a search is worth its while here. ``complete``: it ended by itself.
+    """
 
     def __init__(
         self,
@@ -148,7 +102,7 @@ class _Searching:
     ) -> None:
         self.options, self.rounds, self.file = options, rounds, file
         self.on_progress, self.on_note = on_progress, on_note
-        evaluation = rounds.evaluation
+        self.evaluation = evaluation = rounds.evaluation
         # The key has the metric's network, but not the budget and the speed-up: others reuse all pictures.
         conditions = key_of({**evaluation.store.conditions, "metrics": dict(rounds.metrics.networks)})
         texts = [f"{item.prompt.text}, seed {item.seed}" for item in evaluation.items]
@@ -170,11 +124,45 @@ class _Searching:
                 "raise --size or --steps"
             )
         self.failed: set[str] = set()
-        self.tried: set[str] = set()
-        self.was_search = False
+        self.compared: set[str] = set()
+        self.was_search = self.complete = False
         self.enough = math.inf
 
-    def search(self) -> None:
+    @property
+    def counted(self) -> tuple[float, float]:
+        """The speed-ups of the rule's plan and the best one by counted operations."""
+        return self.speedup, self.budget.counted(self.best)
+
+    @property
+    def tried(self) -> int:
+        """Number of plans that were compared with the rule's."""
+        return len(self.compared - {self.rule.name})
+
+    @property
+    def gain(self) -> tuple[float, float] | None:
+        """How much closer the best plan is than the rule's on the prompts of the check, with its error."""
+        return gain(self.looks, self.best.name, self.rule.name, self.options.metric_name)
+
+    @property
+    def chosen(self) -> SearchedPlan:
+        """The best plan, unless the check says that it is not closer than the rule's by a standard error."""
+        found = self.gain
+        is_closer = found is None or (found[0] > 0 and not (found[0] < found[1] < math.inf))
+        return self.best if is_closer else self.rule
+
+    @property
+    def reaches(self) -> bool:
+        """Whether the wanted speed-up can be reached, by counted operations."""
+        return self.speedup >= self.options.speedup
+
+    @property
+    def found_for(self) -> FoundFor:
+        """The kind of generation."""
+        rounds = self.rounds
+        names = type(rounds.denoiser).__name__, type(rounds.pipe.scheduler).__name__
+        return FoundFor(names[0], *rounds.latent, self.options.steps, names[1], rounds.call.guidance)
+
+    def find(self) -> None:
         """Search by final latents until no neighbour is left, or the time for it is spent."""
         self._announce(self.dense_seconds)
         try:
@@ -198,48 +186,18 @@ class _Searching:
         configs = {plan.name: plan.config for plan in (self.best, self.rule)}
         for item in range(first, self.options.items):
             done = {look.name for look in self.looks if look.item == item}
-            wanted = {name: one for name, one in self._variants(item == first).items() if name not in done}
-            wanted = {name: one for name, one in wanted.items() if name not in self.failed}
+            drawn = self.variants(with_rivals=item == first)
+            wanted = {name: one for name, one in drawn.items() if name not in done | self.failed}
             if not wanted or (item > first and self.spent >= self.options.within):
                 continue
             self._say(f"check on prompt {item - first + 1} of {self.options.checked}")
-            for found in self.rounds.draw(item, wanted, configs):
-                if not isinstance(found, Failed) and self.options.metric_name not in found.metrics:
-                    found = Failed(found.name, f"its picture has no finite {self.options.metric_name}")
-                if isinstance(found, Failed):
-                    self._fail(found.name, found.reason)
+            for name, values in self.rounds.draw(item, wanted, configs, self._fail):
+                if self.options.metric_name not in values["metrics"]:
+                    self._fail(name, f"its picture has no finite {self.options.metric_name}")
                     continue
-                values = {name: getattr(found, name) for name in ("seconds", "dense_seconds", "cost")}
-                values["metrics"] = dict(found.metrics)
-                record = self._append("look", found.name, item, values)
+                record = self._append("look", name, item, values)
                 self.looks.append(look_of(record, self.options.metric_name))
-                self.spent += found.cost
-
-    def result(self, complete: bool) -> Search:
-        """Return the search so far."""
-        rounds = self.rounds
-        found_for = FoundFor(
-            type(rounds.denoiser).__name__,
-            *rounds.latent,
-            self.options.steps,
-            type(rounds.pipe.scheduler).__name__,
-            rounds.call.guidance,
-        )
-        return Search(
-            self.options,
-            rounds.evaluation,
-            self.rule,
-            self.best,
-            (self.speedup, self.budget.counted(self.best)),
-            self.snr,
-            self.looks,
-            self._variants(with_rivals=True),
-            len(self.tried - {self.rule.name}),
-            self.was_search,
-            self.enough,
-            found_for,
-            complete,
-        )
+                self.spent += values["cost"]
 
     def _facts(self, records: Sequence[TuneRecord]) -> Facts:
         """Return the facts of the generation. What was measured for them in an earlier run holds on."""
@@ -309,10 +267,10 @@ class _Searching:
             self._append("plan", plan.name, item, {"snr": found, "seconds": seconds})
             self.snr[plan.name, item] = found
             self.spent += seconds
-        self.tried.add(plan.name)
+        self.compared.add(plan.name)
         return self.snr[plan.name, item]
 
-    def _variants(self, with_rivals: bool) -> dict[str, Variant]:
+    def variants(self, with_rivals: bool = True) -> dict[str, Variant]:
         """Return what the check draws: the best plan and the rule's, fewer steps, and block caches."""
         found = {plan.name: variant_of(plan.config) for plan in (self.best, self.rule)}
         steps = math.floor(self.options.steps / self.speedup)
