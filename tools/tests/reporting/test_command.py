@@ -26,23 +26,17 @@ def write(path: Path, *cells: Record) -> Path:
     return path
 
 
-def test_a_page_comes_with_markdown(tmp_path: Path) -> None:
+def test_a_page_has_everything_in_one_file(tmp_path: Path) -> None:
     out = tmp_path / "new" / "report.html"
     result = run(write_all(tmp_path / "results"), "-o", out)
     assert result.exit_code == 0, result.output
-    assert sorted(file.name for file in out.parent.iterdir()) == ["report.html", "report.md"]
+    assert sorted(file.name for file in out.parent.iterdir()) == ["report.html"]
     page = out.read_text(encoding="utf-8")
     assert EVIL not in page
     assert page.count("<script>") == 1
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "https://" not in page
     assert page.count('type="range"') == 6
-
-
-def test_markdown_alone(tmp_path: Path) -> None:
-    out = tmp_path / "out" / "report.md"
-    assert run(write(tmp_path / "results.jsonl", cell()), "-o", out).exit_code == 0
-    assert [file.name for file in out.parent.iterdir()] == [out.name]
 
 
 def test_a_folder_with_records_of_every_command_is_reported(tmp_path: Path) -> None:
@@ -52,7 +46,7 @@ def test_a_folder_with_records_of_every_command_is_reported(tmp_path: Path) -> N
     values = {"seconds": 1.0, "dense_seconds": 1.0, "cost": 1.0, "metrics": {}}
     look = TuneRecord(conditions="{}", about="look", name="dense", item=0, values=values)
     write(folder / "tuned.jsonl", look, look)
-    result = run(folder, "-o", tmp_path / "report.md")
+    result = run(folder, "-o", tmp_path / "report.html")
     assert result.exit_code == 0, result.output
     assert "tuned.jsonl: 2 measurements of tokenmerge tune, whose result is in its own files" in result.stderr
 
@@ -71,20 +65,20 @@ def test_timed_calls_of_unfinished_cells_are_no_results(tmp_path: Path) -> None:
     folder.mkdir()
     file = write(folder / "bench.jsonl", cell())
     UnfinishedCells(file).add("a cell of a run that was killed", (1.0, None))
-    result = run(folder, "-o", tmp_path / "with.md")
+    result = run(folder, "-o", tmp_path / "with.html")
     assert result.exit_code == 0, result.output
     assert "note:" not in result.stderr
-    assert run(file, "-o", tmp_path / "without.md").exit_code == 0
-    assert (tmp_path / "with.md").read_bytes() == (tmp_path / "without.md").read_bytes()
+    assert run(file, "-o", tmp_path / "without.html").exit_code == 0
+    assert (tmp_path / "with.html").read_bytes() == (tmp_path / "without.html").read_bytes()
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["a.jsonl", "-o", "report.pdf"], "expected a file ending in .html, .md, got report.pdf"),
+        (["a.jsonl", "-o", "report.pdf"], "expected a file ending in .html, got report.pdf"),
         (["missing.jsonl"], "cannot read missing.jsonl"),
         ([], "none given"),
-        (["a.jsonl", "-o", "report.csv"], "expected a file ending in .html, .md, got report.csv"),
+        (["a.jsonl", "-o", "report.csv"], "expected a file ending in .html, got report.csv"),
     ],
 )
 def test_bad_input_is_named(

@@ -17,8 +17,7 @@ import pytest
 from tools.tests.reporting.made import EVIL, write_all
 
 from tokenmerge_tools.records.file import read_results
-from tokenmerge_tools.reporting.content import TITLE, content_of
-from tokenmerge_tools.reporting.render import as_html
+from tokenmerge_tools.reporting.page import TITLE, as_html, content_of
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [

@@ -12,9 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from tools.tests.reporting.made import grid_of_cells, quality
 
 from tokenmerge_tools.records.file import read_results
-from tokenmerge_tools.reporting import render
-from tokenmerge_tools.reporting.content import content_of
+from tokenmerge_tools.reporting import page as report
 from tokenmerge_tools.reporting.curves import Chart, Line, charts
+from tokenmerge_tools.reporting.page import as_html, content_of
 from tokenmerge_tools.reporting.plots import draw, figure_of
 
 ROOT = Path(__file__).parents[3]
@@ -79,8 +79,8 @@ def test_the_page_of_the_records_in_this_repository_is_small(monkeypatch: pytest
             drawn.append(draw(chart))
         return drawn[-1]
 
-    monkeypatch.setattr(render, "draw", some)
-    page = render.as_html(content_of(read_results([ROOT / "benchmarks" / "results"])))
+    monkeypatch.setattr(report, "draw", some)
+    page = as_html(content_of(read_results([ROOT / "benchmarks" / "results"])))
     assert len(drawn) > 5
     assert len(page.encode()) < 3e6
 

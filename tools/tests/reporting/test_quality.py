@@ -18,8 +18,8 @@ from tokenmerge_tools.records.kinds import (
     cell_of_pictures,
     metric_names,
 )
-from tokenmerge_tools.reporting.content import content_of
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, charts
+from tokenmerge_tools.reporting.page import content_of
 
 TOME = QualityRecord(
     model="m",

@@ -9,10 +9,9 @@ from tools.tests.reporting.made import EVIL, cell, grid_of_cells, quality, write
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.records.file import Results, read_results
 from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, SampleRecord
-from tokenmerge_tools.reporting.content import content_of
 from tokenmerge_tools.reporting.curves import Chart, Line, charts
+from tokenmerge_tools.reporting.page import content_of
 from tokenmerge_tools.reporting.plots import draw
-from tokenmerge_tools.reporting.render import as_markdown
 from tokenmerge_tools.reporting.tables import Table, measured_tables
 
 
@@ -122,14 +121,6 @@ def test_a_chart_is_the_same_bytes_each_time_and_takes_any_text() -> None:
     chart = Chart(f"a $x^$ {EVIL}", "PSNR", "speed-up", (line,))
     assert draw(chart) == draw(chart)
     assert "<script>" not in draw(chart)
-
-
-def test_markdown_shows_text_as_it_is() -> None:
-    text = as_markdown(content_of(Results(tuple(grid_of_cells()), tuple(quality()), (), (EVIL,))))
-    assert "<script>" not in text.replace("\\<script\\>", "")
-    for line in text.splitlines():
-        if line.startswith("|"):
-            assert line.replace("\\|", "").endswith("|")
 
 
 def test_conditions_are_given_once_for_each_machine() -> None:

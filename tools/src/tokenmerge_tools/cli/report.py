@@ -13,10 +13,7 @@ import typer
 from tokenmerge.errors import ConfigError, TokenMergingError, reason_of
 from tokenmerge_tools.files import write_text
 from tokenmerge_tools.records.file import read_results
-from tokenmerge_tools.reporting.content import content_of
-from tokenmerge_tools.reporting.render import as_html, as_markdown
-
-_FORMATS = (".html", ".md")
+from tokenmerge_tools.reporting.page import as_html, content_of
 
 
 def report(
@@ -25,30 +22,22 @@ def report(
     ] = None,
     out: Annotated[
         Path,
-        typer.Option(
-            "--out",
-            "-o",
-            help="The report. For a .html file, a .md file is written too; a .md file is written alone.",
-        ),
+        typer.Option("--out", "-o", help="The page, a .html file."),
     ] = Path("outputs/report.html"),
 ) -> None:
-    """Make tables, plots and pictures from results, as an HTML page and Markdown.
+    """Make an HTML page with tables, plots and pictures from results.
 
     The page needs no network and no other file.
     """
-    if out.suffix not in _FORMATS:
-        raise ConfigError(f"out: expected a file ending in {', '.join(_FORMATS)}, got {out}")
-    texts = {}
+    if out.suffix != ".html":
+        raise ConfigError(f"out: expected a file ending in .html, got {out}")
     with _strange_values():
         content = content_of(read_results(results or []))
-        if out.suffix == ".html":
-            texts[out] = as_html(content)
-        texts[out.with_suffix(".md")] = as_markdown(content)
+        page = as_html(content)
     for note in content.notes:
         print(f"note: {note}", file=sys.stderr)
-    for path, text in texts.items():
-        write_text(path, text)
-        print(path)
+    write_text(out, page)
+    print(out)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The content of a report, which is the same for every format."""
+"""The page of a report: its content, and the HTML."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import base64
 import dataclasses
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, MissingExtraError
 from tokenmerge_tools.files import check_regular
 from tokenmerge_tools.records.file import Results, Sample
 from tokenmerge_tools.records.kinds import CellRecord, QualityRecord
-from tokenmerge_tools.reporting.curves import Chart, charts, notes_on_charts
+from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart, charts, notes_on_charts
+from tokenmerge_tools.reporting.plots import draw
 from tokenmerge_tools.reporting.price_tables import fastest_table, price_tables, summary
 from tokenmerge_tools.reporting.quality_tables import quality_tables, where_drawn
 from tokenmerge_tools.reporting.tables import Table, measured_tables, what_of, where_of
@@ -135,6 +137,62 @@ def _last(by_age: Sequence[R], name: Callable[[R], Hashable], what: str) -> tupl
     older = len(by_age) - len(found)
     said = f"{older} older {what} are left out; newer ones differ only in {', '.join(sorted(differs))}"
     return list(found.values()), [said] if older else []
+
+
+def as_html(content: Content) -> str:
+    """Write the page, which contains all pictures, plots, styles and scripts."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise MissingExtraError(
+            "tokenmerge-tools[plots]", needed_by="the page of tokenmerge report needs Jinja2"
+        ) from error
+    # autoescape, because prompts and names can contain any text.
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    text = (resources.files("tokenmerge_tools.reporting") / "page.html.j2").read_text(encoding="utf-8")
+    drawn = [(chart, svg_address(draw(chart))) for chart in content.charts]
+    sections = (
+        ("measured", "Measured", content.measured),
+        ("quality", "Closeness to dense", content.quality),
+    )
+    prices = [
+        (table, [(c.title, a) for c, a in drawn if c.title == AGAINST_CLOSENESS + table.title])
+        for table in content.prices
+    ]
+    return environment.from_string(text).render(
+        title=TITLE,
+        summary=content.summary,
+        fastest=content.fastest,
+        prices=prices,
+        sections=[(anchor, name, *_shared_notes(tables)) for anchor, name, tables in sections if tables],
+        samples=_by_prompt(content.samples),
+        conditions=content.conditions,
+        notes=content.notes,
+    )
+
+
+def _shared_notes(tables: Sequence[Table]) -> tuple[list[str], list[Table]]:
+    """Return notes that all tables of a section have, and the tables without them."""
+    first, *others = tables
+    shared = [note for note in first.notes if others and all(note in table.notes for table in others)]
+    kept = [
+        dataclasses.replace(table, notes=tuple(note for note in table.notes if note not in shared))
+        for table in tables
+    ]
+    return shared, kept
+
+
+def _by_prompt(samples: Sequence[Sample]) -> list[tuple[str, list[dict[str, Any]]]]:
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for sample in samples:
+        pair = {
+            "label": sample.record.label,
+            "seed": sample.record.seed,
+            "dense": data_address(sample.dense),
+            "image": data_address(sample.image),
+        }
+        rows.setdefault(sample.record.prompt, []).append(pair)
+    return list(rows.items())
 
 
 def data_address(path: Path) -> str:
