@@ -232,37 +232,31 @@ def test_a_file_and_a_method_contradict_each_other(model, tuned) -> None:
     assert "leave out --method sito" in str(error)
 
 
-@pytest.mark.parametrize("name", ["bench", "evaluate"])
-def test_bench_and_evaluate_take_a_file_as_a_variant(name, model, tuned, monkeypatch) -> None:
-    module = importlib.import_module(f"tokenmerge_tools.cli.{name}")
+def test_evaluate_takes_a_file_as_a_variant(model, tuned, monkeypatch) -> None:
+    module = importlib.import_module("tokenmerge_tools.cli.evaluate")
     seen = []
 
     def stop(options: object, *arguments: object, **named: object) -> None:
         seen.append(options.variants)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "run_grid" if name == "bench" else "run_evaluate", stop)
-    given = [name, "--model", model, "--settings", tuned, "--steps", 8]
-    given += ["--prompts", tuned] if name == "evaluate" else []
+    monkeypatch.setattr(module, "run_evaluate", stop)
+    given = ["evaluate", "--model", model, "--settings", tuned, "--steps", 8, "--prompts", tuned]
     result = call(*given)
     assert seen == [("tome:ratio=0.25,proportional=True",)], result.output
     assert "found for 4 steps, not 8" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["bench", "evaluate"])
-def test_bench_and_evaluate_take_the_default_method_where_a_plan_is_for_others(
-    name, model, plan, monkeypatch
-) -> None:
-    module = importlib.import_module(f"tokenmerge_tools.cli.{name}")
+def test_evaluate_takes_the_default_method_where_a_plan_is_for_others(model, plan, monkeypatch) -> None:
+    module = importlib.import_module("tokenmerge_tools.cli.evaluate")
     seen = []
 
     def stop(options: object, *arguments: object, **named: object) -> None:
         seen.append(options.variants)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "run_grid" if name == "bench" else "run_evaluate", stop)
-    given = [name, "--model", model, "--settings", plan]
-    given += ["--prompts", plan] if name == "evaluate" else []
+    monkeypatch.setattr(module, "run_evaluate", stop)
+    given = ["evaluate", "--model", model, "--settings", plan, "--prompts", plan]
     for steps in (4, 8):
         call(*given, "--steps", steps)
     assert seen == [

@@ -7,12 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenmerge_tools.bench.geometry import PREFIX
 from tokenmerge_tools.bench.grid import BenchOptions, read_grid
 from tokenmerge_tools.bench.runner import CellProgress, run_grid
 from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
-from tokenmerge_tools.cli.merging import rule_instead, variant_of_file
 from tokenmerge_tools.pipelines.loading import quiet_libraries
 from tokenmerge_tools.pipelines.options import option
 from tokenmerge_tools.records.kinds import CellRecord
@@ -30,12 +28,6 @@ def bench(
     ] = Path("outputs/bench.jsonl"),
     *,
     given: dict[str, Any],
-    settings: Annotated[
-        list[Path] | None,
-        option(
-            "Axes", "File of settings, such as that of tokenmerge tune, as another variant. May be repeated."
-        ),
-    ] = None,
     compile: Annotated[
         bool | None,
         option("Settings", "Use torch.compile, also for dense. Default: no.", "--compile/--no-compile"),
@@ -53,10 +45,6 @@ def bench(
     values = ({} if grid is None else read_grid(grid)) | given
     options = BenchOptions.from_dict(values, where="bench")
     quiet_libraries("tokenmerge bench")
-    if settings:
-        own = [variant_of_file(file, _rule_instead(file, options)) for file in settings]
-        values["variants"] = (*given.get("variants", ()), *own)
-        options = BenchOptions.from_dict(values, where="bench")
     done: list[CellRecord] = []
 
     def cell_is_done(progress: CellProgress) -> None:
@@ -72,18 +60,6 @@ def bench(
         for table in measured_tables(done):
             terminal.show(table)
     terminal.say(f"{len(done)} cells are in {out}; next: tokenmerge report {out}")
-
-
-def _rule_instead(file: Path, options: BenchOptions) -> float | None:
-    """Return the speed-up of the default method if any cell is of another kind than the file is for."""
-    found = [
-        rule_instead(file, name, size, options.steps, guidance=options.guidance)
-        for name in options.model
-        # Settings are never found for a geometry or a part of a model.
-        if not name.startswith(PREFIX) and "@" not in name
-        for size in options.size or (None,)
-    ]
-    return next((speedup for speedup in found if speedup is not None), None)
 
 
 def _line(progress: CellProgress) -> str:

@@ -17,7 +17,6 @@ _MOTION = (
     "videos: metrics of pictures are means over the frames; motion: 0 for a frozen video, 1 for as much "
     "motion as dense; motion-error: 0 for the same motion as dense"
 )
-_GLYPHS = "glyphs: share of the pictures that show the emoji that the prompt names"
 _COUNTED = "counted: dense operations over those of the variant; those of other packages are counted in runs"
 _ERRORS = "± standard error of the mean over the pictures"
 # What a picture costs: the header, and how it is written.
@@ -82,7 +81,6 @@ def _table(records: Sequence[QualityRecord]) -> Table:
         *[_SPEEDUP] * timed,
         *[_COUNTED] * ("counted" in costs),
         *[_ERRORS] * any(record.errors for record in records),
-        *[_GLYPHS] * ("glyphs" in metrics),
         *[_MOTION] * ("motion" in metrics),
     ]
     notes += once((note for record in records for note in record.notes), [r.label for r in records])
