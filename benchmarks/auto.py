@@ -30,7 +30,7 @@ from tokenmerge import ToMeConfig, presets
 from tokenmerge.default_method import settings_for
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge_tools.bench.geometry import build_denoiser, find_geometry
-from tokenmerge_tools.bench.inputs import Inputs, InputSize, example_inputs
+from tokenmerge_tools.bench.loaded_model import Inputs, InputSize, example_inputs
 from tokenmerge_tools.variants.caches import deepcache
 
 Seconds = Callable[[], float]  # of one call

@@ -35,7 +35,7 @@ import tokenmerge
 from tokenmerge.api import token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge_tools.bench.geometry import PREFIX, build_denoiser, find_geometry
-from tokenmerge_tools.bench.inputs import InputSize, example_inputs
+from tokenmerge_tools.bench.loaded_model import InputSize, example_inputs
 from tokenmerge_tools.export import export_denoiser
 from tokenmerge_tools.export.first_call import DenoiserCall
 from tokenmerge_tools.export.formats import FORMATS

@@ -249,7 +249,7 @@ class Loop:
     def __init__(self, run: Run, name: str, model: Any, height: int, width: int, frames: int = 1) -> None:
         import diffusers
 
-        from tokenmerge_tools.bench.inputs import InputSize, example_inputs
+        from tokenmerge_tools.bench.loaded_model import InputSize, example_inputs
 
         is_unet = hasattr(model, "down_blocks")
         # These schedulers do not wait for the device, so that only token merging could.

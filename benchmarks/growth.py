@@ -23,7 +23,7 @@ from tokenmerge.config import GUIDED_PLANNERS
 from tokenmerge.ops import merge, shared_features, unmerge
 from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge_tools.bench.geometry import build_denoiser, find_geometry
-from tokenmerge_tools.bench.inputs import InputSize, example_inputs
+from tokenmerge_tools.bench.loaded_model import InputSize, example_inputs
 
 BLOCKS, CHANNELS, FACTOR = 5, 320, 8  # of the top level; pixels per latent
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser, depth_note, find_geometry
-from tokenmerge_tools.bench.inputs import InputSize, example_inputs
-from tokenmerge_tools.bench.loaded_model import load_model
+from tokenmerge_tools.bench.loaded_model import InputSize, example_inputs, load_model
 from tokenmerge_tools.failures import Failure, is_out_of_memory
 from tokenmerge_tools.pipelines.loading import shared_copy
 from tokenmerge_tools.variants import contexts

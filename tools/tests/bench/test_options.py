@@ -12,8 +12,7 @@ from torch import nn
 from tokenmerge import PlanSharing, StepReuse, ToMeConfig, presets
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench import loaded_model
-from tokenmerge_tools.bench.cells import plan_cells
-from tokenmerge_tools.bench.grid import BenchOptions, read_grid
+from tokenmerge_tools.bench.grid import BenchOptions, plan_cells, read_grid
 from tokenmerge_tools.pipelines.meta_model import ModelSketch
 from tokenmerge_tools.variants.variant import FEWER_STEPS, VARIANTS, Variant, parse_variant
 

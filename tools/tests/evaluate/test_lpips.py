@@ -11,8 +11,8 @@ from tools.tests.evaluate.conftest import picture
 from torchmetrics.functional.image import lpips as theirs
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.evaluate.lpips import Distance, Lpips
 from tokenmerge_tools.evaluate.metrics import load_metrics, parse_metrics
+from tokenmerge_tools.evaluate.networks import Distance, Lpips
 from tokenmerge_tools.sheets import as_tensor
 
 FILE = "alexnet-owt-7be5be79.pth"

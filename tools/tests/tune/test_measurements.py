@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tokenmerge_tools.tune.measurements import Look, estimates, gain
+from tokenmerge_tools.tune.rounds import Look, estimates, gain
 
 
 def look(name: str, item: int, value: float, seconds: float = 5.0) -> Look:

@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_map_only
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import Report, predict
-from tokenmerge_tools.bench.cells import Cell, Setting
-from tokenmerge_tools.bench.inputs import InputSize, example_inputs
-from tokenmerge_tools.bench.loaded_model import LoadedModel
+from tokenmerge_tools.bench.grid import Cell, Setting
+from tokenmerge_tools.bench.loaded_model import InputSize, LoadedModel, example_inputs
 from tokenmerge_tools.failures import Failure
 from tokenmerge_tools.method_spec import check_compile
 from tokenmerge_tools.pipelines.loading import free_memory, shared_copy

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from tokenmerge_tools.bench.cells import FUSED, Cell, Setting, plan_cells
-from tokenmerge_tools.bench.grid import BenchOptions
+from tokenmerge_tools.bench.grid import FUSED, BenchOptions, Cell, Setting, plan_cells
 from tokenmerge_tools.bench.loaded_model import LoadedModel, load_model
 from tokenmerge_tools.bench.prepare import CellBuilder, PreparedCell, compile_cache
 from tokenmerge_tools.failures import Failure

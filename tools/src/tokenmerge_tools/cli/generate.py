@@ -10,7 +10,7 @@ import typer
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
-from tokenmerge_tools.generate.like import options_like
+from tokenmerge_tools.generate.parameters import options_like
 from tokenmerge_tools.generate.run import generate as run_generate
 from tokenmerge_tools.pipelines.loading import quiet_libraries
 from tokenmerge_tools.pipelines.options import GenerateOptions

@@ -14,8 +14,7 @@ from torch import Tensor
 from tokenmerge.errors import ConfigError, MissingExtraError
 from tokenmerge_tools.closeness import motion, motion_error, psnr, ssim
 from tokenmerge_tools.evaluate.distances import DISTANCES, INCEPTION, Inception, Network
-from tokenmerge_tools.evaluate.lpips import Lpips
-from tokenmerge_tools.evaluate.networks import Clip, Reward, Vision
+from tokenmerge_tools.evaluate.networks import Clip, Lpips, Reward, Vision
 from tokenmerge_tools.files import is_folder
 from tokenmerge_tools.sheets import as_tensor
 

@@ -1,14 +1,20 @@
-"""Trained networks that compute features of pictures and texts."""
+"""Trained networks: features of pictures and texts, rewards, and LPIPS on AlexNet in plain PyTorch.
+
+The LPIPS of torchmetrics needs torchvision.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import pickle
 from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenmerge.errors import ConfigError, reason_of
 
@@ -98,3 +104,104 @@ def loading(what: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ConfigError(f"cannot load {what} ({reason_of(error)})") from error
+
+
+# Mean and standard deviation of the colours of ImageNet, for values in [-1, 1].
+_MEAN, _STD = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
+
+
+# The convolutional part of AlexNet, with the layers of the file of weights: the layers whose outputs
+# are compared, and their numbers of channels.
+_COMPARED = (1, 4, 7, 9, 11)
+_CHANNELS = (64, 192, 384, 256, 256)
+_WEIGHTS = "https://download.pytorch.org/models/alexnet-owt-7be5be79.pth"
+
+
+def _alexnet() -> list[nn.Module]:
+    return [
+        *(nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(), nn.Conv2d(384, 256, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU()),
+    ]
+
+
+class Distance(nn.Module):
+    """LPIPS (Zhang et al. 2018, arXiv 1801.03924, equation 1) on a network with any weights.
+
+    The features of some layers are scaled to unit length at each position. Their squared differences are
+    weighted by channel, averaged over the positions, and summed over the layers.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(*_alexnet())
+        self.weights = nn.ParameterList(map(torch.ones, _CHANNELS))
+        self.register_buffer("mean", torch.tensor(_MEAN)[:, None, None])
+        self.register_buffer("std", torch.tensor(_STD)[:, None, None])
+        self.requires_grad_(False)
+
+    def forward(self, images: Tensor, reference: Tensor) -> Tensor:
+        """Return the distances [b] between two batches [b, 3, h, w] with values in [0, 1]."""
+        pairs = zip(self._unit_features(images), self._unit_features(reference), strict=True)
+        distances = [
+            ((x - y).square() * weight[:, None, None]).sum(dim=1).mean(dim=(1, 2))
+            for (x, y), weight in zip(pairs, self.weights, strict=True)
+        ]
+        return torch.stack(distances).sum(dim=0)
+
+    def _unit_features(self, images: Tensor) -> list[Tensor]:
+        x, found = (2 * images - 1 - self.mean) / self.std, []
+        for index, layer in enumerate(self.features):
+            x = layer(x)
+            if index in _COMPARED:
+                # The published weights were trained with this constant.
+                found.append(x / (x.square().sum(dim=1, keepdim=True) + 1e-8).sqrt())
+        return found
+
+
+class Lpips:
+    """LPIPS with its published weights on AlexNet, ``"alex"``.
+
+    The weights of the channels come with torchmetrics. Those of AlexNet are downloaded once, into the folder
+    of ``torch.hub``.
+    """
+
+    def __init__(self, backbone: str = "alex") -> None:
+        if backbone != "alex":
+            raise ConfigError(f"expected the network alex, got {backbone!r}")
+        self.net = Distance()
+        _load_trained(self.net.features)
+        file = resources.files("torchmetrics") / "functional" / "image" / "lpips_models" / "alex.pth"
+        with resources.as_file(file) as path:
+            published = torch.load(path, map_location="cpu", weights_only=True)
+        for index, weight in enumerate(self.net.weights):
+            weight.copy_(published[f"lin{index}.model.1.weight"].flatten())
+
+    def to(self, device: torch.device) -> None:
+        """Move its weights."""
+        self.net.to(device)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, reference: Tensor) -> Tensor:
+        """Return the distances [b] between two batches [b, 3, h, w] with values in [0, 1]."""
+        device = self.net.mean.device
+        distances: Tensor = self.net(images.to(device), reference.to(device))
+        return distances.float().cpu()
+
+
+def _load_trained(features: nn.Module) -> None:
+    try:
+        trained = torch.hub.load_state_dict_from_url(
+            _WEIGHTS, map_location="cpu", progress=False, check_hash=True, weights_only=True
+        )
+        features.load_state_dict({name: trained[f"features.{name}"] for name in features.state_dict()})
+    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        folder = Path(torch.hub.get_dir()) / "checkpoints"
+        raise ConfigError(
+            f"cannot load its weights ({reason_of(error)}); without internet access, save {_WEIGHTS} in "
+            f"{folder}"
+        ) from error

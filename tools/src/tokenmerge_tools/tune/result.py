@@ -11,7 +11,7 @@ from tokenmerge_tools.files import write_atomically, write_json
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER
 from tokenmerge_tools.reporting.tables import Table, TableRow, times
 from tokenmerge_tools.sheets import difference, difference_gain, sample_sheet
-from tokenmerge_tools.tune.measurements import estimates
+from tokenmerge_tools.tune.rounds import estimates
 from tokenmerge_tools.tune.runner import Search
 from tokenmerge_tools.variants.variant import DENSE, Variant
 

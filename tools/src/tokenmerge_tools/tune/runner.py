@@ -20,10 +20,9 @@ from tokenmerge_tools.pipelines.loading import require_diffusers
 from tokenmerge_tools.pipelines.settings import resolve_device
 from tokenmerge_tools.records.file import ResultsFile
 from tokenmerge_tools.records.kinds import TuneRecord, key_of
-from tokenmerge_tools.tune.measurements import gain, look_of
 from tokenmerge_tools.tune.options import TuneOptions
 from tokenmerge_tools.tune.plans import Budget, SearchedPlan, neighbours, starts
-from tokenmerge_tools.tune.rounds import CannotRunError, Rounds
+from tokenmerge_tools.tune.rounds import CannotRunError, Rounds, gain, look_of
 from tokenmerge_tools.tune.search import search
 from tokenmerge_tools.variants.variant import FEWER_STEPS, VARIANTS, Variant
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenmerge.config import SETTINGS
 from tokenmerge_tools.variants import caches, contexts, formulas
-from tokenmerge_tools.variants.cache_dit import cache_dit
+from tokenmerge_tools.variants.caches import cache_dit
 
 
 @dataclasses.dataclass(frozen=True)
