@@ -4,11 +4,9 @@ The denoiser has the geometry of a well-known model and random weights, so that 
 exported once for each ratio and engine, and PyTorch runs the same loop for the reference. Both are kept in a
 folder. Then each engine runs in a process of its own: it loads its models, calls each once without timing,
 and runs their loops with interleaved steps. Every loop adds a line to the record, and a run that was stopped
-continues with the unfinished round. `--check` also compares each merged loop with PyTorch, which uses the
-plans of the exported model in every step. The differences are in the record of every loop that is measured
-later.
+continues with the unfinished round.
 
-    python benchmarks/exported.py --only-export --check                # once, and slow
+    python benchmarks/exported.py --only-export                        # once, and slow
     python benchmarks/exported.py --out benchmarks/exported_cpu.jsonl  # while the machine does nothing else
     python benchmarks/exported.py --out benchmarks/exported_cpu.jsonl --table
 """
@@ -39,8 +37,7 @@ from tokenmerge_tools.bench.loaded_model import InputSize, example_inputs
 from tokenmerge_tools.export import export_denoiser
 from tokenmerge_tools.export.first_call import DenoiserCall
 from tokenmerge_tools.export.formats import FORMATS
-from tokenmerge_tools.export.plans import TakenPlans
-from tokenmerge_tools.export.run import LARGEST_GAP, settings_of
+from tokenmerge_tools.export.run import settings_of
 from tokenmerge_tools.machine import environment, source_commit
 from tokenmerge_tools.method_spec import MethodSpec, merging_alone
 
@@ -65,11 +62,9 @@ def main() -> None:
     parser.add_argument(
         "--only-export", action="store_true", help="write the exports and references, and stop"
     )
-    parser.add_argument("--check", action="store_true", help="also compare with PyTorch on the same plans")
     parser.add_argument("--table", action="store_true", help="print the table of the record and stop")
     parser.add_argument("--reference", type=float, metavar="RATIO", help=argparse.SUPPRESS)
     parser.add_argument("--export-one", nargs=2, metavar=("ENGINE", "RATIO"), help=argparse.SUPPRESS)
-    parser.add_argument("--check-one", nargs=2, metavar=("ENGINE", "RATIO"), help=argparse.SUPPRESS)
     parser.add_argument("--measure", metavar="ENGINE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.table:
@@ -78,8 +73,6 @@ def main() -> None:
         return write_reference(options, options.reference)
     if options.export_one:
         return export_one(options, options.export_one[0], float(options.export_one[1]))
-    if options.check_one:
-        return check_one(options, options.check_one[0], float(options.check_one[1]))
     if options.measure:
         return measure(options, options.measure)
 
@@ -90,8 +83,6 @@ def main() -> None:
         for ratio in options.ratio:
             if not folder_of(options, engine, ratio).exists():
                 child("--export-one", engine, str(ratio))
-            if options.check and ratio and not check_file(options, engine, ratio).exists():
-                child("--check-one", engine, str(ratio))
     if options.only_export:
         return
     for engine in options.engine:
@@ -114,12 +105,6 @@ def reference_file(options: argparse.Namespace, ratio: float) -> Path:
     """Return the file with the results of PyTorch's loop, one for each step, and the text embedding."""
     folder = folder_of(options, PYTORCH, ratio)
     return folder.with_name(f"{folder.name}-{options.steps}-steps.npz")
-
-
-def check_file(options: argparse.Namespace, engine: str, ratio: float) -> Path:
-    """Return the file with the difference of each step of a loop from PyTorch with the same plans."""
-    folder = folder_of(options, engine, ratio)
-    return folder.with_name(f"{folder.name}-{options.steps}-steps-same-plans.json")
 
 
 def make_call(options: argparse.Namespace) -> DenoiserCall:
@@ -148,44 +133,6 @@ def export_one(options: argparse.Namespace, engine: str, ratio: float) -> None:
         f"difference {found.check.relative:.1e}",
         file=sys.stderr,
     )
-
-
-def check_one(options: argparse.Namespace, engine: str, ratio: float) -> None:
-    """Run a loop of an exported model, and run PyTorch on the same samples with the model's plans."""
-    torch.set_num_threads(options.threads)
-    folder = folder_of(options, engine, ratio)
-    names = json.loads((folder / "export.json").read_text(encoding="utf-8"))["check"]["plans"]["values"]
-    made = make_call(options)
-    text = np.load(reference_file(options, ratio))["text"]
-    found: list[dict[str, Any]] = []
-
-    def call(sample: np.ndarray, step: float) -> np.ndarray:
-        arrays = {
-            "sample": sample,
-            "timestep": np.full(1, step, dtype=np.float32),
-            "encoder_hidden_states": text,
-        }
-        inner = [name for plan in names for name in plan if name]
-        result, *values = FORMATS[engine].load(folder, inner, None)(arrays)
-        taken = TakenPlans.read(names, values, LARGEST_GAP)
-        with taken.in_use_of(made.denoiser), torch.no_grad():
-            given = (torch.from_numpy(array) for array in arrays.values())
-            expected = made.denoiser(*given, return_dict=False)[0].numpy()
-        difference = float(np.abs(result - expected).max() / np.abs(expected).max())
-        found.append(
-            {
-                "difference": difference,
-                "other_choices": taken.other_choices,
-                "largest_gap": taken.gap,
-            }
-        )
-        print(f"{folder.name}, step {step:g}: {found[-1]}", file=sys.stderr)
-        return result
-
-    with token_merging(made, settings_of(merging(ratio), made)):
-        for _ in loop(options, call):
-            pass
-    check_file(options, engine, ratio).write_text(json.dumps(found), encoding="utf-8")
 
 
 def loop(
@@ -223,12 +170,12 @@ def write_reference(options: argparse.Namespace, ratio: float) -> None:
 
 def load(options: argparse.Namespace, engine: str, ratio: float) -> Callable[[np.ndarray, float], np.ndarray]:
     """Load an exported model with the text embedding of the reference, and call it once."""
-    model = FORMATS[engine].load(folder_of(options, engine, ratio), (), options.threads)
+    model = FORMATS[engine].load(folder_of(options, engine, ratio), options.threads)
     text = np.load(reference_file(options, ratio))["text"]
 
     def call(sample: np.ndarray, step: float) -> np.ndarray:
         timestep = np.full(1, step, dtype=np.float32)
-        return model({"sample": sample, "timestep": timestep, "encoder_hidden_states": text})[0]
+        return model({"sample": sample, "timestep": timestep, "encoder_hidden_states": text})
 
     next(loop(options, call))
     return call
@@ -255,7 +202,6 @@ def write(
     """Append a line for a loop to the record, with the difference of each result from PyTorch's."""
     expected = np.load(reference_file(options, ratio))["results"]
     about = json.loads((folder_of(options, engine, ratio) / "export.json").read_text(encoding="utf-8"))
-    check = check_file(options, engine, ratio)
     line = {
         "model": options.model,
         "size": options.size,
@@ -267,7 +213,6 @@ def write(
             float(np.abs(result - other).max() / np.abs(other).max())
             for (_, result), other in zip(steps, expected, strict=True)
         ],
-        "same_plans": json.loads(check.read_text(encoding="utf-8")) if check.exists() else None,
         "threads": options.threads,
         "load": os.getloadavg()[0],
         "method": merging(ratio).to_dict(),

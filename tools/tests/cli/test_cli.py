@@ -464,7 +464,7 @@ def no_memory(request):
             ("bench", "--model", "{folder}", "--out", "{tmp}/a.jsonl"),
             "tokenmerge_tools.bench.loaded_model.load_sketch",
         ),
-        (("inspect",), "tokenmerge_tools.cli.inspect:sketch"),
+        (("inspect",), "tokenmerge_tools.cli.inspect:load_sketch"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

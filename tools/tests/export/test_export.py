@@ -21,7 +21,6 @@ from tokenmerge import ToMeConfig, token_merging
 from tokenmerge_tools.cli import main
 from tokenmerge_tools.export import export_denoiser, formats, run
 from tokenmerge_tools.export.first_call import DenoiserCall
-from tokenmerge_tools.export.plans import TakenPlans
 from tokenmerge_tools.method_spec import MethodSpec
 
 # Both sides round differently, by 1e-6 of the largest output in networks this small; what merging changes is
@@ -121,6 +120,8 @@ def test_a_merged_export_is_the_patched_model(exported, pipe, inputs, to):
     with token_merging(guided, ToMeConfig(ratio=0.5)):
         assert distance(found, pipe.unet(**inputs).sample) < CLOSE
     assert distance(found, dense) > 10 * CLOSE
+    with token_merging(guided, ToMeConfig(ratio=0.5, seed=1)):  # other tokens merge
+        assert distance(found, pipe.unet(**inputs).sample) > run.LARGEST_MERGED_DIFFERENCE
 
 
 @FORMAT
@@ -255,74 +256,12 @@ def stop(monkeypatch, to, **changes):
     monkeypatch.setitem(formats.FORMATS, to, changed)
 
 
-def test_an_export_that_differs_from_pytorch_is_not_kept(folder, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("ratio", "off"), [("0", 0.002), ("0.5", 0.02)])
+def test_an_export_that_differs_from_pytorch_is_not_kept(folder, tmp_path, capsys, monkeypatch, ratio, off):
     load = formats.FORMATS["onnx"].load
-    stop(monkeypatch, "onnx", load=lambda *given: lambda arrays: [load(*given)(arrays)[0] * 1.1])
-    line = refused(capsys, folder, tmp_path / "out", "--to", "onnx", "--ratio", "0")
-    assert "differs from PyTorch by 1.0e-01 of its largest output" in line
-    assert list(tmp_path.iterdir()) == []
-
-
-@FORMAT
-def test_the_record_says_that_the_plans_were_the_same(exported, to):
-    """One plan for each merging block, made by float32 in both programs."""
-    said = json.loads((exported(to, "merged") / "export.json").read_text(encoding="utf-8"))
-    check = said["check"]
-    assert check["compared_with"] == "PyTorch, merging by the same plans"
-    assert check["plans"]["plans"] == 3
-    assert check["plans"]["largest_gap"] < 1e-6
-    names = check["plans"]["values"]
-    assert len(names) == 3
-    arrays = {
-        one["name"]: np.zeros(one["shape"], dtype=one["dtype"].removeprefix("torch."))
-        for one in said["inputs"]
-    }
-    given = [name for plan in names for name in plan if name]
-    _, *values = formats.FORMATS[to].load(exported(to, "merged"), given, None)(arrays)
-    merges = said["merging"]
-    removed = sum(plan[1].size for plan in TakenPlans.read(names, values, 0.0).given)
-    assert removed == said["batch"] * (merges["tokens"] - merges["merged_tokens"])
-
-
-def change_first_plan(monkeypatch, change):
-    """Make exported models of a format report a changed first plan."""
-    load = formats.FORMATS["onnx"].load
-
-    def changed(folder, names, threads):
-        def run(arrays):
-            output, *values = load(folder, names, threads)(arrays)
-            return [output, *(change([value.copy() for value in values]) if names else ())]
-
-        return run
-
-    stop(monkeypatch, "onnx", load=changed)
-
-
-def test_an_export_with_an_index_out_of_range_is_not_kept(folder, tmp_path, capsys, monkeypatch):
-    def change(values):
-        values[0][0, 0] = -1
-        return values
-
-    change_first_plan(monkeypatch, change)
-    line = refused(capsys, folder, tmp_path / "out", "--to", "onnx", "--ratio", "0.5")
-    assert "has a plan in which an index is out of range" in line
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_export_that_merges_less_similar_tokens_is_not_kept(folder, tmp_path, capsys, monkeypatch):
-    """All sources of each image go to the destination of the first one: a whole plan, and a bad one."""
-
-    def change(values):
-        keep, sources, targets, inverse, sizes, *others = values
-        targets[:] = targets[:, :1]
-        inverse.reshape(-1)[sources] = targets
-        sizes[:] = 1
-        sizes.reshape(-1)[targets[:, 0]] += sources.shape[1]
-        return [keep, sources, targets, inverse, sizes, *others]
-
-    change_first_plan(monkeypatch, change)
-    line = refused(capsys, folder, tmp_path / "out", "--to", "onnx", "--ratio", "0.5")
-    assert "merges tokens whose similarity is lower than in PyTorch" in line
+    stop(monkeypatch, "onnx", load=lambda *given: lambda arrays: load(*given)(arrays) * (1 + off))
+    line = refused(capsys, folder, tmp_path / "out", "--to", "onnx", "--ratio", ratio)
+    assert f"differs from PyTorch by {off:.1e} of its largest output, more than {off / 2:g}" in line
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,20 +12,15 @@ from tokenmerge.report import predict
 from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import AsJson, takes
 from tokenmerge_tools.method_spec import MethodSpec
-from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, quiet_libraries
-from tokenmerge_tools.pipelines.meta_model import sketch
+from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, find_model, quiet_libraries
+from tokenmerge_tools.pipelines.meta_model import load_sketch
 from tokenmerge_tools.pipelines.options import Guidance, Size, picture
 from tokenmerge_tools.pipelines.settings import check_size, parse_size
 
 
 @takes()
 def inspect(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Bundled model, diffusers folder, hub id, model_index.json, or config.json of a denoiser."
-        ),
-    ] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help="Bundled model, diffusers folder or hub id.")] = DEFAULT_MODEL,
     *,
     size: Annotated[str | None, get_args(Size)[1]] = None,
     batch: Annotated[int, picture("Samples per step; guidance needs two per picture.", parser="integer")] = 2,
@@ -45,7 +40,7 @@ def inspect(
     wanted = None if size is None else parse_size(size)
     quiet_libraries("tokenmerge inspect")
     with terminal.working("reading the configs"):
-        found = sketch(model)
+        found = load_sketch(find_model(model))
     pixels = wanted or found.size
     if pixels is None:
         raise ConfigError("size: this model has no default size; give --size")
@@ -60,4 +55,4 @@ def inspect(
         settings = {"method": merging.method, "merging": config.to_dict()}
         print(json.dumps({**settings, **report.to_dict()}, indent=2))
     else:
-        print("\n".join([str(report), *(f"note: {note}" for note in found.notes)]))
+        print(report)

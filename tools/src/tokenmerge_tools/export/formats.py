@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenmerge.errors import MissingExtraError
 
 Arrays = Mapping[str, Any]  # by the names of a model's inputs
-Run = Callable[[Arrays], list[Any]]  # inputs → the output, followed by the named values
+Run = Callable[[Arrays], Any]  # inputs → the output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Format:
     """A format of exported models, for the program ``title``, which is the first of ``packages``.
 
     ``write`` writes an ONNX program of PyTorch to a folder, and ``load`` makes a function that runs the model
-    in it, on a number of threads or all (None), and also returns the values in it with the given names.
+    in it, on a number of threads or all (None).
     """
 
     title: str
@@ -27,7 +27,7 @@ class Format:
     packages: tuple[str, ...]
     file: str
     write: Callable[[Any, Path], None]
-    load: Callable[[Path, Sequence[str], int | None], Run]
+    load: Callable[[Path, int | None], Run]
 
     def require(self) -> None:
         """Raise a MissingExtraError if a package is not installed."""
@@ -42,23 +42,14 @@ def _write_onnx(program: Any, folder: Path) -> None:
     program.save(folder / "model.onnx", external_data=True)
 
 
-def _load_onnx(folder: Path, names: Sequence[str], threads: int | None) -> Run:
-    import onnx
+def _load_onnx(folder: Path, threads: int | None) -> Run:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or 0
-    file = folder / "model.onnx"
-    if names:
-        model = onnx.load(file, load_external_data=False)
-        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-        file = folder / "inside.onnx"  # in the folder of the weights, which it shares
-        file.write_bytes(model.SerializeToString())
-    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    if names:
-        file.unlink()
+    session = onnxruntime.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])
     inputs = {one.name for one in session.get_inputs()}
-    return lambda arrays: list(session.run(None, {name: arrays[name] for name in arrays if name in inputs}))
+    return lambda arrays: session.run(None, {name: arrays[name] for name in arrays if name in inputs})[0]
 
 
 def _write_openvino(program: Any, folder: Path) -> None:
@@ -76,25 +67,16 @@ def _write_openvino(program: Any, folder: Path) -> None:
     onnx.rmdir()
 
 
-def _load_openvino(folder: Path, names: Sequence[str], threads: int | None) -> Run:
+def _load_openvino(folder: Path, threads: int | None) -> Run:
     import openvino
 
     # bfloat16 is the default on CPUs that have it, but matching then finds other tokens than in float32.
     settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}
     if threads:
         settings["INFERENCE_NUM_THREADS"] = threads
-    core = openvino.Core()
-    read = core.read_model(folder / "model.xml")
-    if names:
-        read.add_outputs(list(names))
-    model = core.compile_model(read, "CPU", settings)
+    model = openvino.Core().compile_model(folder / "model.xml", "CPU", settings)
     inputs = {name for one in model.inputs for name in one.get_names()}
-
-    def run(arrays: Arrays) -> list[Any]:
-        found = model({name: arrays[name] for name in arrays if name in inputs})
-        return [found[0], *(found[name] for name in names)]
-
-    return run
+    return lambda arrays: model({name: arrays[name] for name in arrays if name in inputs})[0]
 
 
 FORMATS = {

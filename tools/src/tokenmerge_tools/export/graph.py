@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import warnings
 from collections.abc import Iterator
@@ -15,56 +14,28 @@ from torch.export.graph_signature import InputKind, TensorArgument
 from torch.utils._pytree import tree_leaves
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge_tools.export.plans import made_plans, plan_tensors
 from tokenmerge_tools.failures import errors_as
-
-OUTPUT = "out"
-Plans = tuple[tuple[str | None, ...], ...]
 
 
 class Graph(NamedTuple):
-    """An ONNX program of PyTorch, and the names that its check needs.
-
-    ``inputs`` are in the order of :func:`tensors`. ``plans`` has, for each plan in the order in which they
-    are made, the names of its tensors in the graph; None for a tensor on which the output does not depend.
-    """
+    """An ONNX program of PyTorch. ``inputs`` are its names in the order of :func:`tensors`."""
 
     program: Any
     inputs: tuple[str, ...]
-    plans: Plans
 
 
 @torch.no_grad()
 def onnx_graph(model: nn.Module, arguments: dict[str, Any], opset: int) -> Graph:
-    """Return the ONNX program of one call of a model that may be patched."""
-    with _quiet(), _exporting(type(model).__name__), made_plans(model) as plans:
-        # The plans become outputs, so that their names can be found. Below, they are removed again.
-        hook = model.register_forward_hook(
-            lambda module, args, result: (*result, *(x for plan in plans for x in plan_tensors(plan)))
-        )
-        try:
-            traced = torch.export.export(model, (), {**arguments, "return_dict": False}, strict=False)
-        finally:
-            hook.remove()
-        counts = [len(plan_tensors(plan)) for plan in plans]
+    """Return the ONNX program of one call of a model that may be patched. Its output is ``out``."""
+    with _quiet(), _exporting(type(model).__name__):
+        traced = torch.export.export(model, (), {**arguments, "return_dict": False}, strict=False)
         specs = [spec for spec in traced.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
         names = tuple(spec.arg.name for spec in specs if isinstance(spec.arg, TensorArgument))
         program: Any = torch.onnx.export(
-            traced,
-            dynamo=True,
-            verbose=False,
-            opset_version=opset,
-            output_names=[OUTPUT, *(f"plan_{i}" for i in range(sum(counts)))],
-            optimize=False,
+            traced, dynamo=True, verbose=False, opset_version=opset, output_names=["out"], optimize=False
         )
         _clean(program.model)
-        graph = program.model.graph
-        values = [value.name for value in graph.outputs[1:]]
-        del graph.outputs[1:]
-        _drop_unused(program.model)
-        left = {value.name for node in graph for value in node.outputs} | set(graph.initializers)
-        found = iter(name if name in left else None for name in values)
-    return Graph(program, names, tuple(tuple(itertools.islice(found, count)) for count in counts))
+    return Graph(program, names)
 
 
 def tensors(arguments: dict[str, Any]) -> list[Tensor]:
@@ -79,18 +50,12 @@ def _clean(model: Any) -> None:
     that run the model do that themselves.
     """
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass, CommonSubexpressionEliminationPass
-    from onnxscript.optimizer import fold_constants
+    from onnxscript.optimizer import fold_constants, remove_unused_nodes
 
     fold_constants(model)
     CommonSubexpressionEliminationPass()(model)
-    _drop_unused(model)
-    ClearMetadataAndDocStringPass()(model)
-
-
-def _drop_unused(model: Any) -> None:
-    from onnxscript.optimizer import remove_unused_nodes
-
     remove_unused_nodes(model)
+    ClearMetadataAndDocStringPass()(model)
 
 
 @contextlib.contextmanager

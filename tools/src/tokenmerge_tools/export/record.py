@@ -22,18 +22,11 @@ _PACKAGES = ("tokenmerge", "torch", "diffusers", "onnx", "onnxscript", "onnxrunt
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """How far the exported model is from PyTorch, in one call with another sample and timestep.
-
-    ``plans`` says how far its plans are from PyTorch's, which differ where rounding decides: how many PyTorch
-    took from it, how many tokens they put into other merged tokens, by how much the cosine similarity of
-    these is lower at most, the relative difference of the outputs where PyTorch merges by its own plans, and
-    for each plan the names of the values in the graph that hold it. None: nothing merged.
-    """
+    """How far the exported model is from PyTorch, in one call with another sample and timestep."""
 
     engine: str
     largest_difference: float
     largest_output: float
-    plans: Mapping[str, Any] | None = None
 
     @property
     def relative(self) -> float:
@@ -94,7 +87,7 @@ class ExportRecord:
                 "flops_merged": self.merging.flops_merged,
             },
             "check": {
-                "compared_with": "PyTorch, merging by the same plans" if self.check.plans else "PyTorch",
+                "compared_with": "PyTorch",
                 **dataclasses.asdict(self.check),
                 "relative_difference": self.check.relative,
             },

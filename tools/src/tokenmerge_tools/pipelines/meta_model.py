@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,75 +31,18 @@ from tokenmerge_tools.pipelines.settings import check_size
 if TYPE_CHECKING:
     from diffusers import ModelMixin
 
-INDEX = "model_index.json"
-CONFIG = "config.json"
-_USUAL_SCALE = 8
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelSketch:
     """A pipeline without weights, made from its configs. The denoiser is on the meta device.
 
     ``scale`` is the number of pixels per latent position along each side, and ``size`` the default (width,
-    height) in pixels, None if unknown. ``notes`` are the assumptions that were made.
+    height) in pixels, None if unknown.
     """
 
     denoiser: Any
     scale: int
     size: tuple[int, int] | None
-    notes: tuple[str, ...] = ()
-
-
-def sketch(name: str) -> ModelSketch:
-    """Build the denoiser that a name, a folder or a config file stands for.
-
-    The name is one for :func:`find_model`, or the path of a ``model_index.json``, of a denoiser's
-    ``config.json``, or of the folder of that config.
-    """
-    path = Path(name)
-    if path.name == INDEX:
-        return load_sketch(find_model(str(path.parent)))
-    if (path / CONFIG).is_file() and not (path / INDEX).is_file():
-        path = path / CONFIG
-    return _sketch_of_denoiser(path) if path.suffix == ".json" else load_sketch(find_model(name))
-
-
-def _sketch_of_denoiser(file: Path) -> ModelSketch:
-    """Build a denoiser from its own config. The scale is that of the VAE in the folder beside it, or 8."""
-    require_diffusers("reading a diffusers model")
-    config = _read_config(file)
-    denoiser = _from_config(config, "denoiser", file)
-    codec = file.parent.parent / "vae" / CONFIG
-    notes: tuple[str, ...] = ()
-    if codec.is_file():
-        scale = _codec_scale(_from_config(_read_config(codec), "vae", codec))
-    else:
-        scale = _USUAL_SCALE
-        notes = (f"pixels: assumed the usual {scale} per latent position, because there is no {codec}",)
-    return ModelSketch(denoiser, scale, _own_size(denoiser, scale), notes)
-
-
-def _from_config(config: dict[str, Any], component: str, file: Path) -> ModelMixin:
-    model_class = _model_class(config["_class_name"], component)
-    with loading(str(file)):
-        return _weightless(model_class, config)
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"model: there is no file {file}; give a config.json or a model_index.json"
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model: cannot read {file} as JSON: {error}"[:300]) from error
-    if not isinstance(config, dict) or "_class_name" not in config:
-        raise ConfigError(
-            f"model: {file} has no _class_name, so it is not the config of a diffusers model; give the "
-            "config.json of a unet or transformer, or the model_index.json of a pipeline"
-        )
-    return config
 
 
 def _own_size(denoiser: ModelMixin, scale: int) -> tuple[int, int] | None:
@@ -167,14 +109,14 @@ def _component(source: ModelSource, name: str, entry: object) -> ModelMixin:
     """Build one component of a pipeline from its config and its entry in the index."""
     class_name = entry[1] if isinstance(entry, list | tuple) and len(entry) == 2 else None
     component_class = _model_class(class_name, name)
-    file = Path(source.location) / name / CONFIG
+    file = Path(source.location) / name / "config.json"
     if source.kind is not SourceKind.HUB and not file.is_file():
         raise ConfigError(
-            f"model: there is no file {file}, but {INDEX} lists the component {name}; give a folder with the "
-            "configs of all components"
+            f"model: there is no file {file}, but model_index.json lists the component {name}; "
+            "give a folder with the configs of all components"
         )
-    with loading(source.location):
-        return _weightless(component_class, component_class.load_config(source.location, subfolder=name))
+    with loading(source.location), torch.device("meta"):
+        return component_class.from_config(component_class.load_config(source.location, subfolder=name))
 
 
 def _model_class(name: object, component: str) -> Any:
@@ -187,11 +129,6 @@ def _model_class(name: object, component: str) -> Any:
             "another pipeline, or another version of diffusers"
         )
     return found
-
-
-def _weightless(model_class: Any, config: Any) -> ModelMixin:
-    with torch.device("meta"):
-        return model_class.from_config(config)
 
 
 def _codec_scale(codec: ModelMixin) -> int:
