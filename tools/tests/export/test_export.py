@@ -281,7 +281,7 @@ def test_an_interrupted_export_leaves_nothing(folder, tmp_path, monkeypatch, cap
 def test_a_killed_export_leaves_no_folder_of_its_name(tmp_path):
     script = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from tokenmerge_tools.export.record import new_folder\n"
+        "from tokenmerge_tools.export.run import new_folder\n"
         "with new_folder(Path(sys.argv[1])) as folder:\n"
         "    (folder / 'half').write_text('of a model')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

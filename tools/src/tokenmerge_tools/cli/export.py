@@ -9,8 +9,7 @@ import typer
 from tokenmerge.report import saved
 from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
-from tokenmerge_tools.export.record import FILE
-from tokenmerge_tools.export.run import ExportOptions
+from tokenmerge_tools.export.run import FILE, ExportOptions
 from tokenmerge_tools.export.run import export as run_export
 from tokenmerge_tools.pipelines.loading import quiet_libraries
 
@@ -34,10 +33,10 @@ def export(
     quiet_libraries("tokenmerge export")
     with terminal.working("exporting"):
         found = run_export(options)
-    merged = found.merging
+    merged, about = found.merging, found.about
     rows = merged.rows
-    size = f"{found.size[0]} × {found.size[1]}"
-    print(f"{options.out / found.file}: {found.denoiser}, {size}, batch {found.batch}")
+    size = f"{about['width']} × {about['height']}"
+    print(f"{options.out / about['file']}: {about['class']}, {size}, batch {about['batch']}")
     if rows:
         tokens, left = (sum(getattr(row, name) for row in rows) for name in ("tokens", "merged_tokens"))
         share = saved(merged.flops_dense, merged.flops_merged)

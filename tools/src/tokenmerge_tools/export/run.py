@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,19 +20,114 @@ from tokenmerge.api import token_merging
 from tokenmerge.config import ToMeConfig
 from tokenmerge.config.checks import integer, one_of
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge.report import predict
-from tokenmerge_tools.export import record
+from tokenmerge.report import Report, predict
 from tokenmerge_tools.export.first_call import DenoiserCall, first_call
 from tokenmerge_tools.export.formats import FORMATS
 from tokenmerge_tools.export.graph import onnx_graph, tensors
-from tokenmerge_tools.export.record import Check, ExportRecord, check_new, new_folder
 from tokenmerge_tools.files import write_json
+from tokenmerge_tools.machine import version_of
 from tokenmerge_tools.method_spec import SPEEDUP, MethodSpec, merging_alone
 from tokenmerge_tools.pipelines.call import latent_scale, own_size
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, load_pipeline
 from tokenmerge_tools.pipelines.meta_model import checked_source
 from tokenmerge_tools.pipelines.options import Guidance, Size, picture
 from tokenmerge_tools.pipelines.settings import check_guidance, check_size
+
+FILE = "export.json"
+_VERSION = 1
+_PACKAGES = ("tokenmerge", "torch", "diffusers", "onnx", "onnxscript", "onnxruntime", "openvino")
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """How far the exported model is from PyTorch, in one call with another sample and timestep."""
+
+    engine: str
+    largest_difference: float
+    largest_output: float
+
+    @property
+    def relative(self) -> float:
+        """The largest difference as a fraction of the largest output."""
+        return self.largest_difference / self.largest_output
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportRecord:
+    """The description of an exported model.
+
+    ``about`` has what it is, in JSON-compatible values. ``merging`` says what merges in one call.
+    """
+
+    about: Mapping[str, Any]
+    merging: Report
+    check: Check
+
+    def to_dict(self, folder: Path) -> dict[str, Any]:
+        """Return the record for JSON, with the names and sizes of the files in a folder."""
+        rows = self.merging.rows
+        return {
+            "kind": "tokenmerge export",
+            "version": _VERSION,
+            **self.about,
+            "merging": {
+                "blocks": len(rows),
+                "tokens": sum(row.tokens for row in rows),
+                "merged_tokens": sum(row.merged_tokens for row in rows),
+                "flops_dense": self.merging.flops_dense,
+                "flops_merged": self.merging.flops_merged,
+            },
+            "check": {
+                "compared_with": "PyTorch",
+                **dataclasses.asdict(self.check),
+                "relative_difference": self.check.relative,
+            },
+            "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
+            "versions": {name: version for name in _PACKAGES if (version := version_of(name))},
+        }
+
+
+def check_new(folder: Path) -> None:
+    """Check that a folder does not exist yet, or is empty."""
+    try:
+        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        raise _refused(folder, error) from error
+    if taken:
+        raise ConfigError(
+            f"out: {folder} exists already, and is not overwritten; remove it, or choose another folder with "
+            "--out"
+        )
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to fill. It gets its name when the context ends, and is removed after an exception.
+
+    If the process is killed, ``.NAME-unfinished-…`` is left beside the folder.
+    """
+    check_new(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-unfinished-", dir=folder.parent))
+    except OSError as error:
+        raise _refused(folder, error) from error
+    try:
+        yield unfinished
+        check_new(folder)
+        unfinished.chmod(0o755)  # mkdtemp makes folders that only their owner can read
+        with contextlib.suppress(FileNotFoundError):
+            folder.rmdir()
+        unfinished.replace(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _refused(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"out: cannot write to {folder} ({error.strerror or error}); choose another folder with --out"
+    )
+
 
 # Largest accepted difference, as a fraction of the largest output.
 LARGEST_DIFFERENCE = 1e-3
@@ -94,12 +192,23 @@ def export_denoiser(
             expected = _result(call.denoiser, other)
             graph = onnx_graph(call.denoiser, call.arguments, form.opset)
         arrays = {name: value.numpy() for name, value in zip(graph.inputs, tensors(other), strict=True)}
+        guidance = "both halves of the batch hold the same sample"
         about: dict[str, Any] = {
-            "denoiser": type(call.denoiser).__name__,
-            "size": call.size,
-            "latent": call.latent,
+            "model": model,
+            "class": type(call.denoiser).__name__,
+            "format": to,
+            "file": form.file,
+            "opset": form.opset,
+            "dtype": "float32",
+            "width": call.size[0],
+            "height": call.size[1],
+            "latent": {"height": call.latent[0], "width": call.latent[1]},
             "batch": call.batch,
-            "guided": call.do_classifier_free_guidance,
+            "guidance": guidance if call.do_classifier_free_guidance else None,
+            "inputs": [{"name": name, **_about(array)} for name, array in arrays.items()],
+            "outputs": [{"name": "out", **_about(expected)}],
+            "method": merging.to_dict(),
+            "settings": config.to_dict(),
         }
         del call, patch
         form.write(graph.program, folder)
@@ -110,20 +219,8 @@ def export_denoiser(
         check = Check(engine, _largest(result - expected), _largest(expected))
         merges = any(row.merged_tokens < row.tokens for row in report.rows)
         _refuse_different(check, LARGEST_MERGED_DIFFERENCE if merges else LARGEST_DIFFERENCE)
-        found = ExportRecord(
-            model=model,
-            to=to,
-            file=form.file,
-            opset=form.opset,
-            inputs={name: (value.shape, str(value.dtype)) for name, value in arrays.items()},
-            output=(expected.shape, str(expected.dtype)),
-            method=merging.to_dict(),
-            settings=config,
-            merging=report,
-            check=check,
-            **about,
-        )
-        write_json(folder / record.FILE, found.to_dict(folder))
+        found = ExportRecord(about, report, check)
+        write_json(folder / FILE, found.to_dict(folder))
     return found
 
 
@@ -168,6 +265,10 @@ def _refuse_different(check: Check, most: float) -> None:
             f"to: in {check.engine} the exported model differs from PyTorch by {check.relative:.1e} of its "
             f"largest output, more than {most:g}, so no files were kept; take another format or method"
         )
+
+
+def _about(array: Any) -> dict[str, Any]:
+    return {"shape": list(array.shape), "dtype": str(array.dtype)}
 
 
 def _largest(x: Any) -> float:
