@@ -11,7 +11,7 @@ from tools.tests.evaluate.conftest import drawn, item, picture
 from torchmetrics.multimodal import CLIPScore
 
 from tokenmerge.errors import ConfigError, MissingExtraError
-from tokenmerge_tools.evaluate.measure import figures_of, measure
+from tokenmerge_tools.evaluate.measure import measure
 from tokenmerge_tools.evaluate.metrics import load_metrics, parse_metrics
 from tokenmerge_tools.evaluate.networks import Clip, Vision
 from tokenmerge_tools.evaluate.picture_store import PictureStore
@@ -147,15 +147,16 @@ def test_figures_are_means_over_all_and_over_a_category(tmp_path: Path) -> None:
             shown.save(path)
     metrics = load()
     measured = measure([items[:2], items[2:]], variants, store, metrics)
-    psnr = measured.columns["tome ratio=0.5", "psnr"]
+    tome = measured["tome ratio=0.5"]
+    psnr = tome.columns["psnr"]
     assert psnr[0] == float("inf")
-    whole = figures_of("tome ratio=0.5", measured, metrics, range(3))
-    assert (whole.images, whole.equal) == (3, 1)
-    assert whole.values["psnr"] == pytest.approx(float(psnr[1:].double().mean()))
-    one = figures_of("tome ratio=0.5", measured, metrics, [2])
-    assert (one.images, one.equal, one.values["psnr"]) == (1, 0, pytest.approx(float(psnr[2])))
-    assert figures_of("dense", measured, metrics, range(3)).values == {}
-    same = figures_of("tome ratio=0.5", measured, metrics, [0])
+    whole = tome.figures(metrics, range(3))
+    assert whole.equal == 1
+    assert whole.values["psnr"] == pytest.approx(sum(psnr[1:]) / 2)
+    one = tome.figures(metrics, [2])
+    assert (one.equal, one.values["psnr"]) == (0, pytest.approx(psnr[2]))
+    assert measured["dense"].figures(metrics, range(3)).values == {}
+    same = tome.figures(metrics, [0])
     assert (same.equal, list(same.values)) == (1, ["ssim"])
 
 

@@ -171,10 +171,11 @@ def test_a_model_has_a_name_instead_of_an_id() -> None:
 )
 def test_a_setting_is_better_only_by_more_than_its_noise(other: tuple[float, ...], alike: list[str]) -> None:
     """Pairs cancel what all pictures have in common: (1, 2, 3) is below (1.1, 2.1, 3.1) without noise."""
-    columns = {("one", "m"): torch.tensor([1.0, 2.0, 3.0]), ("other", "m"): torch.tensor(other)}
-    found = not_told_apart(Measured(columns, {}), "m", ["one", "other"], lower=False)
+    columns = {"one": [1.0, 2.0, 3.0], "other": list(other)}
+    measured = {name: Measured({"m": values}) for name, values in columns.items()}
+    found = not_told_apart(measured, "m", lower=False)
     assert found == ({"other": ["one"]} if alike else {"other": []})
-    lower = not_told_apart(Measured(columns, {}), "m", ["one", "other"], lower=True)
+    lower = not_told_apart(measured, "m", lower=True)
     assert lower == ({"one": ["other"]} if alike else {"one": []})
 
 

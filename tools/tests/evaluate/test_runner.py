@@ -21,7 +21,7 @@ from tokenmerge_tools.closeness import psnr
 from tokenmerge_tools.drawing import Studio
 from tokenmerge_tools.evaluate.distances import DISTANCES
 from tokenmerge_tools.evaluate.evaluation import parse_variants, plan_variants, weights_key
-from tokenmerge_tools.evaluate.measure import Figures, Measured, figures_of
+from tokenmerge_tools.evaluate.measure import Figures, Measured
 from tokenmerge_tools.evaluate.networks import Vision
 from tokenmerge_tools.pipelines.call import PipelineCall
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind
@@ -299,26 +299,22 @@ def test_a_note_counts_pictures_that_equal_dense(run: Run) -> None:
 
 def test_a_figure_that_is_no_number_is_left_out_and_named() -> None:
     infinite, nan = float("inf"), float("nan")
-    columns = {
-        ("tome", "psnr"): torch.tensor([20.0, infinite, 30.0]),
-        ("tome", "ssim"): torch.tensor([0.5, nan, 0.5]),
-        ("tome", "dino"): torch.tensor([0.5, infinite, 0.5]),
-    }
+    columns = {"psnr": [20.0, infinite, 30.0], "ssim": [0.5, nan, 0.5], "dino": [0.5, infinite, 0.5]}
     metrics = SimpleNamespace(
         of_pictures=[SimpleNamespace(name=name) for name in ("psnr", "ssim", "dino")],
     )
-    measured = Measured(columns, {})
-    assert figures_of("tome", measured, metrics, range(3), {"fid": nan, "kid": -0.5}) == Figures(
-        {"psnr": 25.0, "kid": -0.5}, 1, 3, undefined=("ssim", "dino", "fid"), errors={"psnr": 5.0}
+    measured = Measured(columns)
+    assert measured.figures(metrics, range(3), {"fid": nan, "kid": -0.5}) == Figures(
+        {"psnr": 25.0, "kid": -0.5}, 1, undefined=("ssim", "dino", "fid"), errors={"psnr": 5.0}
     )
-    columns["tome", "psnr"][0] = nan
-    assert figures_of("tome", measured, metrics, range(3)).values == {}
+    columns["psnr"][0] = nan
+    assert measured.figures(metrics, range(3)).values == {}
 
 
 @pytest.mark.usefixtures("finished")
 def test_notes_name_metrics_that_are_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = Figures({"ssim": 1.0}, equal=0, images=3, undefined=("psnr",))
-    monkeypatch.setattr("tokenmerge_tools.evaluate.results.figures_of", lambda *_: figures)
+    figures = Figures({"ssim": 1.0}, equal=0, undefined=("psnr",))
+    monkeypatch.setattr(Measured, "figures", lambda *_: figures)
     _, tome = run()
     assert tome.figures == {"ssim": 1.0}
     assert any("psnr is left out" in note for note in tome.notes)
@@ -336,7 +332,7 @@ def test_fewer_steps_are_those_whose_operations_fit(run: Run) -> None:
 
 
 def test_where_nothing_can_be_counted_fewer_steps_are_those_of_the_wanted_speeds() -> None:
-    specs = parse_variants(["deepcache", "fewer-steps"], [0.5], None, [2.0])
+    specs = parse_variants(["deepcache", "fewer-steps"], [0.5], [2.0])
     found = plan_variants(specs, 24, lambda spec: None, [1.5, 3.0])
     assert [one.steps(24) for one in found] == [24, 24, 16, 8]
     with pytest.raises(ConfigError, match=r"fewer-steps: the operations of deepcache interval=3 cannot"):
@@ -344,7 +340,7 @@ def test_where_nothing_can_be_counted_fewer_steps_are_those_of_the_wanted_speeds
 
 
 def test_a_variant_that_counts_no_saving_has_no_fewer_steps() -> None:
-    specs = parse_variants(["tome", "fewer-steps"], [0.25, 0.5], None, [2.0])
+    specs = parse_variants(["tome", "fewer-steps"], [0.25, 0.5], [2.0])
     speedups = {0.25: 1.01, 0.5: 2.0}
     *_, fewer = plan_variants(specs, 25, lambda spec: speedups[dict(spec.settings)["ratio"]])
     assert (fewer.label, fewer.steps(25)) == ("fewer-steps steps=12", 12)

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge_tools.closeness import motion, motion_error, psnr, ssim
 from tokenmerge_tools.evaluate.distances import DISTANCES
-from tokenmerge_tools.evaluate.measure import _mean_of_frames
+from tokenmerge_tools.evaluate.measure import mean_of_frames
 from tokenmerge_tools.evaluate.picture_store import PictureStore, read_video, write_video
 from tokenmerge_tools.generate.run import generate
 from tokenmerge_tools.pipelines.options import GenerateOptions
@@ -189,8 +189,8 @@ def test_distances_between_sets_count_all_frames(
 
 def test_frames_that_equal_dense_are_not_in_the_mean_of_the_psnr() -> None:
     infinite = float("inf")
-    assert _mean_of_frames(torch.tensor([30.0, infinite, 40.0])).tolist() == [35.0]
-    assert _mean_of_frames(torch.tensor([infinite, infinite])).tolist() == [infinite]
+    assert mean_of_frames([30.0, infinite, 40.0]) == 35.0
+    assert mean_of_frames([infinite, infinite]) == infinite
 
 
 def test_lengths_are_checked_before_weights_are_loaded(run, options, model: Path, monkeypatch) -> None:

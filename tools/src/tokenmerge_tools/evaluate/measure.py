@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,28 +16,54 @@ from tokenmerge_tools.evaluate.metrics import MOTION, Metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import Item
 from tokenmerge_tools.sheets import as_tensor
-from tokenmerge_tools.variants.variant import DENSE, Variant
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-SECONDS = "seconds"
+from tokenmerge_tools.variants.variant import Variant
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Measured:
-    """Measurements of n pictures or videos.
+    """Measurements of the pictures or videos of one variant, in the order of the items.
 
-    ``costs`` has what :meth:`PictureStore.cost` says of each picture of a variant.
-    ``columns`` has, by (variant, name of the metric), its values [n], and by (variant, ``SECONDS``) the
-    seconds that each one took, NaN if unknown. ``configs`` has, by variant, the settings that pictures were
-    drawn with, as JSON, and ``features`` those of all its pictures and frames.
+    ``columns`` has the values of each metric by its name, and ``seconds`` how long each took, NaN if unknown.
+    ``costs`` has what :meth:`PictureStore.cost` says of each, and ``configs`` the settings that they were
+    drawn with, as JSON. ``features`` are those of all pictures and frames.
     """
 
-    columns: Mapping[tuple[str, str], Tensor]
-    configs: Mapping[str, frozenset[str]]
-    features: Mapping[str, Features] = dataclasses.field(default_factory=dict)
-    costs: Mapping[str, Sequence[Mapping[str, float]]] = dataclasses.field(default_factory=dict)
+    columns: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    costs: list[Mapping[str, float]] = dataclasses.field(default_factory=list)
+    configs: set[str] = dataclasses.field(default_factory=set)
+    features: dict[Network, list[Tensor]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+
+    def figures(
+        self, metrics: Metrics, rows: Sequence[int], distances: Mapping[str, float] | None = None
+    ) -> Figures:
+        """Average over the pictures with these numbers. Distances between sets are added as they are."""
+        values, errors, equal = dict[str, float](), dict[str, float](), 0
+        for name in [*(metric.name for metric in metrics.of_pictures), *MOTION]:
+            found = [self.columns[name][row] for row in rows] if name in self.columns else []
+            if name == "psnr":
+                equal = found.count(math.inf)
+                found = [value for value in found if value != math.inf]
+            if found:
+                values[name] = float(np.mean(found))
+            if len(found) > 1 and all(map(math.isfinite, found)):
+                errors[name] = standard_error(found)
+        values |= distances or {}
+        undefined = tuple(name for name, value in values.items() if not math.isfinite(value))
+        values = {name: value for name, value in values.items() if name not in undefined}
+        return Figures(values, equal, undefined, errors)
+
+    def distances(self, metrics: Metrics, reference: Features) -> dict[str, float]:
+        """Return the distances of the pictures from the reference pictures."""
+        return {
+            name: DISTANCES[name](torch.cat(self.features[network]), reference[network])
+            for name, network in metrics.of_sets.items()
+        }
+
+    def speedups(self, dense: Measured, rows: Sequence[int]) -> list[float]:
+        """Return the speed-up t_dense / t of the pictures with these numbers, without unknown ones."""
+        found = [dense.seconds[row] / self.seconds[row] for row in rows]
+        return [speedup for speedup in found if math.isfinite(speedup)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,33 +76,24 @@ class Figures:
 
     values: Mapping[str, float]
     equal: int
-    images: int
     undefined: tuple[str, ...] = ()
     errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def measure(
     batches: Sequence[Sequence[Item]], variants: Sequence[Variant], store: PictureStore, metrics: Metrics
-) -> Measured:
-    """Measure what was drawn before, in batches. Dense comes first."""
-    columns: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
-    configs: dict[str, set[str]] = defaultdict(set)
-    costs: dict[str, list[Mapping[str, float]]] = defaultdict(list)
-    features: dict[str, dict[Network, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+) -> dict[str, Measured]:
+    """Measure what was drawn before, in batches, and return it by the variants' labels. Dense comes first."""
+    found = {variant.label: Measured() for variant in variants}
     for items in batches:
         for group in [items] if store.length is None else ([item] for item in items):
-            _add_rows(group, variants, store, metrics, columns, features)
+            _add_rows(group, variants, store, metrics, found)
         for variant in variants:
-            seconds = [store.seconds(variant, item) for item in items]
-            columns[variant.label, SECONDS].append(torch.tensor(seconds, dtype=torch.float64))
-            costs[variant.label] += [store.cost(variant, item) for item in items]
-            configs[variant.label] |= {found for item in items if (found := store.config(variant, item))}
-    return Measured(
-        {name: torch.cat(parts) for name, parts in columns.items()},
-        {label: frozenset(found) for label, found in configs.items()},
-        {label: {n: torch.cat(parts) for n, parts in found.items()} for label, found in features.items()},
-        costs,
-    )
+            own = found[variant.label]
+            own.seconds += [store.seconds(variant, item) for item in items]
+            own.costs += [store.cost(variant, item) for item in items]
+            own.configs |= {config for item in items if (config := store.config(variant, item))}
+    return found
 
 
 def _add_rows(
@@ -84,111 +101,53 @@ def _add_rows(
     variants: Sequence[Variant],
     store: PictureStore,
     metrics: Metrics,
-    columns: dict[tuple[str, str], list[Tensor]],
-    features: dict[str, dict[Network, list[Tensor]]],
+    found: Mapping[str, Measured],
 ) -> None:
-    """Add a row for each picture, or one for a video: means over its frames, and its motion.
-
-    The features of all pictures and frames are added too.
-    """
+    """Add a row for each picture, or one for a video: means over its frames, and its motion."""
     video = store.length is not None
-    dense: list[Image] = []
+    dense = [frame for item in items for frame in store.frames(variants[0], item)]
     for variant in variants:
-        images = [frame for item in items for frame in store.frames(variant, item)]
+        own, is_dense = found[variant.label], variant == variants[0]
+        images = dense if is_dense else [frame for item in items for frame in store.frames(variant, item)]
         prompts = [items[0].prompt.text] * len(images) if video else [item.prompt.text for item in items]
-        dense = dense or images
         for metric in metrics.of_pictures:
-            if images is not dense or not metric.beside_dense:
-                values = metric.measure(images, dense, prompts)
-                columns[variant.label, metric.name].append(_mean_of_frames(values) if video else values)
-        if video and images is not dense:
+            if not (is_dense and metric.beside_dense):
+                values = metric.measure(images, dense, prompts).tolist()
+                own.columns[metric.name] += [mean_of_frames(values)] if video else values
+        if video and not is_dense:
             pixels, dense_pixels = as_tensor(images), as_tensor(dense)
             for name, measure_motion in MOTION.items():
-                columns[variant.label, name].append(measure_motion(pixels, dense_pixels).unsqueeze(0))
+                own.columns[name].append(float(measure_motion(pixels, dense_pixels)))
         for network in dict.fromkeys(metrics.of_sets.values()):
-            features[variant.label][network].append(network(images))
+            own.features[network].append(network(images))
 
 
-def _mean_of_frames(values: Tensor) -> Tensor:
-    """Average ``[f]`` to ``[1]``, without the infinite PSNR of frames that equal dense, unless all do."""
-    finite = values[~values.isposinf()]
-    return (finite if len(finite) else values).mean(dim=0, keepdim=True)
+def mean_of_frames(values: Sequence[float]) -> float:
+    """Average over frames, without the infinite PSNR of those that equal dense, unless all do."""
+    return float(np.mean([value for value in values if value != math.inf] or values))
 
 
-def distances_of(
-    variant: str, measured: Measured, metrics: Metrics, reference: Features | None
-) -> dict[str, float]:
-    """Return the distances of a variant's pictures from the reference pictures; None: from the dense ones."""
-    if reference is None:
-        if variant == DENSE:
-            return {}
-        reference = measured.features.get(DENSE, {})
-    own = measured.features.get(variant, {})
-    return {name: DISTANCES[name](own[net], reference[net]) for name, net in metrics.of_sets.items()}
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean of two numbers or more."""
+    return float(np.std(values, ddof=1) / len(values) ** 0.5)
 
 
-def figures_of(
-    variant: str,
-    measured: Measured,
-    metrics: Metrics,
-    chosen: Sequence[int],
-    distances: Mapping[str, float] | None = None,
-) -> Figures:
-    """Average the measurements of one variant over the chosen pictures, given by their indices.
-
-    The distances between sets are added as they are.
-    """
-    rows = torch.tensor(chosen)
-    values: dict[str, float] = {}
-    errors: dict[str, float] = {}
-    equal = 0
-    for name in [*(metric.name for metric in metrics.of_pictures), *MOTION]:
-        if (column := measured.columns.get((variant, name))) is not None:
-            found = column[rows].double()
-            if name == "psnr":
-                equal = int(found.isposinf().sum())
-                found = found[~found.isposinf()]
-            if len(found):
-                values[name] = float(found.mean())
-            if len(found) > 1:
-                errors[name] = standard_error(found)
-    values |= distances or {}
-    undefined = tuple(name for name, value in values.items() if not math.isfinite(value))
-    finite = {name: value for name, value in values.items() if name not in undefined}
-    known = {name: error for name, error in errors.items() if name in finite and math.isfinite(error)}
-    return Figures(finite, equal, len(chosen), undefined, known)
-
-
-def standard_error(values: Tensor) -> float:
-    """Return the standard error of the mean of two numbers or more, [n]."""
-    return float(values.std() / len(values) ** 0.5)
-
-
-def not_told_apart(
-    measured: Measured, metric: str, labels: Sequence[str], lower: bool
-) -> dict[str, list[str]]:
+def not_told_apart(measured: Mapping[str, Measured], metric: str, lower: bool) -> dict[str, list[str]]:
     """Return the best variant in a metric, and those whose paired difference from it is within the noise.
 
     The noise is two standard errors of the mean difference over the pictures that both have. The result is
     empty unless there are two variants with two pictures each.
     """
-    found = {label: measured.columns.get((label, metric), torch.empty(0)).double() for label in labels}
     sign = -1.0 if lower else 1.0
-    means = {label: sign * float(_finite(c).mean()) for label, c in found.items() if len(_finite(c)) > 1}
+    found = {label: sign * np.array(own.columns.get(metric, [])) for label, own in measured.items()}
+    means = {label: float(_finite(c).mean()) for label, c in found.items() if len(_finite(c)) > 1}
     if len(means) < 2:
         return {}
     best = max(means, key=means.__getitem__)
-    differences = {label: _finite(found[best] - found[label]) for label in means if label != best}
-    differs = {label for label, d in differences.items() if sign * float(d.mean()) > 2 * standard_error(d)}
-    return {best: [label for label in differences if label not in differs]}
+    with np.errstate(invalid="ignore"):  # of infinite PSNRs
+        differences = {label: _finite(found[best] - found[label]) for label in means if label != best}
+    return {best: [label for label, d in differences.items() if not d.mean() > 2 * standard_error(d)]}
 
 
-def _finite(values: Tensor) -> Tensor:
-    return values[values.isfinite()]
-
-
-def speedups_of(variant: str, measured: Measured, chosen: Sequence[int]) -> list[float]:
-    """Return the speed-up t_dense / t of each chosen picture, sorted, without those of unknown time."""
-    dense, own = (measured.columns[name, SECONDS][torch.tensor(chosen)] for name in (DENSE, variant))
-    found = dense / own
-    return sorted(found[found.isfinite()].tolist())
+def _finite(values: np.ndarray) -> np.ndarray:
+    return values[np.isfinite(values)]

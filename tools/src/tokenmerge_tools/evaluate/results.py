@@ -5,22 +5,17 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import product
 
 import numpy as np
+import torch
 
 from tokenmerge_tools.evaluate.distances import Features
 from tokenmerge_tools.evaluate.evaluation import Evaluation
-from tokenmerge_tools.evaluate.measure import (
-    SECONDS,
-    Measured,
-    distances_of,
-    figures_of,
-    not_told_apart,
-    speedups_of,
-)
+from tokenmerge_tools.evaluate.measure import Measured, not_told_apart
 from tokenmerge_tools.evaluate.metrics import Metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import Item
@@ -31,7 +26,7 @@ from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS, Variant
 def quality_records(
     evaluation: Evaluation,
     metrics: Metrics,
-    measured: Measured,
+    measured: Mapping[str, Measured],
     reference: Features | None,
     known: Mapping[str, QualityRecord | SampleRecord],
 ) -> list[QualityRecord]:
@@ -62,17 +57,19 @@ def quality_records(
 def _record(
     evaluation: Evaluation,
     metrics: Metrics,
-    measured: Measured,
+    measured: Mapping[str, Measured],
     reference: Features | None,
     variant: Variant,
     category: str | None,
 ) -> QualityRecord:
     rows = [i for i, item in enumerate(evaluation.items) if category in (None, item.prompt.category)]
-    # A category has too few pictures for distances between sets.
-    distances = {} if category else distances_of(variant.label, measured, metrics, reference)
-    figures = figures_of(variant.label, measured, metrics, rows, distances)
-    configs = measured.configs.get(variant.label, frozenset())
-    speedups = [] if variant.name == DENSE else speedups_of(variant.label, measured, rows)
+    own, is_dense, dense = measured[variant.label], variant.name == DENSE, measured[DENSE]
+    distances = {}
+    if category is None and not (is_dense and reference is None):  # a category has too few pictures
+        of_dense = {network: torch.cat(parts) for network, parts in dense.features.items()}
+        distances = own.distances(metrics, of_dense if reference is None else reference)
+    figures = own.figures(metrics, rows, distances)
+    speedups = [] if is_dense else own.speedups(dense, rows)
     quartiles = np.quantile(speedups, (0.25, 0.5, 0.75)).tolist() if speedups else None
     conditions = dict(evaluation.store.conditions)
     measured_with = dict(metrics.networks)
@@ -83,19 +80,19 @@ def _record(
         notes.append(f"{steps} of {conditions['steps']} steps")
     if figures.equal:
         notes.append(
-            f"{figures.equal} of {figures.images} pictures equal dense in every pixel; their PSNR is "
+            f"{figures.equal} of {len(rows)} pictures equal dense in every pixel; their PSNR is "
             "infinite and not in the mean"
         )
     for name in figures.undefined:
         notes.append(f"{name} is left out, because it is not a finite number for some pictures")
-    if len(configs) > 1:  # a method may choose by measurements of the device, which can change
+    if len(own.configs) > 1:  # a method may choose by measurements of the device, which can change
         notes.append(
-            f"its pictures were drawn with {len(configs)} different settings, which the method chose at "
+            f"its pictures were drawn with {len(own.configs)} different settings, which the method chose at "
             "different times; delete the pictures, and the same command draws all alike"
         )
     about = [f"{variant.label}: {note}" for note in notes]
-    if variant.name == DENSE and category is None:
-        about += _comparisons(evaluation, metrics, measured)
+    if is_dense and category is None:
+        about += _comparisons(metrics, measured)
         about += [f"{label} is left out: {reason}" for label, reason in evaluation.left_out.items()]
     texts = [prompt.text for prompt in evaluation.prompts]
     return QualityRecord(
@@ -103,7 +100,7 @@ def _record(
         variant=variant.name,
         settings=dict(variant.settings),
         figures=figures.values,
-        images=figures.images,
+        images=len(rows),
         category=category,
         conditions={
             **conditions,
@@ -114,34 +111,31 @@ def _record(
         speedup_quartiles=quartiles and (quartiles[0], quartiles[2]),
         steps_used=steps if variant.name == FEWER_STEPS else None,
         measured_with=measured_with,
-        config=json.loads(*configs) if len(configs) == 1 else None,
+        config=json.loads(*own.configs) if len(own.configs) == 1 else None,
         notes=tuple(about),
         errors=figures.errors,
-        cost=_cost(evaluation, variant, measured, rows),
+        cost=_cost(evaluation, variant, own, rows),
         finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )
 
 
-def _cost(
-    evaluation: Evaluation, variant: Variant, measured: Measured, rows: Sequence[int]
-) -> dict[str, float]:
-    seconds = measured.columns[variant.label, SECONDS][rows]
-    known = [measured.costs[variant.label][row] for row in rows if measured.costs.get(variant.label)]
-    found = {name: max(cost[name] for cost in known if name in cost) for cost in known for name in cost}
-    if counted := [cost["counted"] for cost in known if "counted" in cost]:
+def _cost(evaluation: Evaluation, variant: Variant, own: Measured, rows: Sequence[int]) -> dict[str, float]:
+    costs = [own.costs[row] for row in rows]
+    found = {name: max(cost[name] for cost in costs if name in cost) for cost in costs for name in cost}
+    if counted := [cost["counted"] for cost in costs if "counted" in cost]:
         found["counted"] = statistics.harmonic_mean(counted)
     if variant.label in evaluation.counted:
         found["counted"] = evaluation.counted[variant.label]
-    if seconds.isfinite().any():
-        found["seconds"] = float(seconds[seconds.isfinite()].median())
+    if seconds := [own.seconds[row] for row in rows if math.isfinite(own.seconds[row])]:
+        found["seconds"] = statistics.median_low(seconds)
     return found
 
 
-def _comparisons(evaluation: Evaluation, metrics: Metrics, measured: Measured) -> list[str]:
+def _comparisons(metrics: Metrics, measured: Mapping[str, Measured]) -> list[str]:
     """Say which variant is the best in each metric, and which ones the noise does not tell from it."""
-    labels, notes = [variant.label for variant in evaluation.variants], []
+    notes = []
     for metric in (one.name for one in metrics.of_pictures):
-        for best, alike in not_told_apart(measured, metric, labels, metric in LOWER_IS_CLOSER).items():
+        for best, alike in not_told_apart(measured, metric, metric in LOWER_IS_CLOSER).items():
             noise = "by more than its noise" if not alike else f"but within the noise of {', '.join(alike)}"
             notes.append(f"{metric}: {best} is the best, {noise} (two standard errors, paired by picture)")
     return notes
