@@ -93,19 +93,37 @@ def read_bytes(path: Path, option: str, advice: str, largest: int = _LARGEST) ->
         raise ConfigError(f"{option}: cannot read {path} ({error.strerror or error}); {advice}") from error
 
 
-def open_picture(path: Path, option: str, advice: str) -> Image:
-    """Read a picture as RGB."""
+def read_text(path: Path, option: str, advice: str, largest: int = _LARGEST) -> str:
+    """Read a text in UTF-8, without a byte order mark."""
+    content = read_bytes(path, option, advice, largest)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{option}: cannot read {path}: it is not UTF-8 text; {advice}") from error
+
+
+@contextlib.contextmanager
+def opened_picture(path: Path, option: str, advice: str) -> Iterator[Image]:
+    """Open a picture, whose texts and frames can be read within the context."""
     import PIL.Image
 
     content = io.BytesIO(read_bytes(path, option, advice))
     try:
         with PIL.Image.open(content) as picture:
-            return picture.convert("RGB")
+            yield picture
     # Besides OSError, Pillow raises these for broken PNG chunks and for suspiciously large pictures.
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(
             f"{option}: cannot read the picture {path} (it is not a picture); {advice}"
         ) from error
+
+
+def open_picture(path: Path, option: str, advice: str) -> Image:
+    """Read a picture as RGB."""
+    with opened_picture(path, option, advice) as picture:
+        return picture.convert("RGB")
 
 
 @contextlib.contextmanager

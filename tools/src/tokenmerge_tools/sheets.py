@@ -52,11 +52,11 @@ def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", group
     factor = _enlargement(rows[0].dense.size)
     lines = []
     for row in rows:
-        merged_large = _enlarge(row.merged, factor)
+        merged_large = enlarge(row.merged, factor)
         panels = (
-            _enlarge(row.dense, factor),
+            enlarge(row.dense, factor),
             merged_large,
-            _enlarge(difference(row.dense, row.merged, gain), factor),
+            enlarge(difference(row.dense, row.merged, gain), factor),
             draw_groups(merged_large, row.labels),
         )
         lines.append((panels, row.caption))
@@ -84,7 +84,7 @@ def sample_sheet(
     return _lay_out(
         columns,
         [
-            ([p.resize(size) if shrunk else _enlarge(p, factor) for p in pictures], caption)
+            ([p.resize(size) if shrunk else enlarge(p, factor) for p in pictures], caption)
             for pictures, caption in rows
         ],
     )
@@ -146,7 +146,8 @@ def _enlargement(size: tuple[int, int]) -> int:
     return max(1, -(-_SMALLEST_SIDE // min(size)))
 
 
-def _enlarge(picture: Image.Image, factor: int) -> Image.Image:
+def enlarge(picture: Image.Image, factor: int) -> Image.Image:
+    """Enlarge a picture without smoothing."""
     size = (picture.width * factor, picture.height * factor)
     return picture.convert("RGB").resize(size, Image.Resampling.NEAREST)
 

@@ -114,7 +114,7 @@ def test_a_video_of_another_length_or_no_video_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"should have 3 frames, but has 2; delete it"):
         read_video(tmp_path / "video.png", 3, "out", "delete it")
     (tmp_path / "broken.png").write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match="it is not a video"):
+    with pytest.raises(ConfigError, match="it is not a picture"):
         read_video(tmp_path / "broken.png", 2, "out", "delete it")
 
 

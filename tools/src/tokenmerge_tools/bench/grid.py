@@ -14,7 +14,7 @@ import torch
 from tokenmerge.config.checks import Check, integer, number, one_of, optional, switch, text
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench.loaded_model import ModelInfo, find_info
-from tokenmerge_tools.files import read_bytes, toml_parser
+from tokenmerge_tools.files import read_text, toml_parser
 from tokenmerge_tools.method_spec import DEFAULT_SPEEDUP, check_speedup
 from tokenmerge_tools.pipelines.options import option
 from tokenmerge_tools.pipelines.settings import (
@@ -141,14 +141,10 @@ def read_grid(path: Path) -> dict[str, Any]:
     """Read and check the values of a grid file."""
     if path.suffix.lower() != ".toml":
         raise ConfigError(f"grid: expected a file ending in .toml, got {path}; write the same values as TOML")
-    content = read_bytes(path, "grid", "give a TOML file with axes and settings")
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"grid: cannot read {path}: it is not UTF-8 text; save it as UTF-8") from error
+    content = read_text(path, "grid", "give a TOML file with axes and settings")
     parser = toml_parser()
     try:
-        values: dict[str, Any] = parser.loads(text)
+        values: dict[str, Any] = parser.loads(content)
     except (parser.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"grid: {path} is not valid TOML: {error}") from error
     BenchOptions.from_dict(values, str(path))

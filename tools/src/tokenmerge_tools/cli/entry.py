@@ -6,7 +6,6 @@ Errors become one line on stderr and an exit code, and warnings one line each.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import os
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenmerge
-from tokenmerge.errors import MissingExtraError, TokenMergingError, reason_of
+from tokenmerge.errors import TokenMergingError, reason_of
 
 _PACKAGES = (Path(tokenmerge.__file__).parent, Path(__file__).parent.parent)
 _BAD_INPUT = 2
@@ -34,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     try:
         with _warnings_in_one_line():
-            code = _commands(sys.argv[1:] if arguments is None else arguments)
+            from tokenmerge_tools.cli.app import run
+
+            code = run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
         return code
     except TokenMergingError as error:
@@ -80,11 +81,3 @@ def _warnings_in_one_line() -> Iterator[None]:
         yield
     finally:
         warnings.showwarning = usual
-
-
-def _commands(arguments: Sequence[str]) -> int:
-    if not all(importlib.util.find_spec(package) for package in ("typer", "rich")):
-        raise MissingExtraError("tokenmerge-tools", needed_by="the tokenmerge command needs typer")
-    from tokenmerge_tools.cli.app import run
-
-    return run(arguments)

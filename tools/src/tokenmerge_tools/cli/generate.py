@@ -31,7 +31,7 @@ def generate(
         ),
     ] = None,
     details: Annotated[
-        bool, typer.Option("--details", help="Also print a table of times and memory, and all settings.")
+        bool, typer.Option("--details", help="Also print the spread of times, memory, and all settings.")
     ] = False,
     given: dict[str, Any],
 ) -> None:
@@ -58,4 +58,4 @@ def generate(
     if result.steps is not None:
         print(result.steps)
     if details:
-        terminal.show(terminal.result_table(result), *terminal.result_notes(result))
+        print("\n".join(terminal.details(result)))

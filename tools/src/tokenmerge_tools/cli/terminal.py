@@ -25,10 +25,9 @@ from rich.text import Text
 from tokenmerge.report import in_words
 from tokenmerge_tools import demo
 from tokenmerge_tools.drawing import Progress
-from tokenmerge_tools.generate.result import Result, VariantResult
+from tokenmerge_tools.generate.result import Result
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.reporting.tables import Table as PlainTable
-from tokenmerge_tools.reporting.tables import TableRow
 
 # Pipes and files have no width, so tables are as wide as their content.
 _NO_EDGE = 10_000
@@ -150,10 +149,18 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
 
 def _close_to_dense(result: Result) -> str:
     """Say how close the pictures are, with a word on what that means."""
-    psnr, _ = _closeness(result, result.variants[-1])
-    if not psnr.endswith("dB"):
-        return f"the pictures are {psnr}"
-    return f"{float(psnr.removesuffix(' dB')):.1f} dB to the dense picture (40 dB is hard to tell apart)"
+    psnr, same = _closeness(result)
+    if psnr is None:
+        return "the pictures are identical"
+    also = f", {same} identical" if same else ""
+    return f"{psnr:.1f} dB to the dense picture (40 dB is hard to tell apart){also}"
+
+
+def _closeness(result: Result) -> tuple[float | None, int]:
+    """Return the mean PSNR of the pictures that differ from dense, and the number of the others."""
+    psnr = [] if result.quality is None else result.quality.psnr
+    finite = [value for value in psnr if math.isfinite(value)]  # infinite for equal pictures
+    return sum(finite) / len(finite) if finite else None, len(psnr) - len(finite)
 
 
 def _what_ran(result: Result, steps: int) -> str:
@@ -168,53 +175,27 @@ def _what_ran(result: Result, steps: int) -> str:
     return f"{ran} ran the whole model; {share:.0f} % of the tokens merged"
 
 
-def result_table(result: Result) -> PlainTable:
-    """Make a table of time, speed-up, memory and closeness of each variant."""
+def details(result: Result) -> list[str]:
+    """Write the times and the memory of each variant, what merging did, and what the numbers mean."""
     c = result.conditions
     size = f"{c['pipeline']}, {c['width']} x {c['height']}, {c['options']['steps']} steps"
-    title = f"{size}, batch {result.batch}, {c['dtype']} on {c['device']}"
-    compared = len(result.variants) > 1
-    speedup, closeness = (["speed-up"], ["PSNR", "SSIM"]) if compared else ([], [])
-    header = ("variant", "time per image (fastest to slowest)", *speedup, "peak memory", *closeness)
-    rows = []
+    lines = ["", f"{size}, batch {result.batch}, {c['dtype']} on {c['device']}"]
     for variant in result.variants:
-        times, gain = variant.per_image(result.batch), result.speedup(variant)
+        times, memory = variant.per_image(result.batch), variant.peak_bytes
         spread = f" ({_seconds(times.fastest)} to {_seconds(times.slowest)})" if times.runs > 1 else ""
-        cells = (
-            variant.name,
-            _seconds(times.median) + spread,
-            *([] if gain is None else [f"{gain:.2f}x"]),
-            "n/a" if variant.peak_bytes is None else f"{variant.peak_bytes / 2**20:,.0f} MiB",
-            *(_closeness(result, variant) if compared else ()),
-        )
-        rows.append(TableRow(cells))
-    return PlainTable(title, header, tuple(rows))
-
-
-def result_notes(result: Result) -> list[str]:
-    """Write the lines below a result table: what merging did, and what the numbers mean."""
+        peak = "" if memory is None else f", peak memory {memory / 2**20:,.0f} MiB"
+        lines.append(f"{variant.name}: {_seconds(times.median)} per image{spread}{peak}")
+    if result.quality is not None:
+        ssim = result.quality.ssim
+        lines.append(f"SSIM of merged against dense: {sum(ssim) / len(ssim):.4f}, mean over the pictures")
     runs = len(result.variants[-1].seconds)
-    compared = "PSNR and SSIM: merged against dense, means over the pictures"
     return [
+        *lines,
         *result.summary.splitlines(),
         f"times: median of {runs} pipeline call{'s' if runs > 1 else ''} after a few untimed steps",
-        f"memory: {result.conditions['peak_memory']}",
-        *([compared] if result.quality else []),
+        f"memory: {c['peak_memory']}",
         *(f"note: {note}" for note in result.notes),
     ]
-
-
-def _closeness(result: Result, variant: VariantResult) -> tuple[str, str]:
-    """Format PSNR and SSIM against dense."""
-    if variant.name == "dense":
-        return "reference", "reference"
-    if result.quality is None:
-        return "n/a", "n/a"
-    ssim = result.quality.ssim
-    psnr = [value for value in result.quality.psnr if math.isfinite(value)]  # infinite for equal pictures
-    same = len(ssim) - len(psnr)
-    closeness = f"{sum(psnr) / len(psnr):.2f} dB" if psnr else "identical"
-    return f"{closeness}, {same} identical" if psnr and same else closeness, f"{sum(ssim) / len(ssim):.4f}"
 
 
 def _seconds(seconds: float) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.errors import ConfigError, reason_of
+from tokenmerge_tools.failures import errors_as
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -97,13 +98,9 @@ def _pooled(output: Any) -> Tensor:
     return output.flatten(start_dim=1).float().cpu()
 
 
-@contextlib.contextmanager
-def loading(what: str) -> Iterator[None]:
+def loading(what: str) -> contextlib.AbstractContextManager[None]:
     """Turn the various errors of loading a network into a ``ConfigError`` of one line."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ConfigError(f"cannot load {what} ({reason_of(error)})") from error
+    return errors_as(lambda reason: ConfigError(f"cannot load {what} ({reason})"))
 
 
 # Mean and standard deviation of the colours of ImageNet, for values in [-1, 1].

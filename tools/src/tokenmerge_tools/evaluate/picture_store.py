@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.evaluate.prompts import Item
-from tokenmerge_tools.files import FREE_SPACE, open_picture, read_bytes, slug, write_atomically
+from tokenmerge_tools.files import FREE_SPACE, open_picture, opened_picture, slug, write_atomically
 from tokenmerge_tools.records.kinds import key_of
 from tokenmerge_tools.variants.variant import DENSE, Variant
 
@@ -151,19 +150,14 @@ def write_video(path: Path, frames: Sequence[Image], about: Any) -> None:
 
 def read_video(path: Path, frames: int, option: str, advice: str) -> list[Image]:
     """Read the frames that :func:`write_video` wrote, as RGB. There must be this number of them."""
-    import PIL.Image
     from PIL import ImageSequence
 
-    content = io.BytesIO(read_bytes(path, option, advice))
     found: list[Image] = []
-    try:
-        with PIL.Image.open(content) as video:
-            for frame in ImageSequence.Iterator(video):
-                # A video whose frames are all equal is a plain picture.
-                shown = frame.info.get("duration", frames * _MILLISECONDS)
-                found += [frame.convert("RGB")] * max(1, round(shown / _MILLISECONDS))
-    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
-        raise ConfigError(f"{option}: cannot read the video {path} (it is not a video); {advice}") from error
+    with opened_picture(path, option, advice) as video:
+        for frame in ImageSequence.Iterator(video):
+            # A video whose frames are all equal is a plain picture.
+            shown = frame.info.get("duration", frames * _MILLISECONDS)
+            found += [frame.convert("RGB")] * max(1, round(shown / _MILLISECONDS))
     if len(found) != frames:
         raise ConfigError(
             f"{option}: the video {path} should have {frames} frames, but has {len(found)}; {advice}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenmerge.errors import ConfigError, reason_of
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
-from tokenmerge_tools.files import read_bytes
+from tokenmerge_tools.files import read_text
 from tokenmerge_tools.pipelines.options import check_prompt
 
 PROMPTS_HELP = (
@@ -96,13 +96,7 @@ def download_prompts(preset: str, limit: int | None) -> list[Prompt]:
 
 def _lines(path: Path) -> list[str]:
     """Return the lines that are not blank."""
-    content = read_bytes(path, "prompts", "give a file with one prompt per line", _LARGEST)
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"prompts: {path} is not UTF-8 text; give a file with one prompt per line"
-        ) from error
+    text = read_text(path, "prompts", "give a file with one prompt per line", _LARGEST)
     if "\0" in text:
         raise ConfigError(f"prompts: {path} is binary; give a text file with one prompt per line")
     lines = [line.strip("\r ") for line in text.split("\n") if line.strip()]

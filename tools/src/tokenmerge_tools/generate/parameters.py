@@ -12,7 +12,6 @@ Values that contain a comma, a colon, a quote or a line break are in double quot
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -24,7 +23,7 @@ from tokenmerge.config import ToMeConfig, read_metadata
 from tokenmerge.config.checks import refuse
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools import demo
-from tokenmerge_tools.files import read_bytes
+from tokenmerge_tools.files import opened_picture
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.loading import PICKLE
 from tokenmerge_tools.pipelines.options import GenerateOptions
@@ -99,14 +98,8 @@ def write_picture(picture: Image, parameters: Parameters, metadata: str | None, 
 
 def read_picture(path: Path) -> Parameters:
     """Read the parameters of a picture from its PNG file."""
-    import PIL.Image
-
-    content = io.BytesIO(read_bytes(path, "like", _ADVICE))
-    try:
-        with PIL.Image.open(content) as picture:
-            text = getattr(picture, "text", {}).get(_KEY)
-    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
-        raise ConfigError(f"like: cannot read the picture {path} (it is not a picture); {_ADVICE}") from error
+    with opened_picture(path, "like", _ADVICE) as picture:
+        text = getattr(picture, "text", {}).get(_KEY)
     if text is None:
         raise ConfigError(f"like: {path} does not say what it was made with; {_ADVICE}")
     try:

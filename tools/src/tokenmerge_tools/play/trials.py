@@ -24,7 +24,7 @@ from tokenmerge_tools.pipelines.call import load_pipeline_for
 from tokenmerge_tools.pipelines.meta_model import checked_source
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
-from tokenmerge_tools.sheets import as_tensor
+from tokenmerge_tools.sheets import as_tensor, enlarge
 from tokenmerge_tools.variants import contexts
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _draw(pipe: DiffusionPipeline, options: GenerateOptions, on_progress: OnProg
         options=prepared.options,
         dense=dense_picture,
         merged=picture,
-        groups=draw_groups(_enlarged(picture), labels),
+        groups=draw_groups(enlarge(picture, -(-_SMALLEST_SIDE // min(picture.size))), labels),
         groups_text=groups_text,
         dense_seconds=dense.seconds,
         merged_seconds=merged.seconds,
@@ -174,8 +174,3 @@ def _warnings() -> Iterator[list[warnings.WarningMessage]]:
     with warnings.catch_warnings(record=True) as kept:
         warnings.simplefilter("always", UserWarning)
         yield kept
-
-
-def _enlarged(picture: Image) -> Image:
-    factor = -(-_SMALLEST_SIDE // min(picture.size))
-    return picture.resize((picture.width * factor, picture.height * factor), resample=0)

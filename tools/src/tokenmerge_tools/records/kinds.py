@@ -130,7 +130,20 @@ class CellRecord(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QualityRecord(Record):
+class _OfVariant(Record):
+    """A record of one variant with its settings."""
+
+    variant: str
+    settings: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        """The variant with its settings."""
+        return variant_label(self.variant, self.settings)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QualityRecord(_OfVariant):
     """Quality metrics of one variant, such as its closeness to dense, over many pictures.
 
     ``figures`` has the value of each metric, ``measured_with`` its network and reference pictures, if any.
@@ -147,8 +160,6 @@ class QualityRecord(Record):
     model: str
     width: int
     height: int
-    variant: str
-    settings: Mapping[str, Any]
     figures: Mapping[str, float]
     images: int
     category: str | None = None
@@ -162,11 +173,6 @@ class QualityRecord(Record):
     config: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
     finished: str = dataclasses.field(default="", compare=False)
-
-    @property
-    def label(self) -> str:
-        """The variant with its settings."""
-        return variant_label(self.variant, self.settings)
 
     @property
     def drawn_with(self) -> dict[str, Any]:
@@ -183,15 +189,11 @@ class QualityRecord(Record):
     def _parse(cls, values: dict[str, Any]) -> dict[str, Any]:
         if not all(isinstance(value, int | float) for value in values["figures"].values()):
             raise ValueError(f"expected numbers in figures, got {values['figures']}")
-        by_name: dict[str, Any] = {
-            name: dict(values[name])
-            for name in ("conditions", "measured_with", "errors", "cost")
-            if name in values
-        }
+        names = {"conditions", "measured_with", "errors", "cost"} & values.keys()
         quartiles = values.get("speedup_quartiles")
         return {
             **values,
-            **by_name,
+            **{name: dict(values[name]) for name in names},
             "settings": with_new_names(values["settings"]),
             "speedup_quartiles": None if quartiles is None else tuple(quartiles),
             "notes": tuple(values.get("notes", ())),
@@ -199,7 +201,7 @@ class QualityRecord(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleRecord(Record):
+class SampleRecord(_OfVariant):
     """A dense picture and the picture of a variant with the same prompt and seed.
 
     The paths ``dense`` and ``image`` are relative to the folder of the file with this record.
@@ -209,15 +211,8 @@ class SampleRecord(Record):
 
     prompt: str
     seed: int
-    variant: str
-    settings: Mapping[str, Any]
     dense: str
     image: str
-
-    @property
-    def label(self) -> str:
-        """The variant with its settings."""
-        return variant_label(self.variant, self.settings)
 
     @classmethod
     def _parse(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenmerge.errors import ConfigError, MissingExtraError
-from tokenmerge_tools.files import check_regular
+from tokenmerge_tools.files import read_bytes
 from tokenmerge_tools.records.file import Results, Sample
 from tokenmerge_tools.records.kinds import CellRecord, QualityRecord
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart, charts, notes_on_charts
@@ -23,7 +23,7 @@ from tokenmerge_tools.reporting.tables import Table, measured_tables, what_of, w
 R = TypeVar("R", CellRecord, QualityRecord)
 
 TITLE = "Token merging: speed, memory and quality"
-_SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"RIFF": "image/webp"}
+_PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _readable(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
     for sample in samples:
         try:
             for path in (sample.dense, sample.image):
-                picture_type(path)
+                data_address(path)
         except ConfigError as error:
             lost.append(f"{sample.record.label}, seed {sample.record.seed}: {error}")
         else:
@@ -196,22 +196,11 @@ def _by_prompt(samples: Sequence[Sample]) -> list[tuple[str, list[dict[str, Any]
 
 
 def data_address(path: Path) -> str:
-    """Encode a PNG, JPEG or WebP file as a data URL."""
-    return f"data:{picture_type(path)};base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-
-def picture_type(path: Path) -> str:
-    """Find the media type of a PNG, JPEG or WebP file from its first bytes."""
-    try:
-        check_regular(path)
-        with path.open("rb") as file:
-            begin = file.read(max(map(len, _SIGNATURES)))
-    except OSError as error:
-        raise ConfigError(f"sample: cannot read the picture {path} ({error.strerror or error})") from error
-    found = next((kind for start, kind in _SIGNATURES.items() if begin.startswith(start)), None)
-    if found is None:
-        raise ConfigError(f"sample: {path} is not a PNG, JPEG or WebP picture")
-    return found
+    """Encode a PNG file as a data URL."""
+    content = read_bytes(path, "sample", "run tokenmerge evaluate again")
+    if not content.startswith(_PNG):
+        raise ConfigError(f"sample: {path} is not a PNG picture; run tokenmerge evaluate again")
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 def svg_address(svg: str) -> str:
