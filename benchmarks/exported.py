@@ -35,8 +35,8 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge_tools.bench.geometry import PREFIX, build_denoiser, find_geometry
 from tokenmerge_tools.bench.loaded_model import InputSize, example_inputs
 from tokenmerge_tools.export import export_denoiser
-from tokenmerge_tools.export.first_call import DenoiserCall
 from tokenmerge_tools.export.formats import FORMATS
+from tokenmerge_tools.export.graph import DenoiserCall
 from tokenmerge_tools.export.run import settings_of
 from tokenmerge_tools.machine import environment, source_commit
 from tokenmerge_tools.method_spec import MethodSpec, merging_alone

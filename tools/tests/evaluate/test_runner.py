@@ -27,7 +27,7 @@ from tokenmerge_tools.pipelines.call import PipelineCall
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind
 from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile, read_results
 from tokenmerge_tools.records.kinds import QualityRecord, SampleRecord
-from tokenmerge_tools.reporting.quality_tables import quality_tables
+from tokenmerge_tools.reporting.tables import quality_tables
 from tokenmerge_tools.sheets import as_tensor
 from tokenmerge_tools.variants.variant import Variant
 

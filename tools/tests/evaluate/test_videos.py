@@ -22,7 +22,7 @@ from tokenmerge_tools.evaluate.picture_store import PictureStore, read_video, wr
 from tokenmerge_tools.generate.run import generate
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.records.kinds import QualityRecord
-from tokenmerge_tools.reporting.quality_tables import quality_tables
+from tokenmerge_tools.reporting.tables import quality_tables
 from tokenmerge_tools.sheets import as_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")

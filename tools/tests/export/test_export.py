@@ -20,7 +20,7 @@ from tests.models.tiny import FAMILIES
 from tokenmerge import ToMeConfig, token_merging
 from tokenmerge_tools.cli import main
 from tokenmerge_tools.export import export_denoiser, formats, run
-from tokenmerge_tools.export.first_call import DenoiserCall
+from tokenmerge_tools.export.graph import DenoiserCall
 from tokenmerge_tools.method_spec import MethodSpec
 
 # Both sides round differently, by 1e-6 of the largest output in networks this small; what merging changes is

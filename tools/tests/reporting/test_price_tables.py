@@ -10,8 +10,7 @@ from tokenmerge_tools.records.file import Results
 from tokenmerge_tools.reporting.curves import charts
 from tokenmerge_tools.reporting.page import as_html, content_of
 from tokenmerge_tools.reporting.price_tables import fastest_table, price_tables, summary
-from tokenmerge_tools.reporting.quality_tables import quality_tables
-from tokenmerge_tools.reporting.tables import measured_tables
+from tokenmerge_tools.reporting.tables import measured_tables, quality_tables
 
 CELLS = grid_of_cells()
 

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
 from tokenmerge_tools.cli.merging import rule_instead, variant_of_file
-from tokenmerge_tools.evaluate.dry_run import dry_run as count_work
 from tokenmerge_tools.evaluate.evaluation import OF_PRESET, EvaluateOptions
+from tokenmerge_tools.evaluate.evaluation import dry_run as count_work
 from tokenmerge_tools.evaluate.runner import evaluate as run_evaluate
 from tokenmerge_tools.pipelines.loading import quiet_libraries
 from tokenmerge_tools.pipelines.options import option
-from tokenmerge_tools.reporting.quality_tables import quality_tables
+from tokenmerge_tools.reporting.tables import quality_tables
 
 
 @takes(EvaluateOptions)

@@ -25,7 +25,7 @@ from rich.text import Text
 from tokenmerge.report import in_words
 from tokenmerge_tools import demo
 from tokenmerge_tools.drawing import Progress
-from tokenmerge_tools.generate.result import Result
+from tokenmerge_tools.generate.run import Result
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.reporting.tables import Table as PlainTable
 

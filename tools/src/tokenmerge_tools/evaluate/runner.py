@@ -14,11 +14,10 @@ from tokenmerge.errors import ConfigError, TokenMergingError, UnsupportedModelEr
 from tokenmerge_tools.drawing import Progress, Studio
 from tokenmerge_tools.evaluate.distances import check_count, features_of
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions, Evaluation, plan_evaluation
-from tokenmerge_tools.evaluate.measure import measure
+from tokenmerge_tools.evaluate.measure import measure, quality_records, sample_records
 from tokenmerge_tools.evaluate.metrics import Metrics, load_metrics, parse_metrics
 from tokenmerge_tools.evaluate.picture_store import CONTINUES
 from tokenmerge_tools.evaluate.prompts import Item
-from tokenmerge_tools.evaluate.results import quality_records, sample_records
 from tokenmerge_tools.failures import is_out_of_memory
 from tokenmerge_tools.files import prepare_folder, write_json
 from tokenmerge_tools.pipelines.call import PipelineCall, latent_scale, load_pipeline_for

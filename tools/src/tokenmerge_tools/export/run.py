@@ -21,9 +21,8 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.config.checks import integer, one_of
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.report import Report, predict
-from tokenmerge_tools.export.first_call import DenoiserCall, first_call
 from tokenmerge_tools.export.formats import FORMATS
-from tokenmerge_tools.export.graph import onnx_graph, tensors
+from tokenmerge_tools.export.graph import DenoiserCall, first_call, onnx_graph, tensors
 from tokenmerge_tools.files import write_json
 from tokenmerge_tools.machine import version_of
 from tokenmerge_tools.method_spec import SPEEDUP, MethodSpec, merging_alone

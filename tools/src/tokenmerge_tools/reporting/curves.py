@@ -16,8 +16,7 @@ from tokenmerge_tools.records.kinds import (
     metric_names,
     variant_label,
 )
-from tokenmerge_tools.reporting.quality_tables import quality_name, where_drawn
-from tokenmerge_tools.reporting.tables import grouped
+from tokenmerge_tools.reporting.tables import grouped, quality_name, where_drawn
 from tokenmerge_tools.variants.variant import DENSE
 
 AGAINST_CLOSENESS = "Speed-up against closeness: "  # begins the title of such a chart

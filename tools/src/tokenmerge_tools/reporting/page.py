@@ -17,8 +17,14 @@ from tokenmerge_tools.records.kinds import CellRecord, QualityRecord
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart, charts, notes_on_charts
 from tokenmerge_tools.reporting.plots import draw
 from tokenmerge_tools.reporting.price_tables import fastest_table, price_tables, summary
-from tokenmerge_tools.reporting.quality_tables import quality_tables, where_drawn
-from tokenmerge_tools.reporting.tables import Table, measured_tables, what_of, where_of
+from tokenmerge_tools.reporting.tables import (
+    Table,
+    measured_tables,
+    quality_tables,
+    what_of,
+    where_drawn,
+    where_of,
+)
 
 R = TypeVar("R", CellRecord, QualityRecord)
 
