@@ -137,11 +137,9 @@ def writing(path: Path, option: str, advice: str) -> Iterator[None]:
         raise ConfigError(f"{option}: cannot write {path} ({error.strerror or error}); {advice}") from error
 
 
-def write_atomically(
-    path: Path, write: Callable[[Path], object], option: str = "out", advice: str = FREE_SPACE
-) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object], advice: str = FREE_SPACE) -> None:
     """Let ``write`` write a temporary file beside ``path`` with its suffix, then rename it to ``path``."""
-    with writing(path, option, advice):
+    with writing(path, "out", advice):
         descriptor, name = tempfile.mkstemp(suffix=path.suffix, prefix=f".{path.stem}-", dir=path.parent)
         os.close(descriptor)
         unfinished = Path(name)

@@ -27,12 +27,6 @@ from tokenmerge_tools.drawing import Progress
 from tokenmerge_tools.pipelines.loading import find_model
 from tokenmerge_tools.pipelines.meta_model import load_sketch
 
-# Every import of an optional library fails, as if only torch were installed. numpy stays, since torch would
-# print a warning without it.
-TORCH_ALONE = """
-import sys
-sys.modules.update(dict.fromkeys(("typer", "rich", "click", "diffusers", "transformers", "PIL")))
-"""
 RUN = "from tokenmerge_tools.cli import main; raise SystemExit(main())"
 
 

@@ -133,8 +133,8 @@ def test_quality_is_that_of_the_pictures_on_disk(run):
     for index in (0, 1):
         error = pixels(out / f"dense-{index:02d}.png") / 255 - pixels(out / f"merged-{index:02d}.png") / 255
         psnr = -10 * math.log10((error**2).mean())
-        assert math.isclose(result.quality.psnr[index], psnr, rel_tol=1e-4)
-        assert 0 < result.quality.ssim[index] < 1
+        assert math.isclose(result.psnr[index], psnr, rel_tol=1e-4)
+        assert 0 < result.ssim[index] < 1
 
 
 def test_progress_counts_every_step_of_every_call(run):
@@ -160,7 +160,7 @@ def test_a_picture_depends_on_its_seed_alone(folder, run, tmp_path):
 def test_ratio_zero_gives_the_dense_picture_and_says_so(folder, tmp_path):
     result = generate(options(folder, tmp_path, merging=MethodSpec("tome", {"ratio": 0.0})))
     assert np.array_equal(pixels(tmp_path / "dense-00.png"), pixels(tmp_path / "merged-00.png"))
-    assert result.quality.psnr == (math.inf,)
+    assert result.psnr == (math.inf,)
     assert json.loads((tmp_path / "run.json").read_text())["quality"]["psnr_db"] == ["inf"]
 
 
@@ -181,9 +181,9 @@ def test_the_default_method_is_that_of_the_guidance_of_the_run(folder, tmp_path,
 def test_a_tolerance_adds_steps_and_the_picture_names_those_that_ran(folder, tmp_path):
     asked = {"size": (32, 32), "steps": 8, "merging": MethodSpec("auto", {"speedup": 1.3})}
     planned = generate(options(folder, tmp_path / "planned", **asked))
-    assert planned.quality.psnr[0] < 300
+    assert planned.psnr[0] < 300
     result = generate(options(folder, tmp_path / "close", min_psnr=300.0, **asked))
-    assert result.quality.psnr == (math.inf,)
+    assert result.psnr == (math.inf,)
     written = Image.open(tmp_path / "close" / "merged-00.png").text["parameters"]
     config = read_metadata(written[written.index("Token merging: ") :])
     assert not config.merges
@@ -222,7 +222,7 @@ def test_without_comparison_only_merged_runs(folder, tmp_path):
     result = generate(options(folder, tmp_path, compare=False))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged-00.png", "run.json"]
     assert [variant.name for variant in result.variants] == ["merged"]
-    assert result.quality is None
+    assert result.psnr == ()
     assert result.speedup(result.variants[0]) is None
 
 
@@ -364,7 +364,7 @@ def test_dense_pictures_are_written_before_merging_starts(folder, tmp_path):
 def test_without_torchmetrics_the_run_goes_on_and_says_what_to_install(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchmetrics.functional.image", None)
     result = generate(options(folder, tmp_path))
-    assert result.quality is None
+    assert result.psnr == ()
     assert any('pip install "tokenmerge-tools[metrics]"' in note for note in result.notes)
     assert (tmp_path / "comparison.png").is_file()
 
@@ -471,7 +471,7 @@ def test_settings_that_merge_only_at_a_larger_size_than_the_model_s_own_run_at_t
     merging = MethodSpec("tome", {"min_tokens": tokens + 1})
     size = (2 * tiny_pipeline.SIDE, 2 * tiny_pipeline.SIDE)
     result = generate(options(folder, tmp_path, steps=1, merging=merging, size=size))
-    assert math.isfinite(result.quality.psnr[0])  # infinite if nothing merged
+    assert math.isfinite(result.psnr[0])  # infinite if nothing merged
 
 
 def test_options_that_the_pipeline_does_not_know_are_refused(pipe, folder, tmp_path):

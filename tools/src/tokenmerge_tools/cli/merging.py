@@ -24,10 +24,6 @@ from tokenmerge_tools.pipelines.options import option
 from tokenmerge_tools.pipelines.settings import parse_size, scheduler_class_name
 
 _merging = functools.partial(option, "Merging")
-SettingsFile = Annotated[
-    Path | None,
-    _merging("File of settings, such as the one that tokenmerge tune wrote.", "--settings"),
-]
 
 
 def rule_instead(
@@ -105,7 +101,10 @@ def merging(
             "--set",
         ),
     ] = None,
-    settings_file: SettingsFile = None,
+    settings_file: Annotated[
+        Path | None,
+        _merging("File of settings, such as the one that tokenmerge tune wrote.", "--settings"),
+    ] = None,
 ) -> MethodSpec:
     """Make a method with changed settings from the options."""
     changes = {SPEEDUP: speedup, "ratio": ratio}

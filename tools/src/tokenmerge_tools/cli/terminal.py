@@ -130,7 +130,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
         faster = "" if gain is None or variant.name == "dense" else f", {gain:.1f}× as fast"
         lines.append(f"  {names[variant.name]:<27} {_seconds(median):>7}{faster}")
     cache = f"{in_words(result.report.kept_bytes)} of cache" if result.report.kept_bytes else "no cache"
-    if result.quality is not None:
+    if result.psnr:
         lines += ["", f"  {_close_to_dense(result)}; {cache}"]
     lines.append(f"  {_what_ran(result, options.steps)}")
     lines.append("")
@@ -158,9 +158,8 @@ def _close_to_dense(result: Result) -> str:
 
 def _closeness(result: Result) -> tuple[float | None, int]:
     """Return the mean PSNR of the pictures that differ from dense, and the number of the others."""
-    psnr = [] if result.quality is None else result.quality.psnr
-    finite = [value for value in psnr if math.isfinite(value)]  # infinite for equal pictures
-    return sum(finite) / len(finite) if finite else None, len(psnr) - len(finite)
+    finite = [value for value in result.psnr if math.isfinite(value)]  # infinite for equal pictures
+    return sum(finite) / len(finite) if finite else None, len(result.psnr) - len(finite)
 
 
 def _what_ran(result: Result, steps: int) -> str:
@@ -185,8 +184,7 @@ def details(result: Result) -> list[str]:
         spread = f" ({_seconds(times.fastest)} to {_seconds(times.slowest)})" if times.runs > 1 else ""
         peak = "" if memory is None else f", peak memory {memory / 2**20:,.0f} MiB"
         lines.append(f"{variant.name}: {_seconds(times.median)} per image{spread}{peak}")
-    if result.quality is not None:
-        ssim = result.quality.ssim
+    if ssim := result.ssim:
         lines.append(f"SSIM of merged against dense: {sum(ssim) / len(ssim):.4f}, mean over the pictures")
     runs = len(result.variants[-1].seconds)
     return [

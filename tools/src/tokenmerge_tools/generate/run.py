@@ -61,23 +61,13 @@ class VariantResult:
         return Times.of([seconds / batch for seconds in self.seconds])
 
 
-@dataclasses.dataclass(frozen=True)
-class Quality:
-    """Closeness of each merged picture to the dense one with the same seed, measured on 8-bit pictures.
-
-    The PSNR is in dB, and infinite for equal pictures.
-    """
-
-    psnr: tuple[float, ...]
-    ssim: tuple[float, ...]
-
-
 @dataclasses.dataclass
 class Result:
     """The results of a run so far. Dense comes first among the names of the variants, if it runs.
 
-    ``quality`` is None without a dense run or without torchmetrics, and ``steps`` if they were not recorded.
-    ``config`` has the settings, and ``summary`` is the text of the patch after the run.
+    ``psnr`` in dB and ``ssim`` are those of each merged picture to the dense one of its seed, in 8 bits;
+    empty without a dense run or without torchmetrics. The PSNR of equal pictures is infinite. ``config`` has
+    the settings, ``summary`` is the text of the patch after the run, and ``steps`` are None unless recorded.
     """
 
     folder: Path
@@ -87,7 +77,8 @@ class Result:
     report: Report
     config: ToMeConfig
     measurements: list[Measurement] = dataclasses.field(default_factory=list)
-    quality: Quality | None = None
+    psnr: tuple[float, ...] = ()
+    ssim: tuple[float, ...] = ()
     notes: list[str] = dataclasses.field(default_factory=list)
     complete: bool = False
     summary: str = ""
@@ -126,9 +117,9 @@ class Result:
                 "peak_memory_bytes": one.peak_bytes,
             }
         quality = None
-        if self.quality is not None:
-            psnr = [value if math.isfinite(value) else str(value) for value in self.quality.psnr]
-            quality = {"psnr_db": psnr, "ssim": list(self.quality.ssim)}
+        if self.psnr:
+            psnr = [value if math.isfinite(value) else str(value) for value in self.psnr]
+            quality = {"psnr_db": psnr, "ssim": list(self.ssim)}
         return {
             "complete": self.complete,
             "conditions": self.conditions,
@@ -285,15 +276,14 @@ class _Generating:
         captions = [f"seed {seed}" for seed in self.call.seeds]
         try:
             images, reference = as_tensor(merged), as_tensor(dense)
-            quality = Quality(
-                psnr=tuple(psnr(images, reference).tolist()), ssim=tuple(ssim(images, reference).tolist())
-            )
-            self.result.quality = quality
+            result = self.result
+            result.psnr = tuple(psnr(images, reference).tolist())
+            result.ssim = tuple(ssim(images, reference).tolist())
             captions = [
                 f"{caption} · identical"
                 if math.isinf(psnr_db)
                 else f"{caption} · PSNR {psnr_db:.1f} dB · SSIM {similarity:.3f}"
-                for caption, psnr_db, similarity in zip(captions, quality.psnr, quality.ssim, strict=True)
+                for caption, psnr_db, similarity in zip(captions, result.psnr, result.ssim, strict=True)
             ]
         except MissingExtraError as error:
             self.result.notes.append(str(error))
