@@ -152,7 +152,8 @@ def not_told_apart(measured: Mapping[str, Measured], metric: str, lower: bool) -
     best = max(means, key=means.__getitem__)
     with np.errstate(invalid="ignore"):  # of infinite PSNRs
         differences = {label: _finite(found[best] - found[label]) for label in means if label != best}
-    return {best: [label for label, d in differences.items() if not d.mean() > 2 * standard_error(d)]}
+    noise = {label: 2 * standard_error(d.tolist()) for label, d in differences.items()}
+    return {best: [label for label, d in differences.items() if not d.mean() > noise[label]]}
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
