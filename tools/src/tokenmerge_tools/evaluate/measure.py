@@ -152,8 +152,9 @@ def not_told_apart(measured: Mapping[str, Measured], metric: str, lower: bool) -
     best = max(means, key=means.__getitem__)
     with np.errstate(invalid="ignore"):  # of infinite PSNRs
         differences = {label: _finite(found[best] - found[label]) for label in means if label != best}
-    noise = {label: 2 * standard_error(d.tolist()) for label, d in differences.items()}
-    return {best: [label for label, d in differences.items() if not d.mean() > noise[label]]}
+    pairs = {label: d.tolist() for label, d in differences.items() if len(d) > 1}
+    differs = [label for label, d in pairs.items() if np.mean(d) > 2 * standard_error(d)]
+    return {best: [label for label in differences if label not in differs]}
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
