@@ -149,17 +149,12 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
 
 def _close_to_dense(result: Result) -> str:
     """Say how close the pictures are, with a word on what that means."""
-    psnr, same = _closeness(result)
-    if psnr is None:
-        return "the pictures are identical"
-    also = f", {same} identical" if same else ""
-    return f"{psnr:.1f} dB to the dense picture (40 dB is hard to tell apart){also}"
-
-
-def _closeness(result: Result) -> tuple[float | None, int]:
-    """Return the mean PSNR of the pictures that differ from dense, and the number of the others."""
     finite = [value for value in result.psnr if math.isfinite(value)]  # infinite for equal pictures
-    return sum(finite) / len(finite) if finite else None, len(result.psnr) - len(finite)
+    if not finite:
+        return "the pictures are identical"
+    same = len(result.psnr) - len(finite)
+    psnr = f"{sum(finite) / len(finite):.1f} dB to the dense picture (40 dB is hard to tell apart)"
+    return f"{psnr}, {same} identical" if same else psnr
 
 
 def _what_ran(result: Result, steps: int) -> str:
