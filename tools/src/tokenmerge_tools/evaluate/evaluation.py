@@ -275,7 +275,7 @@ def plan_variants(
     specs: Sequence[Variant],
     steps: int,
     counted: Callable[[Variant], float | None],
-    otherwise: Sequence[float] = (),
+    otherwise: Sequence[float],
 ) -> list[Variant]:
     """List dense, then the variants, and then fewer steps for each of them, if requested.
 
@@ -286,13 +286,7 @@ def plan_variants(
     found = [Variant(DENSE), *merged]
     if len(merged) < len(specs):
         speedups = [speedup for speedup in map(counted, merged) if speedup is not None]
-        speedups = speedups or list(otherwise)
-        if not speedups:
-            raise ConfigError(
-                f"variant fewer-steps: the operations of {merged[0].label} cannot be counted here, and the "
-                "number of steps is unknown; leave fewer-steps out, or add a method such as auto"
-            )
-        numbers = dict.fromkeys(max(1, round(steps / speedup)) for speedup in speedups)
+        numbers = dict.fromkeys(max(1, round(steps / speedup)) for speedup in speedups or otherwise)
         found += [Variant(FEWER_STEPS, (("steps", n),)) for n in numbers if n < steps]
     return found
 

@@ -129,9 +129,8 @@ class CellRecord(Record):
         return {**values, "conditions": conditions, "seconds": seconds, "references": references}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _OfVariant(Record):
-    """A record of one variant with its settings."""
+    """A record of one variant with its settings, which are fields of each kind in their own place."""
 
     variant: str
     settings: Mapping[str, Any]
@@ -160,6 +159,8 @@ class QualityRecord(_OfVariant):
     model: str
     width: int
     height: int
+    variant: str
+    settings: Mapping[str, Any]
     figures: Mapping[str, float]
     images: int
     category: str | None = None
@@ -211,6 +212,8 @@ class SampleRecord(_OfVariant):
 
     prompt: str
     seed: int
+    variant: str
+    settings: Mapping[str, Any]
     dense: str
     image: str
 
