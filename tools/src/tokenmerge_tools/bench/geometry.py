@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from importlib import resources
 from typing import Any
 
@@ -21,9 +20,9 @@ PREFIX = "geometry:"
 class Geometry:
     """The architecture of one model.
 
-    ``config`` has the arguments of the denoiser's class in diffusers that differ from their defaults, and
-    ``depth`` names those that set the number of layers, which ``@DEPTH`` multiplies. Width and height are in
-    pixels, and must be multiples of ``multiple``. ``guided``: classifier-free guidance doubles the batch.
+    ``config`` has the arguments of the denoiser's class in diffusers that differ from their defaults. Width
+    and height are in pixels, and must be multiples of ``multiple``. ``guided``: classifier-free guidance
+    doubles the batch.
     """
 
     title: str
@@ -31,7 +30,6 @@ class Geometry:
     config: dict[str, Any]
     size: tuple[int, int]
     multiple: int
-    depth: tuple[str, ...]
     guided: bool = True
 
 
@@ -50,46 +48,11 @@ GEOMETRIES = _read_geometries()
 
 
 def find_geometry(name: str) -> Geometry:
-    """Find the architecture of ``geometry:NAME`` or ``geometry:NAME@DEPTH``, reduced to that depth.
-
-    ``geometry:flux@0.25`` has a quarter of the layers, and at least one of each kind.
-    """
-    known, _, depth = name.removeprefix(PREFIX).partition("@")
+    """Find the architecture of ``geometry:NAME``."""
+    known = name.removeprefix(PREFIX)
     if known not in GEOMETRIES:
         raise ConfigError(f"model: expected {PREFIX} and one of {', '.join(GEOMETRIES)}, got {name!r}")
-    if not depth:
-        return GEOMETRIES[known]
-    try:
-        fraction = float(depth)
-    except ValueError:
-        fraction = math.nan
-    if not 0 < fraction <= 1:
-        raise ConfigError(f"model: expected a depth with 0 < depth ≤ 1 after @, got {depth!r} in {name!r}")
-    return _cut(GEOMETRIES[known], fraction)
-
-
-def _cut(geometry: Geometry, fraction: float) -> Geometry:
-    def cut(layers: Any) -> Any:
-        if isinstance(layers, tuple):
-            return tuple(map(cut, layers))
-        return max(1, round(layers * fraction))
-
-    config = {
-        name: cut(value) if name in geometry.depth else value for name, value in geometry.config.items()
-    }
-    return dataclasses.replace(geometry, config=config)
-
-
-def depth_note(name: str) -> str:
-    """Describe how far the depth of an architecture was reduced. Empty if it was not.
-
-    >>> depth_note("geometry:flux@0.25")
-    'cut to num_layers 5 of 19, num_single_layers 10 of 38'
-    """
-    whole = GEOMETRIES[name.removeprefix(PREFIX).partition("@")[0]]
-    config = find_geometry(name).config
-    changed = [part for part in whole.config if config[part] != whole.config[part]]
-    return "cut to " + ", ".join(f"{p} {config[p]} of {whole.config[p]}" for p in changed) if changed else ""
+    return GEOMETRIES[known]
 
 
 def build_denoiser(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int) -> nn.Module:

@@ -57,7 +57,7 @@ class BenchOptions:
 
     model: Annotated[
         tuple[str, ...],
-        _axis("Bundled model, folder, hub id, or geometry:NAME for random weights; @0.5 halves its layers."),
+        _axis("Bundled model, folder, hub id, or geometry:NAME for random weights."),
     ] = ("geometry:sd15",)
     size: Annotated[
         tuple[str, ...],

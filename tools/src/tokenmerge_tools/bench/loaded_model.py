@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tokenmerge.models.base import is_a
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import blank
-from tokenmerge_tools.bench.geometry import PREFIX, build_denoiser, depth_note, find_geometry
+from tokenmerge_tools.bench.geometry import PREFIX, build_denoiser, find_geometry
 from tokenmerge_tools.pipelines.call import latent_scale
 from tokenmerge_tools.pipelines.loading import denoiser_of, find_model, guides, load_pipeline
 from tokenmerge_tools.pipelines.meta_model import load_sketch
@@ -133,7 +133,6 @@ def load_model(
     if model.startswith(PREFIX):
         geometry = find_geometry(model)
         guided = geometry.guided and (guidance is None or guidance > 1)
-        notes = ("random weights", *filter(None, [depth_note(model)]))
-        return LoadedModel(build_denoiser(geometry, dtype, device, seed), 8, guided, notes)
+        return LoadedModel(build_denoiser(geometry, dtype, device, seed), 8, guided, ("random weights",))
     pipe = load_pipeline(find_model(model), dtype, device)
     return LoadedModel(denoiser_of(pipe), latent_scale(pipe), guides(pipe, guidance))
