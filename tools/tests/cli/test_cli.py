@@ -570,7 +570,7 @@ def test_a_warning_of_another_package_is_shown_as_usual(monkeypatch):
         warnings.warn_explicit("soon", UserWarning, "other.py", 1)
         return 0
 
-    monkeypatch.setattr("tokenmerge_tools.cli.entry._commands", warn)
+    monkeypatch.setattr("tokenmerge_tools.cli.app.run", warn)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = lambda message, *rest, **named: shown.append(str(message))
