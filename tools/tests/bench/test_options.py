@@ -90,7 +90,7 @@ def test_methods_have_their_own_settings_and_ratio() -> None:
         presets.toma(0.6),
         presets.sdtm(0.3, combine="keep"),
     ]
-    assert parse_variant("toma:max_downsample=8", [0.5]) == parse_variant("toma", [0.5], {})
+    assert parse_variant("toma:max_downsample=8", [0.5]) == parse_variant("toma", [0.5])
 
 
 def test_every_setting_can_be_told() -> None:
