@@ -99,7 +99,7 @@ def read_text(path: Path, option: str, advice: str, largest: int = _LARGEST) -> 
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{option}: cannot read {path}: it is not UTF-8 text; {advice}") from error
+        raise ConfigError(f"{option}: {path} is not UTF-8 text; {advice}") from error
 
 
 @contextlib.contextmanager

@@ -192,7 +192,7 @@ def test_a_file_has_axes_and_settings(tmp_path: Path) -> None:
         ("grid.toml", "batch = [true]", "batch: expected an integer ≥ 1, got True"),
         ("grid.toml", "steps =", "not valid TOML"),
         ("grid.yaml", "steps: 20", "expected a file ending in .toml, .*write the same values as TOML"),
-        ("grid.toml", b"\xff\xfe", "cannot read"),
+        ("grid.toml", b"\xff\xfe", "is not UTF-8 text; give a TOML file"),
     ],
 )
 def test_a_file_that_is_no_grid_is_refused(tmp_path: Path, name: str, text: str | bytes, words: str) -> None:
