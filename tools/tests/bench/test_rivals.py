@@ -32,7 +32,7 @@ STRONG = {
     "seacache": "threshold=2",
     "fastercache": "interval=2",
     "pyramid": "interval=2",
-    "cache-dit": "threshold=0.9,taylor=1",
+    "cache-dit": "threshold=0.9,forecast=foca",
     "easycache": "threshold=2",
     "dicache": "threshold=2",
     "sada": "",
@@ -232,6 +232,13 @@ def test_the_settings_are_those_of_the_table():
     assert len(parse_variant("rivals:all", [0.5])) > 40
     with pytest.raises(ConfigError, match="variant: sada takes no settings, got 'x=1'"):
         parse_variant("sada:x=1", [0.5])
+
+
+def test_a_forecast_is_one_of_those_that_cache_dit_has(pipes):
+    pytest.importorskip("cache_dit")
+    for text in ("forecast=none", "forecast=dmd,taylor=1"):
+        with pytest.raises(ConfigError, match="forecast: expected one of dmd, foca, without taylor"):
+            spec_of(f"cache-dit:{text}").apply(twin(pipes["sd3"]), None)
 
 
 def test_the_blocks_of_a_model_come_in_their_order(pipes):

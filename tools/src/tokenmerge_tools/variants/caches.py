@@ -192,6 +192,7 @@ def _whole(name: str, interval: float) -> int:
 
 
 _NAME = "cache-dit"
+FORECASTS = {"dmd": "DMDCalibratorConfig", "foca": "FoCaCalibratorConfig"}
 MASKS = ("slow", "medium", "fast", "ultra")
 # By default, cache-dit computes the first 8 steps, and the first 8 blocks of each step. Its examples with 8
 # and 4 steps compute half of the steps. Here, the first blocks are at most a sixth of the model's blocks.
@@ -204,6 +205,7 @@ def cache_dit(
     config: None,
     threshold: float,
     taylor: float | None = None,
+    forecast: str | None = None,
     mask: str | None = None,
 ) -> contextlib.AbstractContextManager[None]:
     """Skip all but the first blocks on steps where the residual of these blocks changed little: cache-dit.
@@ -217,12 +219,18 @@ def cache_dit(
       threshold is faster and less close to dense. From 1 on, they are skipped whatever the difference.
     - taylor: order of the Taylor series that extrapolates the residual (TaylorSeer, arXiv 2503.06923), an
       integer ≥ 1. None: the residual is not extrapolated.
+    - forecast: one of :data:`FORECASTS`, another extrapolation of the residual: dynamic mode decomposition or
+      Forecast then Calibrate (arXiv 2508.16211).
     - mask: one of :data:`MASKS`: cache-dit's list of steps that are always complete, in place of the first
       ones, for 4, 6, and 8 or more steps. A faster mask has fewer of them.
     """
     check_pipeline(_NAME, pipe)
     if taylor is not None and (taylor < 1 or taylor != int(taylor)):
         raise ConfigError(f"{_NAME}: taylor: expected an integer ≥ 1, got {taylor:g}")
+    if forecast is not None and (forecast not in FORECASTS or taylor is not None):
+        raise ConfigError(
+            f"{_NAME}: forecast: expected one of {', '.join(FORECASTS)}, without taylor, got {forecast!r}"
+        )
     if mask is not None and mask not in MASKS:
         raise ConfigError(f"{_NAME}: mask: expected one of {', '.join(MASKS)}, got {mask!r}")
     package: Any = importlib.import_module("cache_dit")
@@ -244,12 +252,12 @@ def cache_dit(
             max_warmup_steps=min(_WARM_UP, half),
             steps_computation_mask=mask and package.steps_mask(total_steps=steps, mask_policy=mask),
         )
-        if taylor is None:
+        if taylor is None and forecast is None:
             return {"cache_config": cache}
         # Text is not extrapolated: the last block of some models returns none, which cache-dit cannot store.
-        forecaster = package.TaylorSeerCalibratorConfig(
-            enable_encoder_calibrator=False, taylorseer_order=int(taylor)
-        )
+        kind = "TaylorSeerCalibratorConfig" if forecast is None else FORECASTS[forecast]
+        own = {} if taylor is None else {"taylorseer_order": int(taylor)}
+        forecaster = getattr(package, kind)(enable_encoder_calibrator=False, **own)
         return {"cache_config": cache, "calibrator_config": forecaster}
 
     @contextlib.contextmanager

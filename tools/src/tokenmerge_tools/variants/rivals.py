@@ -85,7 +85,7 @@ RIVALS = {
         package="cache-dit==1.5.3",
         number=("threshold", 0.08),
         ladder=(0.02, 0.04, 0.08, 0.16, 0.24),
-        options={"taylor": 1.0, "mask": "fast"},
+        options={"taylor": 1.0, "forecast": "dmd", "mask": "fast"},
     ),
     "easycache": _rival(formulas.easycache, number=("threshold", 0.2), ladder=(0.05, 0.1, 0.2, 0.3, 0.5)),
     "dicache": _rival(formulas.dicache, number=("threshold", 0.08), ladder=(0.02, 0.04, 0.08, 0.16, 0.3)),
