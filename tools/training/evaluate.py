@@ -1,4 +1,4 @@
-"""Does a model draw what it is asked for? Judged by `tools.training.retrieval`, not by eye.
+"""Does a model draw what it is asked for? Judged by `tokenmerge_tools.demo.retrieval`, not by eye.
 
 python -m tools.training.evaluate tools/src/tokenmerge_tools/demo/emoji-unet --contact-sheet sheet.jpg
 """
@@ -17,9 +17,9 @@ import typer
 from diffusers import DiffusionPipeline
 from PIL import Image, ImageDraw, ImageFont
 from rich.progress import track
-from tools.training.retrieval import Gallery
 
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
+from tokenmerge_tools.demo.retrieval import Gallery
 from tokenmerge_tools.pipelines.loading import find_model, load_pipeline
 
 BATCH = 10

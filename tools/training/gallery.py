@@ -1,4 +1,4 @@
-"""Draw the thumbnails by which `tools.training.retrieval` recognises glyphs.
+"""Draw the thumbnails by which `tokenmerge_tools.demo.retrieval` recognises glyphs.
 
 python -m tools.training.gallery
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import typer
 from PIL import Image
 from tools.training.glyphs import draw
-from tools.training.retrieval import COLUMNS, GRID, SHEET
 
 from tokenmerge_tools.demo.glyphs import read_glyphs
+from tokenmerge_tools.demo.retrieval import COLUMNS, GRID, SHEET
 
 
 def main() -> None:

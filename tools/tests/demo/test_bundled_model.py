@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tools.training.retrieval import Gallery
 
 from tokenmerge_tools import demo
 from tokenmerge_tools.demo.glyphs import read_glyphs
+from tokenmerge_tools.demo.retrieval import Gallery
 
 diffusers = pytest.importorskip("diffusers")
 

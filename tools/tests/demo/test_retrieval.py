@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 from skimage.color import rgb2lab
-from tools.training.retrieval import COLUMNS, GRID, SHEET, Gallery, background_of, lab
 
-from tokenmerge_tools.demo.glyphs import BACKGROUNDS, choose_prompts, read_glyphs
+from tokenmerge_tools.demo.glyphs import BACKGROUNDS, asked_for, caption, choose_prompts, read_glyphs
+from tokenmerge_tools.demo.retrieval import COLUMNS, GRID, SHEET, Gallery, background_of, lab
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +52,10 @@ def test_the_background_is_the_named_colour_nearest_to_the_border() -> None:
         picture = Image.new("RGB", (64, 64), colour)
         picture.paste((0, 255, 0), (8, 8, 56, 56))
         assert background_of(picture) == name
+
+
+def test_captions_and_what_they_ask_for_agree() -> None:
+    glyphs = read_glyphs()
+    for glyph, background in choose_prompts(len(glyphs)):
+        assert asked_for(caption(glyphs[glyph].name, background)) == (glyph, background)
+    assert asked_for("A watch") is None

@@ -54,13 +54,13 @@ def test_the_bundled_model_is_measured_with_its_own_prompts(tmp_path: Path) -> N
     )
     assert result.exit_code == 0, result.output
     dense, tome = read_results([tmp_path]).quality
-    assert dense.figures == {}
-    assert set(tome.figures) == {"psnr", "ssim"}
+    assert set(dense.figures) == {"glyphs"}
+    assert set(tome.figures) == {"psnr", "ssim", "glyphs"}
     assert (tome.model, tome.width, tome.height, tome.images) == ("emoji-unet", 128, 128, 2)
     header = next(line for line in result.stdout.splitlines() if "variant" in line)
     names = [name.strip() for name in header.split("┃")[1:-1]]
     costs = ["speed-up", "seconds", "peak GiB"]
-    assert names == ["variant", "pictures", *costs, "psnr ↑", "ssim ↑"]
+    assert names == ["variant", "pictures", *costs, "psnr ↑", "ssim ↑", "glyphs ↑"]
     assert f"tokenmerge report {tmp_path}" in result.stdout
     assert "2/2" not in result.stdout  # progress is for the terminal, not for a pipe
 

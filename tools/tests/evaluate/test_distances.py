@@ -92,7 +92,7 @@ def test_without_torch_fidelity_the_package_is_named(monkeypatch: pytest.MonkeyP
     with pytest.raises(
         ConfigError, match=r"metric kid: .*pip install torch-fidelity; or name a network .*or leave it out"
     ):
-        load_metrics(parse_metrics(["kid"]), lambda note: None)
+        load_metrics(parse_metrics(["kid"]), ["a"], lambda note: None)
 
 
 def test_inception_gets_the_bytes_of_the_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_inception_gets_the_bytes_of_the_pictures(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         fid, "FrechetInceptionDistance", lambda feature: SimpleNamespace(inception={2048: Flat()}[feature])
     )
-    metrics = load_metrics(parse_metrics(["fid", "kid"]), lambda note: None)
+    metrics = load_metrics(parse_metrics(["fid", "kid"]), ["a"], lambda note: None)
     assert metrics.networks == dict.fromkeys(("fid", "kid"), "inception-v3")
     (network,) = metrics.loaded
     assert isinstance(network, Inception)

@@ -55,7 +55,7 @@ def test_distances_are_those_of_torchmetrics(hub: Path, monkeypatch: pytest.Monk
 
 def test_the_metric_works_on_pictures_without_torchvision(hub: Path) -> None:
     save_random_weights(hub)
-    metrics = load_metrics(parse_metrics(["lpips"]), lambda note: None)
+    metrics = load_metrics(parse_metrics(["lpips"]), ["a", "b"], lambda note: None)
     (lpips,) = [metric for metric in metrics.of_pictures if metric.name == "lpips"]
     dense, other = [picture(0, 64), picture(1, 64)], [picture(0, 64), picture(2, 64)]
     same, different = lpips.measure(other, dense, ["a", "b"])
@@ -67,7 +67,7 @@ def test_the_metric_works_on_pictures_without_torchvision(hub: Path) -> None:
 
 def test_weights_that_cannot_be_downloaded_are_named_before_the_run(hub: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_metrics(parse_metrics(["lpips"]), lambda note: None)
+        load_metrics(parse_metrics(["lpips"]), ["a"], lambda note: None)
     message = str(caught.value)
     assert message.startswith("metric lpips: cannot load its weights (<urlopen error no route to host>)")
     assert f"save https://download.pytorch.org/models/{FILE} in {hub}" in message
@@ -88,4 +88,4 @@ def test_a_file_of_other_weights_is_refused(content: bytes | None, hub: Path) ->
 
 def test_another_network_is_refused() -> None:
     with pytest.raises(ConfigError, match="metric lpips: expected the network alex, got 'vgg'"):
-        load_metrics(parse_metrics(["lpips=vgg"]), lambda note: None)
+        load_metrics(parse_metrics(["lpips=vgg"]), ["a"], lambda note: None)

@@ -11,6 +11,7 @@ from tools.tests.evaluate.conftest import drawn, item, picture
 from torchmetrics.multimodal import CLIPScore
 
 from tokenmerge.errors import ConfigError, MissingExtraError
+from tokenmerge_tools.demo.retrieval import GRID
 from tokenmerge_tools.evaluate.measure import measure
 from tokenmerge_tools.evaluate.metrics import load_metrics, parse_metrics
 from tokenmerge_tools.evaluate.networks import Clip, Vision
@@ -20,8 +21,8 @@ from tokenmerge_tools.sheets import as_tensor
 PROMPTS = ["red apple", "blue boat", "a very long prompt " * 9]
 
 
-def load(*texts: str, notes: list[str] | None = None):
-    return load_metrics(parse_metrics(texts), (notes if notes is not None else []).append)
+def load(*texts: str, prompts: list[str] = PROMPTS, notes: list[str] | None = None):
+    return load_metrics(parse_metrics(texts), prompts, (notes if notes is not None else []).append)
 
 
 def values(metric: str, *texts: str) -> torch.Tensor:
@@ -105,7 +106,7 @@ def test_metrics_that_take_the_same_network_share_it(models: Path) -> None:
         ("psnr=x", "expected NAME=NETWORK for one of lpips, dino.*got 'psnr=x'"),
         ("dino=", "expected NAME=NETWORK"),
         ("fid=", "expected NAME=NETWORK for one of lpips, .*, fid, kid, got 'fid='"),
-        ("all", "expected some of psnr, .*fid, kid, got 'all'"),
+        ("all", "expected some of psnr, .*fid, kid, glyphs, got 'all'"),
     ],
 )
 def test_an_unknown_metric_is_named(text: str, words: str) -> None:
@@ -132,6 +133,20 @@ def test_without_torchmetrics_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"tokenmerge-tools\[metrics\]"):
         load()
+
+
+def test_glyphs_counts_pictures_that_show_what_was_asked_for() -> None:
+    from PIL import Image
+
+    from tokenmerge_tools.demo.retrieval import SHEET
+
+    first = Image.open(SHEET).crop((0, 0, GRID, GRID))  # a watch
+    page = Image.new("RGBA", first.size, "white")
+    page.alpha_composite(first)
+    prompts = ["a watch on a white background", "an hourglass on a white background"]
+    metrics = load("glyphs", prompts=prompts)
+    found = metrics.of_pictures[-1].measure([page] * 2, [page] * 2, prompts)
+    assert found.tolist() == [1, 0]
 
 
 def test_figures_are_means_over_all_and_over_a_category(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_image_reward_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None
         "metric image-reward: its package is not installed; run: pip install image-reward; or leave it out"
     )
     with pytest.raises(ConfigError, match=words):
-        load_metrics(parse_metrics(["image-reward"]), lambda note: None)
+        load_metrics(parse_metrics(["image-reward"]), ["a"], lambda note: None)
 
 
 def test_a_model_has_a_name_instead_of_an_id() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.demo.glyphs import BACKGROUNDS, caption, read_glyphs
+from tokenmerge_tools.demo.glyphs import asked_for
 from tokenmerge_tools.evaluate.prompts import Item, Prompt, built_in_prompts, items_of, read_prompts
 
 
@@ -94,7 +94,6 @@ def test_every_prompt_is_drawn_with_every_seed() -> None:
 
 def test_the_built_in_prompts_are_what_the_bundled_models_know() -> None:
     prompts = [prompt.text for prompt in built_in_prompts()]
-    glyphs = [glyph.name for glyph in read_glyphs()]
-    meant = {caption(name, ground): (name, ground) for name in glyphs for ground in BACKGROUNDS}
-    assert len({meant[text][0] for text in prompts}) == len(prompts) == 100
-    assert {meant[text][1] for text in prompts} == {*BACKGROUNDS}
+    meant = [asked_for(text) for text in prompts]
+    assert len({glyph for glyph, _ in meant}) == len(prompts) == 100
+    assert len({background for _, background in meant}) == 10

@@ -380,6 +380,7 @@ def test_pictures_are_timed(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
         ({"seeds": 0}, ConfigError, "seeds: expected an integer ≥ 1, got 0"),
         ({"batch": 0}, ConfigError, "batch: expected an integer ≥ 1, got 0"),
         ({"metrics": ("none",)}, ConfigError, "got 'none'"),
+        ({"metrics": ("glyphs",)}, ConfigError, "'red apple' names no glyph"),
         ({"reference": Path()}, ConfigError, "only fid and kid compare with it"),
         (
             {"reference": Path("none"), "metrics": ("fid",)},

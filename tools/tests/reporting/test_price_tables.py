@@ -87,6 +87,7 @@ def test_pictures_that_all_equal_dense_are_identical() -> None:
     (table,) = quality_tables([dense, same, other])
     column = table.header.index("psnr ↑")
     assert [row.cells[column] for row in table.rows] == ["", "identical", "30"]
+    assert "glyphs: share of the pictures that show the emoji that the prompt names" in table.notes
 
 
 def test_notes_are_said_once() -> None:

@@ -54,3 +54,25 @@ def choose_prompts(count: int, seed: int = 0) -> list[tuple[int, str]]:
     order = np.random.default_rng(seed).permutation(len(read_glyphs()))[:count]
     names = list(BACKGROUNDS)
     return [(int(glyph), names[i % len(names)]) for i, glyph in enumerate(order)]
+
+
+def asked_for(prompt: str) -> tuple[int, str] | None:
+    """Return the index of the glyph and the name of the background that a prompt asks for.
+
+    The background is white if the prompt names none. The result is None for any other prompt.
+
+    >>> asked_for("an hourglass on a black background"), asked_for("a watch"), asked_for("a city at night")
+    ((1, 'black'), (0, 'white'), None)
+    """
+    return _meanings().get(prompt)
+
+
+@lru_cache(maxsize=1)
+def _meanings() -> dict[str, tuple[int, str]]:
+    glyphs = read_glyphs()
+    bare = {glyph.name: (index, "white") for index, glyph in enumerate(glyphs)}
+    return bare | {
+        caption(glyph.name, background): (index, background)
+        for index, glyph in enumerate(glyphs)
+        for background in BACKGROUNDS
+    }

@@ -17,7 +17,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.report import counted_speedup
 from tokenmerge_tools import demo
 from tokenmerge_tools.evaluate.distances import DISTANCES, pictures_in
-from tokenmerge_tools.evaluate.metrics import METRIC_NAMES, parse_metrics
+from tokenmerge_tools.evaluate.metrics import METRIC_NAMES, Wanted, parse_metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import (
     PRESETS,
@@ -139,17 +139,22 @@ class EvaluateOptions(PipelineOptions):
         for name, lowest in (("limit", 1), ("every_nth", 1), ("seeds", 1), ("samples", 0), ("frames", 2)):
             optional(integer(lowest))(name, getattr(self, name))
         self.specs()
-        wanted = {metric.name for metric in parse_metrics(self.metrics)}
+        wanted = {metric.name for metric in self.wanted()}
         if self.reference is not None and not wanted & set(DISTANCES):
             raise ConfigError("reference: only fid and kid compare with it; add --metric fid or --metric kid")
         optional(one_of(tuple(PRESETS)))("preset", self.preset)
-        if self.prompts is None and self.preset is None and self.model not in demo.NAMES:
+        if self.uses_own_prompts and self.model not in demo.NAMES:
             raise ConfigError(
                 f"prompts: only bundled models ({', '.join(demo.NAMES)}) have their own; give --prompts with "
                 "a file, one prompt per line, or --preset"
             )
         if self.out.suffix != ".jsonl":
             raise ConfigError(f"out: expected a file ending in .jsonl, got {self.out}")
+
+    @property
+    def uses_own_prompts(self) -> bool:
+        """Whether the prompts are those of the bundled models."""
+        return self.prompts is None and self.preset is None
 
     def drawing(self, prompt: str) -> GenerateOptions:
         """Return the options of ``tokenmerge generate`` for drawing a prompt."""
@@ -160,6 +165,13 @@ class EvaluateOptions(PipelineOptions):
     def specs(self) -> list[Variant]:
         """Return the variants. Fewer steps count as one, however many variants they are compared with."""
         return parse_variants(self.variants, self.ratio, self.speedup)
+
+    def wanted(self) -> list[Wanted]:
+        """Return the metrics, including the retrieval of glyphs for the built-in prompts."""
+        wanted = parse_metrics(self.metrics)
+        if self.uses_own_prompts and "glyphs" not in [metric.name for metric in wanted]:
+            wanted.append(Wanted("glyphs", None))
+        return wanted
 
     def read_prompts(self) -> list[Prompt]:
         """Return the prompts to draw."""

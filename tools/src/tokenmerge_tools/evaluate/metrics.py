@@ -13,6 +13,8 @@ from torch import Tensor
 
 from tokenmerge.errors import ConfigError, MissingExtraError
 from tokenmerge_tools.closeness import motion, motion_error, psnr, ssim
+from tokenmerge_tools.demo.glyphs import asked_for
+from tokenmerge_tools.demo.retrieval import Gallery
 from tokenmerge_tools.evaluate.distances import DISTANCES, INCEPTION, Inception, Network
 from tokenmerge_tools.evaluate.networks import Clip, Lpips, Reward, Vision
 from tokenmerge_tools.files import is_folder
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _PIXELWISE = {"psnr": psnr, "ssim": ssim}
+_GLYPHS = "glyphs"
 _CLIP = "openai/clip-vit-large-patch14"
 # The default network of each metric.
 _NETWORKS = {
@@ -33,8 +36,8 @@ _NETWORKS = {
     **dict.fromkeys(DISTANCES, INCEPTION),
 }
 
-OF_PROMPTS = ("clip-score", "image-reward")  # metrics that need no dense picture
-METRIC_NAMES = (*_PIXELWISE, *_NETWORKS)
+OF_PROMPTS = ("clip-score", "image-reward", _GLYPHS)  # metrics that need no dense picture
+METRIC_NAMES = (*_PIXELWISE, *_NETWORKS, _GLYPHS)
 PICTURE_METRICS = tuple(name for name in METRIC_NAMES if name not in DISTANCES)  # a value for each picture
 
 # (b pictures, the dense pictures of the same seeds, their prompts) → values [b]
@@ -99,7 +102,7 @@ def parse_metrics(texts: Sequence[str]) -> list[Wanted]:
     return list(found.values())
 
 
-def load_metrics(wanted: Sequence[Wanted], on_note: Callable[[str], None]) -> Metrics:
+def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Callable[[str], None]) -> Metrics:
     """Load all networks on the CPU. ``on_note`` is called with messages about weights to download."""
     if importlib.util.find_spec("torchmetrics") is None:
         raise MissingExtraError(
@@ -123,7 +126,7 @@ def load_metrics(wanted: Sequence[Wanted], on_note: Callable[[str], None]) -> Me
             if one.name in DISTANCES:
                 of_sets[one.name] = load(Inception if one.network == INCEPTION else Vision, one.network or "")
             else:
-                measure = _measure(one.name, one.network or "", load)
+                measure = _measure(one.name, one.network or "", prompts, load)
                 beside_dense = one.name not in OF_PROMPTS
                 of_pictures.append(PictureMetric(one.name, measure, beside_dense))
         except ConfigError as error:
@@ -132,7 +135,7 @@ def load_metrics(wanted: Sequence[Wanted], on_note: Callable[[str], None]) -> Me
     return Metrics(tuple(of_pictures), of_sets, networks, tuple(loaded.values()))
 
 
-def _measure(name: str, network: str, load: Callable[..., Any]) -> Measure:
+def _measure(name: str, network: str, prompts: Sequence[str], load: Callable[..., Any]) -> Measure:
     """Make a metric with a value for each picture. ``load`` takes the kind of its network, and the name."""
     if name in _PIXELWISE or name == "lpips":
         pixelwise = _PIXELWISE.get(name) or load(Lpips, network)
@@ -142,6 +145,8 @@ def _measure(name: str, network: str, load: Callable[..., Any]) -> Measure:
     if name == "image-reward":
         reward = load(Reward, network)
         return lambda pictures, dense, prompts: reward(pictures, prompts)
+    if name == _GLYPHS:
+        return _glyphs(prompts)
     return _Similarity(load(Clip if name == "clip" else Vision, network))
 
 
@@ -167,3 +172,17 @@ def _clip_score(network: Clip) -> Measure:
     return lambda pictures, dense, prompts: (
         100 * torch.cosine_similarity(network(pictures), network.texts(prompts)).clamp(min=0)
     )
+
+
+def _glyphs(prompts: Sequence[str]) -> Measure:
+    """Measure 1 for a picture that shows the glyph in its prompt, otherwise 0."""
+    if other := [prompt for prompt in prompts if asked_for(prompt) is None]:
+        raise ConfigError(f"the prompt {other[0]!r} names no glyph of the bundled models")
+    gallery = Gallery()
+
+    def measure(pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+        asked = [meant[0] for prompt in prompts if (meant := asked_for(prompt))]
+        found = [gallery.identify(picture)[0] for picture in pictures]
+        return torch.tensor([a == f for a, f in zip(asked, found, strict=True)]).float()
+
+    return measure

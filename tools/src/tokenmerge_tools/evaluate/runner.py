@@ -15,7 +15,7 @@ from tokenmerge_tools.drawing import Progress, Studio
 from tokenmerge_tools.evaluate.distances import check_count, features_of
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions, Evaluation, plan_evaluation
 from tokenmerge_tools.evaluate.measure import measure, quality_records, sample_records
-from tokenmerge_tools.evaluate.metrics import Metrics, load_metrics, parse_metrics
+from tokenmerge_tools.evaluate.metrics import Metrics, load_metrics
 from tokenmerge_tools.evaluate.picture_store import CONTINUES
 from tokenmerge_tools.evaluate.prompts import Item
 from tokenmerge_tools.failures import is_out_of_memory
@@ -47,9 +47,9 @@ def evaluate(
         for note in file.notes:
             on_note(note)
         # All metrics are loaded before any picture is drawn.
-        wanted = parse_metrics(options.metrics)
+        wanted = options.wanted()
         check_count([metric.name for metric in wanted], len(evaluation.items), on_note)
-        metrics = load_metrics(wanted, on_note)
+        metrics = load_metrics(wanted, [prompt.text for prompt in evaluation.prompts], on_note)
         return _Evaluating(options, evaluation, device, metrics, on_progress, on_note).run(file)
 
 

@@ -215,6 +215,7 @@ _MOTION = (
     "motion as dense; motion-error: 0 for the same motion as dense"
 )
 _COUNTED = "counted: dense operations over those of the variant; those of other packages are counted in runs"
+_GLYPHS = "glyphs: share of the pictures that show the emoji that the prompt names"
 _ERRORS = "± standard error of the mean over the pictures"
 # What a picture costs: the header, and how it is written.
 _COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -278,6 +279,7 @@ def _table(records: Sequence[QualityRecord]) -> Table:
         *[_SPEEDUP] * timed,
         *[_COUNTED] * ("counted" in costs),
         *[_ERRORS] * any(record.errors for record in records),
+        *[_GLYPHS] * ("glyphs" in metrics),
         *[_MOTION] * ("motion" in metrics),
     ]
     notes += once((note for record in records for note in record.notes), [r.label for r in records])

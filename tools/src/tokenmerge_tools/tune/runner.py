@@ -14,7 +14,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import Facts, speedup_of
 from tokenmerge_tools.evaluate.evaluation import plan_evaluation
-from tokenmerge_tools.evaluate.metrics import load_metrics, parse_metrics
+from tokenmerge_tools.evaluate.metrics import load_metrics
 from tokenmerge_tools.files import prepare_folder
 from tokenmerge_tools.pipelines.loading import require_diffusers
 from tokenmerge_tools.pipelines.settings import resolve_device
@@ -69,7 +69,7 @@ def tune(
     evaluation = plan_evaluation(wanted, device)
     items = tuple(sorted(evaluation.items, key=lambda item: item.seed)[: options.items])
     evaluation = dataclasses.replace(evaluation, items=items)
-    metrics = load_metrics(parse_metrics(wanted.metrics), on_note)
+    metrics = load_metrics(wanted.wanted(), [prompt.text for prompt in evaluation.prompts], on_note)
     prepare_folder(evaluation.store.folder)
     with ResultsFile(options.records, TuneRecord) as file:
         for note in file.notes:

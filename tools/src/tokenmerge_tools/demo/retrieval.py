@@ -23,7 +23,7 @@ GRID = 32  # side of the down-sampled picture
 GRADIENT_WEIGHT = 1.0  # weight of a gradient of L* relative to a difference of colour
 BORDER = 0.04  # width of the strip that counts as background, as a fraction of the picture
 
-SHEET = Path(__file__).parent / "glyphs.png"  # thumbnails of GRID × GRID pixels, RGBA, row by row
+SHEET = Path(__file__).parent / "emoji" / "glyphs.png"  # thumbnails of GRID × GRID pixels, RGBA, row by row
 COLUMNS = 26
 
 # Linear sRGB → CIE XYZ (IEC 61966-2-1), and the white point D65 that CIELAB is relative to.
