@@ -44,6 +44,35 @@ def test_flags_change_single_values_of_a_grid(monkeypatch: pytest.MonkeyPatch, t
     assert (grids[0].dtype, grids[0].steps, grids[0].ratio) == (("fp32",), 50, (0.25, 0.5))
 
 
+def test_a_preset_is_measured_with_what_flags_change(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    tiny = (
+        "--model",
+        "geometry:tiny",
+        "--size",
+        "64",
+        "--dtype",
+        "fp32",
+        "--variant",
+        "tome",
+        "--rounds",
+        "1",
+    )
+    result = run("--preset", "paper", *tiny, "--attention", "sdpa", "-o", str(out))
+    assert result.exit_code == 0, result.output
+    records = list(read_records(out, CellRecord))
+    assert [record.conditions["steps"] for record in records] == [50] * 7
+    assert [record.conditions["settings"].get("ratio") for record in records] == [
+        None,
+        0.1,
+        0.2,
+        0.3,
+        0.4,
+        0.5,
+        0.6,
+    ]
+
+
 def test_help_tells_the_defaults() -> None:
     text = " ".join(run("--help").output.replace("│", " ").split())
     for name, field in BenchOptions.__dataclass_fields__.items():
@@ -65,10 +94,15 @@ def test_ctrl_c_says_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (
+            ["--preset", "none"],
+            "preset: expected one of 'diffusers-docs', 'paper', 'ppdiffusers', got 'none'",
+        ),
+        (["--preset", "paper", "--grid", "a.toml"], "give only one of them"),
+        (["--preset", "paper", "--device", "cpu"], "fp16 is slow and partly unsupported on a CPU"),
         (["--variant", "none"], "expected one of dense, auto, tome"),
         (["--ratio", "0.9"], "0.75"),
         (["--grid", "missing.toml"], "cannot read"),
-        (["--dtype", "fp16", "--device", "cpu"], "fp16 is slow and partly unsupported on a CPU"),
     ],
 )
 def test_bad_input_is_named(arguments: list[str], words: str) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from tokenmerge import PlanSharing, StepReuse, ToMeConfig, presets
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench import loaded_model
-from tokenmerge_tools.bench.grid import BenchOptions, plan_cells, read_grid
+from tokenmerge_tools.bench.grid import PRESETS, BenchOptions, plan_cells, read_grid
 from tokenmerge_tools.pipelines.meta_model import ModelSketch
 from tokenmerge_tools.variants.variant import FEWER_STEPS, VARIANTS, Variant, parse_variant
 
@@ -200,6 +200,29 @@ def test_a_file_that_is_no_grid_is_refused(tmp_path: Path, name: str, text: str 
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=words):
         read_grid(path)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_columns_that_the_published_tables_leave_out(name: str) -> None:
+    grid = BenchOptions.from_dict(read_grid(PRESETS[name]), name)
+    _, cells = plan_cells(grid, torch.device("cuda"))
+    found = {str(cell) for cell in cells}
+    for attention in ("default", "sdpa", "xformers"):
+        assert f"dense, {attention}" in found
+        assert {f"tome ratio={ratio:g}, {attention}" for ratio in grid.ratio} <= found
+    assert grid.about
+
+
+def test_presets_cover_the_settings_of_the_published_tables() -> None:
+    grids = {name: BenchOptions.from_dict(read_grid(path), name) for name, path in PRESETS.items()}
+    settings, _ = plan_cells(grids.pop("diffusers-docs"), torch.device("cuda"))
+    assert {(setting.height, setting.batch) for setting in settings} == {
+        (side, batch) for side in (512, 768, 1024) for batch in (10, 8, 4, 2, 1)
+    }
+    assert {name: (grid.batch, grid.ratio) for name, grid in grids.items()} == {
+        "paper": ((1,), (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)),
+        "ppdiffusers": ((1, 10, 16, 32, 64), (0.5, 0.749)),
+    }
 
 
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""The options of ``tokenmerge bench``, and the settings and cells that are measured."""
+"""The options of ``tokenmerge bench``, its presets, and the settings and cells that are measured."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ from tokenmerge_tools.variants.variant import DENSE, VARIANTS, Variant, parse_va
 
 # The variants that can be applied to a denoiser alone.
 CHOICES = tuple(name for name, kind in VARIANTS.items() if name == DENSE or kind.method is not None)
+
+# The grid of each published table.
+PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "presets").glob("*.toml"))}
 
 _CHECKS: dict[str, Check] = {
     **dict.fromkeys(("model", "variants", "device", "about"), text),

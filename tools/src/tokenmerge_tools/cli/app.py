@@ -81,6 +81,7 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
         "bench --size 512 --size 768 --speedup 2",
         "bench --model owner/name --variant tome --variant todo",
         "bench --variant todo --variant toma:ratio=0.6 --variant tome:scope=block,reuse.every=2",
+        "bench --preset paper --dtype fp32",
         "bench --grid my-grid.toml -o results.jsonl",
     ),
     evaluate: (

@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenmerge_tools.bench.grid import BenchOptions, read_grid
+from tokenmerge.config.checks import one_of, optional
+from tokenmerge.errors import ConfigError
+from tokenmerge_tools.bench.grid import PRESETS, BenchOptions, read_grid
 from tokenmerge_tools.bench.runner import CellProgress, run_grid
 from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
@@ -19,6 +21,9 @@ from tokenmerge_tools.reporting.tables import call_name, measured_tables, times,
 
 @takes(BenchOptions, all_optional=True)
 def bench(
+    preset: Annotated[
+        str | None, typer.Option(help=f"Repeat the grid of a published table: {', '.join(PRESETS)}.")
+    ] = None,
     grid: Annotated[
         Path | None, typer.Option(help="TOML file with the axes and settings; flags override single values.")
     ] = None,
@@ -37,12 +42,16 @@ def bench(
 
     A cell is one variant at one setting. The calls of all cells of a setting are interleaved, and each cell
     reports its median and quartiles. A cell that runs out of memory is marked, and the benchmark continues.
-    To continue after Ctrl-C or a kill, run the same command again. The defaults below apply to what a grid
-    file does not set. tokenmerge evaluate times whole pictures.
+    To continue after Ctrl-C or a kill, run the same command again. The defaults below apply to what a preset
+    or a grid file does not set. tokenmerge evaluate times whole pictures.
     """
     if compile is not None:
         given["compile"] = compile
-    values = ({} if grid is None else read_grid(grid)) | given
+    optional(one_of(tuple(PRESETS)))("preset", preset)
+    if preset is not None and grid is not None:
+        raise ConfigError("preset, grid: give only one of them; flags override single values")
+    path = grid if preset is None else PRESETS[preset]
+    values = ({} if path is None else read_grid(path)) | given
     options = BenchOptions.from_dict(values, where="bench")
     quiet_libraries("tokenmerge bench")
     done: list[CellRecord] = []
