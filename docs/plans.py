@@ -26,10 +26,10 @@ COLOURS = {
     "M": ("#1f6f54", "the whole model, on merged tokens"),
     "D": ("#0b3b2c", "the whole model"),
     "C": ("#0b3b2c", "the whole model, to correct the others"),
-    "f": ("#9ccfb8", "only the finest level"),
-    "·": ("#e4ebe8", "next to nothing"),
+    "f": ("#9ccfb8", "only the finest level of the UNet"),
+    "·": ("#e4ebe8", "all blocks are skipped"),
 }
-CELL, LEFT = 30, 150  # pixels
+CELL, LEFT = 30, 130  # pixels
 
 
 def plans() -> dict[float, tuple[str, float]]:
@@ -51,7 +51,7 @@ def drawing() -> str:
     parts, top = [], 10
     for speedup, (signs, ratio) in made.items():
         middle = top + CELL / 2 + 5
-        parts.append(_text(0, middle, f"speedup={speedup:g}", weight="bold"))
+        parts.append(_text(10, middle, f"speedup={speedup:g}", weight="bold"))
         for place, sign in enumerate(signs):
             left = LEFT + place * CELL
             parts.append(_cell(left, top, sign))
@@ -63,10 +63,10 @@ def drawing() -> str:
         parts.append(_text(LEFT, top + 14, said))
         top += 36
     used = [sign for sign in COLOURS if any(sign in signs for signs, _ in made.values())]
-    for place, sign in enumerate(used):
-        left = LEFT + place * 225
-        parts += [_cell(left, top, sign, side=16), _text(left + 24, top + 12, f"{sign}  {COLOURS[sign][1]}")]
-    width, height = LEFT + STEPS * CELL + 60, top + 26
+    for sign in used:
+        parts += [_cell(LEFT, top, sign, side=16), _text(LEFT + 24, top + 13, f"{sign}  {COLOURS[sign][1]}")]
+        top += 22
+    width, height = LEFT + STEPS * CELL + 10, top + 4
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     back = f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
     return "\n".join([f'{head} font-family="sans-serif" font-size="13">', back, *parts, "</svg>", ""])
