@@ -24,7 +24,7 @@ from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.memory.step_log import StepRecorder
 from tokenmerge.runtime.patching.in_use import refuse_in_use
 from tokenmerge.runtime.patching.patch import record_steps, restore, state_of
-from tokenmerge.runtime.steps.pipeline import default_steps
+from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies
 from tokenmerge.vit.report import ViTReport, predict_vit
 from tokenmerge.vit.runtime import RecordedTokens
 
@@ -327,6 +327,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             dtype=_dtype(self._denoiser.root),
             is_unet=bool(self._denoiser.deep_stages),
             scale=getattr(pipe, "vae_scale_factor", None),
+            pictures=self._pictures(pipe),
+            guidance=default_guidance(pipe) if self._last_run is None else self._last_run.guidance,
             slower=slower,
             estimate=self._estimated(),
             watched=self._states[self._denoiser.root].kept.note,
@@ -364,6 +366,16 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         ran, plan = (len(own.reuse.steps_of(run.steps).full) for own in (run.config, planned))
         further = f"{ran - plan} further complete step{'s' if ran - plan != 1 else ''}"
         return f"min_psnr {default.min_psnr:g}: {further}; estimated {error}"
+
+    def _pictures(self, pipe: Any) -> int | None:
+        """Return how many pictures a call draws; None: unknown."""
+        run = self._last_run
+        if run is None:
+            return 1
+        if getattr(pipe, "do_classifier_free_guidance", None) is None:
+            return None
+        pictures, others = divmod(run.batch, guidance_copies(pipe) if self._denoiser.usual_batch > 1 else 1)
+        return None if others else pictures
 
     def _grid_of(self, run: RunLog) -> GridShape | None:
         if run.height is None or run.width is None:

@@ -35,7 +35,8 @@ class ToMeConfig(MergeSettings):
             quality, because each of those tokens stands for more of the picture. SDXL has no attention at
             level 1 and needs 2 or more.
         plans: how long a plan is used, and which blocks and prompts share it.
-        correction: dense steps that measure what merging loses, so that the others can add it back.
+        correction: steps that merge nothing and measure what merging loses, so that the others can add it
+            back.
         reuse: step reuse, which skips a part of the model on some steps.
         rules: settings that hold at a level or in some steps, see :class:`tokenmerge.config.Rule`:
             ``[{"level": 2, "ratio": 0.25}, {"start": 0.4, "planner": "tome"}]``. Later rules win. Merging

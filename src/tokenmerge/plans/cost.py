@@ -38,7 +38,7 @@ class Costs:
         Args:
             complete: number of complete steps.
             finest: number of steps that run the finest level, the complete ones included.
-            corrections: number of complete steps that are dense.
+            corrections: number of complete steps that merge nothing.
         """
         spent = (
             corrections * self.dense

@@ -136,8 +136,8 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
     if config.correction.on:
         every = config.correction.every
         notes.append(
-            f"correction.every={every}: 1 of {every} complete steps is dense; the others add back the detail "
-            "that merging lost there"
+            f"correction.every={every}: 1 of {every} complete steps merges nothing; the others add back the "
+            "detail that merging would have lost there"
         )
     if config.reuse.on:
         notes += _notes_on_reuse(config.reuse)
@@ -193,7 +193,7 @@ def _where(rule: Rule) -> str:
 
 def _what(rule: Rule) -> str:
     if rule.level is None and rule.changes.get("ratio") == 0 and "reuse.every" in rule.changes:
-        return "all is dense"
+        return "nothing merges, and nothing is skipped"
     return ", ".join(f"{name}={value}" for name, value in rule.changes.items())
 
 
