@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmerge.config.checks import Check, check_fields, one_of, refuse, unchecked
-from tokenmerge.config.names import flat, nested
-from tokenmerge.config.old_rules import with_rules
+from tokenmerge.config.names import check_known, flat, nested
 from tokenmerge.config.parts import PARTS, Correction, PlanSharing, StepReuse
 from tokenmerge.config.rules import Rule, Rules, check_rules, resolved
 from tokenmerge.config.settings import (
@@ -152,18 +151,16 @@ class ToMeConfig(MergeSettings):
         """Return the config that has these settings, and defaults for the others.
 
         Args:
-            settings: as :meth:`to_dict` returns them; or by dotted name, ``{"reuse.every": 2}``; or by the
-                names of earlier versions, ``{"reuse_every": 2, "levels": {2: {"ratio": 0.25}}}``.
+            settings: as :meth:`to_dict` returns them, or by dotted name, ``{"reuse.every": 2}``.
 
         Raises:
             ConfigError: a setting is unknown or given twice, or a value is out of range.
 
-        >>> ToMeConfig.from_dict({"ratio": 0.4, "reuse": {"every": 2}, "share_plan": True})
+        >>> ToMeConfig.from_dict({"ratio": 0.4, "reuse": {"every": 2}, "plans.blocks": True})
         ToMeConfig(ratio=0.4, plans=PlanSharing(blocks=True), reuse=StepReuse(every=2))
         """
-        given = flat(with_rules(settings))
-        if unknown := [str(name) for name in given if name not in SETTINGS]:
-            raise ConfigError(f"expected settings out of {', '.join(SETTINGS)}, got {', '.join(unknown)}")
+        given = flat(settings)
+        check_known(given, SETTINGS)
         return cls(**nested(given))
 
 
