@@ -57,29 +57,21 @@ def in_words(size: int, rounding: Callable[[float], int] = round) -> str:
 Change = Callable[[ToMeConfig], ToMeConfig]
 
 
-def _without_correction(config: ToMeConfig) -> ToMeConfig:
-    return dataclasses.replace(config, correction=Correction())
-
-
 def _with_finest_level(config: ToMeConfig) -> ToMeConfig:
     reuse = dataclasses.replace(config.reuse, shallow_every=1, full_steps=(), shallow_steps=())
-    return dataclasses.replace(_without_correction(config), reuse=reuse)
+    return dataclasses.replace(config, correction=Correction(), reuse=reuse)
 
 
-def _without_reuse(config: ToMeConfig) -> ToMeConfig:
-    return dataclasses.replace(_without_correction(config), reuse=StepReuse())
-
-
-def _without_caches(config: ToMeConfig) -> ToMeConfig:
-    return dataclasses.replace(_without_reuse(config), features="input")
-
-
+_WITHOUT_REUSE = {"correction": Correction(), "reuse": StepReuse()}
 # What is left out, the least harmful first, in words.
 _LESS: Sequence[tuple[Change, str]] = (
-    (_without_correction, "no correction"),
+    (lambda own: dataclasses.replace(own, correction=Correction()), "no correction"),
     (_with_finest_level, "no correction and every step runs the finest level"),
-    (_without_reuse, "no correction and no step reuse"),
-    (_without_caches, "no correction, no step reuse and no cached features"),
+    (lambda own: dataclasses.replace(own, **_WITHOUT_REUSE), "no correction and no step reuse"),
+    (
+        lambda own: dataclasses.replace(own, **_WITHOUT_REUSE, features="input"),
+        "no correction, no step reuse and no cached features",
+    ),
 )
 
 
