@@ -49,18 +49,10 @@ _TWO_WAYS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What the arguments of apply_token_merging ask for.
-
-    Attributes:
-        config: the settings.
-        name: of the settings, for texts; empty: the user gave them all.
-        found_for: what they were found for.
-        hosts: the models, if they were already looked up.
-        default: the default method; None: another one.
-    """
+    """What the arguments of apply_token_merging ask for; the fields are arguments of merge_in_hosts."""
 
     config: ToMeConfig
-    name: str = ""
+    method: str = ""
     found_for: FoundFor | None = None
     hosts: tuple[Host, ...] | None = None
     default: DefaultMethod | None = None
@@ -153,15 +145,8 @@ def apply_token_merging(
         asked = _changed(asked, lambda own: dataclasses.replace(own, rules=(*own.rules, *dense)))
     if max_cache is not None:
         asked = _within(pipe_or_model, asked, max_cache)
-    return merge_in_hosts(
-        pipe_or_model,
-        asked.config,
-        found_for=asked.found_for,
-        method=asked.name,
-        hosts=asked.hosts,
-        check_size=asked.found_for is None,  # settings of a file need not be for the default size
-        default=asked.default,
-    )
+    check_size = asked.found_for is None  # settings of a file need not be for the default size
+    return merge_in_hosts(pipe_or_model, **vars(asked), check_size=check_size)
 
 
 def _asked(
@@ -232,7 +217,7 @@ def _changed(asked: _Asked, change: Change) -> _Asked:
 def _within(model: object, asked: _Asked, max_cache: str | int) -> _Asked:
     """Return the same with as much of the default method as fits into a cache."""
     limit, default = bytes_of(max_cache), asked.default
-    if not is_default(asked.name):
+    if not is_default(asked.method):
         raise ConfigError(
             f"max_cache: only the default method takes a limit, got {shown(max_cache)} with other "
             "settings; leave out max_cache, or the other settings"
@@ -240,8 +225,8 @@ def _within(model: object, asked: _Asked, max_cache: str | int) -> _Asked:
     weak_and_strong = (1.0, 10.0)  # scales of guidance
     configs = [asked.config] if default is None else [default.settings(guidance=g) for g in weak_and_strong]
     change, left_out = change_within(model, configs, limit)
-    name = f"{asked.name} in {max_cache}" + (f" ({left_out})" if left_out else "")
-    return dataclasses.replace(_changed(asked, change), name=name)
+    method = f"{asked.method} in {max_cache}" + (f" ({left_out})" if left_out else "")
+    return dataclasses.replace(_changed(asked, change), method=method)
 
 
 def _preset(name: str, ratio: float | None) -> ToMeConfig:
@@ -288,21 +273,12 @@ def merge_in_hosts(
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
     warned: set[str] | None = set() if dense_if_too_small else None
     denoiser = next((host for host in merging if not host.controlnet), merging[0])
-    states = {
-        host.root: new_state(
-            host,
-            config,
-            pipeline,
-            warned,
-            found_for if host is denoiser else None,
-            method,
-            default,
-        )
-        for host in merging
-    }
     first = config if default is None else default.default_settings
-    for root, state in states.items():
-        state.kept = look(state, root, pipeline.given, first)
+    states = {}
+    for host in merging:
+        own = found_for if host is denoiser else None
+        state = states[host.root] = new_state(host, config, pipeline, warned, own, method, default)
+        state.kept = look(state, host.root, pipeline.given, first)
         state.keep_dense(state.threads.value.own_memory)
     for host in hosts:
         restore(host.root)

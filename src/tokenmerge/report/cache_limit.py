@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from functools import partial
+from typing import Any
 
 from tokenmerge.config import Correction, StepReuse, ToMeConfig
 from tokenmerge.config.checks import as_number
@@ -62,7 +63,7 @@ def _with_finest_level(config: ToMeConfig) -> ToMeConfig:
     return dataclasses.replace(config, correction=Correction(), reuse=reuse)
 
 
-_WITHOUT_REUSE = {"correction": Correction(), "reuse": StepReuse()}
+_WITHOUT_REUSE: dict[str, Any] = {"correction": Correction(), "reuse": StepReuse()}
 # What is left out, the least harmful first, in words.
 _LESS: Sequence[tuple[Change, str]] = (
     (lambda own: dataclasses.replace(own, correction=Correction()), "no correction"),
