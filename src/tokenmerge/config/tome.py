@@ -10,7 +10,7 @@ from typing import Any
 from tokenmerge.config.checks import Check, check_fields, one_of, refuse, unchecked
 from tokenmerge.config.names import check_known, flat, nested
 from tokenmerge.config.parts import PARTS, Correction, PlanSharing, StepReuse
-from tokenmerge.config.rules import Rule, Rules, check_rules, resolved
+from tokenmerge.config.rules import REUSE_EVERY, Rule, Rules, check_rules, resolved
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
     CHECKS,
@@ -59,9 +59,10 @@ class ToMeConfig(MergeSettings):
     rules: Rules = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, "", {**CHECKS, "max_downsample": one_of((1, 2, 4, 8))})
-        check_fields(self, "", {name: _is_part(part) for name, part in PARTS.items()})
-        check_fields(self, "", {"rules": check_rules})
+        parts = {name: _is_part(part) for name, part in PARTS.items()}
+        check_fields(
+            self, "", {**CHECKS, "max_downsample": one_of((1, 2, 4, 8)), **parts, "rules": check_rules}
+        )
         _check_together(unchecked(self, rules=()))
         try:
             _check_together(self)
@@ -165,14 +166,10 @@ class ToMeConfig(MergeSettings):
 
 
 def _with(config: ToMeConfig, changes: Mapping[str, Any], rules: Rules) -> ToMeConfig:
-    """Copy a config with settings that were checked before, by dotted name."""
-    fields = {name: value for name, value in changes.items() if "." not in name}
-    for part in PARTS:
-        own = {
-            name.partition(".")[2]: value for name, value in changes.items() if name.startswith(f"{part}.")
-        }
-        if own:
-            fields[part] = unchecked(getattr(config, part), **own)
+    """Copy a config with what rules change, which was checked before. Of its parts, that is the reuse alone."""
+    fields = dict(changes)
+    if REUSE_EVERY in fields:
+        fields["reuse"] = unchecked(config.reuse, every=fields.pop(REUSE_EVERY))
     return unchecked(config, **fields, rules=rules)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -91,39 +91,28 @@ class IndexPlan(NamedTuple):
         """Return this plan with rows of the whole batch, if its indices start at 0 in each image."""
         (b, m), n = self.keep.shape, self.inverse.shape[1]
         image = torch.arange(b, device=self.keep.device).unsqueeze(1)
-        return IndexPlan(
-            keep=self.keep + image * n,
-            sources=self.sources + image * n,
-            targets=self.targets + image * m,
-            inverse=self.inverse + image * m,
-            sizes=self.sizes,
-            weights=self.weights,
-        )
+        keep, inverse = self.keep + image * n, self.inverse + image * m
+        sources, targets = self.sources + image * n, self.targets + image * m
+        return IndexPlan(keep, sources, targets, inverse, self.sizes, self.weights)
 
     def joined(self, parts: int) -> IndexPlan:
         """Return the plan for b / ``parts`` images, each of which joins ``parts`` images."""
         if parts == 1:
             return self
         b = len(self.keep) // parts
-        return IndexPlan(
-            keep=self.keep.reshape(b, -1),
-            sources=self.sources.reshape(b, -1),
-            targets=self.targets.reshape(b, -1),
-            inverse=self.inverse.reshape(b, -1),
-            sizes=self.sizes.reshape(b, -1),
-            weights=None if self.weights is None else self.weights.reshape(b, -1),
-        )
+        fields: list[Any] = [None if field is None else field.reshape(b, -1) for field in self]
+        return IndexPlan(*fields)
 
     def repeated(self, times: int) -> IndexPlan:
         """Return the plan for a batch that repeats the b images of this plan ``times`` times."""
         (b, m), n, device = self.keep.shape, self.inverse.shape[1], self.keep.device
-        before_n = first_rows(times, b * n, 0, device).unsqueeze(2)
-        before_m = first_rows(times, b * m, 0, device).unsqueeze(2)
+        rows = first_rows(times, b * n, 0, device).unsqueeze(2)
+        merged = first_rows(times, b * m, 0, device).unsqueeze(2)
         return IndexPlan(
-            keep=(self.keep + before_n).flatten(0, 1),
-            sources=(self.sources + before_n).flatten(0, 1),
-            targets=(self.targets + before_m).flatten(0, 1),
-            inverse=(self.inverse + before_m).flatten(0, 1),
+            keep=(self.keep + rows).flatten(0, 1),
+            sources=(self.sources + rows).flatten(0, 1),
+            targets=(self.targets + merged).flatten(0, 1),
+            inverse=(self.inverse + merged).flatten(0, 1),
             sizes=self.sizes.repeat(times, 1),
             weights=None if self.weights is None else self.weights.repeat(times, 1),
         )

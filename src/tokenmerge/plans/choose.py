@@ -152,7 +152,7 @@ def _mergings(facts: Facts, corrects: bool) -> Iterator[ToMeConfig]:
     if all(facts.tokens(level) < fewest for level in facts.work.levels if level <= deepest):
         return
     scopes = ["layers"] * facts.layers + ["block"] * (facts.whole_blocks and facts.model != "unet")
-    residuals = facts.model == "transformer" and facts.follows_steps and facts.compares_residuals
+    residuals = facts.model == "transformer" and facts.follows_steps
     corrects = corrects and facts.follows_steps
     corrections = {
         scope: _CORRECTIONS

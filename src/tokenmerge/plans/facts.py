@@ -27,8 +27,6 @@ class Facts:
         whole_blocks: whether all blocks can merge as a whole here.
         layers: whether attention can merge alone here.
         proportional: whether attention can count a merged token as often as the tokens it stands for.
-        compares_residuals: whether planners can compare what all blocks added at the step before. In
-            transformers this is closer, and it costs one residual of memory.
         number_bytes: bytes of one number in all samples of a call: 4 in bfloat16 with guidance. The policy
             limits what corrections may cache, see :func:`tokenmerge.plans.correction_bytes`.
         fewest_tokens: token grids with fewer tokens than this take longer to merge than it saves.
@@ -45,7 +43,6 @@ class Facts:
     whole_blocks: bool = False
     layers: bool = True
     proportional: bool = True
-    compares_residuals: bool = True
     number_bytes: int = 4
     fewest_tokens: int = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -77,11 +78,7 @@ _LESS: Sequence[tuple[Change, str]] = (
 
 
 def change_within(pipe_or_model: object, configs: Sequence[ToMeConfig], limit: int) -> tuple[Change, str]:
-    """Find out what has to be left out of settings, so that their cache fits into a limit.
-
-    Parts are left out in this order: the correction, which makes the picture less close; skipping a UNet's
-    finest level, and then all step reuse, which saves less time; at last, cached features. The cache is
-    counted at the model's default size for one picture with guidance.
+    """Find out what has to be left out, so that the cache of the default method fits into a limit.
 
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
@@ -92,31 +89,23 @@ def change_within(pipe_or_model: object, configs: Sequence[ToMeConfig], limit: i
         A function that changes such settings, and what it leaves out, as text; empty if everything fits.
 
     Raises:
-        ConfigError: even the settings without these parts cache more, or the model has no default size.
+        ConfigError: the limit is too low for any saving, or the model has no default size.
     """
     needed = counted_cache(pipe_or_model, configs)
     if needed <= limit:
         return lambda config: config, ""
     least = needed
     for change, what in _LESS:
-        try:
-            changed = list(map(change, configs))
-            if not any(own.merges or own.reuse.on for own in changed):
-                raise NothingToMergeError("no step skips anything, and nothing merges")
-            least = counted_cache(pipe_or_model, changed)
-        except NothingToMergeError as error:
-            raise ConfigError(
-                f"max_cache: expected at least {in_words(least, math.ceil)}, got "
-                f"{in_words(limit, math.floor)}; with less, no step could skip anything, and at the model's "
-                "default size nothing merges; raise it"
-            ) from error
+        changed = list(map(change, configs))
+        with contextlib.suppress(NothingToMergeError):  # where nothing merges, the cache gets no smaller
+            if any(own.merges or own.reuse.on for own in changed):
+                least = counted_cache(pipe_or_model, changed)
         if least <= limit:
             return change, f"{what}; with everything, the cache would take {in_words(needed, math.ceil)}"
     # Needed sizes are rounded up, so that they are accepted as limits. The refused limit is rounded down.
     raise ConfigError(
-        f"max_cache: expected at least {in_words(least, math.ceil)}, which these settings cache between "
-        f"steps without correction, step reuse and cached features ({in_words(needed, math.ceil)} with "
-        f"them), got {in_words(limit, math.floor)}; raise it"
+        f"max_cache: expected at least {in_words(least, math.ceil)}, got {in_words(limit, math.floor)}; with "
+        "less, no step could skip anything, and at the model's default size nothing would merge; raise it"
     )
 
 
