@@ -8,19 +8,17 @@ November 2026 it wrote version 1, and under ``"tuned"`` what the settings were f
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from tokenmerge.config.checks import check_fields, integer, number, optional, refuse
 from tokenmerge.config.tome import ToMeConfig
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, shown
 
 VERSION, VERSION_OF_PLANS = 1, 2
-_LARGEST = 16 * 2**20  # bytes; files of settings have some thousands
-_LONGEST_NAME = 200  # characters of a name in a message
 _SPEEDUP = number("a number ≥ 1, such as 2.0", lambda value: value >= 1)
 
 
@@ -136,8 +134,6 @@ def save_config(config: ToMeConfig, path: str | Path) -> None:
     """
     text = json.dumps({"version": VERSION, "settings": config.to_dict()}, indent=2) + "\n"
     try:
-        if Path(path).exists() and not Path(path).is_file():
-            raise OSError("not a regular file")
         Path(path).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:  # a ValueError: the path holds a null character
         raise ConfigError(f"{path}: cannot write settings ({error}); choose another path") from error
@@ -160,12 +156,7 @@ def load_config(path: str | Path) -> ToMeConfig:
 def load_settings(path: str | Path) -> SavedSettings:
     """Read settings from a file, and what they were found for; otherwise as :func:`load_config`."""
     try:
-        if Path(path).exists() and not Path(path).is_file():
-            raise OSError("not a regular file")
-        with Path(path).open("rb") as file:
-            text = file.read(_LARGEST + 1)
-        if len(text) > _LARGEST:
-            raise OSError(f"it has more than {_LARGEST:,} bytes")
+        text = Path(path).read_text(encoding="utf-8")
         return content(json.loads(text, object_pairs_hook=unique_keys))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -226,6 +217,6 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object from its pairs; a repeated key is an error."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        ((twice, times),) = collections.Counter(name for name, _ in pairs).most_common(1)
-        raise ConfigError(f"{twice[:_LONGEST_NAME]}: expected once, got it {times} times")
+        ((twice, times),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ConfigError(f"{shown(twice)}: expected once, got it {times} times")
     return found

@@ -166,7 +166,7 @@ class ToMeConfig(MergeSettings):
 
 
 def _with(config: ToMeConfig, changes: Mapping[str, Any], rules: Rules) -> ToMeConfig:
-    """Copy a config with what rules change, which was checked before. Of its parts, that is the reuse alone."""
+    """Copy a config with what rules change, which was checked before."""
     fields = dict(changes)
     if REUSE_EVERY in fields:
         fields["reuse"] = unchecked(config.reuse, every=fields.pop(REUSE_EVERY))
