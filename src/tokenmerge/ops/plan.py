@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from tokenmerge.ops import kernels
 from tokenmerge.ops.arithmetic import arithmetic
-from tokenmerge.ops.constants import first_numbers, first_rows, ones, rows_of_images
-from tokenmerge.ops.once import made_once, once
+from tokenmerge.ops.once import first_numbers, first_rows, once, ones, rows_of_images
 from tokenmerge.ops.partition import with_destinations
 from tokenmerge.ops.soft import SoftPlan
 
@@ -122,11 +121,12 @@ class IndexPlan(NamedTuple):
         (b, m), n, device = self.keep.shape, self.inverse.shape[1], self.keep.device
         # Each image moves behind the text of those before it and its own.
         shift = first_rows(b, before, before, device)
+        tokens, merged = (rows_of_images(b, before + own, device)[:, :before] for own in (n, m))
         return IndexPlan(
-            keep=torch.cat([_first_of_each(b, before, before + n, device), self.keep + shift], dim=1),
+            keep=torch.cat([tokens, self.keep + shift], dim=1),
             sources=self.sources + shift,
             targets=self.targets + shift,
-            inverse=torch.cat([_first_of_each(b, before, before + m, device), self.inverse + shift], dim=1),
+            inverse=torch.cat([merged, self.inverse + shift], dim=1),
             sizes=torch.cat([ones(b, before, device), self.sizes], dim=1),
             weights=self.weights,
         )
@@ -238,9 +238,3 @@ def add_unmerged(plan: Plan, x: Tensor, y: Tensor) -> Tensor:
     if kernels.ON and isinstance(plan, IndexPlan) and x.dtype == y.dtype and kernels.used(x, y):
         return kernels.add_rows(x, y, plan.inverse)
     return x + plan.unmerge(y)
-
-
-@made_once
-def _first_of_each(b: int, k: int, n: int, device: torch.device) -> Tensor:
-    """Return the first k rows of each of b images of n rows: ``[b, k]``."""
-    return torch.arange(b * n, device=device).view(b, n)[:, :k]

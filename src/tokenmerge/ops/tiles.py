@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tokenmerge.ops import kernels
-from tokenmerge.ops.constants import first_rows
 from tokenmerge.ops.matching import by_similarity, compared, largest_products, own_cell, unit_tokens
-from tokenmerge.ops.once import WITHOUT_LAUNCHES, made_once, once
+from tokenmerge.ops.once import WITHOUT_LAUNCHES, first_rows, made_once, once
 from tokenmerge.ops.partition import num_destinations, num_tokens, whole_cells, with_destinations
 from tokenmerge.ops.plan import IndexPlan, make_plan, plan_of_rows
 

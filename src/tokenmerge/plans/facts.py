@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
-from tokenmerge.models.work import Work
+from tokenmerge.models.base import Host
+from tokenmerge.models.work import Work, work_of
 
 ModelClass = Literal["unet", "transformer", "other"]
 
@@ -50,3 +51,23 @@ class Facts:
         """Return the number of tokens of the grid at a resolution level."""
         frames, rows, columns = self.grid
         return frames * -(-rows // level) * -(-columns // level)
+
+
+def facts_of(host: Host, grid: tuple[int, int, int], steps: int, **more: Any) -> Facts:
+    """Return the facts about a generation with a model of :mod:`tokenmerge.models`.
+
+    Args:
+        host: the denoiser.
+        grid: frames, rows and columns of its finest token grid.
+        steps: number of denoising steps.
+        more: other fields of :class:`Facts`.
+    """
+    whole = all(block.block_layout is not None for block in host.blocks)
+    attends = any(layer.kind == "attn1" for block in host.blocks for layer in block.layers)
+    facts = {"can_skip": host.can_skip, "whole_blocks": whole, "layers": attends, **more}
+    model: ModelClass = "other"
+    if host.deep_stages:
+        model = "unet"
+    elif whole and all(block.level == 1 for block in host.blocks):
+        model = "transformer"
+    return Facts(model, work_of(host), grid, steps, **facts)
