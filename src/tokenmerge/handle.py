@@ -45,9 +45,6 @@ class Patch(Generic[AnyReport, AnyRecord]):
         """The settings; of the default method, those of the last generation, or of one by default."""
         return next(iter(self._states.values())).config
 
-    def __str__(self) -> str:
-        return repr(self)
-
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
 
@@ -318,9 +315,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         conditions = Conditions(
             models=tuple(type(model).__name__ for model in self._states),
             method=self._method,
-            blocks=len(self._denoiser.blocks),
-            dtype=str(dtype_of(root)).removeprefix("torch."),
-            is_unet=bool(self._denoiser.deep_stages),
+            denoiser=self._denoiser,
             scale=getattr(pipe, "vae_scale_factor", None),
             slower=slower,
             estimate=self._estimated(),
