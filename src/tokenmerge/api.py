@@ -16,7 +16,7 @@ from typing import Any, overload
 from torch import Tensor, nn
 
 from tokenmerge import presets
-from tokenmerge.config import FoundFor, SavedSettings, ToMeConfig, dense_outside, load_settings
+from tokenmerge.config import SavedSettings, ToMeConfig, dense_outside, load_settings
 from tokenmerge.config.origin import RATIO, is_default
 from tokenmerge.default_method import DefaultMethod, check_min_psnr, merging_alone
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, shown
@@ -53,9 +53,9 @@ class _Asked:
 
     config: ToMeConfig
     method: str = ""
-    found_for: FoundFor | None = None
     hosts: tuple[Host, ...] | None = None
     default: DefaultMethod | None = None
+    check_size: bool = True
 
 
 @overload
@@ -145,8 +145,7 @@ def apply_token_merging(
         asked = _changed(asked, lambda own: dataclasses.replace(own, rules=(*own.rules, *dense)))
     if max_cache is not None:
         asked = _within(pipe_or_model, asked, max_cache)
-    check_size = asked.found_for is None  # settings of a file need not be for the default size
-    return merge_in_hosts(pipe_or_model, **vars(asked), check_size=check_size)
+    return merge_in_hosts(pipe_or_model, **vars(asked))
 
 
 def _asked(
@@ -200,12 +199,20 @@ def _asked(
 
 
 def _of_file(model: object, saved: SavedSettings, name: str) -> _Asked:
-    """Return what a file of settings asks for. A plan of tune needs the steps that a pipeline knows."""
-    if saved.speedup is None or getattr(model, "scheduler", None) is None:
-        return _Asked(saved.config, name, saved.found_for)
+    """Return what a file of settings asks for.
+
+    A plan of tune is followed in generations of a pipeline. A model alone gets its settings as they are.
+    """
+    found_for = saved.found_for
+    if found_for is None:
+        return _Asked(saved.config, name)
     hosts = _hosts(model)
-    method = TunedMethod.of_saved(model, hosts, saved)
-    return _Asked(method.widest, name, hosts=hosts, default=method)
+    if getattr(model, "scheduler", None) is not None:
+        method = TunedMethod.of_saved(model, hosts, saved)
+        return _Asked(method.widest, name, hosts, method)
+    if differences := found_for.differences(model=type(hosts[0].root).__name__):
+        warnings.warn(found_for.warning(differences), stacklevel=4)
+    return _Asked(saved.config, name, hosts, check_size=False)  # they may be for a larger size
 
 
 def _changed(asked: _Asked, change: Change) -> _Asked:
@@ -246,7 +253,6 @@ def merge_in_hosts(
     model: object,
     config: ToMeConfig,
     dense_if_too_small: bool = False,
-    found_for: FoundFor | None = None,
     method: str = "",
     hosts: tuple[Host, ...] | None = None,
     check_size: bool = True,
@@ -259,8 +265,6 @@ def merge_in_hosts(
         config: what to merge and how much.
         dense_if_too_small: a call whose sample has too few tokens to merge runs dense, with one warning for
             each size. Otherwise such a call raises NothingToMergeError.
-        found_for: what the settings were found for; a model, size or number of steps that differs gives a
-            warning. None: unknown.
         method: name of the settings, for the handle's text.
         hosts: the models in ``model``, if they are known. Finding them takes a third of the time of patching.
         check_size: whether settings are refused that merge nothing at the model's default size. A call whose
@@ -276,16 +280,14 @@ def merge_in_hosts(
     first = config if default is None else default.default_settings
     states = {}
     for host in merging:
-        own = found_for if host is denoiser else None
-        state = states[host.root] = new_state(host, config, pipeline, warned, own, method, default)
+        state = new_state(host, config, pipeline, warned=warned, method=method, default=default)
+        states[host.root] = state
         state.kept = look(state, host.root, pipeline.given, first)
         state.keep_dense(state.threads.value.own_memory)
     for host in hosts:
         restore(host.root)
     for host in merging:
         patch_host(host, states[host.root])
-    if found_for is not None and (differences := found_for.differences(model=type(denoiser.root).__name__)):
-        warnings.warn(found_for.warning(differences), stacklevel=3)
     return DiffusionPatch(model, states, denoiser, method, default)
 
 

@@ -2,8 +2,7 @@
 
 The file holds ``{"version": 1, "settings": {...}}``, with the settings as :meth:`ToMeConfig.to_dict` returns
 them. ``tokenmerge tune`` writes ``{"version": 2, "speedup": 2.0, "plan": {...}, "for": {...}}``: the wanted
-speed-up, settings that were found for it, and as fields of :class:`FoundFor` what they were found for. Before
-November 2026 it wrote version 1, and under ``"tuned"`` what the settings were found for.
+speed-up, settings that were found for it, and as fields of :class:`FoundFor` what they were found for.
 """
 
 from __future__ import annotations
@@ -105,9 +104,10 @@ class SavedSettings:
 
     Args:
         config: the settings.
-        found_for: what ``tokenmerge tune`` found them for. None: they were saved, or written by hand.
+        found_for: what ``tokenmerge tune`` found them for. None: they were saved, or written by hand, and
+            hold for all generations.
         speedup: the wanted speed-up that they were found for. In other generations than those of
-            ``found_for``, the default method reaches it. None: the settings hold for all generations.
+            ``found_for``, the default method reaches it. None as for ``found_for``.
     """
 
     config: ToMeConfig
@@ -177,8 +177,8 @@ def content(found: Any) -> SavedSettings:
     if isinstance(found, dict) and found.keys() - {"measured"} == {"version", "speedup", "plan", "for"}:
         _check_version(found, VERSION_OF_PLANS)
         speedup = _SPEEDUP("speedup", found["speedup"])
-        return SavedSettings(_settings(found, "plan"), _found_for(found["for"], "for"), speedup)
-    if not isinstance(found, dict) or found.keys() - {"tuned"} != {"version", "settings"}:
+        return SavedSettings(_settings(found, "plan"), _found_for(found["for"]), speedup)
+    if not isinstance(found, dict) or found.keys() != {"version", "settings"}:
         keys = list(found) if isinstance(found, dict) else found
         refuse(
             "content",
@@ -186,11 +186,7 @@ def content(found: Any) -> SavedSettings:
             keys,
         )
     _check_version(found, VERSION)
-    config = _settings(found, "settings")
-    if "tuned" not in found:
-        return SavedSettings(config)
-    given = found["tuned"].get("found_for") if isinstance(found["tuned"], dict) else None
-    return SavedSettings(config, _found_for(given, "tuned.found_for"))
+    return SavedSettings(_settings(found, "settings"))
 
 
 def _check_version(found: dict[str, Any], version: int) -> None:
@@ -204,12 +200,12 @@ def _settings(found: dict[str, Any], key: str) -> ToMeConfig:
     return ToMeConfig.from_dict(found[key])
 
 
-def _found_for(given: Any, key: str) -> FoundFor:
+def _found_for(given: Any) -> FoundFor:
     fields = dataclasses.fields(FoundFor)
     names = {field.name for field in fields}
     needed = {field.name for field in fields if field.default is dataclasses.MISSING}
     if not isinstance(given, dict) or not needed <= given.keys() <= names:
-        refuse(key, f"an object with the keys {', '.join(field.name for field in fields)}", given)
+        refuse("for", f"an object with the keys {', '.join(field.name for field in fields)}", given)
     return FoundFor(**given)
 
 
