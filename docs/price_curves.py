@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tokenmerge.config import words_with_new_names
 from tokenmerge_tools.records.file import read_results
 from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, cell_of_pictures
+from tokenmerge_tools.records.old_names import words_with_new_names
 from tokenmerge_tools.reporting.content import newest_cells, newest_figures
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart, charts
 from tokenmerge_tools.reporting.plots import draw

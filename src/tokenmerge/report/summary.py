@@ -6,6 +6,8 @@ import dataclasses
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import RATIO, is_default
+from tokenmerge.models.base import Host
+from tokenmerge.models.placement import dtype_of
 from tokenmerge.plans.generation import GenerationPlan, Merging, Runs, StepPlan, plan_generation
 from tokenmerge.report.cache_limit import in_words
 from tokenmerge.report.prediction import Report, saved
@@ -19,9 +21,7 @@ class Conditions:
     Attributes:
         models: classes of the models that merge.
         method: name of the settings; empty: they have none.
-        blocks: number of transformer blocks of the denoiser.
-        dtype: dtype of its weights.
-        is_unet: whether the denoiser is a UNet that can skip steps below its finest level.
+        denoiser: the model that the counts are about.
         scale: pixels per side of a latent position; None: sizes are given in latents.
         pictures: number of pictures that a call of the denoiser draws; None: unknown.
         guidance: scale of classifier-free guidance, 1 for none; None: unknown.
@@ -32,9 +32,7 @@ class Conditions:
 
     models: tuple[str, ...]
     method: str
-    blocks: int
-    dtype: str
-    is_unet: bool = True
+    denoiser: Host
     scale: int | None = None
     pictures: int | None = None
     guidance: float | None = None
@@ -56,7 +54,7 @@ def summary(
     if config.reuse.on:
         lines.append(f"  step reuse: {_reuse(config, report)}")
     if report is not None and report.steps is not None and config.follows_steps:
-        lines += [f"  {line}" for line in _plan(config, report, conditions.is_unet)]
+        lines += [f"  {line}" for line in _plan(config, report, bool(conditions.denoiser.deep_stages))]
     if report is not None:
         lines += [f"  {_counted(conditions, report)}", f"  {_kept(conditions, report)}"]
     if conditions.slower is not None:
@@ -125,7 +123,7 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     merged = ", ".join(dict.fromkeys(row.merged for row in rows))
     for name, words in _LAYERS.items():
         merged = merged.replace(name, words)
-    where = f"{merged} of {len(rows)} of {conditions.blocks} blocks"
+    where = f"{merged} of {len(rows)} of {len(conditions.denoiser.blocks)} blocks"
     what = f"{most.tokens} → {most.merged_tokens} tokens in {where}"
     if not config.correction.on:
         return what
@@ -162,7 +160,8 @@ def _counted(conditions: Conditions, report: Report) -> str:
 def _kept(conditions: Conditions, report: Report) -> str:
     if not report.kept_bytes:
         return "cache between steps: none"
-    return f"cache between steps: {in_words(report.kept_bytes)} ({conditions.dtype})"
+    dtype = str(dtype_of(conditions.denoiser.root)).removeprefix("torch.")
+    return f"cache between steps: {in_words(report.kept_bytes)} ({dtype})"
 
 
 def _happened(run: RunLog) -> str:
