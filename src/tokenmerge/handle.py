@@ -243,7 +243,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     @property
     def config(self) -> ToMeConfig:
         """The settings, see :attr:`Patch.config`."""
-        return self._in_force if self._default is not None else self._states[self._denoiser.root].config
+        return self._in_force if self._default is not None else self._state.config
 
     def metadata(self) -> str:
         """Return the settings as one line for the parameters of a picture, see :meth:`Patch.metadata`."""
@@ -252,7 +252,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def record_steps(self, on: bool = True) -> None:
         """Record what each denoising step does, see :meth:`Patch.record_steps`."""
         root = self._denoiser.root
-        if state_of(root) is not self._states[root]:
+        if state_of(root) is not self._state:
             raise ConfigError(
                 "record_steps: this patch was removed, or another one took its place; apply token merging "
                 "again, and record with the handle that it returns"
@@ -263,7 +263,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     @property
     def steps(self) -> RunSteps:
         """What each step of the last generation did, see :attr:`Patch.steps`."""
-        recorder: StepRecorder | None = self._states[self._denoiser.root].recorder
+        recorder: StepRecorder | None = self._state.recorder
         if recorder is None:
             raise ConfigError("steps: nothing was recorded; call patch.record_steps() before generating")
         if recorder.last is None:
@@ -329,9 +329,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             scale=getattr(pipe, "vae_scale_factor", None),
             slower=slower,
             estimate=self._estimated(),
-            watched=self._states[self._denoiser.root].kept.note,
+            watched=self._state.kept.note,
         )
-        if state_of(self._denoiser.root) is not self._states[self._denoiser.root]:
+        if state_of(self._denoiser.root) is not self._state:
             return f"{title(self._in_force, conditions)}: removed"
         lines = summary(self._in_force, conditions, report, self._last_run)
         return "\n".join([*lines, *([f"  not counted: {problem}"] if problem else [])])
@@ -339,12 +339,10 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     @property
     def _in_force(self) -> ToMeConfig:
         """The settings of the last run; before the first, those of the next one as far as it is known."""
-        state: ModelState = self._states[self._denoiser.root]
         if self._last_run is not None:
             return self._last_run.config
-        if self._default is not None:
-            return state.kept.config
-        return state.kept.config if state.kept.note else state.config
+        kept = self._state.kept
+        return kept.config if self._default is not None or kept.note else self._state.config
 
     @property
     def error(self) -> Estimate | None:
@@ -372,18 +370,23 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
 
     def _settings_at(self, height: int | None, width: int | None, steps: int | None) -> ToMeConfig:
         """Return the settings of a run with this size of the latents and number of steps."""
-        run, kept = self._last_run, self._states[self._denoiser.root].kept
+        run = self._last_run
         same = run is not None and (height, width, steps) == (run.height, run.width, run.steps)
-        if self._default is None or same or kept.note:
+        if self._default is None or same or self._state.kept.note:
             return self._in_force
         guidance = self._default.facts.guidance if run is None else run.guidance
         grid = None if height is None or width is None else self._denoiser.grid_at(height, width)
         return self._default.settings(grid, steps, guidance)
 
     @property
-    def _last_run(self) -> RunLog | None:
+    def _state(self) -> ModelState:
+        """The state of the denoiser."""
         state: ModelState = self._states[self._denoiser.root]
-        return state.last_run
+        return state
+
+    @property
+    def _last_run(self) -> RunLog | None:
+        return self._state.last_run
 
 
 class EncoderPatch(Patch[ViTReport, RecordedTokens]):
