@@ -26,9 +26,9 @@ class CallContext:
     Blocks that are called without their model have that of its last call in their thread.
 
     Attributes:
-        config: what was asked for, at the guidance scale of the generation.
-        settings: what holds at the running step, by level.
-        step: the number of the step that draws depend on, int64.
+        config: settings of the generation.
+        settings: settings of the running step, by level.
+        step: number of the step that draws depend on, int64.
         call: number of the call in its step.
         plan_call: number of the call whose plans this one uses.
         caches_plans: whether plans are cached for later calls.

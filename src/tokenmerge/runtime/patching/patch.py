@@ -69,9 +69,7 @@ def hosts_that_merge(
 
 
 def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, method: str = "") -> None:
-    """Find out, before anything is changed, whether the host would merge.
-
-    The size is the height and width of the sample, if known.
+    """Check, before anything is changed, that the host would merge; the size is that of the sample, if known.
 
     Raises:
         NothingToMergeError: it has no block that would merge.

@@ -76,14 +76,10 @@ def look(
     config: ToMeConfig,
     grids: tuple[GridShape, ...] | None = None,
 ) -> Kept:
-    """Find the code that looks at what a model would merge or skip, and say so once.
+    """Find the code that looks at what a model would merge or skip in a generation, and say so once.
 
-    Args:
-        state: state of the model.
-        root: the model.
-        pipe: the pipeline that runs, or that was patched; None: unknown.
-        config: the settings of the generation that begins.
-        grids: the finest token grids of the next call; None: unknown.
+    ``pipe`` is the pipeline that runs, or that was patched, and ``grids`` are the finest token grids of the
+    next call; None: unknown.
 
     Raises:
         UnsupportedModelError: a pipeline of diffusers reads what the settings would leave out.

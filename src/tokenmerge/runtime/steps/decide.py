@@ -21,12 +21,10 @@ class Decision:
         runs: what runs in it.
         merging: what merges in it.
         caches: whether what runs is cached, for steps that skip it.
-        deep: how far blocks or deep stages are extrapolated: steps since they ran, divided by the interval
-            between their last two runs. A tensor, so that compiled blocks need no graph for each value. None:
-            they run.
+        deep: how far blocks or deep stages are extrapolated; None: they run. It is a tensor, so that compiled
+            blocks need no graph for each value.
         finest: the same for the finest level of a UNet.
-        forecasts: that distance of ``"deep"`` and ``"finest"``, whether they run or not, and the steps since
-            they ran.
+        forecasts: :meth:`StepTracker.forecast` of ``"deep"`` and ``"finest"``, whether they run or not.
     """
 
     runs: Runs = Runs.EVERYTHING

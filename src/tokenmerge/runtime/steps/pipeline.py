@@ -24,8 +24,7 @@ _GUIDED_TWICE = ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLIns
 class Pipeline:
     """The pipeline that token merging was applied to, or none.
 
-    Several pipelines may share a model. The one that runs is found on the call stack of the model's call; the
-    one that token merging was applied to is asked where none is found there.
+    Several pipelines may share a model. The one that runs is found on the call stack of the model's call.
 
     Attributes:
         states: states of all models of the pipeline, which take part in the same generations.
@@ -148,10 +147,9 @@ def _scale_of(guider: Any) -> float | None:
 
 
 def running_pipeline() -> Any:
-    """Return the innermost pipeline whose method called, directly or not; None: there is none.
+    """Return the innermost pipeline on the call stack of this thread; None: there is none.
 
-    Models may be shared by pipelines that run in several threads, or within each other. The scheduler of the
-    innermost caller in this thread is the one that counts.
+    Models may be shared by pipelines that run in several threads, or within each other.
     """
     return next(filter(is_pipeline, owners(sys._getframe(1))), None)
 

@@ -38,11 +38,9 @@ class StepTracker:
         self.ran: dict[tuple[int, str], tuple[int | None, int, tuple[object, ...]]] = {}
 
     def begin_call(self, step: DenoisingStep) -> int | None:
-        """Note a call of the model.
+        """Note a call of the model, and return the first call number whose cache is stale.
 
-        Returns:
-            The first call number whose cache is stale. When a step begins, that is the number of calls in the
-            step before it. None: the step continues.
+        As a step begins, that is the number of calls in the step before it. None: the step continues.
         """
         if step.index == self.index:
             self.call += 1
@@ -95,18 +93,14 @@ class StepTracker:
     def extrapolation(
         self, part: str, runs: bool, shape: tuple[object, ...], holds: bool = True
     ) -> float | None:
-        """Return how far the running call extrapolates a part of the model.
+        """Return how far the running call extrapolates a part of the model; None: the part runs, as is noted.
 
         Args:
             part: the part of the model.
             runs: whether it is one of the steps that run the part.
             shape: shape of the sample, and what else must be as it was.
-            holds: whether the part can be skipped after a single run. Its residual then stays as it is,
-                because it takes two runs to know how it changes.
-
-        Returns:
-            Steps since the part ran, divided by the interval between its last two runs; 0 after a single
-            run. None: the part runs now, and this is noted.
+            holds: whether the part can be skipped after a single run. Its residual then stays as it is, with
+                a distance of 0, because it takes two runs to know how it changes.
         """
         _, last, seen = self.ran.get((self.call, part), (None, None, None))
         if seen == shape and not runs:
@@ -119,9 +113,10 @@ class StepTracker:
         return None
 
     def forecast(self, part: str, shape: tuple[object, ...]) -> tuple[float, int] | None:
-        """Return the distance of an extrapolation to the running step, and the steps since the part ran.
+        """Return how far an extrapolation has to reach, and the steps since the part ran.
 
-        None: the part has not run twice with this shape.
+        The first is these steps divided by the interval between the last two runs. None: the part has not run
+        twice with this shape.
         """
         before, last, seen = self.ran.get((self.call, part), (None, 0, None))
         if before is None or seen != shape:
