@@ -58,12 +58,11 @@ class _Known(Exception):
 
 def _kind_of_call(state: ModelState) -> tuple[object, ...]:
     """Return what the operations of the running call depend on, apart from the sizes of its arguments."""
-    context, memory = state.context, state.threads.value.memory
-    tracker = None if memory is None else memory.tracker
-    plans = tracker is None or tracker.planned.get(tracker.call, (tracker.index,))[0] == tracker.index
+    context, tracker = state.context, state.threads.value.memory.tracker
+    plans = tracker.planned.get(tracker.call, (tracker.index,))[0] == tracker.index
     return (
         # The first call has no correction to add, and no step before it.
-        tracker is None or tracker.index == 0,
+        tracker.index == 0,
         plans,
         tuple(context.settings.items()),
         context.decision.merging,
@@ -91,10 +90,10 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept 
             state.pipeline.set_step(index, _STEPS_TO_KEEP_MOST)
             count_flops(host.root, arguments())
         memory = state.threads.value.memory
-        caches = () if memory is None else memory.caches
+        caches = memory.caches
         residuals = [residual for cache in caches for residual in cache.residuals.values()]
         residuals += [run.residual for cache in caches for run in cache.runs.values() if run.residual]
-        of_model = () if memory is None else tuple(memory.model_residuals.values())
+        of_model = tuple(memory.model_residuals.values())
         plans = {id(plan): plan for cache in caches for plan in cache.plans.values()}.values()
     cached: list[Any] = [
         *of_model,

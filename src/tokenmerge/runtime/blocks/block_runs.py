@@ -107,7 +107,7 @@ def finish_run(thread: ThreadState) -> None:
     (first, given_text), (image, text) = running.start, running.end
     added = image - first
     for place, span in thread.spans.items():
-        if thread.memory is not None and len(span) == 2 and span[0] is first and span[1] is image:
+        if len(span) == 2 and span[0] is first and span[1] is image:
             # The run has all blocks of a level, by which plans are made: one tensor serves both.
             thread.memory.model_residuals[place] = added
     residual = Residual(False, (added, None if text is given_text else text - given_text))

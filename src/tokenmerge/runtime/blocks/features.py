@@ -37,7 +37,7 @@ def with_cached_features(state: BlockState, call: HostCall, n: int, run: Callabl
     if state.plans_first and (level, "residual") in cached:
         _cache_residual(state, made, image, 0 if single else len(result), before)
     first, *_ = thread.spans.get(place, (None,))
-    if state.is_last and first is not None and thread.memory is not None:
+    if state.is_last and first is not None:
         thread.memory.model_residuals.pop(place, None)
         if first.shape == made.shape:
             thread.memory.model_residuals[place] = made - first
@@ -86,7 +86,7 @@ def _cached(state: BlockState) -> Tensor | None:
     """Return the features of the step before; None: there are none."""
     features, memory = state.settings.features, state.model.threads.value.memory
     # Under gradients nothing is cached, and what was cached before is not used.
-    if memory is None or (state.level, features) not in state.model.context.caches_features:
+    if (state.level, features) not in state.model.context.caches_features:
         return None
     if features == "model_residual":
         return memory.model_residuals.get((*state.call, state.level))

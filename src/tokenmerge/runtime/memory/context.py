@@ -64,7 +64,7 @@ class ThreadState:
         part: the part of the sequence that this process has in that call; None: all of it.
         seed: makes the numbers of steps.
         own_memory: what is cached where settings do not follow the steps.
-        memory: what the running call caches; None before the first.
+        memory: what the running call caches, or the last one did.
         spans: by call and level, the image tokens that the first block was called with, followed by those
             that the last block returned, once it has run.
         running_blocks: blocks whose residual the running step caches; None: there are none. See
@@ -77,7 +77,7 @@ class ThreadState:
         self.part: Part | None = None
         self.seed = StepSeed()
         self.own_memory = Memory(groups)
-        self.memory: Memory | None = None
+        self.memory = Memory(())
         self.spans: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
         self.running_blocks: Any = None
 

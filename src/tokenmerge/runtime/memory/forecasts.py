@@ -21,7 +21,7 @@ def note_forecast(thread: ThreadState, part: str, before: Residual | None, now: 
     if known is None or before is None or before.delta is None or torch.compiler.is_compiling():
         return
     truth, first = now.latest[0], before.latest[0]
-    if truth is None or first is None or truth.shape != first.shape or memory is None or memory.log is None:
+    if truth is None or first is None or truth.shape != first.shape or memory.log is None:
         return
     distance, gap = known
     forecast = extrapolated(before, [0.0] * len(before.latest), torch.tensor(distance))

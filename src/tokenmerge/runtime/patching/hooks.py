@@ -135,8 +135,6 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     thread = state.threads.value
     memory = thread.memory
     finish_run(thread)
-    if memory is None:
-        return
     if memory.log is not None and not torch.compiler.is_compiling():
         memory.log.note_end()
     if memory.tracker.is_last:
@@ -149,7 +147,7 @@ def compare_guidance(root: nn.Module, args: tuple, result: Any) -> None:
     context, memory = state.context, state.threads.value.memory
     made = result if isinstance(result, Tensor) else result[0]
     # Several pictures, or what a ControlNet adds to each level, cannot be compared.
-    if memory is None or not isinstance(made, Tensor):
+    if not isinstance(made, Tensor):
         return
     sample = memory.sample
     if context.guidance_copies > 1:
@@ -266,10 +264,12 @@ def _config_of(call: _Call, memory: Memory) -> ToMeConfig:
     if on_meta:
         state.keep_dense(memory)
     elif not torch.compiler.is_compiling():
-        timesteps = None if step is not None else getattr(call.scheduler, "timesteps", None)
+        pipe = call.pipe or running_pipeline()
+        scheduler = None if step is not None else scheduler_of(pipe, call.timestep)
+        timesteps = getattr(scheduler, "timesteps", None)
         if memory.config is None or memory.timesteps is not timesteps:  # a generation begins
             grids = state.threads.value.grid.shapes if state.merges else None
-            state.kept = look(state, call.root, call.pipe or running_pipeline(), config, grids)
+            state.kept = look(state, call.root, pipe, config, grids)
             state.keep_dense(memory)
             memory.timesteps = timesteps
             # What others look at takes no part in a tolerance.
