@@ -275,12 +275,20 @@ def merge_in_hosts(
     merging, _ = hosts_that_merge(hosts, config, size=None, check_size=check_size, method=method)
     refuse_in_use([host.root for host in hosts])
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
-    warned: set[str] | None = set() if dense_if_too_small else None
+    told: set[str] = set()
     denoiser = next((host for host in merging if not host.controlnet), merging[0])
     first = config if default is None else default.default_settings
     states = {}
     for host in merging:
-        state = new_state(host, config, pipeline, warned=warned, method=method, default=default)
+        state = new_state(
+            host,
+            config,
+            pipeline,
+            dense_if_too_small=dense_if_too_small,
+            told=told,
+            method=method,
+            default=default,
+        )
         states[host.root] = state
         state.kept = look(state, host.root, pipeline.given, first)
         state.keep_dense(state.threads.value.own_memory)
@@ -380,8 +388,13 @@ def revise_plans(model: nn.Module, revise: Callable[[Tensor, Plan], Plan]) -> It
         revise: is called with the features ``[b, n, c]`` and the new plan, and returns the plan to use.
     """
     state = state_of(model)
-    with contextlib.nullcontext() if state is None else state.revising(revise):
+    if state is not None:
+        state.revise_plan = revise
+    try:
         yield
+    finally:
+        if state is not None:
+            state.revise_plan = None
 
 
 def _patchable(model: object) -> list[tuple[nn.Module, Callable[[Any], None]]]:

@@ -332,7 +332,10 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def _in_force(self) -> ToMeConfig:
         """The settings of the last run; before the first, those of the next one as far as it is known."""
         run = self._state.last_run
-        return self._state.kept.config if run is None else run.config
+        if run is not None:
+            return run.config
+        kept = self._state.kept
+        return kept.config if self._default is not None or kept.note else self._state.config
 
     @property
     def error(self) -> Estimate | None:

@@ -56,12 +56,11 @@ class _Known(Exception):
 
 def _kind_of_call(state: ModelState) -> tuple[object, ...]:
     """Return what the operations of the running call depend on, apart from the sizes of its arguments."""
-    context, memory = state.context, state.threads.value.memory
-    tracker = None if memory is None else memory.tracker
-    plans = tracker is None or tracker.planned.get(tracker.call, (tracker.index,))[0] == tracker.index
+    context, tracker = state.context, state.threads.value.memory.tracker
+    plans = tracker.planned.get(tracker.call, (tracker.index,))[0] == tracker.index
     return (
         # The first call has no correction to add, and no step before it.
-        tracker is None or tracker.index == 0,
+        tracker.index == 0,
         plans,
         tuple(context.settings.items()),
         context.decision.merging,
@@ -89,7 +88,6 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept 
             state.pipeline.set_step(index, _STEPS_TO_KEEP_MOST)
             count_flops(host.root, arguments())
         memory = state.threads.value.memory
-        assert memory is not None  # these settings follow the steps
         tensors: list[Any] = list(memory.model_residuals.values())
         for cache in memory.caches:
             residuals = [*cache.residuals.values(), *(run.residual for run in cache.runs.values())]

@@ -13,25 +13,15 @@ from tokenmerge.runtime.memory.run_log import ForecastError
 def note_forecast(thread: ThreadState, part: str, before: Residual | None, now: Residual) -> None:
     """Compare what a part has added with the forecast from earlier steps. Nothing waits for the device.
 
-    Args:
-        thread: of the running call.
-        part: ``"deep"`` for blocks and deep stages, ``"finest"`` for the finest level of a UNet.
-        before: the residual from which the forecast is made.
-        now: what the part has added in this call.
+    The part is ``"deep"`` for blocks and deep stages, ``"finest"`` for the finest level of a UNet. ``before``
+    is the residual from which the forecast is made.
     """
     context, memory = thread.context, thread.memory
     known = context.decision.forecasts.get(part)
-    if known is None or before is None or memory is None or memory.log is None or before.delta is None:
+    if known is None or before is None or before.delta is None or torch.compiler.is_compiling():
         return
-    step = memory.tracker.step
     truth, first = now.latest[0], before.latest[0]
-    if (
-        torch.compiler.is_compiling()
-        or step is None
-        or truth is None
-        or first is None
-        or truth.shape != first.shape
-    ):
+    if truth is None or first is None or truth.shape != first.shape or memory.log is None:
         return
     distance, gap = known
     forecast = extrapolated(before, [0.0] * len(before.latest), torch.tensor(distance))
@@ -42,7 +32,7 @@ def note_forecast(thread: ThreadState, part: str, before: Residual | None, now: 
         for tensor in (forecast - truth, truth)
     ]
     error = lengths[0] / lengths[1].clamp(min=torch.finfo(torch.float32).tiny)
-    memory.log.errors.append(ForecastError(step.done, part, gap, error))
+    memory.log.errors.append(ForecastError(memory.tracker.done, part, gap, error))
 
 
 def _guided(tensor: Tensor, scale: float | None, copies: int) -> Tensor:
