@@ -20,7 +20,8 @@ from tokenmerge.runtime.blocks.attention_kernels import reach_kernels
 from tokenmerge.runtime.blocks.block_runs import finish_run
 from tokenmerge.runtime.memory.caches import Memory
 from tokenmerge.runtime.memory.context import CallContext
-from tokenmerge.runtime.memory.run_log import RunLog, StepKind, noted
+from tokenmerge.runtime.memory.forecasts import note_output
+from tokenmerge.runtime.memory.run_log import RunLog, StepKind, shown
 from tokenmerge.runtime.memory.state import STATE, ModelState, StageState
 from tokenmerge.runtime.memory.step_log import StepLog
 from tokenmerge.runtime.patching.call_checks import (
@@ -37,6 +38,7 @@ from tokenmerge.runtime.patching.plan_life import begin_plans, caches_plans, fea
 from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.decide import Decision, decide
 from tokenmerge.runtime.steps.guidance import copies_are_equal
+from tokenmerge.runtime.steps.noise_levels import noise_levels
 from tokenmerge.runtime.steps.per_thread import PerThread
 from tokenmerge.runtime.steps.pipeline import guidance_copies, guidance_scale, running_pipeline
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync, number_of_steps, scheduler_of
@@ -82,7 +84,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
         steps = number_of_steps(scheduler_of(pipe, timestep), step) if step is None else step.steps
         kind = _kind(decision, settings)
-        _note_run(state, memory, config, step, steps, len(sample), kind, pipe)
+        _note_run(state, memory, config, step, steps, sample, kind, pipe, timestep)
         if state.recorder is not None:
             log = _begin_step_log(state, step, pipe, timestep, kind, device)
     thread.context = CallContext(
@@ -119,6 +121,7 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     finish_run(thread)
     if memory is not None and memory.log is not None and not torch.compiler.is_compiling():
         memory.log.note_end()
+        note_output(memory.log, thread, memory.tracker, result)
     if memory is not None and memory.tracker.is_last:
         memory.forget_results(memory.tracker.call)
 
@@ -261,7 +264,7 @@ def _within_tolerance(state: ModelState, memory: Memory, step: DenoisingStep) ->
     if tolerance.asks(step.done):
         others = (other.memories.get(step.generation) for other in state.pipeline.states)
         logs = [own.log for own in others if own is not None and own.log is not None]
-        tolerance.follow(step.done, noted([error for log in logs for error in log.unread()]))
+        tolerance.follow(step.done, shown(logs))
     memory.config = memory.log.config = tolerance.config
     return memory.config
 
@@ -303,15 +306,18 @@ def _note_run(
     config: ToMeConfig,
     step: DenoisingStep | None,
     steps: int | None,
-    batch: int,
+    sample: Any,
     kind: StepKind,
     pipe: Any,
+    timestep: Any,
 ) -> None:
     """Note what a call does, for the handle of the patch."""
     if memory.log is None or step is None:
         grids = state.threads.value.grid.shapes if state.facts.merges else ()
-        memory.log = RunLog(config, batch, grids, state.call.patch, steps, guidance_scale(pipe))
+        levels = None if step is None else noise_levels(scheduler_of(pipe, timestep), step)
+        memory.log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance_scale(pipe), levels)
     state.last_run = memory.log
+    memory.log.sample = sample if isinstance(sample, Tensor) else None
     if step is not None:
         memory.log.note_step(step.index, kind)
 
