@@ -130,6 +130,8 @@ def _errors(config: ToMeConfig, steps: int, shown: Shown) -> dict[int, float]:
         _of_steps(ran, noise[:steps], shown.errors.get(part, {}))
         for ran, part in zip((runs.full, runs.shallow), PARTS, strict=True)
     )
+    if not shown.errors.get("finest"):  # a model without such a level
+        finest = {}
     # The forecast of the finest level takes the place of all parts.
     return {step: shares[step] * finest.get(step, error) for step, error in deep.items()}
 

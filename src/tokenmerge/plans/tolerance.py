@@ -18,9 +18,6 @@ from tokenmerge.plans.estimate import LEAST, Shown, estimate_closeness
 from tokenmerge.plans.facts import Facts
 from tokenmerge.plans.policy import estimate_of
 
-# Share of the bound of the estimate that is kept clear. Raising it reaches more tolerances, and saves less.
-CLEAR = 0.5
-
 
 class Tolerance:
     """The settings of one generation whose picture shall be close to the dense one.
@@ -106,7 +103,7 @@ class Tolerance:
 
     def _keeps(self, psnr: float) -> bool:
         """Return whether so much is expected that the picture probably reaches the tolerance."""
-        return psnr - CLEAR * estimate_of()["within"] >= self._min_psnr
+        return psnr - estimate_of()["margin"] >= self._min_psnr
 
 
 def _complete(config: ToMeConfig, steps: int) -> int:

@@ -164,7 +164,7 @@ def shown(logs: Sequence[RunLog]) -> Shown:
     tensors = [error.error.max() for error in errors]
     if measured is not None and measured.kept is not None:
         tensors.append(measured.kept)
-    values = torch.stack([one.to(tensors[0].device) for one in tensors]).tolist() if tensors else []
+    values = torch.stack([one.to(tensors[0].device) for one in tensors]).cpu().tolist() if tensors else []
     noise = 1.0 if measured is None else noise_of(values.pop(), *measured.levels)
     found: dict[str, dict[int, float]] = {}
     for one, error in zip(errors, values, strict=True):
