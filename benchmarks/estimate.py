@@ -148,7 +148,7 @@ def overhead(model: str) -> None:
     def generate(notes: bool) -> tuple[int, float]:
         with contextlib.ExitStack() as stack:
             for name in () if notes else NOTES:
-                stack.enter_context(mock.patch(f"tokenmerge.runtime.{name}", lambda *_: None))
+                stack.enter_context(mock.patch(f"tokenmerge.runtime.{name}"))
             counted = stack.enter_context(Operations())
             began = time.process_time()
             draw(pipe, case, 1)
@@ -161,8 +161,8 @@ def overhead(model: str) -> None:
         seconds[notes].append(spent)
     more = [noted / plain - 1 for plain, noted in zip(seconds[False], seconds[True], strict=True)]
     print(
-        f"{model}: {counts[True] - counts[False]} of {counts[True]} operations ({counts[True] / counts[False] - 1:.2%}), "
-        f"{np.median(more):+.2%} CPU time (median of {TURNS} pairs, {min(more):+.2%} to {max(more):+.2%})"
+        f"{model}: {counts[True] - counts[False]} of {counts[True]} operations "
+        f"({counts[True] / counts[False] - 1:.2%}), {np.median(more):+.2%} CPU time (median of {TURNS} pairs, {min(more):+.2%} to {max(more):+.2%})"
     )
 
 
@@ -231,8 +231,8 @@ def report(name: str, lines: Sequence[Mapping[str, Any]]) -> None:
     held = np.mean(np.abs(off) <= estimate_of()["within"])
     print(
         f"{name}: {len(lines)} runs, rank correlation {rank_correlation(expected, true):.2f} over all, "
-        f"{np.median(within) if within else math.nan:.2f} within a case (median); the truth is {off.mean():+.1f} "
-        f"± {off.std():.1f} dB from the estimate; 90 % within {np.quantile(np.abs(off), 0.9):.1f} dB; "
+        f"{np.median(within) if within else math.nan:.2f} within a case (median); the truth is "
+        f"{off.mean():+.1f} ± {off.std():.1f} dB from the estimate; 90 % within {np.quantile(np.abs(off), 0.9):.1f} dB; "
         f"{held:.0%} in the stated range"
     )
 

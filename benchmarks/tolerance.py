@@ -121,7 +121,7 @@ def counted(pipe: DiffusionPipeline) -> float:
 def needed(line: Mapping[str, Any]) -> float:
     """Return the counted speed-up of a fixed plan that just reaches the tolerance, up to the wanted one.
 
-    Between two plans that were drawn, PSNR and speed-up are interpolated. 1: only the dense picture reaches it.
+    Between two plans that were drawn, PSNR and speed-up are interpolated. 1: only dense pictures reach it.
     """
     plans = [(one["counted"], one["psnr"]) for one in line["fixed"].values()]
     ahead = None
