@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=2)
-    parser.add_argument("--first-prompt", type=int, default=70, help="prompts before it serve other scripts")
+    parser.add_argument("--first-prompt", type=int, default=80, help="prompts before it serve other scripts")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:

@@ -140,13 +140,16 @@ def _of_steps(ran: Sequence[int], noise: Sequence[float], errors: Mapping[int, f
     """Return the error of each step that skips a part.
 
     The error of the model's output grows with the steps since the part ran. That of the predicted picture
-    also follows the noise.
+    also follows the noise. Where the next run is not known yet, the output is taken to err less, too, as the
+    noise falls.
     """
     found: dict[int, float] = {}
-    growth = 0.0
+    growth, measured = 0.0, 0
     runs = list(pairwise([*ran, len(noise)]))
     for last, after in [*[run for run in runs if run[1] in errors][:1], *runs]:
         if after in errors:
-            growth = errors[after] / (after - last) / max(noise[after], _TINY)
-        found |= {step: growth * noise[step] * (step - last) for step in range(last + 1, after)}
+            growth, measured = errors[after] / (after - last) / max(noise[after], _TINY), after
+        for step in range(last + 1, after):
+            later = noise[step] / max(noise[measured], _TINY) if step > measured else 1.0
+            found[step] = growth * noise[step] * later * (step - last)
     return found
