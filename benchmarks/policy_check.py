@@ -1,10 +1,11 @@
 """The default method beside the former `auto`, at equal counted speed, on prompts that no rule was made on.
 
 The former `auto` was 149 numbers fitted on the bundled models, with special cases for solvers, guidance and
-schedules. What it chose is in `former_auto.json`, in the present settings. A line of the record is one
-picture: its settings, and its PSNR to the dense picture of the same seed. The default method is asked for the
-counted speed-up that `auto` has. A second run with the same record continues where the first one stopped, and
-drops pictures with settings that are no longer chosen. `--table` prints the record.
+schedules. Its lines of the record were drawn by this script at commit 9f052aa, which still ran its settings,
+and stay as they are. A line is one picture: its settings, and its PSNR to the dense picture of the same seed.
+The default method is asked for the counted speed-up that `auto` has there. A second run with the same record
+continues where the first one stopped, and drops pictures with settings that are no longer chosen. `--table`
+prints the record.
 
     python benchmarks/policy_check.py --out benchmarks/policy_check_cpu.jsonl
     python benchmarks/policy_check.py --table --out benchmarks/policy_check_cpu.jsonl
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import statistics
 from collections import defaultdict
@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-from places import places_of
 from policy import FIELDS, TRANSFORMER, UNET, Artist, Scene, decibels, prompts_of, read, write
 
 from tokenmerge import Correction, ToMeConfig
@@ -37,34 +36,10 @@ from tokenmerge.plans import Facts, facts_of, plan_for, speedup_of
 from tokenmerge.runtime.steps.scheduler import ends_clean
 
 PROMPTS, SEED = 46, 8400
-FORMER = Path(__file__).with_name("former_auto.json")
-AIMS = (1.3, 1.6, 2.0, 2.5, 3.0)
-FEW = (1.3, 2.0, 3.0)
 # Solvers by the number of the prompt. The policy was fitted with others, except for flow Euler.
 SOLVERS = {UNET: ("DDIM", "DEIS", "DPM++ SDE"), TRANSFORMER: ("flow Euler",)}
-# Model, size in pixels, steps, guidance, speed-ups, prompts. `auto` has none of these speed-ups elsewhere.
-CELLS: tuple[tuple[str, int, int, float, tuple[float, ...], int], ...] = (
-    (TRANSFORMER, 256, 4, 7.0, AIMS, 1),
-    (UNET, 128, 20, 7.5, AIMS, 3),
-    (TRANSFORMER, 128, 20, 7.0, AIMS, 3),
-    (UNET, 128, 20, 3.0, AIMS, 3),
-    (TRANSFORMER, 128, 20, 3.0, AIMS, 3),
-    (UNET, 128, 8, 3.0, AIMS, 3),
-    (UNET, 128, 8, 7.5, AIMS, 3),
-    (TRANSFORMER, 128, 8, 3.0, AIMS, 3),
-    (TRANSFORMER, 256, 8, 7.0, AIMS, 1),
-    (UNET, 256, 8, 7.5, AIMS, 1),
-    (UNET, 256, 4, 7.5, AIMS, 1),
-    (TRANSFORMER, 256, 4, 3.0, AIMS, 1),
-    (UNET, 256, 4, 3.0, AIMS, 1),
-    (UNET, 256, 8, 3.0, AIMS, 1),
-    (TRANSFORMER, 256, 8, 3.0, AIMS, 1),
-    (UNET, 256, 20, 7.5, FEW, 1),
-    (UNET, 256, 20, 3.0, FEW, 1),
-    (TRANSFORMER, 256, 20, 7.0, FEW, 1),
-    (TRANSFORMER, 256, 20, 3.0, FEW, 1),
-)
 AUTO, OWN = "former auto", "default method"
+ROUNDING = 5e-4  # of the counted speed-ups in the record
 NO_MEMORY = 10**12  # bytes of a number: with them, corrections never fit
 # Where corrections are tried: model, size in pixels, steps, guidance, speed-ups, prompts.
 CORRECTED: tuple[tuple[str, int, int, float, tuple[float, ...], int], ...] = (
@@ -76,21 +51,21 @@ CORRECTED: tuple[tuple[str, int, int, float, tuple[float, ...], int], ...] = (
 )
 
 
-def scenes(cells: Sequence[Any], prompts: int) -> Iterator[tuple[Scene, tuple[float, ...]]]:
-    chosen = prompts_of(PROMPTS, max(cell[-1] for cell in cells))
-    for number, (model, size, steps, guidance, aims, count) in itertools.product(range(prompts), cells):
-        if number < count:
+def scenes() -> Iterator[tuple[Scene, tuple[float, ...]]]:
+    """Yield the pictures to draw with fewer corrections, and the speed-ups."""
+    chosen = prompts_of(PROMPTS, max(cell[-1] for cell in CORRECTED))
+    for model, size, steps, guidance, aims, count in CORRECTED:
+        for number in range(count):
             solver = SOLVERS[model][number % len(SOLVERS[model])]
             yield Scene(model, size, steps, solver, guidance, chosen[number], SEED + number), aims
 
 
 class Planner:
-    """What `auto` chose, and what the default method chooses at the same counted speed."""
+    """What the default method chooses, also with fewer corrections."""
 
     def __init__(self, artist: Artist) -> None:
         self._artist = artist
         self._hosts: dict[str, Facts] = {}
-        self._former = json.loads(FORMER.read_text(encoding="utf-8"))
 
     def facts(self, scene: Scene) -> Facts:
         """Return the facts about the generation of a picture."""
@@ -108,28 +83,12 @@ class Planner:
             ends_clean=ends_clean(sigmas),
         )
 
-    def former(self, scene: Scene, aim: float) -> ToMeConfig | None:
-        """Return what `auto` chose nearest to a speed-up; None: nothing was near."""
-        for one in self._former:
-            about = {name: getattr(scene, name) for name in ("model", "size", "steps", "solver", "guidance")}
-            if {**about, "aim": aim}.items() <= one.items():
-                settings = dict(one["settings"])
-                if len(one["full"]) < scene.steps:
-                    settings |= places_of(one["full"], one["shallow"], scene.steps)
-                return ToMeConfig.from_dict(settings)
-        return None
-
-    def lines(self, scene: Scene, aims: Sequence[float]) -> Iterator[tuple[dict[str, Any], ToMeConfig]]:
-        """Yield lines of the record without their figures, and the settings to draw."""
-        facts = self.facts(scene)
-        for aim in aims:
-            auto = self.former(scene, aim)
-            if auto is not None:
-                speedup = speedup_of(facts, auto)
-                plan = plan_for(facts, speedup)
-                for method, config, counted in ((AUTO, auto, speedup), (OWN, plan.config, plan.speedup)):
-                    about = {"aim": aim, "method": method, "counted": round(counted, 3)}
-                    yield {**dataclasses.asdict(scene), **about, "settings": config.changed()}, config
+    def beside(self, former: Mapping[str, Any]) -> tuple[dict[str, Any], ToMeConfig]:
+        """Return a line for the default method at the speed-up of `auto`, and the settings to draw."""
+        scene = Scene(**{name: former[name] for name in FIELDS})
+        plan = plan_for(self.facts(scene), former["counted"] - ROUNDING)
+        about = {"aim": former["aim"], "method": OWN, "counted": round(plan.speedup, 3)}
+        return {**dataclasses.asdict(scene), **about, "settings": plan.config.changed()}, plan.config
 
     def corrected(self, scene: Scene, aims: Sequence[float]) -> Iterator[tuple[dict[str, Any], ToMeConfig]]:
         """Yield the same for the default method with corrections, without them, and with half of them."""
@@ -161,14 +120,16 @@ def measure(options: argparse.Namespace) -> None:
     """Draw the pictures that are not in the record, and drop those that are no longer wanted."""
     artist = Artist()
     planner = Planner(artist)
-    choose, cells = (planner.corrected, CORRECTED) if options.corrections else (planner.lines, CELLS)
     found = {key(line): line for line in read(options.out)}
-    wanted = [
-        (line, own) for scene, aims in scenes(cells, options.prompts) for line, own in choose(scene, aims)
-    ]
-    kept = [found[key(line)] for line, _ in wanted if key(line) in found]
+    if options.corrections:
+        wanted = [pair for scene, aims in scenes() for pair in planner.corrected(scene, aims)]
+        kept = []
+    else:
+        kept = [line for line in found.values() if line["method"] == AUTO]
+        wanted = [planner.beside(line) for line in kept]
+    kept += [found[key(line)] for line, _ in wanted if key(line) in found]
     options.out.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    drawn = {picture(line): line["psnr"] for line in kept}
+    drawn = {picture(line): line["psnr"] for line in kept if line["method"] != AUTO}
     for line, config in wanted:
         if key(line) not in found:
             if picture(line) not in drawn:
@@ -261,7 +222,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
-    parser.add_argument("--prompts", type=int, default=3, help="at most so many for each cell (default: 3)")
     parser.add_argument("--corrections", action="store_true", help="compare with fewer corrections instead")
     parser.add_argument("--table", action="store_true", help="print the record as a table, and draw nothing")
     options = parser.parse_args()

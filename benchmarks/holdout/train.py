@@ -68,15 +68,15 @@ TEXT_WIDTH, POOLED_WIDTH = 64, 64
 HEADS, AXES = 5, (4, 10, 10)  # width 120
 SMALLEST = 0.85  # side of a crop, as a share of the picture's shorter side
 SECOND_SHARE = 0.3  # of the steps in which smaller pictures stand for those of the second size
-CROPS = {64: 32, 128: 8, 256: 2}  # different crops of each photograph at each size
+CROPS = {64: 64, 128: 32, 256: 16}  # different crops of each photograph at each size
 # Nearly all is learnt on few image tokens, which stand for those of the larger sizes.
 PHASES = (
-    Phase(sizes=(64,), batch=16, steps=240, rate=2e-3, final_rate=1e-3),
-    Phase(sizes=(128,), batch=8, steps=48, rate=1e-3, final_rate=3e-4),
-    Phase(sizes=(256, 128), batch=2, steps=8, rate=3e-4, final_rate=3e-5),
+    Phase(sizes=(64,), batch=16, steps=2200, rate=2e-3, final_rate=1e-3),
+    Phase(sizes=(128,), batch=8, steps=350, rate=1e-3, final_rate=3e-4),
+    Phase(sizes=(256, 128), batch=2, steps=120, rate=3e-4, final_rate=3e-5),
 )
-EMA_DECAY = 0.98
-SAVE_EVERY = 10
+EMA_DECAY = 0.995
+SAVE_EVERY = 100
 
 
 def caption(name: str) -> str:

@@ -171,8 +171,8 @@ def test_corrections_take_the_memory_of_one_residual_for_each_block():
 
 
 def test_tokens_count_as_often_as_they_stand_for_where_attention_can():
-    assert choose(facts("unet"), 1.5).proportional
-    assert not choose(facts("unet", proportional=False), 1.5).proportional
+    assert choose(facts("unet"), 2.0).proportional
+    assert not choose(facts("unet", proportional=False), 2.0).proportional
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])

@@ -131,10 +131,10 @@ class StepReuse(Value):
         every: mean distance between complete steps, ≥ 1; it may be a fraction. Raising it saves more, and the
             picture follows the dense one less closely. 1: no step skips anything.
         shallow_every: in a UNet, mean distance between the steps that run all of the finest level, 1 ≤
-            shallow_every ≤ every. Complete steps are chosen from them. The other steps run only
-            the last layer of that level. Raising it saves most in narrow models and large pictures, where
-            that level takes most of the time. It loses more than raising ``every``, above all under strong
-            guidance.
+            shallow_every ≤ every. Complete steps are chosen from them. The other steps skip that level too:
+            only the first and the last convolution run. Raising it saves most in narrow models and large
+            pictures, where that level takes most of the time. It loses more than raising ``every``, above all
+            under strong guidance.
         full_steps: places of the complete steps, 0 (the first step) to 1 (the last), in place of ``every``:
             ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the picture closer. Empty: ``every``
             decides.

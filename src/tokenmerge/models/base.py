@@ -161,9 +161,8 @@ class Host(ModelCall):
         limits: what users should know before merging in this model, as text.
         deep_stages: paths of the UNet stages below the finest level, in the order in which they run. The
             finest level reads the result of the last one and no other. Empty for other models.
-        shallow_stages: paths of the modules at the finest level that run before the last layer of the up
-            path, in that order. That layer reads the result of the last one and no other. Empty where it
-            reads more.
+        shallow_stages: paths of the UNet stages at the finest level, in the order in which they run. The
+            layers after them read the result of the last one and no other. Empty for other models.
         on_cpu: names of parameters that stay on the CPU in the copy without weights that counts FLOPs,
             because the model uses their device in a way that the meta device does not support.
     """

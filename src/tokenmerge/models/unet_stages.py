@@ -13,8 +13,6 @@ from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.placement import example_of
 
-# The lists of modules in a layer of a stage, in the order in which they run.
-_IN_LAYERS = ("resnets", "temp_convs", "attentions", "temp_attentions", "motion_modules")
 # Their first argument is [b, c, h, w]; for a video the batch holds its frames. Attention over time is in
 # other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other lists of blocks.
 _TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "DreamLiteTransformer2DModel")
@@ -75,23 +73,8 @@ def _deep_stages(root: Any) -> tuple[str, ...]:
 
 
 def _shallow_stages(root: Any) -> tuple[str, ...]:
-    """Return the paths of the modules at the finest level that run before the last layer of the up path.
-
-    That layer reads the result of the layer before it and that of the first convolution, which is no stage.
-    """
-    stage = root.up_blocks[-1] if _deep_stages(root) else None
-    layers = len(getattr(stage, "resnets", ()))
-    if layers < 2:
-        return ()
-    path = f"up_blocks.{len(root.up_blocks) - 1}"
-    lists = [(name, len(getattr(stage, name))) for name in _IN_LAYERS if hasattr(stage, name)]
-    before = [
-        f"{path}.{name}.{i}"
-        for layer in range(layers - 1)
-        for name, length in lists
-        for i in range(layer * length // layers, (layer + 1) * length // layers)
-    ]
-    return ("down_blocks.0", *before)
+    """Return the paths of the stages at the finest level: the first one down and the last one up."""
+    return ("down_blocks.0", f"up_blocks.{len(root.up_blocks) - 1}") if _deep_stages(root) else ()
 
 
 def _sample_size(root: Any) -> tuple[int, int] | None:

@@ -174,7 +174,7 @@ def _notes_on_reuse(reuse: StepReuse) -> list[str]:
     if reuse.shallow_every > 1:
         notes.append(
             f"reuse.shallow_every={reuse.shallow_every:g}: 1 of {reuse.shallow_every:g} steps runs the "
-            "finest level of a UNet, the others only its last layer"
+            "finest level of a UNet, the others skip it too"
         )
     return notes
 

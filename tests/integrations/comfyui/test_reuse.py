@@ -133,10 +133,12 @@ def test_where_nothing_changes_between_steps_nothing_is_lost(unet, shallow, cont
             assert torch.allclose(here, dense, atol=1e-5 * float(dense.abs().max())), i
             if i == 0:
                 whole = list(seen)
-            due, cuts = sampling.residuals.decision, settings.target.cuts
-            cut = cuts[1] if due.finest is not None else cuts[0] if due.deep is not None else None
-            assert seen == whole[cut.output if cut else 0 :]
-            skipped += cut is not None
+            due = sampling.residuals.decision
+            if due.finest is not None:
+                assert not seen
+            else:
+                assert seen == whole[settings.target.cut.output if due.deep is not None else 0 :]
+            skipped += due.deep is not None
     assert skipped == 10 - len(config.reuse.steps_of(10).full)
     assert not caplog.records  # ComfyUI warns if a ControlNet's output does not fit
 

@@ -48,19 +48,17 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Where a UNet is cut, so that only the part above runs.
+    """Where a UNet is cut between its finest level, which runs, and its deep stages, which are skipped.
 
     Attributes:
         inputs: number of ``input_blocks`` that run.
         output: index of the first of the ``output_blocks`` that run; it gets the result of what is skipped.
         transformers: number of transformers up to there.
-        finest: whether the finest level is skipped too, except for its last layer.
     """
 
     inputs: int
     output: int
     transformers: int
-    finest: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,14 +69,14 @@ class Target:
         name: name of its class.
         blocks: blocks that can merge, in the order in which they run.
         patch: frames, rows and columns of latent positions that make one token at level 1.
-        cuts: in a UNet, for steps that skip its deep stages, and for steps that also skip its finest level.
+        cut: in a UNet with several levels, for steps that skip its deep stages.
         work: how the work of a dense call is shared.
     """
 
     name: str
     blocks: tuple[Block, ...]
     patch: tuple[int, int, int] = (1, 1, 1)
-    cuts: tuple[Cut, ...] = ()
+    cut: Cut | None = None
     work: Work = dataclasses.field(default_factory=lambda: Work(()))
 
     @property
@@ -144,8 +142,8 @@ def find_target(model: Any) -> Target:
             if not getattr(block.module, "disable_self_attn", False)
         ]
         if blocks:
-            cuts = _cuts(root)
-            return Target(name, tuple(blocks), cuts=cuts, work=_work_of_unet(root, blocks, cuts))
+            cut = _cut(root)
+            return Target(name, tuple(blocks), cut=cut, work=_work_of_unet(root, blocks, cut))
     for classes, lists in _REPLACEABLE.items():
         if is_a(root, *classes):
             found = tuple(
@@ -167,16 +165,14 @@ def _unet_key(path: str) -> tuple[str, int, int]:
     return _WAYS[way], 0 if way == "middle_block" else int(within[0]), int(within[-1])
 
 
-def _cuts(unet: Any) -> tuple[Cut, ...]:
-    """Return the cut above the deep stages, and the one before the last layer of the finest level."""
+def _cut(unet: Any) -> Cut | None:
+    """Return the cut above the deep stages; None: there is one level alone."""
     inputs, outputs = unet.input_blocks, unet.output_blocks
     down = next((i for i, block in enumerate(inputs) if _has(block, "Downsample")), 0)
     up = max((i for i, block in enumerate(outputs) if _has(block, "Upsample")), default=-1)
     if not down or not 0 <= up < len(outputs) - 1:
-        return ()  # one level alone
-    deep = Cut(down, up + 1, _transformers(unet, up + 1))
-    last = len(outputs) - 1
-    return (deep, Cut(1, last, _transformers(unet, last), finest=True)) if deep.output < last else (deep,)
+        return None
+    return Cut(down, up + 1, _transformers(unet, up + 1))
 
 
 def _has(module: Any, name: str) -> bool:
@@ -189,18 +185,17 @@ def _transformers(unet: Any, output: int) -> int:
     return sum(is_a(part, "SpatialTransformer") for stage in stages for part in stage.modules())
 
 
-def _work_of_unet(unet: Any, blocks: Sequence[Block], cuts: Sequence[Cut]) -> Work:
+def _work_of_unet(unet: Any, blocks: Sequence[Block], cut: Cut | None) -> Work:
     """Return how the work of a UNet's call is shared."""
     shares: list[Share] = []
-    level, deep, last = 1, cuts[0] if cuts else None, len(unet.output_blocks) - 1
+    level = 1
 
     def part_of(way: str, number: int) -> Part:
-        if deep is None:
+        if cut is None:
             return "always"
-        if way == "middle" or (number >= deep.inputs if way == "input" else number < deep.output):
+        if way == "middle" or (number >= cut.inputs if way == "input" else number < cut.output):
             return "deep"
-        outside = number == 0 if way == "input" else number == last
-        return "always" if outside or len(cuts) < 2 else "finest"
+        return "finest"
 
     def add(way: str, number: int, module: nn.Module) -> None:
         part, own = part_of(way, number), [block for block in blocks if block.key[:2] == (way, number)]

@@ -155,9 +155,12 @@ class _Wrappers:
             return executor(*arguments, **named)
         *first, options = arguments
         arguments = *first, {**options, "patches": unet.innermost(options.get("patches", {}))}
-        if not step.sampling.residuals.decision.caches:
+        if target.cut is None or not step.sampling.residuals.decision.caches:
             return executor(*arguments, **named)
-        return stages.call(executor, target.cuts, step.sampling.residuals, arguments, named)
+        reuse = self.settings.config.reuse
+        return stages.call(
+            executor, target.cut, reuse.skips_finest, step.sampling.residuals, arguments, named
+        )
 
     def _step(
         self,

@@ -76,8 +76,8 @@ def _step_reuse(settings: Settings) -> list[str]:
     what = "the deep stages" if target.is_unet else "the blocks"
     complete, least = ran[Runs.EVERYTHING], ran[Runs.LEAST]
     lines = [f"Of {_STEPS} steps, {complete} run the whole model, and the others skip {what}."]
-    if len(target.cuts) > 1 and least:
-        lines.append(f"{least} of them skip the finest level too, except for its last layer.")
+    if target.is_unet and least:
+        lines.append(f"{least} of them skip the finest level too.")
     return lines
 
 

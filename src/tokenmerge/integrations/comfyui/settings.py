@@ -169,7 +169,7 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
 
 def _can_skip(target: Target) -> bool:
     """Return whether steps can skip a part of the model."""
-    return not target.is_unet or bool(target.cuts)
+    return not target.is_unet or target.cut is not None
 
 
 def _changed(config: ToMeConfig, asked: Asked) -> ToMeConfig:

@@ -1,8 +1,8 @@
-"""Step reuse in UNets: steps that run only the finest level, or only its last layer.
+"""Step reuse in UNets: steps that run only the finest level, and steps that skip that too.
 
-A step that skips the deep stages calls ComfyUI's own forward on a view of the UNet, in which the skipped
-blocks do nothing; no module changes. What the skipped blocks would have returned is extrapolated from the
-complete steps before it (DeepCache, arXiv 2312.00858; TaylorSeer, arXiv 2503.06923).
+A step that skips stages calls ComfyUI's own forward on a view of the UNet, in which the skipped blocks do
+nothing; no module changes. What they would have returned is extrapolated from the steps that ran them
+(DeepCache, arXiv 2312.00858; TaylorSeer, arXiv 2503.06923).
 """
 
 from __future__ import annotations
@@ -17,87 +17,115 @@ from torch import Tensor
 from tokenmerge.integrations.comfyui.models import Cut
 from tokenmerge.integrations.comfyui.reuse import Residuals
 from tokenmerge.runtime.memory.reuse import extrapolated, residual_of, updated
-from tokenmerge.runtime.steps.decide import Decision
 
 # ComfyUI's patches that get what a block of the UNet returned.
 _AFTER_BLOCKS = ("input_block_patch", "input_block_patch_after_skip", "output_block_patch")
+# The parts whose results are cached.
+_DEEP, _FINEST = "deep", "finest"
 
 
 def call(
     executor: Any,
-    cuts: Sequence[Cut],
+    cut: Cut,
+    skips_finest: bool,
     residuals: Residuals,
     arguments: Sequence[Any],
     named: Mapping[str, Any],
 ) -> Any:
     """Call the UNet in ComfyUI's wrapper ``diffusion_model``, without the stages that the step skips.
 
-    ``arguments`` are (x, timesteps, context, y, control, transformer_options).
+    ``skips_finest`` says whether any step skips the finest level. ``arguments`` are (x, timesteps, context,
+    y, control, transformer_options).
     """
     *first, control, options = arguments
-    cut = _cut(cuts, residuals)
+    part = _skipped(residuals)
     patches = dict(options.get("patches", {}))
-    if cut is not None:
+    if part == _DEEP:
         for name in _AFTER_BLOCKS:
             patches[name] = [_where_blocks_run(patch, cut) for patch in patches.get(name, ())]
         control = _control(control, cut)
-    patches["output_block_patch"] = [_AtCuts(cuts, cut, residuals), *patches.get("output_block_patch", ())]
+    elif part == _FINEST:
+        control = None
+    patches["output_block_patch"] = [
+        _BelowFinest(cut, part, residuals),
+        *patches.get("output_block_patch", ()),
+    ]
     options = {**options, "patches": patches}
-    if cut is None:
-        return executor(*first, control, options, **named)
-    view = _View(executor.class_obj, cut)
+    view = _View(executor.class_obj, cut, part)
+    if skips_finest:
+        view.out = _WithFinest(view.out, part, residuals)
     forward = types.MethodType(executor.original.__func__, view)
     inner = executor.new_class_executor(forward, view, executor.wrappers, executor.idx + 1)
     return inner.execute(*first, control, options, **named)
 
 
-def _cut(cuts: Sequence[Cut], residuals: Residuals) -> Cut | None:
-    """Where the UNet is cut in the running call; None: all of it runs."""
-    skipped = [cut for cut in cuts if _distance(cut, residuals.decision) is not None and residuals.of(cut)]
-    return max(skipped, key=lambda cut: cut.output, default=None)
+def _skipped(residuals: Residuals) -> str | None:
+    """Return the highest part that the running call skips; None: all of the UNet runs."""
+    decision = residuals.decision
+    if decision.finest is not None and residuals.of(_FINEST) is not None:
+        return _FINEST
+    return _DEEP if decision.deep is not None and residuals.of(_DEEP) is not None else None
 
 
-def _distance(cut: Cut, decision: Decision) -> Tensor | None:
-    return decision.finest if cut.finest else decision.deep
+def _result(part: str, skips: bool, residuals: Residuals, h: Tensor) -> Tensor:
+    """Return the result of a part: extrapolated where it is skipped; otherwise ``h``, which is cached."""
+    before, decision = residuals.of(part), residuals.decision
+    if not skips:
+        residuals.keep(part, updated(before, residual_of(h, [0.0])))
+        return h
+    distance = decision.finest if part == _FINEST else decision.deep
+    assert before is not None
+    assert distance is not None
+    found: Tensor = extrapolated(before, [0.0], distance)
+    return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _AtCuts:
-    """An ``output_block_patch`` that caches the input of the blocks after a cut, or extrapolates it."""
+class _BelowFinest:
+    """An ``output_block_patch`` that caches the result of the deep stages, or extrapolates it."""
 
-    cuts: Sequence[Cut]
-    cut: Cut | None
+    cut: Cut
+    part: str | None
     residuals: Residuals
 
     def __call__(self, h: Tensor, skip: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        number = options["block"][1]
-        for cut in self.cuts:
-            if number != cut.output or (self.cut is not None and number < self.cut.output):
-                continue
-            before = self.residuals.of(cut)
-            if cut is self.cut:
-                assert before is not None
-                h = extrapolated(before, [0.0], _distance(cut, self.residuals.decision))  # type: ignore[arg-type]
-                options["transformer_index"] = cut.transformers  # GLIGEN counts transformers
-            else:
-                self.residuals.keep(cut, updated(before, residual_of(h, [0.0])))
+        if options["block"][1] == self.cut.output:
+            skips = self.part == _DEEP
+            h = _result(_DEEP, skips, self.residuals, h)
+            if skips:
+                options["transformer_index"] = self.cut.transformers  # GLIGEN counts transformers
         return h, skip
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _WithFinest:
+    """The layers after the finest level, whose result is cached before them, or extrapolated."""
+
+    out: Callable[[Tensor], Any]
+    part: str | None
+    residuals: Residuals
+
+    def __call__(self, h: Tensor) -> Any:
+        return self.out(_result(_FINEST, self.part == _FINEST, self.residuals, h))
+
+
 class _View:
-    """A view of a UNet for its forward. Skipped blocks return no channels."""
+    """A view of a UNet for its forward, without the blocks that a call skips."""
 
-    middle_block = None  # ComfyUI's forward skips it if it is None
-
-    def __init__(self, unet: Any, cut: Cut) -> None:
-        self._unet = unet
-        nothing = (_no_channels,)
-        self.input_blocks = [
-            block if i < cut.inputs else nothing for i, block in enumerate(unet.input_blocks)
-        ]
-        self.output_blocks = [
-            block if i >= cut.output else nothing for i, block in enumerate(unet.output_blocks)
-        ]
+    def __init__(self, unet: Any, cut: Cut, part: str | None) -> None:
+        self._unet, self.out = unet, unet.out
+        if part is not None:
+            self.middle_block = None  # ComfyUI's forward skips it if it is None
+        if part == _DEEP:
+            nothing = (_no_channels,)
+            self.input_blocks = [
+                block if i < cut.inputs else nothing for i, block in enumerate(unet.input_blocks)
+            ]
+            self.output_blocks = [
+                block if i >= cut.output else nothing for i, block in enumerate(unet.output_blocks)
+            ]
+        elif part == _FINEST:
+            self.input_blocks = self.output_blocks = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._unet, name)

@@ -28,7 +28,7 @@ class SearchedPlan:
     Attributes:
         merging: the settings of token merging, without step reuse.
         runs: a sign for each step: ``M`` runs everything, ``f`` no deep stages or blocks, and ``·`` in a UNet
-            only the last layer of its finest level. In other models, ``·`` is the same as ``f``.
+            its finest level neither. In other models, ``·`` is the same as ``f``.
     """
 
     merging: ToMeConfig

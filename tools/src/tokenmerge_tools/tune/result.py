@@ -95,8 +95,7 @@ def tuned_table(search: Search) -> Table:
     )
     header = ("plan", "", "counted", "timed", f"{metric} {arrow}", "prompts")
     notes = (
-        "M: everything runs; f and ·: no deep stages or blocks; ·, in a UNet: only the last layer of its "
-        "finest level",
+        "M: everything runs; f and ·: no deep stages or blocks; ·, in a UNet: its finest level neither",
         f"timed: t_dense / t, with interleaved calls; {metric}: to the dense picture of the same seed, on "
         "prompts that the search did not draw; ± is one standard error",
     )
