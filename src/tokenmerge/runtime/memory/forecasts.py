@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.runtime.memory.context import ThreadState
-from tokenmerge.runtime.memory.reuse import Residual, extrapolated
+from tokenmerge.runtime.memory.reuse import Residual
 from tokenmerge.runtime.memory.run_log import ForecastError, RunLog
 from tokenmerge.runtime.steps.step_tracker import StepTracker
 
@@ -36,10 +36,14 @@ def note_forecast(thread: ThreadState, part: str, before: Residual | None, now: 
     truth, first = now.latest[0], before.latest[0]
     if torch.compiler.is_compiling() or truth is None or first is None or truth.shape != first.shape:
         return
-    forecast = extrapolated(before, [0.0] * len(before.latest), torch.tensor(known[0]))
-    forecast = forecast if isinstance(forecast, Tensor) else forecast[0]
+    assert before.agreement is not None
+    delta, agreement = before.delta[0], before.agreement[0]
+    assert delta is not None
+    assert agreement is not None
+    change = truth - first
+    error = torch.addcmul(change, delta, agreement * known[0], value=-1)  # as `extrapolated` forecasts it
     scale, copies = memory.log.guidance, context.guidance_copies
-    error, change = (_length(_guided(own, scale, copies)) for own in (forecast - truth, truth - first))
+    error, change = (_length(_guided(own, scale, copies)) for own in (error, change))
     memory.log.missed.append((part, known[1], error / change.clamp(min=_TINY)))
 
 
@@ -70,12 +74,13 @@ def note_output(log: RunLog, thread: ThreadState, tracker: StepTracker, result: 
         picture, weight = log.levels.picture(sample, output, step.index), log.levels.weight(step.index)
         if tracker.call == 0:
             log.noise.note(log.levels, sample, picture, step.index)
-    for part, gap, error in missed:
-        before = log.outputs.get((tracker.call, part))
-        if before is not None and before.shape == output.shape:
-            change = _length(output - before) * (weight / output[0].numel() ** 0.5)
-            contrast = picture.flatten(1).float().std(1).clamp(min=_TINY)
-            log.errors.append(ForecastError(step.done, part, gap, error * change / contrast))
+    if missed:
+        contrast = picture.flatten(1).float().std(1).clamp(min=_TINY)
+        for part, gap, error in missed:
+            before = log.outputs.get((tracker.call, part))
+            if before is not None and before.shape == output.shape:
+                change = _length(output - before) * (weight / output[0].numel() ** 0.5)
+                log.errors.append(ForecastError(step.done, part, gap, error * change / contrast))
     for part, skipped in (("deep", decision.deep), ("finest", decision.finest)):
         if skipped is None:
             log.outputs[tracker.call, part] = output
@@ -92,4 +97,4 @@ def _guided(tensor: Tensor, scale: float | None, copies: int) -> Tensor:
     if copies < 2 or scale is None:
         return tensor
     unguided, guided, *_ = tensor.chunk(copies)
-    return unguided + scale * (guided - unguided)
+    return torch.lerp(unguided, guided, scale)

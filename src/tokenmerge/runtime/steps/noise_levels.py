@@ -52,10 +52,10 @@ class NoiseLevels:
         """
         if self.predicts == "sample":
             return output.float()
-        base = sample.float() if self.predicts == "flow" else self.scaled(sample, index)
-        if self.predicts == "v_prediction":
-            base = base / (1 + self.sigmas[index] ** 2)
-        return torch.add(base, output, alpha=-self.weight(index))
+        if self.predicts == "flow":
+            return torch.add(sample.float(), output, alpha=-self.weight(index))
+        scale = (1 + self.sigmas[index] ** 2) ** (-0.5 if self.predicts == "v_prediction" else 0.5)
+        return torch.add(sample.float() * scale, output, alpha=-self.weight(index))
 
     def lowers(self, index: int) -> bool:
         """Return whether there is less noise after a step, which is not the last."""
