@@ -57,6 +57,17 @@ def test_noise_makes_the_same_errors_count_more():
     assert noisy < plain - 1
 
 
+def test_steps_between_two_complete_ones_err_together():
+    """Two errors add up where they follow one another, and only their squares where they do not."""
+    together, apart = (
+        ToMeConfig(ratio=0, reuse=StepReuse(full_steps=tuple(i / 11 for i in range(12) if i not in skipped)))
+        for skipped in ((5, 6), (3, 6))
+    )
+    # Over three steps from a run, errors of a third and of two thirds; over two, of a half.
+    found = psnr(Shown({"deep": {7: 4.0}}), together), psnr(Shown({"deep": {4: 2.0, 7: 2.0}}), apart)
+    assert found[1] - found[0] == pytest.approx(20 * math.log10(4.0 / (1.0 * 2**0.5)), abs=0.05)
+
+
 def test_errors_grow_with_the_distance_and_fall_with_the_noise():
     """Three steps after a run, an error is larger than after two, unless there is less noise by then."""
     config = ToMeConfig(ratio=0, reuse=StepReuse(full_steps=(0, 1 / 11, 4 / 11, 7 / 11, 1)))

@@ -14,7 +14,7 @@ from tests.models.tiny import FAMILIES
 from torch import Tensor
 from torch.testing import assert_close
 
-from tokenmerge import StepReuse, ToMeConfig, apply_token_merging
+from tokenmerge import Correction, StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.runtime.memory.run_log import ForecastError
 from tokenmerge.runtime.patching.patch import state_of
 
@@ -135,6 +135,6 @@ def test_a_dense_generation_compares_nothing(monkeypatch):
 
     monkeypatch.setattr("tokenmerge.runtime.memory.forecasts._guided", unwanted)
     pipe = Guided()
-    apply_token_merging(pipe, ToMeConfig(ratio=0.5))
+    apply_token_merging(pipe, ToMeConfig(ratio=0.5, correction=Correction(every=2)))
     pipe()
     assert not state_of(pipe.unet).last_run.errors

@@ -117,6 +117,18 @@ def test_so_is_the_noise_of_a_solver_that_may_add_it():
     assert run.noise == pytest.approx(2, abs=0.2)
 
 
+def test_the_picture_itself_is_not_taken_for_noise():
+    levels = NoiseLevels((3.0, 2.0, 1.0, 0.0), "flow")
+    picture, noise = torch.randn(2, 1, 4096)
+    added = AddedNoise()
+    for index, kept in ((1, 2.0), (2, 0.5)):
+        sample = (picture + kept * noise) / (1 + levels.sigmas[index])
+        added.note(levels, sample, picture, index)
+    assert added.kept is not None
+    assert float(added.kept) == pytest.approx(0.25)
+    assert added.levels == (2.0, 1.0)
+
+
 def test_an_output_counts_by_the_noise():
     levels = NoiseLevels((4.0, 1.0, 0.0), "epsilon")
     assert [levels.weight(index) for index in range(2)] == [4.0, 1.0]

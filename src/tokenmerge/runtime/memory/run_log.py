@@ -115,7 +115,8 @@ class RunLog:
     ) -> None:
         self.config, self.batch, self.steps, self.guidance = config, batch, steps, guidance
         sizes = tuple((rows * patch, columns * patch) for _, rows, columns in grids)
-        self.height, self.width = sizes[0] if sizes else (None, None)
+        self.height = sizes[0][0] if sizes else None
+        self.width = sizes[0][1] if sizes else None
         self.references = sizes[1:]
         self.tokens = sum(frames * rows * columns for frames, rows, columns in grids)
         self.levels = levels
