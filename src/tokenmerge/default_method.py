@@ -121,8 +121,8 @@ class DefaultMethod:
             ends_clean: whether almost no noise is left before the last step.
         """
         tolerance = self.tolerance(grid, steps, guidance, ends_clean)
-        if tolerance is not None:  # the settings that it begins with
-            return tolerance.config
+        if tolerance is not None:
+            return tolerance.config  # the settings that the generation begins with
         return self._changed(self.plan(grid, steps, guidance, ends_clean).config)
 
     def _changed(self, settings: ToMeConfig) -> ToMeConfig:

@@ -6,8 +6,7 @@
 from tokenmerge.plans.choose import Plan, choose, highest_speedup, plan_for
 from tokenmerge.plans.cost import correction_bytes, speedup_of
 from tokenmerge.plans.estimate import Estimate, Shown, estimate_closeness, noise_of
-from tokenmerge.plans.facts import Facts
-from tokenmerge.plans.of_host import facts_of
+from tokenmerge.plans.facts import Facts, facts_of
 from tokenmerge.plans.tolerance import Tolerance
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Correction: blocks and layers add back the detail that merging loses, as a dense step has measured it."""
+"""Correction: blocks and layers add back what merging loses, as a correction step has measured it."""
 
 from __future__ import annotations
 

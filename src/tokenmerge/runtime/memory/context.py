@@ -126,7 +126,7 @@ class ActiveMerge:
     Attributes:
         images: number of images in its input.
         tokens: number of tokens of each, padding included.
-        plan: which tokens merge; None on a dense correction step, which measures what merging would lose.
+        plan: which tokens merge; None on a correction step, which measures what merging would lose.
     """
 
     images: int

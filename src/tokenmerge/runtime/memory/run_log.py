@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.plans import Shown, noise_of
 from tokenmerge.runtime.steps.noise_levels import NoiseLevels
 
-# "complete": everything runs, and tokens merge. "reused": a part of the model is skipped. "dense": no token
-# merges and nothing is skipped.
-StepKind = Literal["complete", "reused", "dense"]
+# "merged": the whole model runs, and tokens merge. "unmerged": it runs, and no token merges. Both are
+# complete steps. "reused": a part of the model is skipped.
+StepKind = Literal["merged", "unmerged", "reused"]
 
 
 class ForecastError(NamedTuple):
@@ -178,9 +178,12 @@ def shown(logs: Sequence[RunLog]) -> Shown:
 
 
 def in_kinds(kinds: Counter[StepKind]) -> str:
-    """Return how many steps of each kind ran, in words.
+    """Return how many steps were complete and reused, in words.
 
-    >>> in_kinds(Counter(["complete", "reused", "reused"]))
-    '1 complete, 2 reused, 0 dense'
+    >>> in_kinds(Counter(["unmerged", "merged", "reused"]))
+    '2 complete, 1 of them unmerged, 1 reused'
     """
-    return ", ".join(f"{kinds[kind]} {kind}" for kind in get_args(StepKind))
+    complete = f"{kinds['merged'] + kinds['unmerged']} complete"
+    if kinds["unmerged"]:
+        complete += f", {kinds['unmerged']} of them unmerged"
+    return f"{complete}, {kinds['reused']} reused"

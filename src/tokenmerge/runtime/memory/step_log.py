@@ -26,8 +26,8 @@ class StepRow:
 
     Attributes:
         step: index of the step among those of its scheduler, from 0.
-        kind: ``"complete"``: everything ran, and tokens merged. ``"reused"``: a part of the model was
-            skipped. ``"dense"``: no token merged and nothing was skipped.
+        kind: ``"merged"``: the whole model ran, and tokens merged. ``"unmerged"``: it ran, and no
+            token merged. Both are complete steps. ``"reused"``: a part of the model was skipped.
         blocks: number of block calls that merged, over all calls of the model in the step.
         tokens: tokens of the largest of these calls; None: no block merged.
         merged_tokens: what was left of them after merging; None: no block merged.

@@ -297,7 +297,7 @@ def _kind(decision: Decision, settings: Mapping[int, MergeSettings]) -> StepKind
     if decision.runs is not Runs.EVERYTHING:
         return "reused"
     merges = decision.merging is Merging.MERGES and any(own.merges for own in settings.values())
-    return "complete" if merges else "dense"
+    return "merged" if merges else "unmerged"
 
 
 def _note_run(

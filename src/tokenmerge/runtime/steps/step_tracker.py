@@ -20,7 +20,7 @@ class StepTracker:
         call: number of the running call.
         plan_call: number of the call whose plans the running one uses.
         planned: by call, the step in which its plans were made, and what they were for.
-        corrected: by call, how many calls ago a dense correction step was, and the sample's shape then.
+        corrected: by call, how many calls ago a correction step was, and the sample's shape then.
         compared: by call, a question, how many times in a row it got the same answer, and the answer.
         shapes: by call, the shape of the sample when it was last made.
         ran: by call and part of the model, the last two steps in which the part ran, and the sample's shape.
