@@ -17,9 +17,8 @@ from tokenmerge.errors import ConfigError, shown, why
 from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.plans import Estimate, estimate_closeness
+from tokenmerge.plans import Estimate
 from tokenmerge.report import Conditions, Report, RunSteps, predict, saved, slower_than_dense, summary, title
-from tokenmerge.runtime.memory.run_log import noted
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.patching.in_use import refuse_in_use
 from tokenmerge.runtime.patching.patch import record_steps, restore, state_of
@@ -341,10 +340,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def error(self) -> Estimate | None:
         """How close the last picture is to the dense one, see :attr:`Patch.error`."""
         run = self._state.last_run
-        if run is None or self._default is None or not run.steps:
+        if run is None or self._default is None:
             return None
-        harm = self._default.harm(run.config, self._grid_at(run.height, run.width), run.steps, run.guidance)
-        return estimate_closeness(harm, run.config, run.steps, noted(run.errors))
+        return self._default.estimate(run, self._grid_at(run.height, run.width))
 
     def _estimated(self) -> str:
         """Return the estimate as text, and what a tolerance did; empty: nothing is known."""

@@ -108,9 +108,15 @@ def harm_of(facts: Facts, config: ToMeConfig) -> float:
     harms, steps, runs = _harms(facts), facts.steps, config.reuse.steps_of(facts.steps)
     skipped = _of_runs(steps, runs.full, harms.skip.get(_inner(facts)))
     skipped += _of_runs(steps, runs.shallow, harms.skip.get("finest"))
-    every = min(config.correction.every, len(runs.full))
-    merged = harms.of_merging(config.scope, config.ratio, every, config.proportional)
-    return skipped + merged * sum(config.at_step(step, steps).merges for step in range(steps)) / steps
+    return skipped + merging_harm_of(facts, config)
+
+
+def merging_harm_of(facts: Facts, config: ToMeConfig) -> float:
+    """Return the part of :func:`harm_of` that token merging has."""
+    steps = facts.steps
+    every = min(config.correction.every, len(config.reuse.steps_of(steps).full))
+    merged = _harms(facts).of_merging(config.scope, config.ratio, every, config.proportional)
+    return merged * sum(config.at_step(step, steps).merges for step in range(steps)) / steps
 
 
 def _harms(facts: Facts) -> Harms:

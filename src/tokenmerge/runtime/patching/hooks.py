@@ -21,7 +21,8 @@ from tokenmerge.runtime.blocks.attention_kernels import reach_kernels
 from tokenmerge.runtime.blocks.block_runs import finish_run
 from tokenmerge.runtime.memory.caches import Memory
 from tokenmerge.runtime.memory.context import CallContext
-from tokenmerge.runtime.memory.run_log import RunLog, StepKind, noted
+from tokenmerge.runtime.memory.forecasts import note_output
+from tokenmerge.runtime.memory.run_log import RunLog, StepKind, shown
 from tokenmerge.runtime.memory.state import STATE, ModelState, StageState
 from tokenmerge.runtime.memory.step_log import StepLog
 from tokenmerge.runtime.patching.call_checks import (
@@ -37,6 +38,7 @@ from tokenmerge.runtime.patching.plan_life import begin_plans, caches_plans, fea
 from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.decide import Decision, decide
 from tokenmerge.runtime.steps.guidance import copies_are_equal
+from tokenmerge.runtime.steps.noise_levels import noise_levels
 from tokenmerge.runtime.steps.per_thread import PerThread
 from tokenmerge.runtime.steps.pipeline import guidance_copies, guidance_scale, running_pipeline
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync, number_of_steps, scheduler_of
@@ -134,6 +136,7 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     finish_run(thread)
     if memory.log is not None and not torch.compiler.is_compiling():
         memory.log.note_end()
+        note_output(memory.log, thread, memory.tracker, result)
     if memory.tracker.is_last:
         memory.forget_results(memory.tracker.call, memory.tracker.call)
 
@@ -302,7 +305,7 @@ def _within_tolerance(state: ModelState, memory: Memory, step: DenoisingStep) ->
     if tolerance.asks(step.done):
         others = (other.memories.get(step.generation) for other in state.pipeline.states)
         logs = [own.log for own in others if own is not None and own.log is not None]
-        tolerance.follow(step.done, noted([error for log in logs for error in log.unread()]))
+        tolerance.follow(step.done, shown(logs))
     memory.config = memory.log.config = tolerance.config
     return memory.config
 
@@ -316,13 +319,15 @@ def _kind(decision: Decision, merges: bool) -> StepKind:
 
 def _note_call(call: _Call, memory: Memory, config: ToMeConfig, kind: StepKind) -> StepLog | None:
     """Note what a call does, for the handle. Return the log of its steps; None: they are not recorded."""
-    state, step = call.state, call.step
+    state, step, sample = call.state, call.step, call.sample
     if memory.log is None or step is None:
-        batch, guidance = len(call.sample), guidance_scale(call.pipe)
+        guidance = guidance_scale(call.pipe)
         grids = state.threads.value.grid.shapes if state.merges else ()
         steps = number_of_steps(call.scheduler, None) if step is None else step.steps
-        memory.log = RunLog(config, batch, grids, state.call.patch, steps, guidance)
+        levels = None if step is None else noise_levels(call.scheduler, step)
+        memory.log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels)
     state.last_run = memory.log
+    memory.log.sample = sample if isinstance(sample, Tensor) else None
     if step is not None:
         memory.log.note_step(step.index, kind)
     if state.recorder is None:

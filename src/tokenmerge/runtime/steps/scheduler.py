@@ -149,9 +149,15 @@ def needs_sync(value: Tensor) -> bool:
     return torch.compiler.is_compiling() or value.device.type != "cpu"
 
 
+def generation_of(timesteps: Any) -> Generation | None:
+    """Return the generation that a scheduler's timesteps belong to; None: it has not begun."""
+    generation: Generation | None = getattr(timesteps, _GENERATION, None)
+    return generation
+
+
 def _generation_of(scheduler: Any, timesteps: Any, index: int, runs_here: bool) -> Generation | None:
     """Return the generation of timesteps; a new one where they are new or the index goes back."""
-    generation: Generation | None = getattr(timesteps, _GENERATION, None)
+    generation = generation_of(timesteps)
     if generation is not None and not (runs_here or generation.is_of_this_thread):
         return generation
     if generation is None or index < generation.index:
