@@ -1,46 +1,56 @@
 """What the runtime notes of its own error, beside the true closeness of the picture.
 
 Each line of the record is one generation with the default method: model, solver, guidance, size, steps,
-speed, prompt, settings, how wrong the forecasts of step reuse would have been in the steps that knew the
-truth, and the squared error to the dense picture of the same seed. A second run with the same record
-continues where the first one stopped. `--table` says how well an estimate ranks and bounds the true errors.
+speed, prompt, settings, what the generation has shown of its error, and the squared error to the dense
+picture of the same seed. A second run with the same record continues where the first one stopped. `--table`
+says how well the estimate ranks and bounds the true errors, also for a record of `tolerance.py`.
+`--overhead` counts what the estimate costs: operations that make tensors, which are launches on a GPU, and
+CPU time with and without it, in turns.
 
     python benchmarks/estimate.py --out benchmarks/estimate_cpu.jsonl
-    python benchmarks/estimate.py --table --out benchmarks/estimate_cpu.jsonl
+    python benchmarks/estimate.py --table --out benchmarks/estimate_cpu.jsonl benchmarks/tolerance_cpu.jsonl
+    python benchmarks/estimate.py --overhead
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import diffusers
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from solvers import GUIDANCE, scheduler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenmerge import ToMeConfig, apply_token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.work import Amount, Share, Work
-from tokenmerge.plans import Facts, harm_of
-from tokenmerge.plans.estimate import estimate_closeness, log_features
+from tokenmerge.plans import Facts, Shown, estimate_closeness
+from tokenmerge.plans.policy import estimate_of
+from tokenmerge.runtime.memory.run_log import shown
 from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge_tools.demo import path
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
 SOLVERS = {
-    "emoji-unet": ("DPM++ 2M", "DDIM", "Euler", "Euler ancestral"),
+    "emoji-unet": ("DPM++ 2M", "Euler ancestral", "DDIM", "DPM++ SDE"),
     "emoji-mmdit": ("flow Euler", "flow Heun"),
 }
 CLASSES: Mapping[str, Any] = {"emoji-unet": ("unet", "deep"), "emoji-mmdit": ("transformer", "blocks")}
-SPEEDUPS = (1.2, 1.5, 2.0, 2.5, 3.0)
+SPEEDUPS = (1.3, 1.6, 2.0, 3.0)
+NOTES = ("blocks.stages.note_forecast", "blocks.block_runs.note_forecast", "patching.hooks.note_output")
+TURNS = 5
 KEY = ("model", "solver", "guidance", "size", "steps", "speedup", "prompt")
 
 
@@ -48,18 +58,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, nargs="+", default=[])
     parser.add_argument("--model", nargs="+", choices=list(SOLVERS), default=list(SOLVERS))
+    parser.add_argument("--solver", nargs="+", help="default: all of the model")
     parser.add_argument("--size", type=int, nargs="+", default=[128])
     parser.add_argument("--steps", type=int, nargs="+", default=[20])
-    parser.add_argument("--prompts", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--first-prompt", type=int, default=40, help="prompts before it serve other scripts")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--overhead", action="store_true")
     options = parser.parse_args()
     if options.table:
-        show(list(read(options.out)))
+        show([run for file in options.out for line in read(file) for run in runs_of(line)])
         return
     diffusers.utils.logging.set_verbosity_error()
+    if options.overhead:
+        for model in options.model:
+            overhead(model)
+        return
+    (options.out,) = options.out
     known = {key(line) for line in read(options.out)} if options.out.exists() else set()
     for model in options.model:
         measure(model, options, known)
@@ -72,7 +89,9 @@ def measure(model: str, options: argparse.Namespace, known: set[tuple[Any, ...]]
     own, glyphs = dict(pipe.scheduler.config), read_glyphs()
     chosen = choose_prompts(options.first_prompt + options.prompts)[options.first_prompt :]
     prompts = [caption(glyphs[i].name, background) for i, background in chosen]
-    conditions = itertools.product(options.size, options.steps, SOLVERS[model], GUIDANCE[model])
+    conditions = itertools.product(
+        options.size, options.steps, options.solver or SOLVERS[model], GUIDANCE[model]
+    )
     for size, steps, solver, guidance in conditions:
         pipe.scheduler = scheduler(pipe, own, solver)
         for number, prompt in enumerate(prompts):
@@ -95,13 +114,15 @@ def measure(model: str, options: argparse.Namespace, known: set[tuple[Any, ...]]
 def noted(pipe: DiffusionPipeline) -> dict[str, Any]:
     """Return what the runtime noted in the last generation."""
     run = state_of(find_hosts(pipe)[0].root).last_run
-    errors = [[one.step, one.part, one.gap, *one.error.tolist()] for one in run.errors]
-    sigmas = getattr(pipe.scheduler, "sigmas", None)
-    levels = [] if sigmas is None else [round(float(sigma), 5) for sigma in sigmas]
+    found = shown([run])
     return {
         "settings": run.config.changed(),
-        "sigmas": levels,
-        "errors": errors,
+        "calls": run.steps,
+        "sigmas": [round(sigma, 5) for sigma in found.sigmas],
+        "noise": round(found.noise, 3),
+        "errors": {
+            part: {step: round(error, 6) for step, error in own.items()} for part, own in found.errors.items()
+        },
     }
 
 
@@ -115,6 +136,58 @@ def draw(pipe: DiffusionPipeline, line: Mapping[str, Any], seed: int) -> np.ndar
         generator=torch.Generator().manual_seed(seed),
         output_type="np",
     ).images[0]
+
+
+def overhead(model: str) -> None:
+    """Print what the estimate costs in a generation with a speed-up of 2."""
+    pipe = DiffusionPipeline.from_pretrained(path(model))
+    pipe.set_progress_bar_config(disable=True)
+    case = {"prompt": "a red circle", "size": 128, "steps": 20, "guidance": 3.0}
+    apply_token_merging(pipe, speedup=2.0)
+
+    def generate(notes: bool, counter: contextlib.AbstractContextManager[Any]) -> float:
+        with contextlib.ExitStack() as stack:
+            for name in () if notes else NOTES:
+                stack.enter_context(mock.patch(f"tokenmerge.runtime.{name}"))
+            stack.enter_context(counter)
+            began = time.process_time()
+            draw(pipe, case, 1)
+            return time.process_time() - began
+
+    counts, seconds = {}, defaultdict(list)
+    for notes in (False, True):
+        generate(notes, counter := Operations())
+        counts[notes] = counter.number
+    for notes in (False, True) * TURNS:
+        seconds[notes].append(generate(notes, contextlib.nullcontext()))
+    more = [noted / plain - 1 for plain, noted in zip(seconds[False], seconds[True], strict=True)]
+    print(
+        f"{model}: {counts[True] - counts[False]} of {counts[True]} operations "
+        f"({counts[True] / counts[False] - 1:.2%}), {np.median(more):+.2%} CPU time "
+        f"(median of {TURNS} pairs, {min(more):+.2%} to {max(more):+.2%})"
+    )
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that make a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += all(made.alias_info is None for made in func._schema.returns)
+        return func(*args, **(kwargs or {}))
+
+
+def runs_of(line: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the runs of a line of the record. Of a tolerance, fixed plans are in the first line of a case."""
+    if "fixed" not in line:
+        yield line
+        return
+    for speedup, run in line["fixed"].items():
+        yield {**line, "speedup": float(speedup), **run}
+    yield {**line, "speedup": f"tolerance of {line['min_psnr']} dB"}
 
 
 def read(file: Path) -> Iterator[dict[str, Any]]:
@@ -131,77 +204,38 @@ def psnr(mse: float) -> float:
 
 
 def show(lines: Sequence[Mapping[str, Any]]) -> None:
-    """Print how well the estimate ranks and bounds the true errors, and the numbers that fit best.
-
-    The numbers are also fitted on each model alone and tried on the other one.
-    """
-    models = sorted({line["model"] for line in lines})
-    fits = [("all", lines, lines)]
-    fits += [(f"not fitted on {one}", without(lines, one), of(lines, one)) for one in models]
-    for name, fitted_on, tried_on in fits:
-        weights = np.linalg.lstsq(features(fitted_on), errors_of(fitted_on), rcond=None)[0]
-        title = f"{name}, weights {', '.join(f'{weight:.2f}' for weight in weights)}"
-        report(title, tried_on, features(tried_on) @ weights)
-    sizes = sorted({line["size"] for line in lines})
-    parts = [("", lines), *((f", size {size}", [r for r in lines if r["size"] == size]) for size in sizes)]
-    for name, own in parts:
-        logs = np.array([math.log(10 ** (-estimated(line) / 10)) for line in own])
-        report(f"as in the policy{name}", own, logs)
-
-
-def of(lines: Sequence[Mapping[str, Any]], model: str) -> list[Mapping[str, Any]]:
-    return [line for line in lines if line["model"] == model]
-
-
-def without(lines: Sequence[Mapping[str, Any]], model: str) -> list[Mapping[str, Any]]:
-    return [line for line in lines if line["model"] != model]
-
-
-def features(lines: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Return 1, the log of the expected harm, and that of the noted errors: ``[line, 3]``."""
-    return np.array([log_features(harm(line), *run_of(line)) for line in lines])
-
-
-def harm(line: Mapping[str, Any]) -> float:
-    """Return the harm that the present policy expects of the settings."""
-    config, steps, _ = run_of(line)
-    model, part = CLASSES[line["model"]]
-    work = Work((Share(part, 1, frozenset(), Amount()),))
-    return harm_of(Facts(model, work, (1, 1, 1), steps, line["guidance"]), config)
-
-
-def errors_of(lines: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Return the logs of the true squared errors."""
-    return np.log([max(line["mse"], 1e-10) for line in lines])
-
-
-def run_of(line: Mapping[str, Any]) -> tuple[ToMeConfig, int, dict[str, dict[int, float]]]:
-    noted: dict[str, dict[int, float]] = {}
-    for step, part, _, *error in line["errors"]:
-        noted.setdefault(part, {})[step] = max(error)
-    steps = (
-        len(line["sigmas"]) - 1 if line["sigmas"] else line["steps"]
-    )  # Heun's method calls twice in a step
-    return ToMeConfig.from_dict(line["settings"]), steps, noted
+    """Print how well the estimate ranks and bounds the true errors, and the contrast that fits each model."""
+    report("all", lines)
+    for name in ("model", "solver", "guidance", "size", "steps", "speedup"):
+        for value in dict.fromkeys(line[name] for line in lines):
+            report(f"{name} {value}", [line for line in lines if line[name] == value])
 
 
 def estimated(line: Mapping[str, Any]) -> float:
-    return estimate_closeness(harm(line), *run_of(line)).psnr
+    """Return the estimate that the present policy makes of a line of the record."""
+    model, part = CLASSES[line["model"]]
+    work = Work((Share(part, 1, frozenset(), Amount()),))
+    facts = Facts(model, work, (1, 1, 1), line["calls"], line["guidance"])
+    errors = {part: {int(step): error for step, error in own.items()} for part, own in line["errors"].items()}
+    config = ToMeConfig.from_dict(line["settings"])
+    return estimate_closeness(facts, config, Shown(errors, line["sigmas"], line["noise"])).psnr
 
 
-def report(name: str, lines: Sequence[Mapping[str, Any]], expected: np.ndarray) -> None:
+def report(name: str, lines: Sequence[Mapping[str, Any]]) -> None:
     """Print rank correlations, over all and within a case, and the error that 90 % of the estimates keep."""
-    true = errors_of(lines)
+    expected = np.array([estimated(line) for line in lines])
+    true = np.array([psnr(line["mse"]) for line in lines])
     cases = defaultdict(list)
     for place, line in enumerate(lines):
-        cases[line["model"], line["solver"], line["guidance"], line["size"]].append(place)
-    within = [rank_correlation(expected[own], true[own]) for own in cases.values() if len(own) > 4]
-    off = (expected - true) * 10 / math.log(10)
-    bound = np.quantile(np.abs(off), 0.9)
+        cases[tuple(line[name] for name in KEY[:5])].append(place)
+    within = [rank_correlation(expected[own], true[own]) for own in cases.values() if len(own) > 3]
+    off = true - expected
+    held = np.mean(np.abs(off) <= estimate_of()["within"])
     print(
         f"{name}: {len(lines)} runs, rank correlation {rank_correlation(expected, true):.2f} over all, "
-        f"{np.median(within):.2f} within a case (median); 90 % within {bound:.1f} dB; "
-        f"true closeness {np.median(off):+.1f} dB from the estimate (median)"
+        f"{np.median(within) if within else math.nan:.2f} within a case (median); the truth is "
+        f"{off.mean():+.1f} ± {off.std():.1f} dB from the estimate; 90 % within "
+        f"{np.quantile(np.abs(off), 0.9):.1f} dB; {held:.0%} in the stated range"
     )
 
 

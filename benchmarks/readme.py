@@ -5,7 +5,7 @@ of the policy was fitted on. The time of a call is its processor time on one thr
 decoding. The calls of a prompt are interleaved.
 
     OMP_NUM_THREADS=1 python benchmarks/readme.py measure --out benchmarks/readme_cpu.jsonl  # 2 minutes
-    python benchmarks/readme.py write benchmarks/readme_cpu.jsonl  # into README.md and docs/index.md
+    python benchmarks/readme.py write benchmarks/readme_cpu.jsonl  # into README.md and two pages
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODEL, SIZE, STEPS, GUIDANCE = "emoji-unet", 256, 20, 7.5
 SPEEDUPS = (1.5, 2.0, 3.0)
 PROMPTS, SEED = 44, 9000  # other ones than policy.py has
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "index.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "results.md")
 BLOCK = re.compile(r"(<!-- rows: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
@@ -78,10 +78,10 @@ def beside(dense: torch.Tensor, picture: torch.Tensor, seconds: float) -> dict[s
 
 def table(lines: list[dict[str, Any]]) -> str:
     """Return the table with its condition, in Markdown."""
-    heads = ["| you ask for | you get | the picture |", "|---|---:|---|"]
+    heads = ["| you ask for | measured speed | the picture |", "|---|---:|---|"]
     prompts = "1 prompt" if len(lines) == 1 else f"{len(lines)} prompts"
     where = f"{SIZE} × {SIZE} pixels, {STEPS} steps, guidance {GUIDANCE:g}, {prompts}"
-    note = f"*The bundled `{MODEL}`: {where}. The speed is that of whole calls on one CPU thread.*"
+    note = f"*The bundled `{MODEL}`: {where}. Speeds are measured with whole calls on one CPU thread.*"
     return "\n".join([*heads, *rows(lines), "", note, ""])
 
 

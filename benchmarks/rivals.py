@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -185,13 +184,15 @@ def chart(model: str, guidance: float, records: Sequence[QualityRecord]) -> Char
 def text() -> str:
     """Return the generated part of the page."""
     drawn, timed = records_of(DRAWN), records_of(TIMED)
-    parts, above, count = [], [], 0
+    parts, above, count, behind = [], [], 0, 0
     for scene in filter(drawn.get, SCENES):
         model, guidance = scene
         records = drawn[scene]
         found = leads(records)
         count += len(found)
-        above += [f"{model}, guidance {guidance:g}: {name}" for name, dB in found.items() if dB > NOISE]
+        closer = [name for name, dB in found.items() if dB > NOISE]
+        behind += len(found) - len(closer)
+        above.append(f"- {model}, guidance {guidance:g}: {', '.join(closer) or 'none'}")
         dense = next(record for record in records if record.variant == "dense")
         times = {record.label: record for record in timed.get(scene, [])}
         title = f"{model}, guidance {guidance:g}"
@@ -200,27 +201,22 @@ def text() -> str:
             f"![Closeness over counted speed-up, {title}]({picture(scene).name})",
             f"{SIZE} px, {STEPS} steps, {dense.images} prompt{'s' * (dense.images > 1)}.",
             "\n".join(table(records, times)),
-            "\n".join(f"- {note}" for note in left_out(scene)),
+            left_out(scene),
         ]
-    named = "\n".join(f"- {one}" for one in above) or "- none"
     first = (
-        f"Of {count} settings of the other variants between {COMPARED[0]:g}× and {COMPARED[1]:g}×, "
-        f"{count - len(above)} are not closer than `auto` at the same counted speed by more than {NOISE} dB. "
-        "The others are:"
+        f"Of {count} settings between {COMPARED[0]:g}× and {COMPARED[1]:g}×, {behind} are not closer than "
+        f"`auto` at the same counted speed by more than {NOISE} dB. The others are:"
     )
-    return "\n\n".join([first, named, *filter(None, parts)])
+    return "\n\n".join([first, "\n".join(above), *filter(None, parts)])
 
 
-def left_out(scene: tuple[str, float]) -> list[str]:
-    """Return why rivals do not run, from the notes of all runs."""
+def left_out(scene: tuple[str, float]) -> str:
+    """Return which rivals do not run on the model, from the notes of all runs."""
     lines = [line for _, line in read_lines(DRAWN) if line.get("variant") == "dense"]
     own = [line for line in lines if (line["model"], line["conditions"]["guidance"]) == scene]
-    return merged(note for line in own for note in line["notes"] if "is left out" in note)
-
-
-def merged(notes: Iterable[str]) -> list[str]:
-    """Return notes without the settings of the rival, each once."""
-    return list(dict.fromkeys(re.sub(r"^(\S+)( \S+=\S+)* is", r"`\1` is", note) for note in notes))
+    notes = [note for line in own for note in line["notes"] if "is left out" in note]
+    names = dict.fromkeys(f"`{note.split()[0]}`" for note in notes)
+    return f"Left out, since they do not run on this model: {', '.join(names)}." if names else ""
 
 
 def picture(scene: tuple[str, float]) -> Path:

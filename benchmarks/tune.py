@@ -175,7 +175,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def table(options: argparse.Namespace) -> None:
     """Print what each search found, with its gain on the unseen prompts and the standard error."""
-    print("| model | guidance | counted | rule | found | gain | pictures of the search |")
+    print("| model | guidance | counted | default method | found | gain | pictures of the search |")
     print("|---|---|---|---|---|---|---|")
     lines = list(read(options.out))
     for model, guidance in CASES:

@@ -1,4 +1,4 @@
-"""Write docs/command-line.md from the options and texts of the command line, and the rivals of reproduce.md.
+"""Write the pages of the commands from the texts of the command line, and the rivals of reproduce.md.
 
 python docs/command_line.py
 """
@@ -18,18 +18,25 @@ from tokenmerge_tools.variants.rivals import RIVALS
 REPRODUCE = Path(__file__).parent / "reproduce.md"
 TABLE = re.compile(r"(<!-- rivals:.*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 PAGE = Path(__file__).parent / "command-line.md"
+FOLDER = Path(__file__).parent / "commands"
 COMMANDS = re.compile(r"(<!-- commands:.*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
-def page() -> str:
-    """Return the whole page, with the reference of all commands as typer knows them."""
+def pages() -> dict[Path, str]:
+    """Return the text of a page for each command, and of the page that lists them."""
     command = typer.main.get_command(app)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="tokenmerge")
-    # The page has a title of its own, and says before what the commands are.
-    reference = text[text.index("## ") :].replace("\n## ", "\n### ").replace("## ", "### ", 1)
-    reference = re.sub(r"\n{2,}- `tokenmerge", "\n- `tokenmerge", reference)
-    reference = reference.replace("Examples:\n- ", "Examples:\n\n- ")
-    return COMMANDS.sub(lambda found: found[1] + reference.strip() + "\n" + found[2], _written())
+    made, rows = {}, ["| command | what it does |", "|---|---|"]
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        name = section.partition("`")[2].partition("`")[0].split()[1]
+        section = re.sub(r"\n{2,}- `tokenmerge", "\n- `tokenmerge", section)
+        section = section.replace("Examples:\n- ", "Examples:\n\n- ").replace("\n### ", "\n## ")
+        what = section.split("\n\n")[1].replace("\n", " ")
+        made[FOLDER / f"{name}.md"] = f"# {section.strip()}\n"
+        rows.append(f"| [`{name}`](commands/{name}.md) | {re.split(r'[:;.]', what)[0]} |")
+    table = "\n".join(rows) + "\n"
+    made[PAGE] = COMMANDS.sub(lambda found: found[1] + table + found[2], PAGE.read_text(encoding="utf-8"))
+    return made
 
 
 def rivals() -> str:
@@ -55,10 +62,8 @@ def _plain(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def _written() -> str:
-    return PAGE.read_text(encoding="utf-8")
-
-
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    FOLDER.mkdir(exist_ok=True)
+    for path, written in pages().items():
+        path.write_text(written, encoding="utf-8")
     REPRODUCE.write_text(rivals(), encoding="utf-8")

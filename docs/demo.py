@@ -1,4 +1,4 @@
-"""Draws docs/demo.png, and writes what README prints, from what ``make demo`` drew.
+"""Draws docs/demo.png, and writes what README and the quickstart print, from what ``make demo`` drew.
 
     make docs/demo.png
 
@@ -19,7 +19,7 @@ from tokenmerge_tools.sheets import sample_sheet
 
 PICTURE = Path(__file__).with_name("demo.png")
 KEY = "drawn with"
-README = Path(__file__).parent.parent / "README.md"
+PAGES = (Path(__file__).parent.parent / "README.md", Path(__file__).with_name("quickstart.md"))
 BLOCK = re.compile(r"(<!-- printed: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
@@ -40,11 +40,13 @@ def main(folder: Path) -> None:
     info = PngInfo()
     info.add_text(KEY, json.dumps(drawn_with(conditions)))
     pair.save(PICTURE, pnginfo=info)
-    # The seconds are those of this machine.
-    lines = [line for line in run["summary"].splitlines() if not line.startswith("  last run")]
+    # The seconds are those of this machine, and the estimate follows its rounding.
+    lines = run["summary"].splitlines()
+    lines = [line for line in lines if not line.startswith(("  last run", "  estimated"))]
     printed = "\n".join(("```text", *lines, "```", ""))
-    text = README.read_text(encoding="utf-8")
-    README.write_text(BLOCK.sub(lambda found: found[1] + printed + found[2], text), encoding="utf-8")
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(BLOCK.sub(lambda found: found[1] + printed + found[2], text), encoding="utf-8")
     print(PICTURE)
 
 

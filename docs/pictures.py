@@ -79,13 +79,13 @@ TOUR_TEXT = """\
 :alt: A bundled UNet dense, at three speeds, and in fewer steps
 ```
 
-*Above with tokenmerge, below the unchanged model in fewer steps: the bundled UNet `emoji-unet`, {size} × {size} pixels.*
+*One prompt on the bundled UNet `emoji-unet`, {size} × {size} pixels. Above with tokenmerge, below the unchanged model in fewer steps.*
 
 ```{{image}} tour-emoji-mmdit.png
 :alt: A bundled transformer dense, at three speeds, and in fewer steps
 ```
 
-*The same with the bundled transformer `emoji-mmdit`.*
+*The same prompt on the bundled transformer `emoji-mmdit`.*
 """
 
 

@@ -1,4 +1,4 @@
-"""Draw the plans in docs/methods/auto.md: what each step of a generation does at three speeds.
+"""Draw docs/plans.svg: what each step of a generation does at three speeds.
 
 python docs/plans.py
 """
@@ -6,56 +6,84 @@ python docs/plans.py
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 
 import diffusers
 from diffusers import DiffusionPipeline
 
-from tokenmerge.config import ToMeConfig
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge.report.summary import signs_of
 from tokenmerge_tools import demo
 
-PAGE = Path(__file__).parent / "methods" / "auto.md"
-BLOCK = re.compile(r"(<!-- plans: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
+PICTURE = Path(__file__).with_name("plans.svg")
 SPEEDUPS = (1.5, 2.0, 3.0)
+MODEL, GUIDANCE = "emoji-unet", 7.5
 STEPS, TOKENS, FEWEST_TOKENS = 20, (1, 64, 64), 500  # the last is measured on each machine
-SCENES = (("emoji-unet", 3.0), ("emoji-unet", 7.5), ("emoji-mmdit", 3.0), ("emoji-mmdit", 7.0))
+# The colour of a sign, and its meaning in the legend.
+COLOURS = {
+    "M": ("#1f6f54", "the whole model, on merged tokens"),
+    "D": ("#0b3b2c", "the whole model"),
+    "C": ("#0b3b2c", "the whole model, to correct the others"),
+    "f": ("#9ccfb8", "only the finest level of the UNet"),
+    "·": ("#e4ebe8", "all blocks are skipped"),
+}
+CELL, LEFT = 30, 130  # pixels
 
 
-def plans() -> str:
-    """Return the plans as Markdown."""
-    lines = ["```text"]
-    for model, guidance in SCENES:
-        pipe = DiffusionPipeline.from_pretrained(demo.path(model))
-        method = DefaultMethod.of(pipe, find_hosts(pipe), 2.0)
-        facts = dataclasses.replace(method.facts, fewest_tokens=FEWEST_TOKENS)
-        lines += [f"{model}, guidance {guidance:g}"]
-        for speedup in SPEEDUPS:
-            config = DefaultMethod.for_facts(speedup, facts).settings(TOKENS, STEPS, guidance)
-            plan = plan_generation(config, STEPS)
-            signs = signs_of(plan, config.merges, facts.model == "unet")
-            lines.append(f"  speedup={speedup:<4g} {signs}   {_merging(config)}")
-    return "\n".join([*lines, "```", ""])
+def plans() -> dict[float, tuple[str, float]]:
+    """Return for each speed-up the signs of the plan, and the ratio of the tokens that merge."""
+    pipe = DiffusionPipeline.from_pretrained(demo.path(MODEL))
+    facts = DefaultMethod.of(pipe, find_hosts(pipe), 2.0).facts
+    facts = dataclasses.replace(facts, fewest_tokens=FEWEST_TOKENS)
+    made = {}
+    for speedup in SPEEDUPS:
+        config = DefaultMethod.for_facts(speedup, facts).settings(TOKENS, STEPS, GUIDANCE)
+        signs = signs_of(plan_generation(config, STEPS), config.merges, facts.model == "unet")
+        made[speedup] = signs, config.ratio
+    return made
 
 
-def _merging(config: ToMeConfig) -> str:
-    if not config.ratio:
-        return "no token merges"
-    where = "whole blocks" if config.scope == "block" else "self-attention"
-    return f"{100 * config.ratio:g} % of the tokens merge, {where}"
-
-
-def page() -> str:
-    """Return the whole page with the present plans."""
+def drawing() -> str:
+    """Return the picture: a row of cells for each plan, and a legend."""
     made = plans()
-    return BLOCK.sub(lambda found: found[1] + made + found[2], PAGE.read_text(encoding="utf-8"))
+    parts, top = [], 10
+    for speedup, (signs, ratio) in made.items():
+        middle = top + CELL / 2 + 5
+        parts.append(_text(10, middle, f"speedup={speedup:g}", weight="bold"))
+        for place, sign in enumerate(signs):
+            left = LEFT + place * CELL
+            parts.append(_cell(left, top, sign))
+            ink = "#ffffff" if sign in "MDC" else "#33413c"
+            parts.append(_text(left + CELL / 2 - 1, middle, sign, colour=ink, anchor="middle"))
+        top += CELL + 2
+        complete = sum(sign in "MDC" for sign in signs)
+        said = f"{complete} of {STEPS} steps run the whole model; {100 * ratio:g} % of the tokens merge"
+        parts.append(_text(LEFT, top + 14, said))
+        top += 36
+    used = [sign for sign in COLOURS if any(sign in signs for signs, _ in made.values())]
+    for sign in used:
+        parts += [_cell(LEFT, top, sign, side=16), _text(LEFT + 24, top + 13, f"{sign}  {COLOURS[sign][1]}")]
+        top += 22
+    width, height = LEFT + STEPS * CELL + 10, top + 4
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    back = f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
+    return "\n".join([f'{head} font-family="sans-serif" font-size="13">', back, *parts, "</svg>", ""])
+
+
+def _cell(left: float, top: float, sign: str, side: int = CELL - 2) -> str:
+    return f'<rect x="{left}" y="{top}" width="{side}" height="{side}" rx="3" fill="{COLOURS[sign][0]}"/>'
+
+
+def _text(
+    left: float, top: float, text: str, colour: str = "#222222", anchor: str = "start", weight: str = "normal"
+) -> str:
+    place = f'x="{left:g}" y="{top:g}" fill="{colour}" text-anchor="{anchor}" font-weight="{weight}"'
+    return f"<text {place}>{text}</text>"
 
 
 if __name__ == "__main__":
     diffusers.utils.logging.set_verbosity_error()
-    PAGE.write_text(page(), encoding="utf-8")
-    print(PAGE)
+    PICTURE.write_text(drawing(), encoding="utf-8")
+    print(PICTURE)

@@ -1,31 +1,32 @@
 """Draw the price curves, and write the tables of results.md and methods/, from the records in benchmarks.
 
-python docs/price_curves.py          # writes docs/price-MODEL-SIZE-STEPS-GUIDANCE.svg and the tables
+    python docs/price_curves.py          # writes docs/price-MODEL-SIZE-STEPS-GUIDANCE.svg and the tables
+
+Rows named auto are left out: they are of a default method that took a ratio and is gone.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 
-from tokenmerge.config import words_with_new_names
 from tokenmerge_tools.records.file import read_results
 from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, cell_of_pictures
-from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart, Line, charts
+from tokenmerge_tools.records.old_names import words_with_new_names
+from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart, charts
 from tokenmerge_tools.reporting.page import newest_cells, newest_figures
 from tokenmerge_tools.reporting.plots import draw
 from tokenmerge_tools.variants.variant import DENSE
 
 ROOT = Path(__file__).parent.parent
 TABLE = re.compile(
-    r"(<!-- (closeness|settings|speeds|leads|points of [\w, -]+):.*?-->\n).*?(<!-- end -->)",
+    r"(<!-- (closeness|settings|speeds|points of [\w, -]+):.*?-->\n).*?(<!-- end -->)",
     flags=re.DOTALL,
 )
+GONE = "auto"
 AS_FAST = 1.1  # fewer steps are shown beside a method whose speed differs by less than this factor
 
 
@@ -34,7 +35,7 @@ def curves() -> dict[str, Chart]:
     results = read_results(sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")))
     (cells, _), (quality, _) = newest_cells(results.cells), newest_figures(results.quality)
     found: dict[str, list] = {}
-    for record in sorted(quality, key=_order):
+    for record in sorted((record for record in quality if _is_kept(record)), key=_order):
         conditions = record.conditions
         name = f"{record.model}-{record.width}-{conditions['steps']}-{conditions['guidance']:g}"
         found.setdefault(name, []).append(record)
@@ -44,6 +45,11 @@ def curves() -> dict[str, Chart]:
         for chart in charts(cells, records)
         if chart.title.startswith(AGAINST_CLOSENESS) and chart.x.startswith("PSNR")
     }
+
+
+def _is_kept(record: QualityRecord) -> bool:
+    """Return whether a record is of a variant that there still is, or of fewer steps, which are of no variant."""
+    return not record.label.startswith(GONE)
 
 
 def _order(record: QualityRecord) -> tuple:
@@ -98,44 +104,6 @@ def points_table(drawn: Mapping[str, Chart], methods: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def leads_table(drawn: Mapping[str, Chart]) -> str:
-    """How many dB `auto` is closer than the closest rival that is at least as fast, in Markdown: a row a curve.
-
-    Fewer steps are interpolated between two numbers of steps, linearly in the logarithm of the speed-up.
-    """
-    leads: dict[str, dict[str, str]] = {}
-    for name, chart in drawn.items():
-        own = [line for line in chart.lines if line.name == "auto"]
-        rivals = [line for line in chart.lines if line.name != "auto"]
-        model, size, steps, guidance = name.rsplit("-", 3)
-        row = leads.setdefault(f"{model}, {size} px, {steps} steps, guidance {guidance}", {})
-        points = [point for line in own for point in zip(line.points, line.labels, strict=True)]
-        for (closeness, speed), label in points:
-            rival = max((_at_speed(line, speed) for line in rivals), default=-math.inf)
-            lead = "no rival" if math.isinf(rival) else f"{closeness - rival:+.1f}".replace("-", "−")
-            row[label] = f"{lead} at {speed:.2f}×"
-    labels = sorted({label for row in leads.values() for label in row}, key=float)
-    lines = [f"| | {' | '.join(labels)} |", f"|---|{'---:|' * len(labels)}"]
-    lines += [
-        f"| {name} | {' | '.join(row.get(label, '') for label in labels)} |"
-        for name, row in leads.items()
-        if row
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _at_speed(line: Line, speed: float) -> float:
-    """Return the highest closeness of a method at this speed-up or above; −∞: it is nowhere as fast."""
-    points = sorted((own, closeness) for closeness, own in line.points)
-    found = [closeness for own, closeness in points if own >= speed]
-    if line.name == "fewer-steps":
-        for (slow, closer), (fast, farther) in pairwise(points):
-            if slow < speed <= fast:
-                share = math.log(speed / slow) / math.log(fast / slow)
-                found.append(closer + share * (farther - closer))
-    return max(found, default=-math.inf)
-
-
 def joint_table() -> str:
     """Return closeness, counted operations and time of cache-dit, merging, and both, in Markdown: a row a variant."""
     files = sorted((ROOT / "benchmarks" / "results").glob("cpu-cache-dit-*.jsonl"))
@@ -149,7 +117,7 @@ def joint_table() -> str:
     ]
     rows = []
     for record in quality:
-        if record.category is None and record.variant != DENSE:
+        if record.category is None and record.variant != DENSE and GONE not in record.label:
             cell = cell_of_pictures(record.label, record.drawn_with, cells)
             counted, timed = _costs(record, cell)
             rows.append((record.width, -record.figures["psnr"], record.label, counted, timed))
@@ -198,7 +166,7 @@ def settings_table() -> str:
 
 
 def speeds_table() -> str:
-    """Speed-up on the geometry of well-known models, in Markdown: median and quartiles of all rounds."""
+    """Speed-up on the geometry of well-known models, in Markdown: the medians of all rounds."""
     dense, rows = _speeds()
     first = " | ".join(f"{statistics.median(taken):.1f} s" for taken in dense.values())
     lines = [f"| | {' | '.join(dense)} |", f"|---|{'---:|' * len(dense)}", f"| dense | {first} |"]
@@ -207,7 +175,7 @@ def speeds_table() -> str:
         return next(statistics.median(row[1][name]) for name in dense if name in row[1])
 
     for variant, found in sorted(rows.items(), key=on_first_model):
-        cells = (_speed(found.get(name, [])) for name in dense)
+        cells = (f"{statistics.median(found[name]):.2f}×" if name in found else "" for name in dense)
         lines.append(f"| {variant} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -222,28 +190,19 @@ def _speeds() -> tuple[dict[str, list[float]], dict[str, dict[str, list[float]]]
         seconds = record["seconds"]
         base = seconds.pop("dense")
         dense.setdefault(name, []).extend(base)
-        for variant, taken in seconds.items():
+        for variant in (name for name in seconds if not name.startswith(GONE)):
+            taken = seconds[variant]
             ratios = [one / other for one, other in zip(base, taken, strict=True)]
             rows.setdefault(variant, {}).setdefault(name, []).extend(ratios)
     return dense, rows
 
 
-def _speed(ratios: list[float]) -> str:
-    if not ratios:
-        return ""
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return f"{middle:.2f}× ({low:.2f} to {high:.2f})"
-
-
 def with_tables(drawn: Mapping[str, Chart]) -> dict[str, str]:
     """Return the documents that have such a table, by their path, with what it is to be."""
     made = {
-        "docs/methods/price-curves.md": {"closeness": tables(drawn)},
+        "benchmarks/results/closeness.md": {"closeness": tables(drawn)},
         "docs/methods/each-setting.md": {"settings": settings_table()},
-        "docs/results.md": {
-            "speeds": speeds_table(),
-            "leads": leads_table(drawn),
-        },
+        "docs/results.md": {"speeds": speeds_table()},
     }
     for page in sorted((ROOT / "docs" / "methods").glob("*.md")):
         if found := re.search(r"<!-- (points of (.*?)):", page.read_text(encoding="utf-8")):

@@ -1,4 +1,4 @@
-"""Write docs/supported-models.md from the families' own records, and the checks that each of them passes.
+"""Write docs/supported-models.md and its tables from the families' own records and the checks that each passes.
 
 python docs/supported_models.py          # runs the checks of every family, some minutes
 """
@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "supported-models.md"
+FOLDER = ROOT / "docs" / "models"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 HEAD = """\
@@ -22,35 +23,38 @@ HEAD = """\
 
 These diffusion models work. [Vision transformers](vision-transformers.md) have a page of their own.
 
-| family | classes |
-|---|---|
-| Stable Diffusion 1.x, 2.x, SDXL and models derived from them (inpainting, LCM, GLIGEN, IP-Adapter …) | `UNet2DConditionModel` |
-| their ControlNets: one, several, Union | `ControlNetModel`, `MultiControlNetModel`, `ControlNetUnionModel` |
-| CompVis and Stability AI repositories | `model.model.diffusion_model` |
-| UNets of AnimateDiff, SparseCtrl, Stable Video Diffusion, I2VGen-XL, ModelScope, AudioLDM 2, ControlNet-XS | `UNetMotionModel`, `UNetSpatioTemporalConditionModel` … |
-| diffusion transformers of pictures: SD3 and 3.5, FLUX.1 and .2, Chroma, Qwen-Image, Lumina 2, Z-Image, AuraFlow, CogView3+ and 4, PixArt, Hunyuan-DiT, DiT, Sana … and their ControlNets | `SD3Transformer2DModel`, `FluxTransformer2DModel` … |
-| diffusion transformers of [video](video.md): Wan, HunyuanVideo, CogVideoX, Mochi, LTX, Latte, Cosmos, Kandinsky 5 … | `WanTransformer3DModel`, `HunyuanVideoTransformer3DModel` … |
-| diffusion transformers that edit pictures, with [reference pictures](choosing-settings.md#reference-pictures) in the sequence: FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit and Layered, JoyImage-Edit, LongCat-Image-Edit, FIBO Edit | `FluxTransformer2DModel`, `JoyImageEditTransformer3DModel` … |
+| kind | for example | class by class |
+|---|---|---|
+| UNets | Stable Diffusion 1.x and 2.x, SDXL, their ControlNets, AnimateDiff, Stable Video Diffusion, and CompVis-style checkpoints | [UNets](models/unets.md) |
+| transformers for pictures | SD3 and 3.5, FLUX.1 and .2, Qwen-Image, PixArt, Lumina 2, Z-Image, Chroma, AuraFlow, Sana, and their ControlNets | [pictures](models/pictures.md) |
+| transformers for [video](video.md) | Wan, HunyuanVideo, CogVideoX, Mochi, LTX, Cosmos, Kandinsky 5 | [video](models/video.md) |
+| transformers that edit pictures, with [reference pictures](choosing-settings.md#reference-pictures) | FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit and Layered, JoyImage-Edit, LongCat-Image-Edit, FIBO Edit | [pictures](models/pictures.md) |
 
-If nothing would merge in a model, you get an error. Some classes are [refused by name](#refused-by-name), with the reason.
-[Choosing settings](choosing-settings.md) says which other tools merging works with, and [adding a model](adding-a-model.md)
+Some classes are [refused by name](#refused-by-name), with the reason. In any other model in which nothing would merge, you get
+an error too. [Choosing settings](choosing-settings.md) says which other tools merging works with, and [adding a model](adding-a-model.md)
 says how to add one.
 
-The tables below have these columns:
+The tables have these columns:
 
 - **merges**: the parts of a transformer block that can run on merged tokens. Each part can merge on its own
   (`scope="layers"`, chosen by `merge_attn`, `merge_crossattn`, `merge_mlp`). *Whole block* means that all parts can merge
   at once (`scope="block"`). *Keys* means that keys and values of attention can merge alone (`scope="keys"`).
-- **plan**: *shared by the batch* means that all images of a batch merge alike, since the position tables of the model have no
-  batch axis. The picture that such a model makes from a seed depends on the other pictures of its batch. In all other models it
-  does not.
-- **checks**: how many tests pass, on tiny random models of diffusers' own classes. With ratio 0 the output is bit-equal. With
-  tokens reordered and none removed it is equal up to rounding, so every position, mask and condition follows its token. Attention
-  receives fewer tokens. Nothing stays after removal. Any size and batch works, and so do copies, pickles and gradients.
+- **plan**: *per image* means that each image of a batch merges by itself. *Shared by the batch* means that all merge alike, since
+  the position tables of the model have no batch axis. The picture that such a model makes from a seed then depends on the others in
+  its batch.
+- **checks**: how many tests pass, on tiny random models of diffusers' own classes. With ratio 0 the output is bit-equal. If tokens
+  are only reordered, it is equal up to rounding, so every position, mask and condition follows its token. Nothing stays after
+  removal. Any size and batch works, and so do copies, pickles and gradients.
 
-`python docs/supported_models.py` writes this page from `src/tokenmerge/models/families/` and from a run of `tests/models/`.
+`python docs/supported_models.py` writes these pages from `src/tokenmerge/models/families/` and from a run of `tests/models/`.
 """
 
+GROUPS = {
+    "unets": "# UNets that merge",
+    "pictures": "# Transformers for pictures that merge",
+    "video": "# Transformers for video that merge",
+}
+ABOVE = "[Supported models](../supported-models.md) says what the columns mean.\n"
 REFUSED = """
 ## Refused by name
 
@@ -58,6 +62,17 @@ REFUSED = """
 
 | class | why |
 |---|---|
+"""
+
+
+TOCTREE = """
+```{toctree}
+:hidden:
+
+UNets <models/unets>
+Pictures <models/pictures>
+Video <models/video>
+```
 """
 
 
@@ -101,24 +116,38 @@ def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
     return f"| `{key}` | {', '.join(merges)} | {plan} | {passed} | {'; '.join(limits)} |"
 
 
-def page(checks: dict[str, tuple[int, int]] | None) -> str:
-    """Return the whole page; without ``checks`` their column is empty."""
+def group_of(keys: list[str]) -> str:
+    """Return the page of a family, by its tiny models."""
+    from tests.models import videos
+    from tests.models.tiny import FAMILIES
+
+    if set(keys) & set(videos.FAMILIES):
+        return "video"
+    roots = [type(FAMILIES[key].build()).__name__ for key in keys]
+    return "pictures" if any("Transformer" in name or "DiT" in name for name in roots) else "unets"
+
+
+def pages(checks: dict[str, tuple[int, int]] | None) -> dict[Path, str]:
+    """Return the text of each page; without ``checks`` their column is empty."""
     from tokenmerge.models.unsupported import REASONS
 
-    parts = [HEAD]
+    parts = {group: [title, "", ABOVE] for group, title in GROUPS.items()}
     for title, about, keys in families():
-        parts.append(f"\n## {title}\n")
+        own = parts[group_of(keys)]
+        own.append(f"\n## {title}\n")
         if about:
-            parts.append(f"{about[0].upper()}{about[1:]}.\n")
+            own.append(f"{about[0].upper()}{about[1:]}.\n")
         if keys:
-            parts += ["| model | merges | plan | checks | limits |", "|---|---|---|---|---|"]
-            parts += [row(key, checks) for key in keys]
+            own += ["| model | merges | plan | checks | limits |", "|---|---|---|---|---|"]
+            own += [row(key, checks) for key in keys]
         else:
-            parts.append(
-                "No class of diffusers: [tests/test_api.py](../tests/test_api.py) checks it on a UNet of the same structure."
+            own.append(
+                "No class of diffusers: [tests/test_api.py](../../tests/test_api.py) checks it on a UNet of the same "
+                "structure."
             )
     refused = "\n".join(f"| `{model}` | {reason} |" for model, reason in sorted(REASONS.items()))
-    return "\n".join(parts) + "\n" + REFUSED + refused + "\n"
+    made = {FOLDER / f"{group}.md": "\n".join(own) + "\n" for group, own in parts.items()}
+    return {PAGE: HEAD + REFUSED + refused + "\n" + TOCTREE, **made}
 
 
 class Outcomes:
@@ -143,7 +172,9 @@ def main() -> None:
     """Run the checks and write the page."""
     outcomes = Outcomes()
     status = pytest.main(["-q", "--numprocesses", "auto", str(ROOT / "tests" / "models")], plugins=[outcomes])
-    PAGE.write_text(page({key: (a, b) for key, (a, b) in outcomes.counts.items()}), encoding="utf-8")
+    FOLDER.mkdir(exist_ok=True)
+    for path, text in pages({key: (a, b) for key, (a, b) in outcomes.counts.items()}).items():
+        path.write_text(text, encoding="utf-8")
     sys.exit(status)
 
 

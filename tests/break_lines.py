@@ -60,8 +60,8 @@ BREAKS = (
     Break(
         "which step is complete",
         "runtime/steps/decide.py",
-        "    planned = plan[step.done]\n",
-        "    planned = plan[step.done - 1]\n",
+        "    planned = plan_generation(config, tracker.steps)[tracker.done]\n",
+        "    planned = plan_generation(config, tracker.steps)[tracker.done - 1]\n",
     ),
     Break(
         "the index of a step",
@@ -73,7 +73,7 @@ BREAKS = (
     Break(
         "the class that removal puts back",
         "runtime/patching/swap.py",
-        "    module.__class__ = _without(made, swapped)\n",
+        "        module.__class__ = _without(made, swapped)\n",
         "",
     ),
     Break(

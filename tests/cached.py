@@ -14,7 +14,8 @@ from tokenmerge.runtime.patching.patch import state_of
 def memory_of(model: nn.Module) -> Memory:
     """The memory of the latest call in this thread; an empty one before the first call."""
     state = state_of(model)
-    return state.threads.value.memory or Memory(state.groups)
+    memory = state.threads.value.memory
+    return memory if memory.caches else Memory(state.groups)
 
 
 def caches(model: nn.Module, kind: type = object) -> list[tuple[Any, Cache]]:

@@ -131,7 +131,7 @@ def calibrate(pipe: FluxPipeline, size: int) -> list[float]:
     with contextlib.redirect_stdout(printed):
         draw(pipe, CALIBRATION, size, STEPS)
     pipe.transformer.disable_cache()
-    (line,) = (line for line in printed.getvalue().splitlines() if line.startswith("["))
+    *_, line = (line for line in printed.getvalue().splitlines() if line.startswith("["))  # after a heading
     found: list[float] = json.loads(line)
     return found
 

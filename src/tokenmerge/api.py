@@ -16,7 +16,7 @@ from typing import Any, overload
 from torch import Tensor, nn
 
 from tokenmerge import presets
-from tokenmerge.config import FoundFor, SavedSettings, ToMeConfig, dense_outside, load_settings
+from tokenmerge.config import SavedSettings, ToMeConfig, dense_outside, load_settings
 from tokenmerge.config.origin import RATIO, is_default
 from tokenmerge.default_method import DefaultMethod, check_min_psnr, merging_alone
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, shown
@@ -49,21 +49,13 @@ _TWO_WAYS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What the arguments of apply_token_merging ask for.
-
-    Attributes:
-        config: the settings.
-        name: of the settings, for texts; empty: the user gave them all.
-        found_for: what they were found for.
-        hosts: the models, if they were already looked up.
-        default: the default method; None: another one.
-    """
+    """What the arguments of apply_token_merging ask for; the fields are arguments of merge_in_hosts."""
 
     config: ToMeConfig
-    name: str = ""
-    found_for: FoundFor | None = None
+    method: str = ""
     hosts: tuple[Host, ...] | None = None
     default: DefaultMethod | None = None
+    check_size: bool = True
 
 
 @overload
@@ -153,15 +145,7 @@ def apply_token_merging(
         asked = _changed(asked, lambda own: dataclasses.replace(own, rules=(*own.rules, *dense)))
     if max_cache is not None:
         asked = _within(pipe_or_model, asked, max_cache)
-    return merge_in_hosts(
-        pipe_or_model,
-        asked.config,
-        found_for=asked.found_for,
-        method=asked.name,
-        hosts=asked.hosts,
-        check_size=asked.found_for is None,  # settings of a file need not be for the default size
-        default=asked.default,
-    )
+    return merge_in_hosts(pipe_or_model, **vars(asked))
 
 
 def _asked(
@@ -215,12 +199,20 @@ def _asked(
 
 
 def _of_file(model: object, saved: SavedSettings, name: str) -> _Asked:
-    """Return what a file of settings asks for. A plan of tune needs the steps that a pipeline knows."""
-    if saved.speedup is None or getattr(model, "scheduler", None) is None:
-        return _Asked(saved.config, name, saved.found_for)
+    """Return what a file of settings asks for.
+
+    A plan of tune is followed in generations of a pipeline. A model alone gets its settings as they are.
+    """
+    found_for = saved.found_for
+    if found_for is None:
+        return _Asked(saved.config, name)
     hosts = _hosts(model)
-    method = TunedMethod.of_saved(model, hosts, saved)
-    return _Asked(method.widest, name, hosts=hosts, default=method)
+    if getattr(model, "scheduler", None) is not None:
+        method = TunedMethod.of_saved(model, hosts, saved)
+        return _Asked(method.widest, name, hosts, method)
+    if differences := found_for.differences(model=type(hosts[0].root).__name__):
+        warnings.warn(found_for.warning(differences), stacklevel=4)
+    return _Asked(saved.config, name, hosts, check_size=False)  # they may be for a larger size
 
 
 def _changed(asked: _Asked, change: Change) -> _Asked:
@@ -232,7 +224,7 @@ def _changed(asked: _Asked, change: Change) -> _Asked:
 def _within(model: object, asked: _Asked, max_cache: str | int) -> _Asked:
     """Return the same with as much of the default method as fits into a cache."""
     limit, default = bytes_of(max_cache), asked.default
-    if not is_default(asked.name):
+    if not is_default(asked.method):
         raise ConfigError(
             f"max_cache: only the default method takes a limit, got {shown(max_cache)} with other "
             "settings; leave out max_cache, or the other settings"
@@ -240,8 +232,8 @@ def _within(model: object, asked: _Asked, max_cache: str | int) -> _Asked:
     weak_and_strong = (1.0, 10.0)  # scales of guidance
     configs = [asked.config] if default is None else [default.settings(guidance=g) for g in weak_and_strong]
     change, left_out = change_within(model, configs, limit)
-    name = f"{asked.name} in {max_cache}" + (f" ({left_out})" if left_out else "")
-    return dataclasses.replace(_changed(asked, change), name=name)
+    method = f"{asked.method} in {max_cache}" + (f" ({left_out})" if left_out else "")
+    return dataclasses.replace(_changed(asked, change), method=method)
 
 
 def _preset(name: str, ratio: float | None) -> ToMeConfig:
@@ -261,7 +253,6 @@ def merge_in_hosts(
     model: object,
     config: ToMeConfig,
     dense_if_too_small: bool = False,
-    found_for: FoundFor | None = None,
     method: str = "",
     hosts: tuple[Host, ...] | None = None,
     check_size: bool = True,
@@ -274,8 +265,6 @@ def merge_in_hosts(
         config: what to merge and how much.
         dense_if_too_small: a call whose sample has too few tokens to merge runs dense, with one warning for
             each size. Otherwise such a call raises NothingToMergeError.
-        found_for: what the settings were found for; a model, size or number of steps that differs gives a
-            warning. None: unknown.
         method: name of the settings, for the handle's text.
         hosts: the models in ``model``, if they are known. Finding them takes a third of the time of patching.
         check_size: whether settings are refused that merge nothing at the model's default size. A call whose
@@ -286,30 +275,27 @@ def merge_in_hosts(
     merging, _ = hosts_that_merge(hosts, config, size=None, check_size=check_size, method=method)
     refuse_in_use([host.root for host in hosts])
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
-    warned: set[str] | None = set() if dense_if_too_small else None
+    told: set[str] = set()
     denoiser = next((host for host in merging if not host.controlnet), merging[0])
-    states = {
-        host.root: new_state(
+    first = config if default is None else default.default_settings
+    states = {}
+    for host in merging:
+        state = new_state(
             host,
             config,
             pipeline,
-            warned,
-            found_for if host is denoiser else None,
-            method,
-            default,
+            dense_if_too_small=dense_if_too_small,
+            told=told,
+            method=method,
+            default=default,
         )
-        for host in merging
-    }
-    first = config if default is None else default.default_settings
-    for root, state in states.items():
-        state.kept = look(state, root, pipeline.given, first)
+        states[host.root] = state
+        state.kept = look(state, host.root, pipeline.given, first)
         state.keep_dense(state.threads.value.own_memory)
     for host in hosts:
         restore(host.root)
     for host in merging:
         patch_host(host, states[host.root])
-    if found_for is not None and (differences := found_for.differences(model=type(denoiser.root).__name__)):
-        warnings.warn(found_for.warning(differences), stacklevel=3)
     return DiffusionPatch(model, states, denoiser, method, default)
 
 
@@ -402,8 +388,13 @@ def revise_plans(model: nn.Module, revise: Callable[[Tensor, Plan], Plan]) -> It
         revise: is called with the features ``[b, n, c]`` and the new plan, and returns the plan to use.
     """
     state = state_of(model)
-    with contextlib.nullcontext() if state is None else state.revising(revise):
+    if state is not None:
+        state.revise_plan = revise
+    try:
         yield
+    finally:
+        if state is not None:
+            state.revise_plan = None
 
 
 def _patchable(model: object) -> list[tuple[nn.Module, Callable[[Any], None]]]:

@@ -17,7 +17,17 @@ from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.plans import Facts, Plan, Tolerance, facts_of, harm_of, highest_speedup, plan_for
+from tokenmerge.plans import (
+    Estimate,
+    Facts,
+    Plan,
+    Tolerance,
+    estimate_closeness,
+    facts_of,
+    highest_speedup,
+    plan_for,
+)
+from tokenmerge.runtime.memory.run_log import RunLog, shown
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 from tokenmerge.runtime.steps.scheduler import schedule_ends_clean
@@ -111,8 +121,8 @@ class DefaultMethod:
             ends_clean: whether almost no noise is left before the last step.
         """
         tolerance = self.tolerance(grid, steps, guidance, ends_clean)
-        if tolerance is not None:  # the settings that it begins with
-            return tolerance.config
+        if tolerance is not None:
+            return tolerance.config  # the settings that the generation begins with
         return self._changed(self.plan(grid, steps, guidance, ends_clean).config)
 
     def _changed(self, settings: ToMeConfig) -> ToMeConfig:
@@ -146,11 +156,11 @@ class DefaultMethod:
         """Return the plan of one generation, without changes; the arguments are those of :meth:`settings`."""
         return plan_for(self._known(grid, steps, guidance, ends_clean), self.speedup)
 
-    def harm(
-        self, config: ToMeConfig, grid: GridShape | None, steps: int | None, guidance: float | None
-    ) -> float:
-        """Return the harm that was expected of a generation that ran with these settings."""
-        return harm_of(self._known(grid, steps, guidance), config)
+    def estimate(self, run: RunLog, grid: GridShape | None) -> Estimate | None:
+        """Return how close the picture of a generation is expected to be; None: its steps are unknown."""
+        if not run.steps:
+            return None
+        return estimate_closeness(self._known(grid, run.steps, run.guidance), run.config, shown([run]))
 
     def shortfall(
         self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None

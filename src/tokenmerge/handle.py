@@ -17,14 +17,12 @@ from tokenmerge.errors import ConfigError, shown, why
 from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.plans import Estimate, estimate_closeness
+from tokenmerge.plans import Estimate
 from tokenmerge.report import Conditions, Report, RunSteps, predict, saved, slower_than_dense, summary, title
-from tokenmerge.runtime.memory.run_log import RunLog, noted
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
-from tokenmerge.runtime.memory.step_log import StepRecorder
 from tokenmerge.runtime.patching.in_use import refuse_in_use
 from tokenmerge.runtime.patching.patch import record_steps, restore, state_of
-from tokenmerge.runtime.steps.pipeline import default_steps
+from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies
 from tokenmerge.vit.report import ViTReport, predict_vit
 from tokenmerge.vit.runtime import RecordedTokens
 
@@ -45,9 +43,6 @@ class Patch(Generic[AnyReport, AnyRecord]):
     def config(self) -> Any:
         """The settings; of the default method, those of the last generation, or of one by default."""
         return next(iter(self._states.values())).config
-
-    def __str__(self) -> str:
-        return repr(self)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
@@ -82,16 +77,6 @@ class Patch(Generic[AnyReport, AnyRecord]):
             ConfigError: a number is out of range, or the model has no default size and none is given.
             NothingToMergeError: no token would merge at this size.
         """
-        return self._report(height, width, batch, steps, references)
-
-    def _report(
-        self,
-        height: int | None,
-        width: int | None,
-        batch: int | None,
-        steps: int | None,
-        references: Sequence[tuple[int, int]] | None,
-    ) -> AnyReport:
         raise NotImplementedError
 
     def metadata(self) -> str:
@@ -238,12 +223,13 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     ) -> None:
         super().__init__(states, states[denoiser.root])
         self._model, self._denoiser, self._method, self._default = model, denoiser, method, default
-        self._counted: tuple[tuple[object, ...], Report] | None = None
+        self._state: ModelState = states[denoiser.root]
+        self._counted: tuple[tuple[object, ...], Report, str | None] | None = None
 
     @property
     def config(self) -> ToMeConfig:
         """The settings, see :attr:`Patch.config`."""
-        return self._in_force if self._default is not None else self._states[self._denoiser.root].config
+        return self._state.config if self._default is None else self._in_force
 
     def metadata(self) -> str:
         """Return the settings as one line for the parameters of a picture, see :meth:`Patch.metadata`."""
@@ -252,7 +238,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def record_steps(self, on: bool = True) -> None:
         """Record what each denoising step does, see :meth:`Patch.record_steps`."""
         root = self._denoiser.root
-        if state_of(root) is not self._states[root]:
+        if state_of(root) is not self._state:
             raise ConfigError(
                 "record_steps: this patch was removed, or another one took its place; apply token merging "
                 "again, and record with the handle that it returns"
@@ -263,7 +249,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     @property
     def steps(self) -> RunSteps:
         """What each step of the last generation did, see :attr:`Patch.steps`."""
-        recorder: StepRecorder | None = self._states[self._denoiser.root].recorder
+        recorder = self._state.recorder
         if recorder is None:
             raise ConfigError("steps: nothing was recorded; call patch.record_steps() before generating")
         if recorder.last is None:
@@ -274,31 +260,35 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             )
         return RunSteps(recorder.last.rows())
 
-    def _report(
+    def report(
         self,
-        height: int | None,
-        width: int | None,
-        batch: int | None,
-        steps: int | None,
-        references: Sequence[tuple[int, int]] | None,
+        height: int | None = None,
+        width: int | None = None,
+        batch: int | None = None,
+        steps: int | None = None,
+        references: Sequence[tuple[int, int]] | None = None,
     ) -> Report:
-        run = self._last_run
-        if references is None:
-            references = run.references if run is not None and height is width is None else ()
-        if height is width is None and run is not None:
-            height, width = run.height, run.width
-        if batch is None:
-            batch = self._denoiser.usual_batch if run is None else run.batch
-        if steps is None:
-            steps = default_steps(self._model) if run is None or run.steps is None else run.steps
+        """Count what merging does to each block, see :meth:`Patch.report`."""
+        run = self._state.last_run
+        if run is not None:
+            if references is None and height is width is None:
+                references = run.references
+            if height is width is None:
+                height, width = run.height, run.width
+            batch = run.batch if batch is None else batch
+            steps = run.steps if steps is None else steps
+        batch = self._denoiser.usual_batch if batch is None else batch
+        steps = default_steps(self._model) if steps is None else steps
         config = self._settings_at(height, width, steps)
+        references = () if references is None else tuple(references)
         dense = {root: state.kept.dense for root, state in self._states.items()}
-        key = height, width, batch, steps, config, tuple(references), tuple(dense.values())
+        key = height, width, batch, steps, config, references, tuple(dense.values())
         if self._counted is None or self._counted[0] != key:
-            counted = predict(self._model, config, height, width, batch, steps, references, dense)
-            slower = slower_than_dense(counted, self._fewest_tokens)
-            notes = counted.notes if slower is None else (*counted.notes, slower)
-            self._counted = key, dataclasses.replace(counted, notes=notes)
+            report = predict(self._model, config, height, width, batch, steps, references, dense)
+            slower = slower_than_dense(report, self._fewest_tokens)
+            if slower is not None:
+                report = dataclasses.replace(report, notes=(*report.notes, slower))
+            self._counted = key, report, slower
         return self._counted[1]
 
     def _fewest_tokens(self) -> int:
@@ -316,74 +306,75 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         report, slower, problem = None, None, ""
         try:
             report = self.report()
-            slower = slower_than_dense(report, self._fewest_tokens)
+            slower = self._counted[2] if self._counted else None
         except Exception as error:  # a handle can always be printed
             problem = why(error)
         pipe = self._model if getattr(self._model, "scheduler", None) is not None else None
+        root, run = self._denoiser.root, self._state.last_run
         conditions = Conditions(
             models=tuple(type(model).__name__ for model in self._states),
             method=self._method,
-            blocks=len(self._denoiser.blocks),
-            dtype=_dtype(self._denoiser.root),
-            is_unet=bool(self._denoiser.deep_stages),
+            denoiser=self._denoiser,
             scale=getattr(pipe, "vae_scale_factor", None),
+            pictures=self._pictures(pipe),
+            guidance=default_guidance(pipe) if run is None else run.guidance,
             slower=slower,
             estimate=self._estimated(),
-            watched=self._states[self._denoiser.root].kept.note,
+            watched=self._state.kept.note,
         )
-        if state_of(self._denoiser.root) is not self._states[self._denoiser.root]:
+        if state_of(root) is not self._state:
             return f"{title(self._in_force, conditions)}: removed"
-        lines = summary(self._in_force, conditions, report, self._last_run)
+        lines = summary(self._in_force, conditions, report, run)
         return "\n".join([*lines, *([f"  not counted: {problem}"] if problem else [])])
 
     @property
     def _in_force(self) -> ToMeConfig:
         """The settings of the last run; before the first, those of the next one as far as it is known."""
-        state: ModelState = self._states[self._denoiser.root]
-        if self._last_run is not None:
-            return self._last_run.config
-        if self._default is not None:
-            return state.kept.config
-        return state.kept.config if state.kept.note else state.config
+        run = self._state.last_run
+        if run is not None:
+            return run.config
+        kept = self._state.kept
+        return kept.config if self._default is not None or kept.note else self._state.config
 
     @property
     def error(self) -> Estimate | None:
         """How close the last picture is to the dense one, see :attr:`Patch.error`."""
-        run = self._last_run
-        if run is None or self._default is None or not run.steps:
+        run = self._state.last_run
+        if run is None or self._default is None:
             return None
-        harm = self._default.harm(run.config, self._grid_of(run), run.steps, run.guidance)
-        return estimate_closeness(harm, run.config, run.steps, noted(run.errors))
+        return self._default.estimate(run, self._grid_at(run.height, run.width))
 
     def _estimated(self) -> str:
         """Return the estimate as text, and what a tolerance did; empty: nothing is known."""
-        error, run, default = self.error, self._last_run, self._default
+        error, run, default = self.error, self._state.last_run, self._default
         if error is None or run is None or run.steps is None or default is None or default.min_psnr is None:
             return "" if error is None else f"estimated: {error}"
-        planned = default.plan(self._grid_of(run), run.steps, run.guidance).config
+        planned = default.plan(self._grid_at(run.height, run.width), run.steps, run.guidance).config
         ran, plan = (len(own.reuse.steps_of(run.steps).full) for own in (run.config, planned))
         further = f"{ran - plan} further complete step{'s' if ran - plan != 1 else ''}"
         return f"min_psnr {default.min_psnr:g}: {further}; estimated {error}"
 
-    def _grid_of(self, run: RunLog) -> GridShape | None:
-        if run.height is None or run.width is None:
+    def _pictures(self, pipe: Any) -> int | None:
+        """Return how many pictures a call draws; None: unknown."""
+        run = self._state.last_run
+        if run is None:
+            return 1
+        if getattr(pipe, "do_classifier_free_guidance", None) is None:
             return None
-        return self._denoiser.grid_at(run.height, run.width)
+        pictures, others = divmod(run.batch, guidance_copies(pipe) if self._denoiser.usual_batch > 1 else 1)
+        return None if others else pictures
+
+    def _grid_at(self, height: int | None, width: int | None) -> GridShape | None:
+        return None if height is None or width is None else self._denoiser.grid_at(height, width)
 
     def _settings_at(self, height: int | None, width: int | None, steps: int | None) -> ToMeConfig:
         """Return the settings of a run with this size of the latents and number of steps."""
-        run, kept = self._last_run, self._states[self._denoiser.root].kept
+        run = self._state.last_run
         same = run is not None and (height, width, steps) == (run.height, run.width, run.steps)
-        if self._default is None or same or kept.note:
+        if self._default is None or same or self._state.kept.note:
             return self._in_force
         guidance = self._default.facts.guidance if run is None else run.guidance
-        grid = None if height is None or width is None else self._denoiser.grid_at(height, width)
-        return self._default.settings(grid, steps, guidance)
-
-    @property
-    def _last_run(self) -> RunLog | None:
-        state: ModelState = self._states[self._denoiser.root]
-        return state.last_run
+        return self._default.settings(self._grid_at(height, width), steps, guidance)
 
 
 class EncoderPatch(Patch[ViTReport, RecordedTokens]):
@@ -398,14 +389,15 @@ class EncoderPatch(Patch[ViTReport, RecordedTokens]):
         super().__init__(states, next(iter(states.values())))
         self._model = model
 
-    def _report(
+    def report(
         self,
-        height: int | None,
-        width: int | None,
-        batch: int | None,
-        steps: int | None,
-        references: Sequence[tuple[int, int]] | None,
+        height: int | None = None,
+        width: int | None = None,
+        batch: int | None = None,
+        steps: int | None = None,
+        references: Sequence[tuple[int, int]] | None = None,
     ) -> ViTReport:
+        """Count what merging does to each layer, see :meth:`Patch.report`."""
         if steps is not None:
             raise ConfigError(
                 f"steps: a vision transformer has no denoising steps, got {shown(steps)}; leave it out"
@@ -424,16 +416,9 @@ class EncoderPatch(Patch[ViTReport, RecordedTokens]):
         except Exception as error:  # printing a handle never fails, whatever became of the model
             return f"{title}\n  not counted: {why(error)}"
         first, last = report.rows[0], report.rows[-1]
-        lines = [
-            title,
-            f"  merging: {first.tokens} tokens in the first layer, {last.merged_tokens} after the last",
+        return (
+            f"{title}\n"
+            f"  merging: {first.tokens} tokens in the first layer, {last.merged_tokens} after the last\n"
             f"  counted at {report.width} × {report.height} px, batch {report.batch}: "
-            f"{saved(report.flops_dense, report.flops_merged)} of the operations saved",
-        ]
-        return "\n".join(lines)
-
-
-def _dtype(model: nn.Module) -> str:
-    dtypes = (weight.dtype for weight in model.parameters())
-    found = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
-    return "" if found is None else str(found).removeprefix("torch.")
+            f"{saved(report.flops_dense, report.flops_merged)} of the operations saved"
+        )

@@ -13,13 +13,9 @@ class Tabled:
     def _table(self) -> TextTable:
         raise NotImplementedError
 
-    def __str__(self) -> str:
-        """Return a table in plain text, followed by the notes."""
-        return str(self._table())
-
     def __repr__(self) -> str:
-        """Return the same, for a prompt of Python."""
-        return str(self)
+        """Return a table in plain text, followed by the notes, for ``print`` and a prompt of Python."""
+        return str(self._table())
 
     def _repr_html_(self) -> str:
         """Return the table for a notebook, followed by the notes."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from tokenmerge.config import SavedSettings
+from tokenmerge.config import FoundFor, SavedSettings, ToMeConfig
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.models.base import GridShape, Host
 from tokenmerge.plans import Plan
@@ -14,33 +14,39 @@ from tokenmerge.plans import Plan
 __all__ = ["TunedMethod"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TunedMethod(DefaultMethod):
     """The default method with a plan that a search found.
 
     Attributes:
-        saved: the plan, with the speed-up and the kind of generation that it was found for.
-        pipe: the pipeline, whose scheduler is read when a generation begins; None: no solver is compared. A
-            copy of the model has none.
-        model: class of its denoiser.
-        found_at: (frames, rows, columns) of the finest token grid that the plan was found for.
+        found: settings of the plan.
+        found_for: the kind of generation that it was found for.
+        found_at: (frames, rows, columns) of the finest token grid there.
+        model: class of the pipeline's denoiser.
+        pipe: the pipeline, whose scheduler is read when a generation begins. A copy has none, and compares no
+            solver.
     """
 
-    saved: SavedSettings | None = None
-    pipe: Any = None
-    model: str = ""
-    found_at: GridShape | None = None
+    found: ToMeConfig
+    found_for: FoundFor
+    found_at: GridShape
+    model: str
+    pipe: Any
 
     @classmethod
     def of_saved(cls, pipe: object, hosts: Sequence[Host], saved: SavedSettings) -> TunedMethod:
         """Return the method for a plan of ``tokenmerge tune`` and the models of a pipeline."""
         assert saved.speedup is not None
         assert saved.found_for is not None
-        plain = DefaultMethod.of(pipe, hosts, saved.speedup)
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
-        own = {field.name: getattr(plain, field.name) for field in dataclasses.fields(DefaultMethod)}
-        grid = denoiser.grid_at(saved.found_for.height, saved.found_for.width)
-        return cls(**own, saved=saved, pipe=pipe, model=type(denoiser.root).__name__, found_at=grid)
+        return cls(
+            **vars(DefaultMethod.of(pipe, hosts, saved.speedup)),
+            found=saved.config,
+            found_for=saved.found_for,
+            found_at=denoiser.grid_at(saved.found_for.height, saved.found_for.width),
+            model=type(denoiser.root).__name__,
+            pipe=pipe,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "pipe": None}
@@ -48,20 +54,13 @@ class TunedMethod(DefaultMethod):
     def differences(
         self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
     ) -> list[str]:
-        """Return how a generation differs from those that the plan was found for.
-
-        The arguments are those of :meth:`settings`. What is None is not compared.
-        """
-        assert self.saved is not None
-        assert self.saved.found_for is not None
-        found = self.saved.found_for
+        """Return how a generation differs from those of the plan. What is None is not compared."""
         solver = None if self.pipe is None else type(self.pipe.scheduler).__name__
-        differences = found.differences(self.model, None, steps, solver, guidance)
-        if grid not in (None, self.found_at):
-            assert grid is not None
-            scale = found.height // self.found_at[1] if self.found_at else 1
+        differences = self.found_for.differences(self.model, None, steps, solver, guidance)
+        if grid is not None and grid != self.found_at:
+            scale = self.found_for.height // self.found_at[1]
             size = grid[1] * scale, grid[2] * scale
-            differences += found.differences(size=size) or ["another number of frames"]
+            differences += self.found_for.differences(size=size) or ["another number of frames"]
         return differences
 
     def plan(
@@ -71,19 +70,15 @@ class TunedMethod(DefaultMethod):
         guidance: float | None = None,
         ends_clean: bool = False,
     ) -> Plan:
-        """Return the plan of one generation, without changes; the arguments are those of :meth:`settings`."""
-        rule = super().plan(grid, steps, guidance, ends_clean)
-        assert self.saved is not None
+        """Return the plan that was found, or that of the default method in another kind of generation."""
+        plan = super().plan(grid, steps, guidance, ends_clean)
         if self.differences(grid, steps, guidance):
-            return rule
-        return dataclasses.replace(rule, config=self.saved.config)
+            return plan
+        return dataclasses.replace(plan, config=self.found)
 
     def shortfall(
         self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
     ) -> str:
-        """Return how the generation differs from those of the plan, or what the rule does not reach."""
-        assert self.saved is not None
-        assert self.saved.found_for is not None
-        if differences := self.differences(grid, steps, guidance):
-            return self.saved.found_for.warning(differences, self.speedup)
-        return ""
+        """Return how the generation differs from those of the plan; empty: it does not."""
+        differences = self.differences(grid, steps, guidance)
+        return self.found_for.warning(differences, self.speedup) if differences else ""

@@ -53,7 +53,7 @@ def test_work_scales_with_the_picture(name):
     host = find_hosts(model)[0]
     work = work_of(host)
     for side in (8, 16):
-        facts = facts_of(host, (host.frames, side, side), 1, work)
+        facts = dataclasses.replace(facts_of(host, (host.frames, side, side), 1), work=work)
         own = sum(2 * share.amount.at(facts.tokens(share.level)) for share in work.shares)
         report = predict(model, MERGING, side * host.patch, side * host.patch, batch=1)
         assert own == pytest.approx(report.flops_dense, rel=0.02)

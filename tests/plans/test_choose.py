@@ -125,8 +125,7 @@ def test_without_proportional_attention_merging_loses_more():
 def test_planners_of_transformers_compare_what_the_model_added():
     for model, compared in (("unet", "input"), ("transformer", "model_residual")):
         assert choose(facts(model), 2.0).features == compared
-    for missing in ("follows_steps", "compares_residuals"):
-        assert choose(facts("transformer", **{missing: False}), 2.0).features == "input"
+    assert choose(facts("transformer", follows_steps=False), 2.0).features == "input"
 
 
 def test_without_memory_for_them_there_are_no_corrections():

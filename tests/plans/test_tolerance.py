@@ -11,17 +11,11 @@ import pytest
 from tests.plans.test_choose import MODELS, facts
 
 from tokenmerge.config import ToMeConfig, dense_outside
-from tokenmerge.plans import Facts, plan_for, policy, speedup_of
-from tokenmerge.plans.tolerance import CLEAR, Tolerance
+from tokenmerge.plans import Facts, Shown, plan_for, policy, speedup_of
+from tokenmerge.plans.tolerance import Tolerance
 
 STEPS, SPEEDUP = 20, 2.5
 EVERY = pytest.mark.parametrize("model", MODELS)
-
-
-@pytest.fixture(autouse=True)
-def numbers(monkeypatch):
-    """Numbers of the estimate that follow what a generation shows, whatever the policy has."""
-    monkeypatch.setitem(policy._table(), "estimate", {"weights": [0.0, 0.6, 0.4], "within": 4.5})
 
 
 def followed(
@@ -29,11 +23,12 @@ def followed(
 ) -> ToMeConfig:
     """Return the settings of a generation whose forecasts err so much for each step of their distance."""
     tolerance = Tolerance(of_generation, SPEEDUP, min_psnr, change)
-    last = 0
+    last, errors = 0, {}
     for done in range(STEPS):
         if tolerance.asks(done):
             own = error(done) if callable(error) else error
-            tolerance.follow(done, {"deep": {done - 1: own * (done - last)}} if done > 2 else {})
+            errors |= {done - 1: own * (done - last)} if done > 2 else {}
+            tolerance.follow(done, Shown({"deep": errors} if errors else {}))
             last = done
     return tolerance.config
 
@@ -65,9 +60,7 @@ def test_larger_errors_and_tolerances_run_more_complete_steps(model):
 
 def of_plan(of_generation: Facts) -> float:
     """Return a tolerance that the plan of the speed-up just keeps, as far as it is known at the beginning."""
-    return (
-        -10 * math.log10(plan_for(of_generation, SPEEDUP).harm) - CLEAR * policy.estimate_of()["within"] - 0.5
-    )
+    return -10 * math.log10(plan_for(of_generation, SPEEDUP).harm) - policy.estimate_of()["margin"] - 0.5
 
 
 @EVERY

@@ -84,7 +84,7 @@ def test_the_settings_that_cache_most_count():
 
 def test_plans_that_are_shared_are_refused_where_they_do_not_fit():
     shared = ToMeConfig(ratio=0.5, plans=PlanSharing(every=3))
-    with pytest.raises(ConfigError, match=r"max_cache: expected at least .* got 0.0 MB; raise it"):
+    with pytest.raises(ConfigError, match=r"max_cache: expected at least .* got 0.0 MB; with less, no step"):
         within(hosts.unet(), shared, 0)
 
 

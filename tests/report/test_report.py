@@ -292,14 +292,17 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (ToMeConfig(rules=dense_outside(0, 0.75)), "from 75 % of the steps on: all is dense"),
+        (
+            ToMeConfig(rules=dense_outside(0, 0.75)),
+            "from 75 % of the steps on: nothing merges, and nothing is skipped",
+        ),
         (presets.sdtm(), "from 80 % of the steps on: ratio=0.34"),
         (presets.sdtm(), "from 40 % of the steps on: planner=tome"),
         (presets.sdtm(), "tokens and operations are those of the step that merges most"),
         (presets.toma(), "a plan is used for 5 steps"),
         (presets.toma(), "consecutive blocks with the same token grid share a plan"),
         (presets.ibtm(), "the planner 'tome' runs until the first guided step"),
-        (ToMeConfig(correction=Correction(every=4)), "1 of 4 complete steps is dense"),
+        (ToMeConfig(correction=Correction(every=4)), "1 of 4 complete steps merges nothing"),
         (ToMeConfig(plans=PlanSharing(every=4)), "a plan is used for 4 steps"),
         (ToMeConfig(reuse=StepReuse(every=2)), "1 of 2 steps runs all"),
         (

@@ -92,7 +92,7 @@ def test_a_merged_call_runs_few_functions(name, most):
 
 @pytest.mark.parametrize("scope", ["layers", "block"])
 @torch.no_grad()
-def test_in_a_merged_block_twelve_files_act(scope):
+def test_in_a_merged_block_eleven_files_act(scope):
     """From its ``forward`` to the gather and back, with a new plan: what a reader steps into."""
     family = FAMILIES["UNet2DConditionModel"]
     model, arguments = model_of(family), family.inputs(2, 8, 8)
@@ -108,7 +108,6 @@ def test_in_a_merged_block_twelve_files_act(scope):
     assert files_that_act(lambda: block(*given["args"], **given["kwargs"])) == {
         *("runtime/blocks/forward.py", "runtime/blocks/planning.py", "runtime/blocks/merged_call.py"),
         "runtime/blocks/compiled.py",  # it is asked whether the block is compiled
-        "runtime/steps/decide.py",  # it is asked whether the call is dense
         *("planners/_grid.py", "planners/tome.py"),
         *("ops/partition.py", "ops/matching.py", "ops/plan.py", "ops/arithmetic.py"),
         "ops/once.py",  # it keeps what depends on the grid alone

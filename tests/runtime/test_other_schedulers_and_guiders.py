@@ -20,7 +20,6 @@ from tiny_pipeline import SIDE
 
 from tokenmerge import StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.api import merge_in_hosts
-from tokenmerge.config import FoundFor
 from tokenmerge.default_method import settings_for
 from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge.runtime.steps.pipeline import guidance_scale
@@ -106,13 +105,12 @@ def editing(pipe: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 def test_steps_of_an_inverse_scheduler_are_reused(editing):
     """It turns a picture into noise before the other half of the pipeline edits it."""
-    reused = {"complete": 5, "reused": 3}
-    found = FoundFor(model="UNet2DConditionModel", height=SIDE // 2, width=SIDE // 2, steps=8)
+    reused = {"merged": 5, "reused": 3}
     picture = Image.new("RGB", (SIDE, SIDE), (200, 30, 60))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         config = ToMeConfig(ratio=0.5, reuse=StepReuse(every=2))
-        merge_in_hosts(editing, config, found_for=found, check_size=False)
+        merge_in_hosts(editing, config, check_size=False)
         noise = editing.invert(
             prompt="a cat", image=picture, num_inference_steps=8, inpaint_strength=1.0
         ).latents

@@ -254,7 +254,7 @@ def test_no_plan_outlives_its_block(fails):
     else:
         hosts.call(unet, **hosts.inputs())
     states = [m.__dict__["_tokenmerge"] for m in unet.modules() if "_tokenmerge" in m.__dict__]
-    merges = [state.threads.value.merge for state in states if isinstance(state, BlockState)]
+    merges = [state.threads.value.running for state in states if isinstance(state, BlockState)]
     assert merges == [None] * 3  # one for each block
 
 

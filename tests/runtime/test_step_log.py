@@ -82,20 +82,20 @@ def test_of_the_steps_some_are_full_some_reused_and_some_dense(pipe):
         draw(pipe, STEPS)
         kinds[name] = [row.kind for row in patch.steps]
         assert [row.step for row in patch.steps] == list(range(STEPS))
-    assert kinds["every step"] == ["complete"] * STEPS
-    assert kinds["until"] == ["complete"] * 4 + ["dense"] * 4
+    assert kinds["every step"] == ["merged"] * STEPS
+    assert kinds["until"] == ["merged"] * 4 + ["unmerged"] * 4
     assert kinds["corrected"] == [
-        "dense",
-        "complete",
-        "complete",
-        "dense",
-        "complete",
-        "complete",
-        "dense",
-        "complete",
+        "unmerged",
+        "merged",
+        "merged",
+        "unmerged",
+        "merged",
+        "merged",
+        "unmerged",
+        "merged",
     ]
     full = SETTINGS["reused"].reuse.steps_of(STEPS).full
-    assert kinds["reused"] == ["complete" if i in full else "reused" for i in range(STEPS)]
+    assert kinds["reused"] == ["merged" if i in full else "reused" for i in range(STEPS)]
 
 
 @ALL
@@ -117,11 +117,11 @@ def test_tokens_and_blocks_are_those_of_the_plans(pipe, name):
         draw(pipe, STEPS)
     rows = patch.steps.rows
     shapes = [(p.plan.inverse.shape[1], p.plan.keep.shape[1]) for p in plans.values()]
-    merging = [row for row in rows if row.kind == "complete"]
+    merging = [row for row in rows if row.kind == "merged"]
     assert {row.blocks for row in merging} == {len(plans)}
     assert {(row.tokens, row.merged_tokens) for row in merging} == {max(shapes)}
     for row in rows:
-        if row.kind == "dense":
+        if row.kind == "unmerged":
             assert (row.blocks, row.tokens, row.merged_tokens) == (0, None, None)
         if row.kind == "reused":  # the finest level of the UNet runs
             assert 0 < row.blocks < len(plans)
@@ -315,7 +315,7 @@ def test_blocks_that_are_compiled_record_as_others_do_in_as_many_graphs(shared):
 def test_the_change_of_results_of_any_form(first, second, change):
     log, generation = StepLog(), Generation(0)
     for index, result in enumerate((first, second)):
-        log.begin_call(DenoisingStep(index, 2, generation=generation), "complete", torch.device("cpu"))
+        log.begin_call(DenoisingStep(index, 2, generation=generation), "merged", torch.device("cpu"))
         log.end_call(result)
     assert log.rows()[1].change == change
 
@@ -324,36 +324,36 @@ def test_each_call_of_a_step_is_compared_with_the_same_call_of_the_step_before()
     log, generation = StepLog(), Generation(0)
     for index, values in enumerate([(1.0, 10.0), (2.0, 10.0)]):
         for value in values:
-            log.begin_call(DenoisingStep(index, 2, generation=generation), "complete", torch.device("cpu"))
+            log.begin_call(DenoisingStep(index, 2, generation=generation), "merged", torch.device("cpu"))
             log.end_call((torch.full((2,), value),))
     assert log.rows()[1].change == pytest.approx((2 / 202) ** 0.5)
 
 
 def test_of_several_calls_in_a_step_the_last_says_its_kind():
     log, step = StepLog(), DenoisingStep(0, 2, generation=Generation(0))
-    for kind in ("dense", "complete"):
+    for kind in ("unmerged", "merged"):
         log.begin_call(step, kind, torch.device("cpu"))
         log.end_call((torch.ones(2),))
-    assert [row.kind for row in log.rows()] == ["complete"]
+    assert [row.kind for row in log.rows()] == ["merged"]
 
 
 def test_the_table_says_it_all(pipe):
     patch = recording(pipe, "until")
     draw(pipe, 4)
     lines = str(patch.steps).splitlines()
-    assert lines[0].startswith("4 steps (2 complete, 0 reused, 2 dense), ")
+    assert lines[0].startswith("4 steps (4 complete, 2 of them unmerged, 0 reused), ")
     assert lines[1].split() == ["step", "kind", "tokens", "blocks", "change", "seconds"]
     side = 64 // pipe.vae_scale_factor
     first = patch.steps.rows[0]
     assert lines[2].split()[:6] == [
         "0",
-        "complete",
+        "merged",
         str(first.tokens),
         "→",
         str(first.tokens // 2),
         str(first.blocks),
     ]
     assert first.tokens in (side * side, pipe.unet.config.sample_size**2)
-    assert lines[5].split()[:3] == ["3", "dense", "0"]
+    assert lines[5].split()[:3] == ["3", "unmerged", "0"]
     assert "<table>" in patch.steps._repr_html_()
-    assert patch.steps.to_dicts()[3]["kind"] == "dense"
+    assert patch.steps.to_dicts()[3]["kind"] == "unmerged"

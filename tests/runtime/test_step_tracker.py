@@ -53,7 +53,7 @@ def indices(scheduler: Any, steps: int, first: int = 0, unit: float = 1.0, dtype
         step = step_of(scheduler, timestep)
         assert step is not None
         assert step.total == len(scheduler.timesteps)
-        assert step.first == first
+        assert step.generation.first == first
         found.append(step.index)
         extra = (
             {"generator": torch.Generator()}
@@ -131,16 +131,16 @@ def test_a_generation_is_that_of_the_very_tensor_of_its_timesteps():
     one, same_values = torch.arange(900, 0, -100), torch.arange(900, 0, -100)
     steps = [at(one, index) for index in (4, 5, 5, 6)]
     assert len({step.generation for step in steps}) == 1
-    assert [step.first for step in steps] == [4] * 4
+    assert [step.generation.first for step in steps] == [4] * 4
     assert [step.done for step in steps] == [0, 1, 1, 2]
     # Another scheduler, or the same one after ``set_timesteps``, with equal timesteps.
     other = at(same_values, 7)
     assert other.generation is not steps[-1].generation
-    assert other.first == 7
+    assert other.generation.first == 7
     # Going back begins another generation with the same timesteps.
     again = at(one, 4)
     assert again.generation is not steps[-1].generation
-    assert again.first == 4
+    assert again.generation.first == 4
 
 
 def test_tiles_have_deep_copies_of_the_schedulers_state():

@@ -31,6 +31,7 @@ from torch import nn
 
 from tokenmerge import Correction, StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.config import dense_outside
+from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.memory.state import BlockState, LayerState
 from tokenmerge.runtime.patching.patch import state_of
 
@@ -59,16 +60,10 @@ def calls(model: nn.Module) -> list[tuple[int, int, str]]:
 
     def note(*_: Any) -> None:
         context = state.context
-        merges = any(settings.ratio for settings in context.settings.values())
-        what = (
-            "corrects"
-            if context.decision.measures
-            else "merges"
-            if context.decision.deep is None
-            else "reuses"
-        )
+        what = {Merging.MERGES: "merges", Merging.MEASURES: "corrects", Merging.DENSE: "dense"}
+        reuses = context.decision.merging is Merging.MERGES and context.decision.deep is not None
         index = state.threads.value.memory.tracker.index
-        seen.append((index, context.call, what if merges else "dense"))
+        seen.append((index, context.call, "reuses" if reuses else what[context.decision.merging]))
 
     model.register_forward_pre_hook(note)
     return seen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import hosts
@@ -21,8 +22,7 @@ from torch.torch_version import TorchVersion
 from tokenmerge import ConfigError, ToMeConfig, ViTConfig, apply_token_merging
 from tokenmerge.config import read_metadata
 from tokenmerge.planners import calibration
-from tokenmerge.plans import policy
-from tokenmerge.runtime.memory.run_log import ForecastError, noted
+from tokenmerge.runtime.memory.run_log import ForecastError, RunLog, shown
 from tokenmerge.runtime.patching.patch import state_of
 
 SPEEDUP, HIGHEST = 1.5, 500
@@ -38,12 +38,6 @@ def fast(tmp_path, monkeypatch):
     """A device on which merging is faster on every grid."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 16)
-
-
-@pytest.fixture(autouse=True)
-def numbers(monkeypatch):
-    """Numbers of the estimate that follow what a generation shows, whatever the policy has."""
-    monkeypatch.setitem(policy._table(), "estimate", {"weights": [0.0, 0.6, 0.4], "within": 4.5})
 
 
 class Unet:
@@ -145,11 +139,13 @@ def test_a_picture_depends_on_its_seed_alone():
 
 
 def test_of_a_batch_the_largest_errors_count():
-    def noted_as(*errors: float) -> dict[str, dict[int, float]]:
-        return noted([ForecastError(3, "deep", 2, torch.tensor(errors))])
+    def largest(*errors: float) -> Mapping[str, Mapping[int, float]]:
+        log = RunLog(ToMeConfig(), len(errors), (), 1, 12)
+        log.errors = [ForecastError(3, "deep", 2, torch.tensor(errors))]
+        return shown([log]).errors
 
-    assert noted_as(0.25, 0.5, 0.125) == {"deep": {3: 0.5}}
-    assert math.isnan(noted_as(0.25, math.nan)["deep"][3])
+    assert largest(0.25, 0.5, 0.125) == {"deep": {3: 0.5}}
+    assert math.isnan(largest(0.25, math.nan)["deep"][3])
 
 
 def test_the_summary_says_how_many_steps_were_added():

@@ -98,7 +98,7 @@ def test_a_controller_counts_every_step(pipe, speedup, patched_first):
     assert all(torch.equal(picture, dense) for picture in pictures)
     assert str(patch).count("left alone: what Controller at ") == 1
     assert "12 steps" in str(patch)
-    assert "(0 complete, 0 reused, 12 dense)" in str(patch)
+    assert "(12 complete, 12 of them unmerged, 0 reused)" in str(patch)
     assert "0.0 % of the operations saved" in str(patch)
     assert controller.steps == 2 * STEPS  # no report has called it
 
@@ -129,7 +129,7 @@ def test_maps_of_cross_attention_leave_self_attention_merging(pipe):
         draw(pipe)
     assert controller.steps == STEPS
     assert any(path.endswith("attn1") for path in merging(pipe.unet))
-    assert state_of(pipe.unet).last_run.kinds == {"complete": STEPS}
+    assert state_of(pipe.unet).last_run.kinds == {"merged": STEPS}
 
 
 def test_an_attention_map_read_by_a_hook_is_of_all_tokens_in_each_step(pipe):

@@ -16,10 +16,8 @@ from tokenmerge.config.json_file import (
     save_config,
 )
 from tokenmerge.config.metadata import read_metadata, to_metadata
-from tokenmerge.config.names import NEW_NAMES, flat, with_new_names, words_with_new_names
-from tokenmerge.config.old_rules import with_rules
+from tokenmerge.config.names import REPLACED, check_known, flat
 from tokenmerge.config.parts import Correction, PlanSharing, StepReuse
-from tokenmerge.config.removed import REMOVED, REMOVED_VALUES, without_removed
 from tokenmerge.config.rules import Rule, dense_outside
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
@@ -38,11 +36,9 @@ __all__ = [
     "CACHED_FEATURES",
     "COMBINATIONS",
     "GUIDED_PLANNERS",
-    "NEW_NAMES",
     "OWN_NUMBER",
     "PLANNERS",
-    "REMOVED",
-    "REMOVED_VALUES",
+    "REPLACED",
     "SCOPES",
     "SETTINGS",
     "Correction",
@@ -54,6 +50,7 @@ __all__ = [
     "StepReuse",
     "ToMeConfig",
     "check_below_highest_ratio",
+    "check_known",
     "dense_outside",
     "flat",
     "highest_ratio",
@@ -63,8 +60,4 @@ __all__ = [
     "read_metadata",
     "save_config",
     "to_metadata",
-    "with_new_names",
-    "with_rules",
-    "without_removed",
-    "words_with_new_names",
 ]

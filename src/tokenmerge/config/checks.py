@@ -15,7 +15,6 @@ import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NoReturn, TypeVar
 
-from tokenmerge.config.removed import REMOVED_VALUES, refuse_removed
 from tokenmerge.errors import ConfigError, shown
 
 Check = Callable[[str, Any], Any]
@@ -105,8 +104,6 @@ def one_of(choices: Sequence[Any]) -> Check:
 
     def check(name: str, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, kind) or value not in choices:
-            if isinstance(value, str) and value in REMOVED_VALUES.get(name.rpartition(".")[2], ()):
-                refuse_removed(name, repr(value), f"take {wanted}")
             refuse(name, wanted, value)
         return choices[choices.index(value)]
 

@@ -2,25 +2,22 @@
 
 The file holds ``{"version": 1, "settings": {...}}``, with the settings as :meth:`ToMeConfig.to_dict` returns
 them. ``tokenmerge tune`` writes ``{"version": 2, "speedup": 2.0, "plan": {...}, "for": {...}}``: the wanted
-speed-up, settings that were found for it, and as fields of :class:`FoundFor` what they were found for. Before
-November 2026 it wrote version 1, and under ``"tuned"`` what the settings were found for.
+speed-up, settings that were found for it, and as fields of :class:`FoundFor` what they were found for.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from tokenmerge.config.checks import check_fields, integer, number, optional, refuse
 from tokenmerge.config.tome import ToMeConfig
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, shown
 
 VERSION, VERSION_OF_PLANS = 1, 2
-_LARGEST = 16 * 2**20  # bytes; files of settings have some thousands
-_LONGEST_NAME = 200  # characters of a name in a message
 _SPEEDUP = number("a number ≥ 1, such as 2.0", lambda value: value >= 1)
 
 
@@ -107,9 +104,10 @@ class SavedSettings:
 
     Args:
         config: the settings.
-        found_for: what ``tokenmerge tune`` found them for. None: they were saved, or written by hand.
+        found_for: what ``tokenmerge tune`` found them for. None: they were saved, or written by hand, and
+            hold for all generations.
         speedup: the wanted speed-up that they were found for. In other generations than those of
-            ``found_for``, the default method reaches it. None: the settings hold for all generations.
+            ``found_for``, the default method reaches it. None as for ``found_for``.
     """
 
     config: ToMeConfig
@@ -136,8 +134,6 @@ def save_config(config: ToMeConfig, path: str | Path) -> None:
     """
     text = json.dumps({"version": VERSION, "settings": config.to_dict()}, indent=2) + "\n"
     try:
-        if Path(path).exists() and not Path(path).is_file():
-            raise OSError("not a regular file")
         Path(path).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:  # a ValueError: the path holds a null character
         raise ConfigError(f"{path}: cannot write settings ({error}); choose another path") from error
@@ -160,12 +156,7 @@ def load_config(path: str | Path) -> ToMeConfig:
 def load_settings(path: str | Path) -> SavedSettings:
     """Read settings from a file, and what they were found for; otherwise as :func:`load_config`."""
     try:
-        if Path(path).exists() and not Path(path).is_file():
-            raise OSError("not a regular file")
-        with Path(path).open("rb") as file:
-            text = file.read(_LARGEST + 1)
-        if len(text) > _LARGEST:
-            raise OSError(f"it has more than {_LARGEST:,} bytes")
+        text = Path(path).read_text(encoding="utf-8")
         return content(json.loads(text, object_pairs_hook=unique_keys))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -186,8 +177,8 @@ def content(found: Any) -> SavedSettings:
     if isinstance(found, dict) and found.keys() - {"measured"} == {"version", "speedup", "plan", "for"}:
         _check_version(found, VERSION_OF_PLANS)
         speedup = _SPEEDUP("speedup", found["speedup"])
-        return SavedSettings(_settings(found, "plan"), _found_for(found["for"], "for"), speedup)
-    if not isinstance(found, dict) or found.keys() - {"tuned"} != {"version", "settings"}:
+        return SavedSettings(_settings(found, "plan"), _found_for(found["for"]), speedup)
+    if not isinstance(found, dict) or found.keys() != {"version", "settings"}:
         keys = list(found) if isinstance(found, dict) else found
         refuse(
             "content",
@@ -195,11 +186,7 @@ def content(found: Any) -> SavedSettings:
             keys,
         )
     _check_version(found, VERSION)
-    config = _settings(found, "settings")
-    if "tuned" not in found:
-        return SavedSettings(config)
-    given = found["tuned"].get("found_for") if isinstance(found["tuned"], dict) else None
-    return SavedSettings(config, _found_for(given, "tuned.found_for"))
+    return SavedSettings(_settings(found, "settings"))
 
 
 def _check_version(found: dict[str, Any], version: int) -> None:
@@ -213,12 +200,12 @@ def _settings(found: dict[str, Any], key: str) -> ToMeConfig:
     return ToMeConfig.from_dict(found[key])
 
 
-def _found_for(given: Any, key: str) -> FoundFor:
+def _found_for(given: Any) -> FoundFor:
     fields = dataclasses.fields(FoundFor)
     names = {field.name for field in fields}
     needed = {field.name for field in fields if field.default is dataclasses.MISSING}
     if not isinstance(given, dict) or not needed <= given.keys() <= names:
-        refuse(key, f"an object with the keys {', '.join(field.name for field in fields)}", given)
+        refuse("for", f"an object with the keys {', '.join(field.name for field in fields)}", given)
     return FoundFor(**given)
 
 
@@ -226,6 +213,6 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object from its pairs; a repeated key is an error."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        ((twice, times),) = collections.Counter(name for name, _ in pairs).most_common(1)
-        raise ConfigError(f"{twice[:_LONGEST_NAME]}: expected once, got it {times} times")
+        ((twice, times),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ConfigError(f"{shown(twice)}: expected once, got it {times} times")
     return found

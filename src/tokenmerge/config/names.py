@@ -1,50 +1,62 @@
-"""Settings by name: ``"reuse.every"`` for the field ``every`` of the part ``reuse``; and former names."""
+"""Settings by name: ``"reuse.every"`` for the field ``every`` of the part ``reuse``."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tokenmerge.config.parts import PARTS
-from tokenmerge.config.removed import without_removed
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, shown
 
-# Current names by former names, which old records and old command lines still use.
-NEW_NAMES: Mapping[str, str] = {
-    "plan_every": "plans.every",
-    "share_plan": "plans.blocks",
-    "share_guidance": "plans.guidance",
-    "correct_every": "correction.every",
-    "reuse_every": "reuse.every",
-    "reuse_finest_every": "reuse.shallow_every",
-    "reuse_finest_from": "reuse.shallow_from",
-    "reuse_span": "reuse.span",
+# What took the place of removed settings. docs/tried-and-removed.md says why they were removed.
+REPLACED: Mapping[str, str] = {
+    **dict.fromkeys(("levels", "schedule", "phases", "until"), "rules"),
+    **dict.fromkeys(("blend", "clusters", "by_guidance"), "reuse.every"),
+    **dict.fromkeys(("reuse.ends", "reuse.spacing", "reuse.start", "reuse.span"), "reuse.full_steps"),
+    **dict.fromkeys(("reuse.shallow_from", "reuse.shallow_until"), "reuse.shallow_steps"),
+    "correction.steps": "correction.every",
+    "repeat_penalty": "features",
+    "use_rand": "seed",
 }
-_OLD_WORD = re.compile(rf"(?<![\w.])({'|'.join(NEW_NAMES)})(?![\w.])")
+
+
+def check_known(names: Iterable[object], known: Iterable[str]) -> None:
+    """Check that names are those of settings.
+
+    Raises:
+        ConfigError: some are not.
+    """
+    known = list(known)
+    unknown = [str(name) for name in names if name not in known]
+    if not unknown:
+        return
+    got = ", ".join(map(shown, unknown))
+    instead = {name: REPLACED.get(name) or REPLACED.get(name.partition(".")[0]) for name in unknown}
+    hints = "".join(f"; take {new} instead of {name}" for name, new in instead.items() if new is not None)
+    raise ConfigError(f"expected settings out of {', '.join(known)}, got {got}{hints}")
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted name.
 
     Args:
-        settings: by dotted name, by a former name, or nested. A nested part is an object, which gives all its
-            fields, or a mapping, which gives some of them.
+        settings: by dotted name, or nested. A nested part is an object, which gives all its fields, or a
+            mapping, which gives some of them.
 
     Raises:
-        ConfigError: one setting is given twice, under two names, or it was removed.
+        ConfigError: one setting is given twice.
 
-    >>> flat({"ratio": 0.4, "correction": {"every": 2}, "share_plan": True})
-    {'ratio': 0.4, 'correction.every': 2, 'plans.blocks': True}
+    >>> flat({"ratio": 0.4, "correction": {"every": 2}})
+    {'ratio': 0.4, 'correction.every': 2}
     """
     found: dict[str, Any] = {}
     for name, value in settings.items():
         for dotted, own in _spread(name, value).items():
             if dotted in found:
-                raise ConfigError(f"{dotted}: given twice, under two names; pass it once")
+                raise ConfigError(f"{dotted}: given twice, by its name and in {name}; pass it once")
             found[dotted] = own
-    return without_removed(found)
+    return found
 
 
 def _spread(name: str, value: Any) -> dict[str, Any]:
@@ -53,7 +65,7 @@ def _spread(name: str, value: Any) -> dict[str, Any]:
         return {f"{name}.{field.name}": getattr(value, field.name) for field in dataclasses.fields(part)}
     if part is not None and isinstance(value, Mapping):
         return {f"{name}.{field}": own for field, own in value.items()}
-    return {NEW_NAMES.get(name, name): value}
+    return {name: value}
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,28 +86,3 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             arguments[name] = value
     return {**arguments, **{name: PARTS[name](**fields) for name, fields in parts.items()}}
-
-
-def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a recorded variant under their current names.
-
-    The label of another variant, which is recorded under ``"as"``, is rewritten too.
-
-    >>> with_new_names({"ratio": 0.5, "reuse_every": 2})
-    {'ratio': 0.5, 'reuse.every': 2}
-    """
-    return {
-        NEW_NAMES.get(name, name): words_with_new_names(value)
-        if name == "as" and isinstance(value, str)
-        else value
-        for name, value in settings.items()
-    }
-
-
-def words_with_new_names(label: str) -> str:
-    """Return the label of a variant, with the current names.
-
-    >>> words_with_new_names("tome ratio=0.5 share_plan")
-    'tome ratio=0.5 plans.blocks'
-    """
-    return _OLD_WORD.sub(lambda found: NEW_NAMES[found[0]], label)

@@ -56,18 +56,18 @@ class PlanSharing(Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Correction(Value):
-    """Dense steps that measure what merging loses, so that the other steps can add it back.
+    """Steps that merge nothing and measure what merging loses, so that the other steps can add it back.
 
-    On a dense step, each layer or block that merges stores its residual: what it adds to each token. On the
-    steps in between, the tokens of a group share one residual. Each token then gets back the difference, on
-    the dense step, between its own residual and that of its group.
+    On such a correction step, each layer or block that merges stores its residual: what it adds to each
+    token. On the steps in between, the tokens of a group share one residual. Each token then gets back the
+    difference, on the correction step, between its own residual and that of its group.
 
     It needs memory for one residual of each layer or block that merges. It cannot be used with
     ``scope="keys"``, where each token has its own residual anyway.
 
     Args:
-        every: distance between dense steps, counted in steps that run all blocks, ≥ 2; 0: no step is dense.
-            Raising it saves more time, as fewer steps are dense, and gives back less of what merging loses.
+        every: distance between correction steps, counted in complete steps, ≥ 2; 0: there are none.
+            Raising it saves more time, as more steps merge, and gives back less of what merging loses.
             3 gives back most of the loss and costs a third of the saving.
 
     Raises:
@@ -79,13 +79,11 @@ class Correction(Value):
     def __post_init__(self) -> None:
         check_fields(self, "correction.", {"every": integer(0)})
         if self.every == 1:
-            raise ConfigError(
-                "correction.every: with 1 every step would be dense; take 2 or more, or 0 for none"
-            )
+            raise ConfigError("correction.every: with 1 no step would merge; take 2 or more, or 0 for none")
 
     @property
     def on(self) -> bool:
-        """Whether any step is dense."""
+        """Whether there are correction steps."""
         return self.every > 0
 
 
@@ -124,8 +122,8 @@ class StepReuse(Value):
     extrapolation is damped if the output did not keep changing in the same direction. The cache holds two
     outputs of each skipped part.
 
-    A complete step runs everything. The first two steps and the last one are complete, and the others are
-    evenly spaced between them. diffusers' own caches cannot run at the same time.
+    A complete step runs the whole model. The first two steps and the last one are complete, and the others
+    are evenly spaced between them. diffusers' own caches cannot run at the same time.
 
     Args:
         every: mean distance between complete steps, ≥ 1; it may be a fraction. Raising it saves more, and the
@@ -194,7 +192,7 @@ class StepsOfReuse:
     """Which steps of a generation run which part of the model, by their index.
 
     Attributes:
-        full: the complete steps, which run everything.
+        full: the complete steps, which run the whole model.
         shallow: the steps that run the finest level of a UNet; all complete steps are among them.
     """
 

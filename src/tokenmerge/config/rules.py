@@ -27,7 +27,7 @@ _CONDITIONS: Mapping[str, Check] = {
     "start": number("a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1),
     "until": share,
 }
-_EVERY = "reuse.every"
+REUSE_EVERY = "reuse.every"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -64,7 +64,7 @@ class Rule(Value):
         changes = flat(self.changes)
         checks = MERGE_CHECKS
         if self.of_steps and self.level is None:
-            checks = {**checks, _EVERY: _check_full}
+            checks = {**checks, REUSE_EVERY: _check_full}
         if fixed := [str(name) for name in changes if name not in checks]:
             raise ConfigError(
                 f"cannot change {', '.join(fixed)}; what can be changed under these conditions is "
@@ -167,7 +167,7 @@ def dense_outside(start: float, until: float) -> Rules:
         ConfigError: a share is out of its range.
     """
     Rule(start=start, until=until)  # checks the shares
-    dense = {"ratio": 0, "reference_ratio": None, _EVERY: 1}
+    dense = {"ratio": 0, "reference_ratio": None, REUSE_EVERY: 1}
     before = (Rule(until=start, changes=dense),) if start > 0 else ()
     return (*before, Rule(start=until, changes=dense)) if until < 1 else before
 

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmerge.config.checks import Check, check_fields, one_of, refuse, unchecked
-from tokenmerge.config.names import flat, nested
-from tokenmerge.config.old_rules import with_rules
+from tokenmerge.config.names import check_known, flat, nested
 from tokenmerge.config.parts import PARTS, Correction, PlanSharing, StepReuse
-from tokenmerge.config.rules import Rule, Rules, check_rules, resolved
+from tokenmerge.config.rules import REUSE_EVERY, Rule, Rules, check_rules, resolved
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
     CHECKS,
@@ -35,7 +34,8 @@ class ToMeConfig(MergeSettings):
             quality, because each of those tokens stands for more of the picture. SDXL has no attention at
             level 1 and needs 2 or more.
         plans: how long a plan is used, and which blocks and prompts share it.
-        correction: dense steps that measure what merging loses, so that the others can add it back.
+        correction: steps that merge nothing and measure what merging loses, so that the others can add it
+            back.
         reuse: step reuse, which skips a part of the model on some steps.
         rules: settings that hold at a level or in some steps, see :class:`tokenmerge.config.Rule`:
             ``[{"level": 2, "ratio": 0.25}, {"start": 0.4, "planner": "tome"}]``. Later rules win. Merging
@@ -60,9 +60,10 @@ class ToMeConfig(MergeSettings):
     rules: Rules = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, "", {**CHECKS, "max_downsample": one_of((1, 2, 4, 8))})
-        check_fields(self, "", {name: _is_part(part) for name, part in PARTS.items()})
-        check_fields(self, "", {"rules": check_rules})
+        parts = {name: _is_part(part) for name, part in PARTS.items()}
+        check_fields(
+            self, "", {**CHECKS, "max_downsample": one_of((1, 2, 4, 8)), **parts, "rules": check_rules}
+        )
         _check_together(unchecked(self, rules=()))
         try:
             _check_together(self)
@@ -152,30 +153,24 @@ class ToMeConfig(MergeSettings):
         """Return the config that has these settings, and defaults for the others.
 
         Args:
-            settings: as :meth:`to_dict` returns them; or by dotted name, ``{"reuse.every": 2}``; or by the
-                names of earlier versions, ``{"reuse_every": 2, "levels": {2: {"ratio": 0.25}}}``.
+            settings: as :meth:`to_dict` returns them, or by dotted name, ``{"reuse.every": 2}``.
 
         Raises:
             ConfigError: a setting is unknown or given twice, or a value is out of range.
 
-        >>> ToMeConfig.from_dict({"ratio": 0.4, "reuse": {"every": 2}, "share_plan": True})
+        >>> ToMeConfig.from_dict({"ratio": 0.4, "reuse": {"every": 2}, "plans.blocks": True})
         ToMeConfig(ratio=0.4, plans=PlanSharing(blocks=True), reuse=StepReuse(every=2))
         """
-        given = flat(with_rules(settings))
-        if unknown := [str(name) for name in given if name not in SETTINGS]:
-            raise ConfigError(f"expected settings out of {', '.join(SETTINGS)}, got {', '.join(unknown)}")
+        given = flat(settings)
+        check_known(given, SETTINGS)
         return cls(**nested(given))
 
 
 def _with(config: ToMeConfig, changes: Mapping[str, Any], rules: Rules) -> ToMeConfig:
-    """Copy a config with settings that were checked before, by dotted name."""
-    fields = {name: value for name, value in changes.items() if "." not in name}
-    for part in PARTS:
-        own = {
-            name.partition(".")[2]: value for name, value in changes.items() if name.startswith(f"{part}.")
-        }
-        if own:
-            fields[part] = unchecked(getattr(config, part), **own)
+    """Copy a config with what rules change, which was checked before."""
+    fields = dict(changes)
+    if REUSE_EVERY in fields:
+        fields["reuse"] = unchecked(config.reuse, every=fields.pop(REUSE_EVERY))
     return unchecked(config, **fields, rules=rules)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenmerge.ops.constants import first_numbers
-from tokenmerge.ops.once import once
+from tokenmerge.ops.once import first_numbers, once
 
 Draw = tuple[int, Tensor]  # a seed, and the number of a step as a 0-dimensional integer tensor
 

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tokenmerge.ops import kernels
-from tokenmerge.ops.constants import first_numbers
-from tokenmerge.ops.once import WITHOUT_LAUNCHES, made_once, once
-from tokenmerge.ops.partition import num_tokens
+from tokenmerge.ops.once import WITHOUT_LAUNCHES, first_numbers, made_once
+from tokenmerge.ops.partition import num_tokens, with_destinations
 
 # Largest number of similarities in memory at once. More sources are compared in slices, so that memory grows
 # linearly with the number of tokens, as with fused attention. On a CPU, slices are small enough that the
@@ -72,8 +71,7 @@ def compared(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor
         Features of the sources ``[b, s, c]``, their lengths ``[b, s]``, and features of the destinations,
         divided by their lengths, ``[b, d, c]``. None: those of the sources are divided already.
     """
-    both = once(src, "with destinations", lambda: torch.cat([src, dst], dim=-1), dst)
-    tokens, s = selected(features, both), src.shape[-1]
+    tokens, s = selected(features, with_destinations(src, dst)), src.shape[-1]
     if features.device.type not in WITHOUT_LAUNCHES:
         unit = unit_tokens(tokens)
         return unit[:, :s], None, unit[:, s:]

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.ops.arithmetic import Draw, arithmetic
-from tokenmerge.ops.constants import first_rows
-from tokenmerge.ops.once import made_once, once
+from tokenmerge.ops.once import first_rows, made_once, once
 
 
 def num_destinations(grid: Sequence[int], cell: Sequence[int]) -> int:

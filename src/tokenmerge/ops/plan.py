@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from tokenmerge.ops import kernels
 from tokenmerge.ops.arithmetic import arithmetic
-from tokenmerge.ops.constants import first_numbers, first_rows, ones, rows_of_images
-from tokenmerge.ops.once import made_once, once
+from tokenmerge.ops.once import first_numbers, first_rows, once, ones, rows_of_images
 from tokenmerge.ops.partition import with_destinations
 from tokenmerge.ops.soft import SoftPlan
 
@@ -91,39 +90,28 @@ class IndexPlan(NamedTuple):
         """Return this plan with rows of the whole batch, if its indices start at 0 in each image."""
         (b, m), n = self.keep.shape, self.inverse.shape[1]
         image = torch.arange(b, device=self.keep.device).unsqueeze(1)
-        return IndexPlan(
-            keep=self.keep + image * n,
-            sources=self.sources + image * n,
-            targets=self.targets + image * m,
-            inverse=self.inverse + image * m,
-            sizes=self.sizes,
-            weights=self.weights,
-        )
+        keep, inverse = self.keep + image * n, self.inverse + image * m
+        sources, targets = self.sources + image * n, self.targets + image * m
+        return IndexPlan(keep, sources, targets, inverse, self.sizes, self.weights)
 
     def joined(self, parts: int) -> IndexPlan:
         """Return the plan for b / ``parts`` images, each of which joins ``parts`` images."""
         if parts == 1:
             return self
         b = len(self.keep) // parts
-        return IndexPlan(
-            keep=self.keep.reshape(b, -1),
-            sources=self.sources.reshape(b, -1),
-            targets=self.targets.reshape(b, -1),
-            inverse=self.inverse.reshape(b, -1),
-            sizes=self.sizes.reshape(b, -1),
-            weights=None if self.weights is None else self.weights.reshape(b, -1),
-        )
+        fields: list[Any] = [None if field is None else field.reshape(b, -1) for field in self]
+        return IndexPlan(*fields)
 
     def repeated(self, times: int) -> IndexPlan:
         """Return the plan for a batch that repeats the b images of this plan ``times`` times."""
         (b, m), n, device = self.keep.shape, self.inverse.shape[1], self.keep.device
-        before_n = first_rows(times, b * n, 0, device).unsqueeze(2)
-        before_m = first_rows(times, b * m, 0, device).unsqueeze(2)
+        rows = first_rows(times, b * n, 0, device).unsqueeze(2)
+        merged = first_rows(times, b * m, 0, device).unsqueeze(2)
         return IndexPlan(
-            keep=(self.keep + before_n).flatten(0, 1),
-            sources=(self.sources + before_n).flatten(0, 1),
-            targets=(self.targets + before_m).flatten(0, 1),
-            inverse=(self.inverse + before_m).flatten(0, 1),
+            keep=(self.keep + rows).flatten(0, 1),
+            sources=(self.sources + rows).flatten(0, 1),
+            targets=(self.targets + merged).flatten(0, 1),
+            inverse=(self.inverse + merged).flatten(0, 1),
             sizes=self.sizes.repeat(times, 1),
             weights=None if self.weights is None else self.weights.repeat(times, 1),
         )
@@ -133,11 +121,12 @@ class IndexPlan(NamedTuple):
         (b, m), n, device = self.keep.shape, self.inverse.shape[1], self.keep.device
         # Each image moves behind the text of those before it and its own.
         shift = first_rows(b, before, before, device)
+        tokens, merged = (rows_of_images(b, before + own, device)[:, :before] for own in (n, m))
         return IndexPlan(
-            keep=torch.cat([_first_of_each(b, before, before + n, device), self.keep + shift], dim=1),
+            keep=torch.cat([tokens, self.keep + shift], dim=1),
             sources=self.sources + shift,
             targets=self.targets + shift,
-            inverse=torch.cat([_first_of_each(b, before, before + m, device), self.inverse + shift], dim=1),
+            inverse=torch.cat([merged, self.inverse + shift], dim=1),
             sizes=torch.cat([ones(b, before, device), self.sizes], dim=1),
             weights=self.weights,
         )
@@ -249,9 +238,3 @@ def add_unmerged(plan: Plan, x: Tensor, y: Tensor) -> Tensor:
     if kernels.ON and isinstance(plan, IndexPlan) and x.dtype == y.dtype and kernels.used(x, y):
         return kernels.add_rows(x, y, plan.inverse)
     return x + plan.unmerge(y)
-
-
-@made_once
-def _first_of_each(b: int, k: int, n: int, device: torch.device) -> Tensor:
-    """Return the first k rows of each of b images of n rows: ``[b, k]``."""
-    return torch.arange(b * n, device=device).view(b, n)[:, :k]

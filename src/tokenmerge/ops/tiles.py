@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tokenmerge.ops import kernels
-from tokenmerge.ops.constants import first_rows
 from tokenmerge.ops.matching import by_similarity, compared, largest_products, own_cell, unit_tokens
-from tokenmerge.ops.once import WITHOUT_LAUNCHES, made_once, once
+from tokenmerge.ops.once import WITHOUT_LAUNCHES, first_rows, made_once, once
 from tokenmerge.ops.partition import num_destinations, num_tokens, whole_cells, with_destinations
 from tokenmerge.ops.plan import IndexPlan, make_plan, plan_of_rows
 
@@ -98,14 +97,8 @@ def tiled_plan(
 def _best(sources: Tensor, destinations: Tensor, places: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest product of each source with the destinations of its window, and their indices.
 
-    Args:
-        sources: ``[b, s, c]``.
-        destinations: ``[b, d, c]``.
-        places: ``[t, q]`` which q of the sources are in each of t boxes.
-        windows: ``[t, w]`` which w of the destinations each of these is compared with.
-
-    Returns:
-        ``[b, t * q]`` each.
+    ``places`` ``[t, q]`` are the sources in each of t boxes, ``windows`` ``[t, w]`` the destinations that
+    these are compared with. The results are ``[b, t * q]``.
     """
     if kernels.ON and kernels.used(sources, destinations):
         return kernels.largest_products(sources, destinations, places, windows)

@@ -151,24 +151,16 @@ def _key(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _read(file: Path) -> dict[str, tuple[int, int]]:
-    """Read the numbers of tokens in a cache file and the times of measuring, without damaged entries."""
+    """Read the numbers of tokens in a cache file and the times of measuring; nothing from a damaged file."""
     try:
-        known = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, TypeError, ValueError, RecursionError):
+        known = json.loads(file.read_text(encoding="utf-8"))
+        return {str(key): (int(tokens), int(when)) for key, (tokens, when) in known.items()}
+    except Exception:  # whatever is wrong with it, the next call measures again
         return {}
-    return {key: (entry[0], entry[1]) for key, entry in known.items() if _is_entry(entry)}
-
-
-def _is_entry(entry: object) -> bool:
-    """Return whether an entry of a cache file is a list of two positive integers: tokens, and a time."""
-    return isinstance(entry, list) and len(entry) == 2 and all(type(one) is int and one > 0 for one in entry)
 
 
 def _write(file: Path, known: dict[str, tuple[int, int]]) -> None:
-    """Write the cache file. If it cannot be written, or is damaged, the next call measures again."""
-    try:
+    """Write the cache file. If that fails, also in the middle, the next call measures again."""
+    with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(known, indent=2), encoding="utf-8")
-    except OSError:
-        with contextlib.suppress(OSError):
-            file.unlink(missing_ok=True)

@@ -3,24 +3,24 @@
 :func:`choose` is a pure function. Nothing here knows a library of models or runs one.
 """
 
-from tokenmerge.plans.choose import Plan, choose, harm_of, highest_speedup, plan_for
+from tokenmerge.plans.choose import Plan, choose, highest_speedup, plan_for
 from tokenmerge.plans.cost import correction_bytes, speedup_of
-from tokenmerge.plans.estimate import Estimate, estimate_closeness
-from tokenmerge.plans.facts import Facts
-from tokenmerge.plans.of_host import facts_of
+from tokenmerge.plans.estimate import Estimate, Shown, estimate_closeness, noise_of
+from tokenmerge.plans.facts import Facts, facts_of
 from tokenmerge.plans.tolerance import Tolerance
 
 __all__ = [
     "Estimate",
     "Facts",
     "Plan",
+    "Shown",
     "Tolerance",
     "choose",
     "correction_bytes",
     "estimate_closeness",
     "facts_of",
-    "harm_of",
     "highest_speedup",
+    "noise_of",
     "plan_for",
     "speedup_of",
 ]

@@ -108,9 +108,15 @@ def harm_of(facts: Facts, config: ToMeConfig) -> float:
     harms, steps, runs = _harms(facts), facts.steps, config.reuse.steps_of(facts.steps)
     skipped = _of_runs(steps, runs.full, harms.skip.get(_inner(facts)))
     skipped += _of_runs(steps, runs.shallow, harms.skip.get("finest"))
-    every = min(config.correction.every, len(runs.full))
-    merged = harms.of_merging(config.scope, config.ratio, every, config.proportional)
-    return skipped + merged * sum(config.at_step(step, steps).merges for step in range(steps)) / steps
+    return skipped + merging_harm_of(facts, config)
+
+
+def merging_harm_of(facts: Facts, config: ToMeConfig) -> float:
+    """Return the part of :func:`harm_of` that token merging has."""
+    steps = facts.steps
+    every = min(config.correction.every, len(config.reuse.steps_of(steps).full))
+    merged = _harms(facts).of_merging(config.scope, config.ratio, every, config.proportional)
+    return merged * sum(config.at_step(step, steps).merges for step in range(steps)) / steps
 
 
 def _harms(facts: Facts) -> Harms:
@@ -126,7 +132,7 @@ def _mixes(facts: Facts, merging: ToMeConfig | None) -> Iterator[_Mix]:
     skipped = {
         own: sum(
             _of_runs(facts.steps, runs, harms.skip.get(part))
-            for runs, part in zip(_runs(facts, harms.spacing, *own), (inner, "finest"), strict=True)
+            for runs, part in zip(_runs(facts, *own), (inner, "finest"), strict=True)
         )
         for own in counts
     }
@@ -152,7 +158,7 @@ def _mergings(facts: Facts, corrects: bool) -> Iterator[ToMeConfig]:
     if all(facts.tokens(level) < fewest for level in facts.work.levels if level <= deepest):
         return
     scopes = ["layers"] * facts.layers + ["block"] * (facts.whole_blocks and facts.model != "unet")
-    residuals = facts.model == "transformer" and facts.follows_steps and facts.compares_residuals
+    residuals = facts.model == "transformer" and facts.follows_steps
     corrects = corrects and facts.follows_steps
     corrections = {
         scope: _CORRECTIONS
@@ -193,17 +199,16 @@ def _of_runs(steps: int, runs: tuple[int, ...], harm: Power | None) -> float:
     return 0.0 if harm is None else sum(map(harm.at, reaches_of(runs, steps))) / steps
 
 
-def _runs(
-    facts: Facts, spacing: float, complete: int, finest: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _runs(facts: Facts, complete: int, finest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return which steps are complete and which run the finest level, of these numbers of steps."""
-    full, shallow = dataclasses.astuple(_even(facts.steps, complete, finest).steps_of(facts.steps))
-    if complete == facts.steps:
+    steps, spacing = facts.steps, _harms(facts).spacing
+    full, shallow = dataclasses.astuple(_even(steps, complete, finest).steps_of(steps))
+    if complete == steps:
         return full, shallow
-    if facts.ends_clean and finest == facts.steps:
-        return without_the_last(facts.steps, complete, tail_of_a_clean_end()), shallow
+    if facts.ends_clean and finest == steps:
+        return without_the_last(steps, complete, tail_of_a_clean_end()), shallow
     if spacing < 1:
-        return nearest(later_ones(facts.steps, complete, spacing), shallow), shallow
+        return nearest(later_ones(steps, complete, spacing), shallow), shallow
     return full, shallow
 
 
@@ -255,8 +260,7 @@ def _settings(facts: Facts, mix: _Mix) -> ToMeConfig:
     if mix.complete == steps:
         return mix.merging
     reuse = _even(steps, mix.complete, mix.finest)
-    spacing = harms_of(facts.model, is_strong(facts.guidance)).spacing
-    full, shallow = _runs(facts, spacing, mix.complete, mix.finest)
+    full, shallow = _runs(facts, mix.complete, mix.finest)
     if full != reuse.steps_of(steps).full:
         others = sorted({*shallow} - {*full}) if "finest" in facts.work.parts else []
         places = [tuple(step / (steps - 1) for step in own) for own in (full, others)]

@@ -35,10 +35,7 @@ class Costs:
     def speedup(self, complete: int, finest: int, corrections: int) -> float:
         """Return dense multiplications over those of a generation with these numbers of steps.
 
-        Args:
-            complete: number of complete steps.
-            finest: number of steps that run the finest level, the complete ones included.
-            corrections: number of complete steps that are dense.
+        ``finest`` counts the complete steps too, of which ``corrections`` merge nothing.
         """
         spent = (
             corrections * self.dense
@@ -77,12 +74,7 @@ def speedup_of(facts: Facts, config: ToMeConfig) -> float:
 
 
 def correction_bytes(facts: Facts, scope: str) -> int:
-    """Return the bytes that corrections cache between steps: one residual for each block that merges.
-
-    Args:
-        facts: about the generation.
-        scope: of token merging, ``"layers"`` or ``"block"``.
-    """
+    """Return the bytes that corrections cache between steps: one residual for each block that merges."""
     fewest = max(facts.fewest_tokens, fewest_tokens())
     values = sum(
         plan.blocks * plan.channels * facts.tokens(plan.level)

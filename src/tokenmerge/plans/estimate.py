@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.plans.choose import reach
+from tokenmerge.plans.choose import harm_of, merging_harm_of
+from tokenmerge.plans.facts import Facts
 from tokenmerge.plans.policy import estimate_of
 
 PARTS = ("deep", "finest")
 LEAST = 1e-7  # a squared error that nobody sees
+_TINY = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What a generation has shown of its error.
+
+    Attributes:
+        errors: for the parts ``"deep"`` and ``"finest"``, by step: the error of the predicted picture, had a
+            forecast taken the place of the part. Its unit is the contrast of the picture.
+        sigmas: noise of each step, divided by the share of the picture, and that after the last step. Empty:
+            they are unknown, and all steps count alike.
+        noise: 1 where the solver adds no noise, 2 where it adds as much as DDPM, more where it adds more.
+    """
+
+    errors: Mapping[str, Mapping[int, float]] = dataclasses.field(default_factory=dict)
+    sigmas: Sequence[float] = ()
+    noise: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,48 +53,103 @@ class Estimate:
         return f"{self.psnr:.0f} ± {self.within:.0f} dB to the dense picture{worst}"
 
 
-def estimate_closeness(
-    harm: float, config: ToMeConfig, steps: int, noted: Mapping[str, Mapping[int, float]]
-) -> Estimate:
+def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estimate:
     """Estimate how close the picture of a generation is.
 
+    Steps that follow one another without a complete step between them err in the same direction. Others are
+    taken to be independent. What token merging loses is what the policy expects. So is what forecasts lose,
+    as long as the generation has shown nothing.
+
     Args:
-        harm: squared error that the plan expected, whose values are from 0 to 1.
-        config: settings of the generation.
-        steps: number of its steps.
-        noted: for the parts ``"deep"`` and ``"finest"``, the relative error that a forecast would have had in
-            each step that ran the part.
+        facts: about the generation.
+        config: its settings.
+        shown: what it has shown so far. Later errors are expected to grow with the distance as before.
     """
-    numbers, errors = estimate_of(), _errors(config, steps, noted)
-    logs = log_features(harm, config, steps, noted)
-    squared = math.exp(sum(map(operator.mul, numbers["weights"], logs)))
-    worst = max(errors, key=lambda step: errors[step], default=None)
-    return Estimate(-10 * math.log10(squared), numbers["within"], worst)
+    numbers, together = estimate_of(), 0.0
+    errors = _errors(config, facts.steps, shown)
+    squared = merging_harm_of(facts, config) if any(shown.errors.values()) else harm_of(facts, config)
+    for step in range(facts.steps + 1):
+        if step in errors:
+            together += errors[step]
+        else:
+            squared, together = squared + (numbers["contrast"] * together) ** 2, 0.0
+    worst = max(errors, key=errors.__getitem__) if any(errors.values()) else None
+    return Estimate(-10 * math.log10(squared + LEAST), numbers["within"], worst)
 
 
-def log_features(
-    harm: float, config: ToMeConfig, steps: int, noted: Mapping[str, Mapping[int, float]]
-) -> tuple[float, float, float]:
-    """Return what the logarithm of the squared error is a weighted sum of; the arguments are the same."""
-    shown = sum(_errors(config, steps, noted).values()) / steps
-    return 1.0, math.log(harm + LEAST), math.log(shown + LEAST)
+def influence_of(sigmas: Sequence[float], noise: float = 1.0) -> list[float]:
+    """Return which share of an error of each step's predicted picture is left in the picture.
+
+    A step keeps a share of the noise in its sample, and the predicted picture takes the place of the rest.
+    Later steps take an error for a part of the picture by as much as there is more picture than noise.
+
+    >>> [round(share, 2) for share in influence_of([3.0, 1.0, 0.0])]
+    [0.33, 1.0]
+    >>> [round(share, 2) for share in influence_of([3.0, 1.0, 0.0], noise=2.0)]
+    [0.44, 1.0]
+
+    Args:
+        sigmas: as in :class:`Shown`.
+        noise: as in :class:`Shown`.
+    """
+    left, shares = 1.0, []
+    for before, after in reversed(list(pairwise(sigmas))):
+        replaced = 1 - (after / before) ** noise if before else 0.0
+        shares.append(replaced * left)
+        left *= 1 - replaced * before / (1 + before)
+    shares.reverse()
+    for step, (before, after) in enumerate(pairwise(sigmas[:-1])):
+        if before == after and step:  # a solver that calls the model twice in a step takes the mean
+            shares[step - 1] = shares[step] = max(shares[step - 1 : step + 1]) / 2
+    return shares
 
 
-def _errors(config: ToMeConfig, steps: int, noted: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
-    """Return the expected squared error of the forecasts of each step that skips a part."""
-    runs = config.reuse.steps_of(steps)
-    errors: dict[int, float] = {}
-    for part, ran in zip(PARTS, (runs.full, runs.shallow), strict=True):
-        for step, error in _of_steps(ran, noted.get(part, {})):
-            errors[step] = errors.get(step, 0.0) + error**2
-    return errors
+def noise_of(kept: float, before: float, after: float) -> float:
+    """Return the ``noise`` of :class:`Shown`.
+
+    >>> round(noise_of(0.25, 4.0, 2.0), 3)
+    2.0
+
+    Args:
+        kept: share of the noise in its sample that a step keeps.
+        before: noise level before the step.
+        after: noise level after it, lower.
+    """
+    if not math.isfinite(kept):
+        return 1.0
+    return max(1.0, math.log(max(kept, 1e-6)) / math.log(after / before))
 
 
-def _of_steps(ran: Iterable[int], noted: Mapping[int, float]) -> Iterable[tuple[int, float]]:
-    """Yield each step that skipped a part, and its error: that of the next run, over a shorter distance."""
-    steps = list(ran)
-    for (before, last), following in zip(pairwise(steps), steps[2:], strict=False):
-        if following in noted:
-            whole = reach(following, last, before)
-            for step in range(last + 1, following):
-                yield step, noted[following] * reach(step, last, before) / whole
+def _errors(config: ToMeConfig, steps: int, shown: Shown) -> dict[int, float]:
+    """Return what the forecast of each step that skips a part is expected to change in the picture."""
+    runs, sigmas = config.reuse.steps_of(steps), shown.sigmas
+    known = len(sigmas) == steps + 1
+    shares = influence_of(sigmas, shown.noise) if known else [1 / steps] * steps
+    noise = [sigma / (1 + sigma) for sigma in sigmas] if known else [1.0] * steps
+    deep, finest = (
+        _of_steps(ran, noise[:steps], shown.errors.get(part, {}))
+        for ran, part in zip((runs.full, runs.shallow), PARTS, strict=True)
+    )
+    if not shown.errors.get("finest"):  # a model without such a level
+        finest = {}
+    # The forecast of the finest level takes the place of all parts.
+    return {step: shares[step] * finest.get(step, error) for step, error in deep.items()}
+
+
+def _of_steps(ran: Sequence[int], noise: Sequence[float], errors: Mapping[int, float]) -> dict[int, float]:
+    """Return the error of each step that skips a part.
+
+    The error of the model's output grows with the steps since the part ran. That of the predicted picture
+    also follows the noise. Where the next run is not known yet, the output is taken to err less, too, as the
+    noise falls.
+    """
+    found: dict[int, float] = {}
+    growth, measured = 0.0, 0
+    runs = list(pairwise([*ran, len(noise)]))
+    for last, after in [*[run for run in runs if run[1] in errors][:1], *runs]:
+        if after in errors:
+            growth, measured = errors[after] / (after - last) / max(noise[after], _TINY), after
+        for step in range(last + 1, after):
+            later = noise[step] / max(noise[measured], _TINY) if step > measured else 1.0
+            found[step] = growth * noise[step] * later * (step - last)
+    return found

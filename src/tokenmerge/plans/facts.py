@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
-from tokenmerge.models.work import Work
+from tokenmerge.models.base import Host
+from tokenmerge.models.work import Work, work_of
 
 ModelClass = Literal["unet", "transformer", "other"]
 
@@ -27,8 +28,6 @@ class Facts:
         whole_blocks: whether all blocks can merge as a whole here.
         layers: whether attention can merge alone here.
         proportional: whether attention can count a merged token as often as the tokens it stands for.
-        compares_residuals: whether planners can compare what all blocks added at the step before. In
-            transformers this is closer, and it costs one residual of memory.
         number_bytes: bytes of one number in all samples of a call: 4 in bfloat16 with guidance. The policy
             limits what corrections may cache, see :func:`tokenmerge.plans.correction_bytes`.
         fewest_tokens: token grids with fewer tokens than this take longer to merge than it saves.
@@ -45,7 +44,6 @@ class Facts:
     whole_blocks: bool = False
     layers: bool = True
     proportional: bool = True
-    compares_residuals: bool = True
     number_bytes: int = 4
     fewest_tokens: int = 0
 
@@ -53,3 +51,23 @@ class Facts:
         """Return the number of tokens of the grid at a resolution level."""
         frames, rows, columns = self.grid
         return frames * -(-rows // level) * -(-columns // level)
+
+
+def facts_of(host: Host, grid: tuple[int, int, int], steps: int, **more: Any) -> Facts:
+    """Return the facts about a generation with a model of :mod:`tokenmerge.models`.
+
+    Args:
+        host: the denoiser.
+        grid: frames, rows and columns of its finest token grid.
+        steps: number of denoising steps.
+        more: other fields of :class:`Facts`.
+    """
+    whole = all(block.block_layout is not None for block in host.blocks)
+    attends = any(layer.kind == "attn1" for block in host.blocks for layer in block.layers)
+    facts = {"can_skip": host.can_skip, "whole_blocks": whole, "layers": attends, **more}
+    model: ModelClass = "other"
+    if host.deep_stages:
+        model = "unet"
+    elif whole and all(block.level == 1 for block in host.blocks):
+        model = "transformer"
+    return Facts(model, work_of(host), grid, steps, **facts)

@@ -63,7 +63,7 @@ def plan_generation(config: ToMeConfig, steps: int) -> GenerationPlan:
     fewest = [1 + (1 in ran) for ran in (reuse.full, reuse.shallow)]
     plan: list[StepPlan] = []
     complete = finest = 0  # how often these parts have run and were cached
-    since: int | None = None  # complete steps that merge, since one was dense
+    since: int | None = None  # complete steps that merge, since one that merged nothing
     for index, own in enumerate(stages):
         caches = skips and own.reuse.on
         runs = Runs.EVERYTHING

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 
 
 def later_ones(steps: int, count: int, spacing: float) -> tuple[int, ...]:
-    """Return the first two steps and the last, and others that are closer together towards the end.
+    """Return ``count`` ≥ 3 steps: the first two, the last, and others that lie closer towards the end.
 
-    Args:
-        steps: number of steps of the generation.
-        count: number of steps to return, from 3 to ``steps``.
-        spacing: exponent, 0 < spacing ≤ 1; 1: equal distances.
+    Places are powers with the exponent ``spacing``, 0 < spacing ≤ 1; 1: equal distances.
 
     >>> later_ones(20, 6, 1.0), later_ones(20, 6, 0.6)
     ((0, 1, 5, 10, 15, 19), (0, 1, 9, 13, 16, 19))
@@ -22,12 +19,9 @@ def later_ones(steps: int, count: int, spacing: float) -> tuple[int, ...]:
 
 
 def without_the_last(steps: int, count: int, tail: float) -> tuple[int, ...]:
-    """Return the first step and others at equal distances, of which the last is before the end.
+    """Return ``count`` ≥ 3 steps at equal distances, from the first one to one before the last.
 
-    Args:
-        steps: number of steps of the generation.
-        count: number of steps to return, from 3 to ``steps`` − 1.
-        tail: what is left after the last of them, as a share of a distance.
+    ``tail`` is what is left after the last of them, as a share of a distance.
 
     >>> without_the_last(20, 8, 0.6), without_the_last(4, 3, 0.6)
     ((0, 2, 5, 7, 10, 12, 15, 17), (0, 1, 2))

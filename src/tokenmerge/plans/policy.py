@@ -72,26 +72,22 @@ def is_strong(guidance: float | None) -> bool:
 
 def fewest_tokens() -> int:
     """Return the fewest tokens of a grid that merges: on smaller ones, skipping more steps loses less."""
-    fewest: int = _table()["fewest tokens"]
-    return fewest
+    return int(_table()["fewest tokens"])
 
 
 def most_correction_bytes() -> int:
     """Return how many bytes corrections may cache."""
-    most: int = _table()["most bytes of corrections"]
-    return most
+    return int(_table()["most bytes of corrections"])
 
 
 def tail_of_a_clean_end() -> float:
     """Return what is left after the last complete step where the last step changes little."""
-    tail: float = _table()["spacing"]["tail of a clean end"]
-    return tail
+    return float(_table()["spacing"]["tail of a clean end"])
 
 
 def estimate_of() -> Mapping[str, Any]:
     """Return the numbers of :func:`tokenmerge.plans.estimate.estimate_closeness`."""
-    numbers: Mapping[str, Any] = _table()["estimate"]
-    return numbers
+    return dict(_table()["estimate"])
 
 
 @functools.cache
@@ -114,8 +110,7 @@ def harms_of(model: str, strong: bool) -> Harms:
 @functools.cache
 def _table() -> Mapping[str, Any]:
     text = resources.files("tokenmerge.plans").joinpath("policy.json").read_text("utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    return dict(json.loads(text))
 
 
 def _highest(rows: Iterable[Mapping[str, list[float]]]) -> Mapping[str, Power]:

@@ -9,20 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 
 from tokenmerge.config import Rule, StepReuse, ToMeConfig
-from tokenmerge.plans.choose import harm_of, plan_for, plans_of, reach
+from tokenmerge.plans.choose import plan_for, plans_of
 from tokenmerge.plans.cost import speedup_of
-from tokenmerge.plans.estimate import LEAST, PARTS, estimate_closeness
+from tokenmerge.plans.estimate import LEAST, Shown, estimate_closeness
 from tokenmerge.plans.facts import Facts
 from tokenmerge.plans.policy import estimate_of
-
-# Share of the bound of the estimate that is kept clear. Raising it reaches more tolerances, and saves less.
-CLEAR = 0.75
-
-Noted = Mapping[str, Mapping[int, float]]
 
 
 class Tolerance:
@@ -55,7 +49,6 @@ class Tolerance:
         merging = dataclasses.replace(first.config, reuse=StepReuse())
         own = [plan for plan in plans_of(facts, merging) if plan.speedup <= wanted.speedup]
         self._plans = [change(plan.config) for plan in reversed(own)]
-        self._noted: dict[str, dict[int, float]] = {part: {} for part in PARTS}
         self._seen = 0
         self.config = change(first.config)
 
@@ -67,31 +60,27 @@ class Tolerance:
         """
         complete, steps = self.config.reuse.steps_of(self._facts.steps).full, self._facts.steps
         # The last step is complete in any case.
-        last = steps - 1 + self._facts.ends_clean  # the last step is complete in any other case
+        last = steps - 1 + self._facts.ends_clean
         return self._seen < done < last and done - 1 in complete and len(complete) < steps
 
-    def follow(self, done: int, noted: Noted) -> None:
+    def follow(self, done: int, shown: Shown) -> None:
         """Choose what the steps to come run.
 
         Args:
             done: number of steps of the generation before the running one.
-            noted: as for :func:`tokenmerge.plans.estimate.estimate_closeness`, of the steps since the last
-                call. Of a batch, the largest errors.
+            shown: what the generation has shown so far.
         """
         self._seen = done
-        if not noted:
-            return
-        for part, errors in noted.items():
-            self._noted[part].update(errors)
-        self.config = next(self._candidates(done))
+        if shown.errors:
+            self.config = next(self._candidates(done, shown))
 
-    def _candidates(self, done: int) -> Iterator[ToMeConfig]:
+    def _candidates(self, done: int, shown: Shown) -> Iterator[ToMeConfig]:
         """Yield settings that keep the tolerance, the fastest first; at last, those that are dense now."""
         for config in self._plans:
             config = self._joined(config.reuse, done)
             fits = _complete(config, self._facts.steps) >= self._complete
             fits = fits and speedup_of(self._facts, config) <= self._speedup + 1e-9
-            if fits and self._keeps(self._estimated(config, done)):
+            if fits and self._keeps(estimate_closeness(self._facts, config, shown).psnr):
                 yield config
         rest = self._joined(StepReuse(), done)
         dense = Rule(start=done / self._facts.steps, changes={"ratio": 0.0})
@@ -112,26 +101,9 @@ class Tolerance:
         full, shallow = places
         return dataclasses.replace(self.config, reuse=StepReuse(full_steps=full, shallow_steps=shallow))
 
-    def _estimated(self, config: ToMeConfig, done: int) -> float:
-        """Return the PSNR that is expected of settings, by what the steps so far have shown."""
-        steps, harm = self._facts.steps, harm_of(self._facts, config)
-        if not any(self._noted.values()):
-            return _closeness(harm)
-        runs, noted = config.reuse.steps_of(steps), {}
-        for part, ran in zip(PARTS, (runs.full, runs.shallow), strict=True):
-            noted[part] = {**self._noted[part]}
-            growth = 0.0
-            for (before, last), step in zip(pairwise(ran), ran[2:], strict=False):
-                whole = reach(step, last, before)
-                if step in self._noted[part]:
-                    growth = self._noted[part][step] / whole
-                elif step >= done:
-                    noted[part][step] = growth * whole
-        return estimate_closeness(harm, config, steps, noted).psnr
-
     def _keeps(self, psnr: float) -> bool:
         """Return whether so much is expected that the picture probably reaches the tolerance."""
-        return psnr - CLEAR * estimate_of()["within"] >= self._min_psnr
+        return psnr - estimate_of()["margin"] >= self._min_psnr
 
 
 def _complete(config: ToMeConfig, steps: int) -> int:

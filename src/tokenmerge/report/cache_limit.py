@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from functools import partial
+from typing import Any
 
 from tokenmerge.config import Correction, StepReuse, ToMeConfig
 from tokenmerge.config.checks import as_number
@@ -57,38 +59,26 @@ def in_words(size: int, rounding: Callable[[float], int] = round) -> str:
 Change = Callable[[ToMeConfig], ToMeConfig]
 
 
-def _without_correction(config: ToMeConfig) -> ToMeConfig:
-    return dataclasses.replace(config, correction=Correction())
-
-
 def _with_finest_level(config: ToMeConfig) -> ToMeConfig:
     reuse = dataclasses.replace(config.reuse, shallow_every=1, full_steps=(), shallow_steps=())
-    return dataclasses.replace(_without_correction(config), reuse=reuse)
+    return dataclasses.replace(config, correction=Correction(), reuse=reuse)
 
 
-def _without_reuse(config: ToMeConfig) -> ToMeConfig:
-    return dataclasses.replace(_without_correction(config), reuse=StepReuse())
-
-
-def _without_caches(config: ToMeConfig) -> ToMeConfig:
-    return dataclasses.replace(_without_reuse(config), features="input")
-
-
+_WITHOUT_REUSE: dict[str, Any] = {"correction": Correction(), "reuse": StepReuse()}
 # What is left out, the least harmful first, in words.
 _LESS: Sequence[tuple[Change, str]] = (
-    (_without_correction, "no correction"),
+    (lambda own: dataclasses.replace(own, correction=Correction()), "no correction"),
     (_with_finest_level, "no correction and every step runs the finest level"),
-    (_without_reuse, "no correction and no step reuse"),
-    (_without_caches, "no correction, no step reuse and no cached features"),
+    (lambda own: dataclasses.replace(own, **_WITHOUT_REUSE), "no correction and no step reuse"),
+    (
+        lambda own: dataclasses.replace(own, **_WITHOUT_REUSE, features="input"),
+        "no correction, no step reuse and no cached features",
+    ),
 )
 
 
 def change_within(pipe_or_model: object, configs: Sequence[ToMeConfig], limit: int) -> tuple[Change, str]:
-    """Find out what has to be left out of settings, so that their cache fits into a limit.
-
-    Parts are left out in this order: the correction, which makes the picture less close; skipping a UNet's
-    finest level, and then all step reuse, which saves less time; at last, cached features. The cache is
-    counted at the model's default size for one picture with guidance.
+    """Find out what has to be left out, so that the cache of the default method fits into a limit.
 
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
@@ -99,31 +89,23 @@ def change_within(pipe_or_model: object, configs: Sequence[ToMeConfig], limit: i
         A function that changes such settings, and what it leaves out, as text; empty if everything fits.
 
     Raises:
-        ConfigError: even the settings without these parts cache more, or the model has no default size.
+        ConfigError: the limit is too low for any saving, or the model has no default size.
     """
     needed = counted_cache(pipe_or_model, configs)
     if needed <= limit:
         return lambda config: config, ""
     least = needed
     for change, what in _LESS:
-        try:
-            changed = list(map(change, configs))
-            if not any(own.merges or own.reuse.on for own in changed):
-                raise NothingToMergeError("no step skips anything, and nothing merges")
-            least = counted_cache(pipe_or_model, changed)
-        except NothingToMergeError as error:
-            raise ConfigError(
-                f"max_cache: expected at least {in_words(least, math.ceil)}, got "
-                f"{in_words(limit, math.floor)}; with less, no step could skip anything, and at the model's "
-                "default size nothing merges; raise it"
-            ) from error
+        changed = list(map(change, configs))
+        with contextlib.suppress(NothingToMergeError):  # where nothing merges, the cache gets no smaller
+            if any(own.merges or own.reuse.on for own in changed):
+                least = counted_cache(pipe_or_model, changed)
         if least <= limit:
             return change, f"{what}; with everything, the cache would take {in_words(needed, math.ceil)}"
     # Needed sizes are rounded up, so that they are accepted as limits. The refused limit is rounded down.
     raise ConfigError(
-        f"max_cache: expected at least {in_words(least, math.ceil)}, which these settings cache between "
-        f"steps without correction, step reuse and cached features ({in_words(needed, math.ceil)} with "
-        f"them), got {in_words(limit, math.floor)}; raise it"
+        f"max_cache: expected at least {in_words(least, math.ceil)}, got {in_words(limit, math.floor)}; with "
+        "less, no step could skip anything, and at the model's default size nothing would merge; raise it"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
@@ -96,19 +97,23 @@ class Report(Tabled):
     steps: int | None = None
     flops_mean: int | None = None
 
+    @property
+    def speedup(self) -> float:
+        """Dense operations divided by those with merging, in the mean over the steps if that is known."""
+        return self.flops_dense / (self.flops_merged if self.flops_mean is None else self.flops_mean)
+
     def joined_rows(self) -> Iterator[Row]:
         """Yield the rows, with equal consecutive blocks of one list in one row, such as ``….blocks.0-9``."""
 
-        def what(row: Row) -> tuple:
-            numbers = dataclasses.replace(row, path="")
-            return row.path.rpartition(".")[0], numbers
+        def all_but_the_number(row: Row) -> Row:
+            return dataclasses.replace(row, path=row.path.rpartition(".")[0])
 
-        for (parent, _), group in groupby(self.rows, key=what):
+        for _, group in groupby(self.rows, key=all_but_the_number):
             rows = list(group)
-            first, last = (row.path.rpartition(".")[2] for row in (rows[0], rows[-1]))
+            last = rows[-1].path.rpartition(".")[2]
             yield dataclasses.replace(
                 rows[0],
-                path=f"{parent}.{first}" if len(rows) == 1 else f"{parent}.{first}-{last}",
+                path=rows[0].path if len(rows) == 1 else f"{rows[0].path}-{last}",
                 flops_dense=sum(row.flops_dense for row in rows),
                 flops_merged=sum(row.flops_merged for row in rows),
                 blocks=len(rows),
@@ -196,21 +201,16 @@ def predict(
     _check_references(hosts, references)
     height, width = default_or_given(hosts, height, width)
     merging, left_dense = hosts_that_merge(hosts, config, (height, width))
-    labels = _labels(merging)
+    classes = [type(host.root).__name__ for host in merging]
+    labels = [
+        name if classes.count(name) == 1 else f"{name} {classes[:i].count(name) + 1}"
+        for i, name in enumerate(classes)
+    ]
     with _counting_at(hosts, height, width):
         reports = [
-            _predict_host(
-                host,
-                name,
-                config,
-                (height, width, batch),
-                steps,
-                references,
-                (dense or {}).get(host.root, ()),
-            )
+            _predict_host(host, name, config, (height, width, batch), steps, references, dense or {})
             for host, name in zip(merging, labels, strict=True)
         ]
-    flops_dense = sum(report.flops_dense for report in reports)
     rows = tuple(chain.from_iterable(report.rows for report in reports))
     kept = sum(report.kept_bytes for report in reports)
     means = [report.flops_mean for report in reports if report.flops_mean is not None]
@@ -220,16 +220,13 @@ def predict(
         *chain.from_iterable(report.notes for report in reports),
         *map(str, left_dense),
         *notes_on_steps(described, averaged=bool(means)),
+        *[f"cache between steps: {kept / 1e6:.1f} MB"] * (kept > 0),
     ]
-    if kept:
-        notes.append(f"cache between steps: {kept / 1e6:.1f} MB")
-    return Report(
+    return dataclasses.replace(
+        reports[0],
         model=" + ".join(labels),
-        height=height,
-        width=width,
-        batch=batch,
         rows=rows,
-        flops_dense=flops_dense,
+        flops_dense=sum(report.flops_dense for report in reports),
         flops_merged=sum(report.flops_merged for report in reports),
         notes=tuple(notes),
         kept_bytes=kept,
@@ -248,21 +245,9 @@ def counted_speedup(
 ) -> float:
     """Divide the dense operations by those with merging and step reuse, averaged over the steps.
 
-    It counts less than :func:`predict`, and is faster. The arguments and errors are the same; without
-    ``steps``, one step is counted.
+    The arguments and errors are those of :func:`predict`; without ``steps``, one step is counted.
     """
-    check_counts(height=height, width=width, batch=batch, steps=steps)
-    hosts = find_hosts(pipe_or_model)
-    height, width = default_or_given(hosts, height, width)
-    merging, _ = hosts_that_merge(hosts, config, (height, width))
-    dense = merged = 0
-    with _counting_at(hosts, height, width):
-        for host in merging:
-            (copied,) = find_hosts(weightless(host.root, host.on_cpu))
-            arguments = partial(copied.example, height, width, batch)
-            dense += count_flops(copied.root, arguments())[type(host.root).__name__]
-            merged += mean_flops(copied, config, steps or 1, arguments)
-    return dense / merged
+    return predict(pipe_or_model, config, height, width, batch, steps or 1).speedup
 
 
 def check_merging(hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, int]) -> None:
@@ -313,11 +298,14 @@ def _counting_at(hosts: Sequence[Host], height: int, width: int) -> Iterator[Non
     except TokenMergingError:
         raise
     except Exception as error:
-        names = ", ".join(type(host.root).__name__ for host in hosts)
         raise ConfigError(
-            f"height, width: operations of {names} cannot be counted for a sample of {height} × {width} "
-            f"({reason_of(error)}); pass the height and width that it is called with"
+            f"height, width: operations of {_names(hosts)} cannot be counted for a sample of {height} × "
+            f"{width} ({reason_of(error)}); pass the height and width that it is called with"
         ) from error
+
+
+def _names(hosts: Sequence[Host]) -> str:
+    return ", ".join(type(host.root).__name__ for host in hosts)
 
 
 def default_or_given(hosts: Sequence[Host], height: int | None, width: int | None) -> tuple[int, int]:
@@ -326,8 +314,7 @@ def default_or_given(hosts: Sequence[Host], height: int | None, width: int | Non
         return height, width
     size = next((host.sample_size for host in hosts if host.sample_size), None)
     if size is None:
-        names = ", ".join(type(host.root).__name__ for host in hosts)
-        raise ConfigError(f"height, width: {names} has no default size; pass both")
+        raise ConfigError(f"height, width: {_names(hosts)} has no default size; pass both")
     return size
 
 
@@ -336,20 +323,10 @@ def _check_references(hosts: Sequence[Host], references: Sequence[tuple[int, int
         if len(size) != 2 or not all(isinstance(side, int) and side >= 1 for side in size):
             raise ConfigError(f"references: expected (height, width), integers ≥ 1, got {shown(size)}")
     if references and all(host.references is None for host in hosts):
-        names = ", ".join(type(host.root).__name__ for host in hosts)
         raise ConfigError(
-            f"references: {names} takes no reference pictures in the sequence of the sample, got "
+            f"references: {_names(hosts)} takes no reference pictures in the sequence of the sample, got "
             f"{shown(list(references))}; leave it out"
         )
-
-
-def _labels(hosts: list[Host]) -> list[str]:
-    """Return the class of each host, with a number if several hosts have the same class."""
-    classes = [type(host.root).__name__ for host in hosts]
-    return [
-        name if classes.count(name) == 1 else f"{name} {classes[:i].count(name) + 1}"
-        for i, name in enumerate(classes)
-    ]
 
 
 def _predict_host(
@@ -359,9 +336,10 @@ def _predict_host(
     size: tuple[int, int, int],
     steps: int | None,
     references: Sequence[tuple[int, int]],
-    kept_dense: Collection[str],
+    dense_paths: Mapping[nn.Module, Collection[str]],
 ) -> Report:
     height, width, batch = size
+    kept = Kept(dense=frozenset(dense_paths.get(host.root, ())))
     (copied,) = find_hosts(weightless(host.root, host.on_cpu))
     arguments = partial(copied.example, *size, *([] if host.references is None else [tuple(references)]))
     dense = count_flops(copied.root, arguments())
@@ -370,14 +348,14 @@ def _predict_host(
     sharing = dataclasses.replace(config.plans, every=1)
     counted_config = dataclasses.replace(most, plans=sharing, correction=Correction(), reuse=config.reuse)
     state = new_state(copied, counted_config, Pipeline())
-    state.kept = Kept(dense=frozenset(kept_dense))
+    state.kept = kept
     patch_host(copied, state)
     state.pipeline.set_step(0, 1)  # for planners that read the previous step
     with state.recording() as recorded:
         merged = count_flops(copied.root, arguments())
     restore(copied.root)
 
-    counted = type(host.root).__name__
+    whole = type(host.root).__name__
     rows = []
     for block in copied.blocks:
         if block.path in recorded:
@@ -391,26 +369,26 @@ def _predict_host(
                 tokens=sum(map(math.prod, (grid, *others))),
                 merged_tokens=plan.plan.keep.shape[1],
                 merged=_merged(block, most),
-                flops_dense=dense[f"{counted}.{block.path}"],
-                flops_merged=merged[f"{counted}.{block.path}"],
+                flops_dense=dense[f"{whole}.{block.path}"],
+                flops_merged=merged[f"{whole}.{block.path}"],
                 references=tuple(others),
             )
             rows.append(row)
-    free = tuple(block for block in copied.blocks if block.path not in kept_dense)
-    notes = (*_notes(free, rows, config), *host.limits)
+    free = [block for block in copied.blocks if block.path not in kept.dense]
+    mean = None
+    if steps and config.follows_steps:
+        mean = mean_flops(copied, config, steps, arguments, kept)
     return Report(
         model=name,
         height=height,
         width=width,
         batch=batch,
         rows=tuple(rows),
-        flops_dense=dense[counted],
-        flops_merged=merged[counted],
-        notes=notes,
-        kept_bytes=kept_bytes(copied, config, arguments, state.kept),
-        flops_mean=mean_flops(copied, config, steps, arguments, state.kept)
-        if steps and config.follows_steps
-        else None,
+        flops_dense=dense[whole],
+        flops_merged=merged[whole],
+        notes=(*_notes(free, rows, config), *host.limits),
+        kept_bytes=kept_bytes(copied, config, arguments, kept),
+        flops_mean=mean,
     )
 
 
@@ -423,47 +401,47 @@ def _merged(block: Block, config: ToMeConfig) -> str:
     return f"keys of {names}" if settings.scope == "keys" else names
 
 
-def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tuple[str, ...]:
+def _notes(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeConfig) -> list[str]:
+    """Say which blocks stay dense and why, and where merging costs more than it saves."""
     if not config.merges:
-        return ("ratio=0: every block stays dense, as asked",)
-    notes = []
-    too_deep = [block for block in blocks if block.level > config.max_downsample]
-    for level in sorted({block.level for block in too_deep}):
-        count = sum(block.level == level for block in too_deep)
-        notes.append(f"{_stay_dense(count)} at level {level}: max_downsample={config.max_downsample}")
+        return ["ratio=0: every block stays dense, as asked"]
     kinds = config.merged_layers if config.scope == "layers" else ()
-    without = [
-        block
-        for block in blocks
-        if block not in too_deep and not merges(block, config) and not block.dense.keys() & set(kinds)
+    merging = {row.path for row in rows}
+    too_deep = Counter(block.level for block in blocks if block.level > config.max_downsample)
+    without = 0
+    too_small: list[str] = []
+    for block in blocks:
+        if block.level > config.max_downsample:
+            continue
+        if not merges(block, config):
+            without += not block.dense.keys() & set(kinds)
+        elif block.path not in merging:
+            too_small.append(block.path)
+    notes = [
+        f"{_stay_dense(count)} at level {level}: max_downsample={config.max_downsample}"
+        for level, count in sorted(too_deep.items())
     ]
     if without:
-        they, have = ("it", "has") if len(without) == 1 else ("they", "have")
+        they, have = ("it", "has") if without == 1 else ("they", "have")
         why = {
             "layers": f"{they} {have} no {' or '.join(KINDS[kind] for kind in kinds)}",
             "block": f"{they} cannot run on merged tokens as a whole",
             "keys": f"{they} {have} no self-attention that takes keys separately from queries",
         }
-        notes.append(f"{_stay_dense(len(without))}: {why[config.scope]}")
+        notes.append(f"{_stay_dense(without)}: {why[config.scope]}")
     if rows and rows[0].references and config.reference_ratio is not None:
         notes.append(
             f"ratio={config.ratio:g} for the picture being made, reference_ratio={config.reference_ratio:g} "
             "for its reference pictures"
         )
-    merging = {row.path for row in rows}
-    too_small = [
-        block
-        for block in blocks
-        if merges(block, config) and block not in too_deep and block.path not in merging
-    ]
     if too_small and config.min_tokens:
         why_small = f"fewer than min_tokens={config.min_tokens} tokens, or none to remove"
         notes.append(f"{_stay_dense(len(too_small))}: {why_small}")
     else:
         notes += [
-            f"{block.path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx}, "
+            f"{path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx}, "
             f"or ratio={config.ratio:g} removes no token of it"
-            for block in too_small
+            for path in too_small
         ]
     notes += dict.fromkeys(block.dense[kind] for block in blocks for kind in kinds if kind in block.dense)
     notes += [
@@ -471,7 +449,7 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
         for row in rows
         if row.flops_merged >= row.flops_dense
     ]
-    return tuple(notes)
+    return notes
 
 
 def _stay_dense(count: int) -> str:

@@ -23,9 +23,7 @@ Arguments = Callable[[], dict[str, Any]]
 _NOTHING = Kept()
 
 
-def mean_flops(
-    host: Host, config: ToMeConfig, steps: int, arguments: Arguments, kept: Kept = _NOTHING
-) -> int:
+def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments, kept: Kept) -> int:
     """Count the operations of a call, averaged over the steps of a generation.
 
     The model is not patched, and may be on the meta device. ``arguments`` returns new arguments of a call, by
@@ -58,12 +56,11 @@ class _Known(Exception):
 
 def _kind_of_call(state: ModelState) -> tuple[object, ...]:
     """Return what the operations of the running call depend on, apart from the sizes of its arguments."""
-    context, memory = state.context, state.threads.value.memory
-    tracker = None if memory is None else memory.tracker
-    plans = tracker is None or tracker.planned.get(tracker.call, (tracker.index,))[0] == tracker.index
+    context, tracker = state.context, state.threads.value.memory.tracker
+    plans = tracker.planned.get(tracker.call, (tracker.index,))[0] == tracker.index
     return (
         # The first call has no correction to add, and no step before it.
-        tracker is None or tracker.index == 0,
+        tracker.index == 0,
         plans,
         tuple(context.settings.items()),
         context.decision.merging,
@@ -77,8 +74,8 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept 
 
     The arguments are as for :func:`mean_flops`.
     """
-    follows = config.correction.on or config.reuse.on or config.plans.every > 1
-    if not (follows or config.cached_features):
+    caches = config.correction.on or config.reuse.on or config.cached_features
+    if config.plans.every == 1 and not caches:
         return 0
     keeping = dataclasses.replace(
         merging_most(config),
@@ -91,18 +88,13 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept 
             state.pipeline.set_step(index, _STEPS_TO_KEEP_MOST)
             count_flops(host.root, arguments())
         memory = state.threads.value.memory
-        caches = () if memory is None else memory.caches
-        residuals = [residual for cache in caches for residual in cache.residuals.values()]
-        residuals += [run.residual for cache in caches for run in cache.runs.values() if run.residual]
-        of_model = () if memory is None else tuple(memory.model_residuals.values())
-        plans = {id(plan): plan for cache in caches for plan in cache.plans.values()}.values()
-    cached: list[Any] = [
-        *of_model,
-        *(tensor for residual in residuals for tensor in (*residual.latest, *(residual.delta or ()))),
-    ]
-    cached += [tensor for plan in plans for tensor in plan]
-    once = {id(tensor): tensor for tensor in cached if isinstance(tensor, Tensor)}
-    return sum(tensor.nbytes for tensor in once.values())
+        tensors: list[Any] = list(memory.model_residuals.values())
+        for cache in memory.caches:
+            residuals = [*cache.residuals.values(), *(run.residual for run in cache.runs.values())]
+            tensors += [tensor for one in residuals if one for tensor in (*one.latest, *(one.delta or ()))]
+            tensors += [tensor for plan in cache.plans.values() for tensor in plan]
+        once = {id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)}
+        return sum(tensor.nbytes for tensor in once.values())
 
 
 def merging_most(config: ToMeConfig) -> ToMeConfig:
@@ -136,8 +128,8 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
     if config.correction.on:
         every = config.correction.every
         notes.append(
-            f"correction.every={every}: 1 of {every} complete steps is dense; the others add back the detail "
-            "that merging lost there"
+            f"correction.every={every}: 1 of {every} complete steps merges nothing; the others add back the "
+            "detail that merging would have lost there"
         )
     if config.reuse.on:
         notes += _notes_on_reuse(config.reuse)
@@ -193,7 +185,7 @@ def _where(rule: Rule) -> str:
 
 def _what(rule: Rule) -> str:
     if rule.level is None and rule.changes.get("ratio") == 0 and "reuse.every" in rule.changes:
-        return "all is dense"
+        return "nothing merges, and nothing is skipped"
     return ", ".join(f"{name}={value}" for name, value in rule.changes.items())
 
 

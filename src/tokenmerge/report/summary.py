@@ -6,6 +6,8 @@ import dataclasses
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import RATIO, is_default
+from tokenmerge.models.base import Host
+from tokenmerge.models.placement import dtype_of
 from tokenmerge.plans.generation import GenerationPlan, Merging, Runs, StepPlan, plan_generation
 from tokenmerge.report.cache_limit import in_words
 from tokenmerge.report.prediction import Report, saved
@@ -19,10 +21,10 @@ class Conditions:
     Attributes:
         models: classes of the models that merge.
         method: name of the settings; empty: they have none.
-        blocks: number of transformer blocks of the denoiser.
-        dtype: dtype of its weights.
-        is_unet: whether the denoiser is a UNet that can skip steps below its finest level.
+        denoiser: the model that the counts are about.
         scale: pixels per side of a latent position; None: sizes are given in latents.
+        pictures: number of pictures that a call of the denoiser draws; None: unknown.
+        guidance: scale of classifier-free guidance, 1 for none; None: unknown.
         slower: text about blocks that take longer merged than dense; None: none are known.
         estimate: line about the closeness of the last picture; empty: nothing is known.
         watched: text about other people's code that looks into the model; empty: there is none.
@@ -30,10 +32,10 @@ class Conditions:
 
     models: tuple[str, ...]
     method: str
-    blocks: int
-    dtype: str
-    is_unet: bool = True
+    denoiser: Host
     scale: int | None = None
+    pictures: int | None = None
+    guidance: float | None = None
     slower: str | None = None
     estimate: str = ""
     watched: str = ""
@@ -52,7 +54,7 @@ def summary(
     if config.reuse.on:
         lines.append(f"  step reuse: {_reuse(config, report)}")
     if report is not None and report.steps is not None and config.follows_steps:
-        lines += [f"  {line}" for line in _plan(config, report, conditions.is_unet)]
+        lines += [f"  {line}" for line in _plan(config, report, bool(conditions.denoiser.deep_stages))]
     if report is not None:
         lines += [f"  {_counted(conditions, report)}", f"  {_kept(conditions, report)}"]
     if conditions.slower is not None:
@@ -80,11 +82,11 @@ def title(config: ToMeConfig, conditions: Conditions) -> str:
 _LAYERS = {"attn1": "self-attention", "attn2": "cross-attention"}
 # The sign of each kind of step, and what it does.
 _SIGNS = {
-    "M": "complete, tokens merge",
-    "D": "complete, no token merges",
-    "C": "complete and dense, to correct the others",
-    "f": "only the finest level",
-    "·": "skipped",
+    "M": "the whole model runs, on merged tokens",
+    "D": "the whole model runs, and no token merges",
+    "C": "the whole model runs, and no token merges; this step corrects what merging loses in the others",
+    "f": "only the finest level of the UNet runs, its blocks with the most tokens",
+    "·": "all blocks are skipped",
 }
 
 
@@ -92,8 +94,7 @@ def _plan(config: ToMeConfig, report: Report, is_unet: bool) -> list[str]:
     """Return the generation plan as one sign for each step, and what the signs mean."""
     assert report.steps is not None
     signs = signs_of(plan_generation(config, report.steps), bool(report.rows), is_unet)
-    meanings = "; ".join(f"{sign} {meaning}" for sign, meaning in _SIGNS.items() if sign in signs)
-    return [f"plan: {signs}", f"      ({meanings})"]
+    return [f"plan: {signs}", *(f"      {sign} {what}" for sign, what in _SIGNS.items() if sign in signs)]
 
 
 def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
@@ -122,38 +123,45 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     merged = ", ".join(dict.fromkeys(row.merged for row in rows))
     for name, words in _LAYERS.items():
         merged = merged.replace(name, words)
-    where = f"{merged} of {len(rows)} of {conditions.blocks} blocks"
+    where = f"{merged} of {len(rows)} of {len(conditions.denoiser.blocks)} blocks"
     what = f"{most.tokens} → {most.merged_tokens} tokens in {where}"
     if not config.correction.on:
         return what
-    return f"{what}; 1 of {config.correction.every} complete steps is dense and corrects the others"
+    return f"{what}; 1 of {config.correction.every} complete steps merges nothing and corrects the others"
 
 
 def _reuse(config: ToMeConfig, report: Report | None) -> str:
-    others = "the others skip parts of the model and extrapolate their outputs"
+    others = "the others skip parts of it and extrapolate their outputs"
     if report is None or report.steps is None:
-        return f"1 of {config.reuse.every:g} steps is complete; {others}"
+        return f"1 of {config.reuse.every:g} steps runs the whole model; {others}"
     plan = plan_generation(config, report.steps)
     complete = sum(step.runs is Runs.EVERYTHING for step in plan)
     if complete == report.steps:
-        return f"all {complete} steps are complete, as there are too few to skip any"
-    return f"{complete} of {report.steps} steps are complete; {others}"
+        return f"all {complete} steps run the whole model, as there are too few to skip any"
+    return f"{complete} of {report.steps} steps run the whole model; {others}"
 
 
 def _counted(conditions: Conditions, report: Report) -> str:
     scale, unit = (conditions.scale, "px") if conditions.scale else (1, "latents")
-    size = f"{report.width * scale} × {report.height * scale} {unit}, batch {report.batch}"
+    size = f"{report.width * scale} × {report.height * scale} {unit}"
     if report.steps is not None:
         size += f", {report.steps} steps"
+    if conditions.guidance is not None:
+        size += f", guidance {conditions.guidance:g}" if conditions.guidance > 1 else ", no guidance"
+    if conditions.pictures is None:
+        size += f", {report.batch} sample{'s' if report.batch != 1 else ''} in each call"
+    elif conditions.pictures > 1:
+        size += f", {conditions.pictures} pictures at once"
     mean = report.flops_merged if report.flops_mean is None else report.flops_mean
-    share = saved(report.flops_dense, mean)
-    return f"counted at {size}: {share} of the operations saved ({report.flops_dense / mean:.2f}×)"
+    share, speedup = saved(report.flops_dense, mean), report.flops_dense / mean
+    return f"counted at {size}: {share} of the operations saved, a speed-up of {speedup:.2f}×"
 
 
 def _kept(conditions: Conditions, report: Report) -> str:
     if not report.kept_bytes:
         return "cache between steps: none"
-    return f"cache between steps: {in_words(report.kept_bytes)} ({conditions.dtype})"
+    dtype = str(dtype_of(conditions.denoiser.root)).removeprefix("torch.")
+    return f"cache between steps: {in_words(report.kept_bytes)} ({dtype})"
 
 
 def _happened(run: RunLog) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenmerge.integrations.export.bits import bits_by_arithmetic
+from tokenmerge.integrations.export import ExportedArithmetic
 from tokenmerge.ops import bits
 
 
@@ -15,5 +15,5 @@ def test_bits_found_by_arithmetic_are_those_in_memory():
     edges = [0.0, 1e-45, 1.1754942e-38, 2.0**-126, 0.5, 1.0, 2.0, 981.0, 999.0, 1000.0, 3.4028235e38]
     values = torch.cat([patterns.view(torch.float32), torch.tensor(edges)])
     for signed in (values, -values[values > 0]):
-        assert torch.equal(bits_by_arithmetic(signed), signed.view(torch.int32).to(torch.int64))
-        assert torch.equal(bits(signed), bits_by_arithmetic(signed))
+        assert torch.equal(ExportedArithmetic().bits(signed), signed.view(torch.int32).to(torch.int64))
+        assert torch.equal(bits(signed), ExportedArithmetic().bits(signed))

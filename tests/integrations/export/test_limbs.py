@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmerge.integrations.export.limbs import hash_in_limbs
+from tokenmerge.integrations.export import hash_in_limbs
 from tokenmerge.ops.arithmetic import hash_of
 from tokenmerge.ops.partition import below, uniform_noise
 

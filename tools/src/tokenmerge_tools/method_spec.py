@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from tokenmerge import presets
-from tokenmerge.config import NEW_NAMES, SETTINGS, Rule, ToMeConfig, flat, with_rules, without_removed
+from tokenmerge.config import SETTINGS, Rule, ToMeConfig, check_known, flat
 from tokenmerge.config.checks import number
 from tokenmerge.default_method import settings_for
 from tokenmerge.errors import ConfigError, shown
@@ -28,8 +28,8 @@ class MethodSpec:
         method: ``"auto"`` is the default method, which chooses settings for a wanted ``speedup``.
             ``"tome"`` has the defaults of :class:`tokenmerge.ToMeConfig`. The other methods are the functions
             of :mod:`tokenmerge.presets`, by name.
-        changes: settings that replace the method's own, by name, such as ``"reuse.every"``. Former names are
-            accepted too. ``"auto"`` takes a ``"speedup"`` (default: 2.0) in place of a ratio.
+        changes: settings that replace the method's own, by name, such as ``"reuse.every"``.
+            ``"auto"`` takes a ``"speedup"`` (default: 2.0) in place of a ratio.
         source: file that the settings come from, for texts; empty: the user gave them.
 
     >>> MethodSpec("sito", {"max_downsample": 2}).config().combine
@@ -43,7 +43,7 @@ class MethodSpec:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
-        object.__setattr__(self, "changes", flat(with_rules(self.changes)))
+        object.__setattr__(self, "changes", flat(self.changes))
         if not self.needs_model:
             self.config()
             return
@@ -135,18 +135,15 @@ def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any
     """Read ``NAME=VALUE``, or ``NAME`` alone to switch a setting on.
 
     A list, such as ``reuse.full_steps``, is written as numbers separated by ``/``, or as JSON. ``rules`` are
-    JSON. Former names, such as ``reuse_every``, are replaced by the present ones.
+    JSON.
 
-    >>> read_setting("merge_mlp"), read_setting("seed=none"), read_setting("reuse_every=2")
+    >>> read_setting("merge_mlp"), read_setting("seed=none"), read_setting("reuse.every=2")
     (('merge_mlp', True), ('seed', None), ('reuse.every', 2))
     >>> read_setting('rules=[{"level": 2, "ratio": 0.25}]')
     ('rules', ({'level': 2, 'ratio': 0.25},))
     """
     name, equals, value = (part.strip() for part in text.partition("="))
-    name = NEW_NAMES.get(name, name)
-    without_removed({name: value})
-    if name not in names:
-        raise ConfigError(f"expected settings out of {', '.join(names)}, got {shown(name)}")
+    check_known([name], names)
     switch = isinstance(_DEFAULTS[name], bool)
     read, wanted = _READERS[name]
     try:

@@ -192,7 +192,7 @@ def test_generate_prints_and_draws_the_steps_that_it_recorded(folder, tmp_path, 
     assert main([*map(str, arguments), "--method", "tome", "--record-steps", "--no-compare"]) == 0
     printed = capsys.readouterr().out
     table = printed[printed.index("2 steps (") :].splitlines()
-    assert table[0].startswith("2 steps (2 complete, 0 reused, 0 dense)")
+    assert table[0].startswith("2 steps (2 complete, 0 reused)")
     assert [line.split()[0] for line in table[1:4]] == ["step", "0", "1"]
 
 

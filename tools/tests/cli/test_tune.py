@@ -134,11 +134,10 @@ CONFIG = ToMeConfig(ratio=0.25, proportional=True)
 
 
 @pytest.fixture
-def tuned(tmp_path: Path) -> Path:
-    """Settings that were found for the tiny pipeline at its own size with 4 steps."""
-    path = tmp_path / "found.json"
-    about = {"found_for": {"model": "UNet2DConditionModel", "height": 16, "width": 16, "steps": 4}}
-    path.write_text(json.dumps({"version": 1, "settings": CONFIG.to_dict(), "tuned": about}))
+def saved(tmp_path: Path) -> Path:
+    """A file of settings."""
+    path = tmp_path / "saved.json"
+    save_config(CONFIG, path)
     return path
 
 
@@ -165,23 +164,16 @@ def call(*given: object):
 
 
 @pytest.mark.usefixtures("uncounted")
-def test_inspect_and_generate_apply_a_file(model, tuned, tmp_path) -> None:
-    shown = call("inspect", model, "--settings", tuned, "--steps", 4, "--json")
+def test_inspect_and_generate_apply_a_file(model, saved, tmp_path) -> None:
+    shown = call("inspect", model, "--settings", saved, "--steps", 4, "--json")
     assert shown.exit_code == 0, shown.output
     assert json.loads(shown.stdout)["merging"] == json.loads(json.dumps(CONFIG.to_dict()))
     assert "found for" not in shown.stderr
-    done = call("generate", "a boat", "--model", model, "--settings", tuned, "--steps", 4, "--device", "cpu",
+    done = call("generate", "a boat", "--model", model, "--settings", saved, "--steps", 4, "--device", "cpu",
                 "--repeat", 1, "--no-compare", "--out", tmp_path / "out")  # fmt: skip
     assert done.exit_code == 0, done.output
     config = json.loads((tmp_path / "out" / "run.json").read_text())["conditions"]["config"]
     assert ToMeConfig.from_dict(config) == CONFIG
-
-
-@pytest.mark.usefixtures("uncounted")
-def test_another_size_or_number_of_steps_is_said(model, tuned) -> None:
-    shown = call("inspect", model, "--settings", tuned, "--steps", 8, "--size", 64)
-    assert shown.exit_code == 0, shown.output
-    assert "found for latents of 16 × 16, not 32 × 32 and for 4 steps, not 8" in shown.stderr
 
 
 @pytest.mark.usefixtures("uncounted")
@@ -220,19 +212,19 @@ def test_another_solver_takes_the_place_of_a_plan_too(model, plan, tmp_path) -> 
 
 
 @pytest.mark.usefixtures("uncounted")
-def test_a_setting_of_the_command_line_replaces_that_of_the_file(model, tuned) -> None:
-    shown = call("inspect", model, "--settings", tuned, "--ratio", 0.5, "--json")
+def test_a_setting_of_the_command_line_replaces_that_of_the_file(model, saved) -> None:
+    shown = call("inspect", model, "--settings", saved, "--ratio", 0.5, "--json")
     assert json.loads(shown.stdout)["merging"]["ratio"] == 0.5
     assert json.loads(shown.stdout)["merging"]["proportional"] is True
 
 
-def test_a_file_and_a_method_contradict_each_other(model, tuned) -> None:
-    error = call("inspect", model, "--settings", tuned, "--method", "sito").exception
+def test_a_file_and_a_method_contradict_each_other(model, saved) -> None:
+    error = call("inspect", model, "--settings", saved, "--method", "sito").exception
     assert isinstance(error, ConfigError)
     assert "leave out --method sito" in str(error)
 
 
-def test_evaluate_takes_a_file_as_a_variant(model, tuned, monkeypatch) -> None:
+def test_evaluate_takes_a_file_as_a_variant(model, saved, monkeypatch) -> None:
     module = importlib.import_module("tokenmerge_tools.cli.evaluate")
     seen = []
 
@@ -241,10 +233,9 @@ def test_evaluate_takes_a_file_as_a_variant(model, tuned, monkeypatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "run_evaluate", stop)
-    given = ["evaluate", "--model", model, "--settings", tuned, "--steps", 8, "--prompts", tuned]
+    given = ["evaluate", "--model", model, "--settings", saved, "--steps", 8, "--prompts", saved]
     result = call(*given)
     assert seen == [("tome:ratio=0.25,proportional=True",)], result.output
-    assert "found for 4 steps, not 8" in result.stderr
 
 
 def test_evaluate_takes_the_default_method_where_a_plan_is_for_others(model, plan, monkeypatch) -> None:
@@ -273,20 +264,6 @@ def test_evaluate_takes_the_default_method_where_a_plan_is_for_others(model, pla
     [
         ("{", "cannot read settings"),
         ('{"version": 1, "settings": {"ratio": 9}}', "ratio: expected"),
-        (
-            '{"version": 1, "settings": {}, "tuned": 3}',
-            "tuned.found_for: expected an object with",
-        ),
-        (
-            '{"version": 1, "settings": {}, "tuned": {"found_for": {"model": "U", "height": 0, "width": 1, '
-            '"steps": 4}}}',
-            "for.height: expected an integer ≥ 1, got 0",
-        ),
-        (
-            '{"version": 1, "settings": {}, "tuned": {"found_for": {"model": 5, "height": 1, "width": 1, '
-            '"steps": 4}}}',
-            "for.model: expected the name of a class, got 5",
-        ),
         ('{"version": 1, "settings": {}, "other": {}}', "content: expected an object"),
         ('{"version": 2, "settings": {}}', "version: expected 1, the one that this release reads, got 2"),
         (
@@ -303,6 +280,16 @@ def test_evaluate_takes_the_default_method_where_a_plan_is_for_others(model, pla
             '{"version": 2, "speedup": 2, "plan": {}, "for": {"model": "U", "height": 1, "width": 1, '
             '"steps": 4, "guidance": -1}}',
             "for.guidance: expected a number ≥ 0",
+        ),
+        (
+            '{"version": 2, "speedup": 2, "plan": {}, "for": {"model": "U", "height": 0, "width": 1, '
+            '"steps": 4}}',
+            "for.height: expected an integer ≥ 1, got 0",
+        ),
+        (
+            '{"version": 2, "speedup": 2, "plan": {}, "for": {"model": 5, "height": 1, "width": 1, '
+            '"steps": 4}}',
+            "for.model: expected the name of a class, got 5",
         ),
     ],
 )
@@ -331,11 +318,9 @@ def quiet(pipe):
     return pipe
 
 
-def test_a_file_merges_as_its_settings_do(quiet, tuned, tmp_path) -> None:
-    plain = tmp_path / "plain.json"
-    save_config(CONFIG, plain)
+def test_a_file_merges_as_its_settings_do(quiet, saved) -> None:
     pictures = []
-    for config in (CONFIG, tuned, str(tuned), plain):
+    for config in (CONFIG, saved, str(saved)):
         patch = apply_token_merging(quiet, config)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -345,25 +330,14 @@ def test_a_file_merges_as_its_settings_do(quiet, tuned, tmp_path) -> None:
     assert not torch.equal(draw(quiet), pictures[0])
 
 
-def test_another_size_or_number_of_steps_warns_once(quiet, tuned) -> None:
-    patch = apply_token_merging(quiet, tuned)
-    for side, steps, words in (
-        (64, 4, "latents of 16 × 16, not 32 × 32;"),
-        (32, 2, "4 steps, not 2;"),
-        (64, 2, "latents of 16 × 16, not 32 × 32 and for 4 steps, not 2;"),
-    ):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            draw(quiet, side, steps)
-        (one,) = caught
-        assert f"found for {words}" in str(one.message)
-    patch.remove()
-
-
-def test_another_class_warns_when_it_is_applied(quiet, tuned) -> None:
-    tuned.write_text(tuned.read_text().replace("UNet2DConditionModel", "SD3Transformer2DModel"))
-    with pytest.warns(UserWarning, match="SD3Transformer2DModel, not UNet2DConditionModel"):
-        patch = apply_token_merging(quiet, tuned)
+def test_a_model_alone_gets_the_settings_of_a_plan_and_another_class_warns(quiet, plan) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert apply_token_merging(quiet.unet, plan).config == PLAN
+    plan.write_text(plan.read_text().replace("UNet2DConditionModel", "SD3Transformer2DModel"))
+    with pytest.warns(UserWarning, match="SD3Transformer2DModel, not UNet2DConditionModel") as caught:
+        patch = apply_token_merging(quiet.unet, plan)
+    assert caught[0].filename == __file__
     patch.remove()
 
 

@@ -371,7 +371,7 @@ def test_without_torchmetrics_the_run_goes_on_and_says_what_to_install(folder, t
 
 def test_recorded_steps_are_in_the_result_and_the_record(folder, tmp_path):
     result = generate(options(folder, tmp_path, steps=3, record_steps=True, compare=False))
-    assert [row.kind for row in result.steps] == ["complete"] * 3
+    assert [row.kind for row in result.steps] == ["merged"] * 3
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["steps"] == result.steps.to_dicts()
 

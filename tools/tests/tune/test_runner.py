@@ -11,7 +11,7 @@ import tiny_pipeline
 import torch
 
 from tokenmerge import apply_token_merging
-from tokenmerge.config import FoundFor, ToMeConfig, load_settings, save_config
+from tokenmerge.config import FoundFor, SavedSettings, ToMeConfig, load_settings, plan_content
 from tokenmerge.default_method import settings_for
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge_tools.drawing import Studio
@@ -214,17 +214,15 @@ def test_the_table_shows_the_plan_the_rule_and_what_is_compared(finished) -> Non
     assert {"fewer-steps steps=13", "deepcache interval=3"} <= {row[0] for row in rows}
 
 
-def test_settings_that_merge_only_at_the_size_that_they_were_found_for_are_applied(pipe, tmp_path) -> None:
+def test_a_plan_that_merges_only_at_its_own_size_is_applied_to_a_model(pipe, tmp_path) -> None:
     latent = pipe.unet.config.sample_size
     config = ToMeConfig(ratio=0.5, min_tokens=latent**2 + 1)
     with pytest.raises(NothingToMergeError, match="larger image"):
         apply_token_merging(pipe, config)
     file = tmp_path / "tuned.json"
-    save_config(config, file)
-    found_for = {"model": "UNet2DConditionModel", "height": 2 * latent, "width": 2 * latent, "steps": 20}
-    tuned = {**json.loads(file.read_text()), "tuned": {"found_for": found_for}}
-    file.write_text(json.dumps(tuned))
-    patch = apply_token_merging(pipe, str(file))
+    found_for = FoundFor("UNet2DConditionModel", 2 * latent, 2 * latent, 20)
+    file.write_text(json.dumps(plan_content(SavedSettings(config, found_for, 1.5))))
+    patch = apply_token_merging(pipe.unet, str(file))
     side = 2 * tiny_pipeline.SIDE
     pipe("a red apple", side, side, num_inference_steps=20)
     assert patch.report().flops_merged < patch.report().flops_dense

@@ -55,8 +55,8 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
         lines.append(settings.others.regroup)
     if dense and config.correction.every:
         lines.append(
-            f"Of the steps that run everything, one in {config.correction.every} is dense and corrects the "
-            "others."
+            f"Of the steps that run everything, one in {config.correction.every} merges nothing and corrects "
+            "the others."
         )
     lines += _step_reuse(settings)
     if (settings.start, settings.end) != (0, 1):

@@ -13,6 +13,7 @@ from tokenmerge.integrations.comfyui.sampling import Grid, Running, Step, prompt
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
 from tokenmerge.ops import num_tokens
+from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.blocks.merged_call import COMBINE, add_lost, merged_call, of_image
 from tokenmerge.runtime.memory.reuse import Residual
 
@@ -58,7 +59,7 @@ class ReplacedBlock:
         if not self._can_merge(step, call, grid) or not step.merges(grid, 1):
             return block(arguments)
         tokens, n, residuals = self.layout.tokens_of(call), num_tokens(grid), step.sampling.residuals
-        if residuals.decision.measures:
+        if residuals.decision.merging is Merging.MEASURES:
             image, text = call.result()
             self._keep(residuals, image - tokens, n)
             return {"img": image, "txt": text}

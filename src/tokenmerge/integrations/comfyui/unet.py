@@ -10,6 +10,7 @@ from torch import Tensor
 from tokenmerge.integrations.comfyui.sampling import Running, Step, prompts_in, step_in
 from tokenmerge.models.layout import PLAIN
 from tokenmerge.ops import unmerge
+from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.blocks.merged_call import COMBINE, add_lost
 from tokenmerge.runtime.memory.reuse import residual_of
 
@@ -98,7 +99,7 @@ def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
     if not step.merges((1, rows, columns), level):
         return None
     plan = None
-    if not step.sampling.residuals.decision.measures:
+    if step.sampling.residuals.decision.merging is not Merging.MEASURES:
         place = (level, way) if step.settings.config.plans.blocks else block
         plan = step.plan(place, n, (1, rows, columns), level, prompts_in(options))
     return Running(plan, step.at(level), block=block)

@@ -10,76 +10,115 @@ own, since more than the next block reads its result.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from tokenmerge.models.call import HostCall
-from tokenmerge.runtime.memory.caches import BlockRun
-from tokenmerge.runtime.memory.context import RunningBlocks, ThreadState
+from tokenmerge.runtime.memory.caches import Cache, Call
+from tokenmerge.runtime.memory.context import ThreadState
 from tokenmerge.runtime.memory.forecasts import note_forecast
 from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
 from tokenmerge.runtime.memory.state import BlockState
 
 
-def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
-    """Return the result of a block that is skipped on some steps.
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockRun:
+    """A block in a run, from the last step that ran it.
 
-    Args:
-        state: of the block, which can run on merged tokens as a whole.
-        call: of the block.
-        run: returns the result of a complete step.
+    Attributes:
+        single: whether the block returns one tensor, and not a pair.
+        no_text: whether it returns no text.
+        residual: residual of the whole run, image and text, in its first block; None in the others.
+        blocks: number of blocks of the run, in its first block.
     """
-    assert state.block_layout is not None
+
+    single: bool
+    no_text: bool
+    residual: Residual | None = None
+    blocks: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class RunningBlocks:
+    """Blocks that have run one after another, each with the very tensors that the one before it returned.
+
+    Attributes:
+        cache: cache of the first block.
+        number: call of the first block.
+        known: the run in which that block was before.
+        start: tokens of the image and of the text that it was called with.
+        end: those that the last block returned.
+        version: how often the image of ``end`` had been changed in place then; None: nobody counts.
+        blocks: number of blocks.
+    """
+
+    cache: Cache
+    number: Call
+    known: BlockRun | None
+    start: tuple[Tensor, Any]
+    end: tuple[Tensor, Any]
+    version: int | None = None
+    blocks: int = 0
+
+    def continues_with(self, image: Tensor, text: Any) -> bool:
+        """Return whether a block is called with what the last one returned, unchanged."""
+        last, known = self.end
+        return image is last and _version(image) == self.version and (text is known or text is None)
+
+
+def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
+    """Return the result of a block that is skipped on some steps; ``run`` returns that of a complete step."""
     tokens, text = state.layout.tokens_of(call), call.argument("encoder_hidden_states")
-    cache, number = state.threads.value.cache, state.call
+    cache, number, place = state.threads.value.cache, state.call, state.image_place
     distance, known = state.model.context.decision.deep, cache.runs.get(number)
     if distance is not None and known is not None:
-        if known.residual is None:
-            return known.returned(tokens, text)
-        added = extrapolated(known.residual, (tokens, text), distance)
-        return known.returned(added[0], text if added[1] is None else added[1])
-    place, thread = state.block_layout.outputs[0], state.model.threads.value
-    running = thread.running_blocks
-    goes_on = running is not None and not state.is_read_between and running.goes_on_with(tokens, text)
+        if known.residual is not None:
+            tokens, changed = extrapolated(known.residual, (tokens, text), distance)
+            text = text if changed is None else changed
+        if known.single:
+            return tokens
+        other = None if known.no_text else text
+        return (tokens, other) if place == 0 else (other, tokens)
+    thread = state.model.threads.value
+    running: RunningBlocks | None = thread.running_blocks
+    continues = running is not None and not state.is_read_between and running.continues_with(tokens, text)
     result = run()
     image, other = (result, None) if isinstance(result, Tensor) else (result[place], result[1 - place])
-    made = BlockRun(isinstance(result, Tensor), place, other is None)
-    if running is not None and goes_on:
-        cache.runs[number] = made
-    else:
+    made = BlockRun(isinstance(result, Tensor), other is None)
+    if running is None or not continues:
         finish_run(thread)
-        before = cache.runs.get(number)
-        running = thread.running_blocks = RunningBlocks((cache, number, before), (tokens, text))
-        cache.runs[number] = dataclasses.replace(made, residual=None if before is None else before.residual)
-    running.end_with(image, other)
+        start = tokens, text
+        running = thread.running_blocks = RunningBlocks(cache, number, cache.runs.get(number), start, start)
+        made = dataclasses.replace(made, residual=None if running.known is None else running.known.residual)
+    cache.runs[number] = made
+    running.end = image, running.end[1] if other is None else other  # blocks without text pass it on
+    running.version, running.blocks = _version(image), running.blocks + 1
     return result
 
 
 def finish_run(thread: ThreadState) -> None:
     """Cache the residual of the blocks that have run, if there are any."""
-    running, thread.running_blocks = thread.running_blocks, None
+    running: RunningBlocks | None = thread.running_blocks
+    thread.running_blocks = None
     if running is None:
         return
-    cache, number, before = running.first
-    image, text = running.end
-    tokens, given_text = running.start
-    added = image - tokens
-    _share_with_plans(thread, (tokens, image), added)
-    latest = (added, None if text is given_text else text - given_text)
-    residual = Residual(False, latest)
-    same = before is not None and before.residual is not None and before.blocks == running.blocks
-    known = before.residual if same and before is not None else None
-    note_forecast(thread, "deep", known, residual)
-    residual = updated(known, residual, thread.part)
-    made = cache.runs[number]
-    cache.runs[number] = dataclasses.replace(made, residual=residual, blocks=running.blocks)
-
-
-def _share_with_plans(thread: ThreadState, span: tuple[Tensor, Tensor], added: Tensor) -> None:
-    """Cache one tensor for step reuse and for planning, where a run has all blocks of a level."""
-    for place, other in thread.spans.items():
-        if thread.memory is not None and len(other) == 2 and all(map(operator.is_, span, other)):
+    (first, given_text), (image, text) = running.start, running.end
+    added = image - first
+    for place, span in thread.spans.items():
+        if len(span) == 2 and span[0] is first and span[1] is image:
+            # The run has all blocks of a level, by which plans are made: one tensor serves both.
             thread.memory.model_residuals[place] = added
+    residual = Residual(False, (added, None if text is given_text else text - given_text))
+    known = running.known
+    before = known.residual if known is not None and known.blocks == running.blocks else None
+    note_forecast(thread, "deep", before, residual)
+    residual = updated(before, residual, thread.part)
+    made = running.cache.runs[running.number]
+    running.cache.runs[running.number] = dataclasses.replace(made, residual=residual, blocks=running.blocks)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Return how often a tensor was changed in place; None where it is not counted."""
+    return None if tensor.is_inference() else tensor._version

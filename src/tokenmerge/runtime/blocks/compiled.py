@@ -14,7 +14,8 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.parallel import splits_tokens
 from tokenmerge.runtime.blocks.features import caches_features
-from tokenmerge.runtime.blocks.forward import active_call, count_call, is_skipped, with_caches
+from tokenmerge.runtime.blocks.forward import count_call, is_skipped, with_caches
+from tokenmerge.runtime.blocks.planning import active_call
 from tokenmerge.runtime.memory.state import STATE, BlockState
 
 # Where ``nn.Module.compile`` leaves what a module runs instead of its ``forward``.
@@ -25,18 +26,16 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
     """Return the attribute in which a compiled block has its graph; the graph is called with a plan.
 
     If other calls use the plan too, it is an input of the graph. Otherwise there would be two graphs: one
-    that makes a plan, and one that takes a plan from another call.
-
-    ``names`` returns the names of the parameters of the block's ``forward``, in order.
+    that makes a plan, and one that takes a plan from another call. ``names`` returns the names of the
+    parameters of the block's ``forward``, in order.
     """
 
     def call_graph(self: nn.Module, graph: Callable, *args: Any, **kwargs: Any) -> Any:
         state: BlockState | None = self.__dict__.get(STATE)
         if state is None or torch.compiler.is_compiling():
             return graph(*args, **kwargs)
-        context = state.model.context
-        caches = is_skipped(state, context) or caches_features(state, context)
-        if not (caches or _plans_outside(state)):
+        outside = _plans_outside(state)
+        if not (outside or is_skipped(state) or caches_features(state)):
             return graph(*args, **kwargs)
         if splits_tokens(self):
             raise UnsupportedModelError(
@@ -49,13 +48,12 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
         block, call = state.threads.value, HostCall(graph, names(), args, kwargs)
 
         def run_graph() -> Any:
-            outside = _plans_outside(state)
-            block.known = active_call(state, call) if outside else None
+            block.running = active_call(state, call) if outside else None
             block.counted = True
             try:
                 return graph(*args, **kwargs)
             finally:
-                block.known, block.counted = None, False
+                block.running, block.counted = None, False
 
         return with_caches(state, call, run_graph)
 

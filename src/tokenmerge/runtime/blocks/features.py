@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from tokenmerge.models.call import HostCall
-from tokenmerge.runtime.memory.context import CallContext
 from tokenmerge.runtime.memory.reuse import Residual
 from tokenmerge.runtime.memory.state import BlockState
 
 
-def caches_features(state: BlockState, context: CallContext) -> bool:
+def caches_features(state: BlockState) -> bool:
     """Return whether something of a block's call is cached, for plans of a later step."""
-    cached, level = context.caches_features, state.level
+    cached, level = state.model.context.caches_features, state.level
     own = state.plans_first and (level, "residual") in cached
     return own or ((state.is_first or state.is_last) and (level, "model_residual") in cached)
 
@@ -38,7 +37,7 @@ def with_cached_features(state: BlockState, call: HostCall, n: int, run: Callabl
     if state.plans_first and (level, "residual") in cached:
         _cache_residual(state, made, image, 0 if single else len(result), before)
     first, *_ = thread.spans.get(place, (None,))
-    if state.is_last and first is not None and thread.memory is not None:
+    if state.is_last and first is not None:
         thread.memory.model_residuals.pop(place, None)
         if first.shape == made.shape:
             thread.memory.model_residuals[place] = made - first
@@ -64,7 +63,7 @@ def _cache_residual(
 
 
 def _image(state: BlockState, call: HostCall, n: int, x: Tensor) -> Tensor:
-    """``[b, n, c]``: the n tokens of the image in the input or the result of a block."""
+    """Return the n tokens of the image ``[b, n, c]`` in the input or the result of a block."""
     mask = call.argument(state.layout.padding) if state.layout.padding else None
     if mask is None and x.shape[1] == n:
         return x  # the very tensor, by which a run of blocks is recognised
@@ -72,13 +71,10 @@ def _image(state: BlockState, call: HostCall, n: int, x: Tensor) -> Tensor:
 
 
 def compared(state: BlockState, x: Tensor, image: Tensor, start: Tensor | None) -> Tensor:
-    """``[b, n, c]``: what is compared of the image tokens in a block's input, where that is cached.
+    """Return what planners compare: the cached features, or the image tokens where nothing is cached yet.
 
-    Args:
-        state: of the block.
-        x: ``[b, text + n + padding, c]``, its input.
-        image: ``[b, n, c]``, the n tokens of the image in it, which are compared where nothing is cached yet.
-        start: ``[b]`` index of the first of them in each image; None: as the layout says.
+    ``x`` ``[b, text + n + padding, c]`` is the input of a block, and ``image`` ``[b, n, c]`` the image in it,
+    which begins at ``start`` ``[b]``; None: where the layout says.
     """
     added = None if torch.compiler.is_compiling() else _cached(state)
     if added is not None and added.shape == x.shape:
@@ -90,7 +86,7 @@ def _cached(state: BlockState) -> Tensor | None:
     """Return the features of the step before; None: there are none."""
     features, memory = state.settings.features, state.model.threads.value.memory
     # Under gradients nothing is cached, and what was cached before is not used.
-    if memory is None or (state.level, features) not in state.model.context.caches_features:
+    if (state.level, features) not in state.model.context.caches_features:
         return None
     if features == "model_residual":
         return memory.model_residuals.get((*state.call, state.level))

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
@@ -15,6 +15,7 @@ from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.ops import IndexPlan, Plan, add_unmerged, keep_destinations, merge, unmerge
 from tokenmerge.ops.once import once
 from tokenmerge.runtime.memory.reuse import Residual
+from tokenmerge.runtime.memory.state import LayerState
 
 # Makes merged tokens from a plan and tokens.
 Combine = Callable[[Plan, Tensor], Tensor]
@@ -28,10 +29,10 @@ def merged_call(
     combine: Combine,
     change_only: bool = False,
 ) -> Any:
-    """Return the result of a call, with merged tokens and unmerged.
+    """Return the result of a call with merged tokens, unmerged.
 
-    ``combine`` makes merged tokens from (plan, tokens). With ``change_only``, each token gets what the call
-    added to the merged token that holds it, and not the result of that token.
+    With ``change_only``, each token gets what the call added to the merged token that holds it, and not the
+    result of that token.
     """
     tokens = layout.tokens_of(call)
     n, m = plan.inverse.shape[1], plan.keep.shape[1]
@@ -40,7 +41,7 @@ def merged_call(
         _replace_image(layout, tokens, n, partial(combine, plan)) if whole is None else combine(whole, tokens)
     )
     name = layout.tokens or call.names[0]
-    now = following(call, layout, plan).replaced(name, merged)
+    now = _following(call, layout, plan).replaced(name, merged)
     if layout.same_as_tokens and call.argument(layout.same_as_tokens) is call.argument(name):
         now = now.replaced(layout.same_as_tokens, merged)
     result = now.result()
@@ -64,6 +65,22 @@ def merged_call(
     return tuple(results)
 
 
+def keyed_call(attention: nn.Module, call: HostCall, state: LayerState, plan: Plan, combine: Combine) -> Any:
+    """Return the result of self-attention in which all tokens attend to merged keys and values.
+
+    Raises:
+        UnsupportedModelError: keys, values and queries are projected by one layer.
+    """
+    if getattr(attention, "fused_projections", False):
+        raise UnsupportedModelError(
+            f"{state.path}: scope='keys' needs keys and values projected apart from the queries, and "
+            "they are fused; call unfuse_qkv_projections(), or take scope='layers'"
+        )
+    layout, keys = state.layer.layout, state.layer.keys
+    assert keys is not None
+    return _following(call, layout, plan).replaced(keys, combine(plan, layout.tokens_of(call))).result()
+
+
 def _with_text(layout: Layout, plan: Plan, text: int) -> IndexPlan | None:
     """Return the plan for a sequence that ``text`` tokens precede, which merge with none.
 
@@ -81,9 +98,7 @@ def add_lost(
     residuals: Sequence[Tensor | None],
     combine: Combine,
 ) -> Any:
-    """Add back the detail lost by merging, known from the last complete step.
-
-    What is lost of a token is how its residual differs from the residual of its group.
+    """Add back the detail lost by merging: how the residual of a token differs from that of its group.
 
     ``residuals`` are those of the same call on a step without merging, one for each tensor of the result.
     """
@@ -118,7 +133,7 @@ def of_image(layout: Layout, residual: Residual, n: int) -> Residual:
     return Residual(residual.single, parts)
 
 
-def following(call: HostCall, layout: Layout, plan: Plan) -> HostCall:
+def _following(call: HostCall, layout: Layout, plan: Plan) -> HostCall:
     """Return the call with the arguments that have an entry for each token cut down to the merged tokens."""
     for argument in layout.token_arguments:
         value = call.argument(argument.name)
@@ -139,15 +154,13 @@ def _replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor],
 
 def _follow(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -> Any:
     """Return the entries of an argument for the merged tokens, in their order."""
-    if argument.element is None:
-        return _followed(value, argument, layout, plan)
+    follow, element = partial(_followed, argument=argument, layout=layout, plan=plan), argument.element
+    if element is None:
+        return follow(value)
     if isinstance(value, dict):
-        part = value.get(argument.element)
-        return value if part is None else {**value, argument.element: _followed(part, argument, layout, plan)}
-    return type(value)(
-        _followed(part, argument, layout, plan) if i == argument.element else part
-        for i, part in enumerate(value)
-    )
+        part = value.get(element)
+        return value if part is None else {**value, element: follow(part)}
+    return type(value)(follow(part) if i == element else part for i, part in enumerate(value))
 
 
 def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -> Any:
@@ -171,28 +184,25 @@ def _at_kept_tokens(value: Tensor, argument: TokenArgument, layout: Layout, plan
     if argument.batched and value.shape[0] == 1:
         value = value.expand(b, *value.shape[1:])
     for axis in argument.axes:
-        if value.shape[axis] > 1:
-            _check_entries(argument, value, value.shape[axis], n)
-            text = value.shape[axis] - n
-            index = once(plan.keep, ("entries", text, layout.text), partial(_entries, plan, text, layout))
-            if argument.batched:
-                along, shape = [1] * value.ndim, list(value.shape)
-                along[0], along[axis] = index.shape
-                shape[axis] = index.shape[1]
-                value = value.gather(axis, index.view(along).expand(shape))
-            else:
-                value = value.index_select(axis, index[0])
+        if value.shape[axis] <= 1:
+            continue
+        text = value.shape[axis] - n
+        if text < 0:
+            name = argument.element if isinstance(argument.element, str) else argument.name
+            raise UnsupportedModelError(
+                f"{name}: expected an entry for each of the {n} tokens of the image, got {value.shape[axis]} "
+                f"in a tensor of shape {tuple(value.shape)}; pass it for all tokens of text and image, or "
+                "call remove_token_merging(model) first"
+            )
+        index = once(plan.keep, ("entries", text, layout.text), partial(_entries, plan, text, layout))
+        if argument.batched:
+            along, shape = [1] * value.ndim, list(value.shape)
+            along[0], along[axis] = index.shape
+            shape[axis] = index.shape[1]
+            value = value.gather(axis, index.view(along).expand(shape))
+        else:
+            value = value.index_select(axis, index[0])
     return value
-
-
-def _check_entries(argument: TokenArgument, value: Tensor, length: int, n: int) -> None:
-    if length < n:
-        name = argument.element if isinstance(argument.element, str) else argument.name
-        raise UnsupportedModelError(
-            f"{name}: expected an entry for each of the {n} tokens of the image, got {length} in a tensor of "
-            f"shape {tuple(value.shape)}; pass it for all tokens of text and image, or call "
-            "remove_token_merging(model) first"
-        )
 
 
 def _entries(plan: Plan, text: int, layout: Layout) -> Tensor:

@@ -144,6 +144,6 @@ class ProportionalAttention(TorchFunctionMode):
 
 def _log(sizes: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the logarithm of sizes in a dtype: one launch, but in a graph, which fuses two."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+    if torch.compiler.is_compiling():
         return sizes.log().to(dtype)
     return torch.log(sizes, out=torch.empty_like(sizes, dtype=dtype))

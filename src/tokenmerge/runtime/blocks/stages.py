@@ -22,7 +22,9 @@ def stage_call(original: HostMethod) -> Callable:
         state: StageState | None = self.__dict__.get(STATE)
         if state is None or not state.model.context.decision.caches:
             return original.of(self)(*args, **kwargs)
-        call, distance, cache = (state.model.context.call, 0), state.distance, state.threads.value.cache
+        context, cache = state.model.context, state.threads.value.cache
+        call = context.call, 0
+        distance = context.decision.finest if state.is_finest else context.decision.deep
         before, placeholder = cache.residuals.get(call), cache.placeholders.get(call)
         if distance is not None and before is not None:
             return extrapolated(before, [0.0], distance)
@@ -31,7 +33,8 @@ def stage_call(original: HostMethod) -> Callable:
         result = original.of(self)(*args, **kwargs)
         if state.is_last:
             residual = residual_of(result, [0.0])
-            note_forecast(state.model.threads.value, "finest" if state.shallow else "deep", before, residual)
+            part = "finest" if state.is_finest else "deep"
+            note_forecast(state.model.threads.value, part, before, residual)
             cache.residuals[call] = updated(before, residual)
         else:
             cache.placeholders[call] = tree_map(

@@ -1,48 +1,92 @@
-"""How wrong forecasts of step reuse are, measured in steps that run the part and so know the truth."""
+"""How wrong forecasts of step reuse are, measured in steps that run the part and so know the truth.
+
+What a forecast misses of a part's change, it is taken to miss of the change of the model's output. What that
+changes in the picture that the model predicts follows from the noise level. So errors of all parts and models
+have one unit: the contrast of the picture.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenmerge.runtime.memory.context import ThreadState
-from tokenmerge.runtime.memory.reuse import Residual, extrapolated
-from tokenmerge.runtime.memory.run_log import ForecastError
+from tokenmerge.runtime.memory.reuse import Residual
+from tokenmerge.runtime.memory.run_log import ForecastError, RunLog
+from tokenmerge.runtime.steps.step_tracker import StepTracker
+
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def note_forecast(thread: ThreadState, part: str, before: Residual | None, now: Residual) -> None:
     """Compare what a part has added with the forecast from earlier steps. Nothing waits for the device.
 
-    Args:
-        thread: of the running call.
-        part: ``"deep"`` for blocks and deep stages, ``"finest"`` for the finest level of a UNet.
-        before: the residual from which the forecast is made.
-        now: what the part has added in this call.
+    The part is ``"deep"`` for blocks and deep stages, ``"finest"`` for the finest level of a UNet. ``before``
+    is the residual from which the forecast is made.
     """
     context, memory = thread.context, thread.memory
     known = context.decision.forecasts.get(part)
-    if known is None or before is None or memory is None or memory.log is None or before.delta is None:
+    if known is None or before is None or before.delta is None or torch.compiler.is_compiling():
         return
-    step = memory.tracker.step
     truth, first = now.latest[0], before.latest[0]
-    if (
-        torch.compiler.is_compiling()
-        or step is None
-        or truth is None
-        or first is None
-        or truth.shape != first.shape
-    ):
+    if truth is None or first is None or truth.shape != first.shape or memory.log is None:
         return
-    distance, gap = known
-    forecast = extrapolated(before, [0.0] * len(before.latest), torch.tensor(distance))
-    forecast = forecast if isinstance(forecast, Tensor) else forecast[0]
+    assert before.agreement is not None
+    delta, agreement = before.delta[0], before.agreement[0]
+    assert delta is not None
+    assert agreement is not None
+    change = truth - first
+    error = torch.addcmul(change, delta, agreement * known[0], value=-1)  # as `extrapolated` forecasts it
     scale, copies = memory.log.guidance, context.guidance_copies
-    lengths = [
-        torch.linalg.vector_norm(_guided(tensor, scale, copies).flatten(1), dim=1, dtype=torch.float32)
-        for tensor in (forecast - truth, truth)
-    ]
-    error = lengths[0] / lengths[1].clamp(min=torch.finfo(torch.float32).tiny)
-    memory.log.errors.append(ForecastError(step.done, part, gap, error))
+    error, change = (_length(_guided(own, scale, copies)) for own in (error, change))
+    memory.log.missed.append((part, known[1], error / change.clamp(min=_TINY)))
+
+
+def note_output(log: RunLog, thread: ThreadState, tracker: StepTracker, result: Any) -> None:
+    """Compare the output of a call with those of earlier steps. Nothing waits for the device.
+
+    Args:
+        log: of the generation.
+        thread: of the running call.
+        tracker: of the generation; its running call.
+        result: of the model.
+    """
+    missed, log.missed = log.missed, []
+    sample, log.sample = log.sample, None
+    decision = thread.context.decision
+    output = result if isinstance(result, Tensor) else result[0]
+    if sample is None or tracker.index < 0 or not decision.caches or not isinstance(output, Tensor):
+        return
+    if not (log.noise.waits or decision.deep is None or decision.finest is None):
+        return
+    copies = thread.context.guidance_copies
+    sample, output = sample.detach().chunk(copies)[0], _guided(output.detach(), log.guidance, copies)
+    for axis, size in enumerate(output.shape):  # some models get more than the sample, or return more
+        sample = sample.narrow(axis, 0, min(size, sample.shape[axis]))
+        output = output.narrow(axis, 0, sample.shape[axis])
+    picture, weight = output, 1.0
+    if log.levels is not None and (missed or log.noise.waits):
+        picture, weight = log.levels.picture(sample, output, tracker.index), log.levels.weight(tracker.index)
+        if tracker.call == 0:
+            log.noise.note(log.levels, sample, picture, tracker.index)
+    if missed:
+        contrast = picture.flatten(1).float().std(1).clamp(min=_TINY)
+        for part, gap, error in missed:
+            before = log.outputs.get((tracker.call, part))
+            if before is not None and before.shape == output.shape:
+                change = _length(output - before) * (weight / output[0].numel() ** 0.5)
+                log.errors.append(ForecastError(tracker.done, part, gap, error * change / contrast))
+    for part, skipped in (("deep", decision.deep), ("finest", decision.finest)):
+        if skipped is None:
+            log.outputs[tracker.call, part] = output
+    if tracker.is_last:
+        log.forget_outputs(tracker.call)
+
+
+def _length(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor.flatten(1), dim=1, dtype=torch.float32)
 
 
 def _guided(tensor: Tensor, scale: float | None, copies: int) -> Tensor:
@@ -50,4 +94,4 @@ def _guided(tensor: Tensor, scale: float | None, copies: int) -> Tensor:
     if copies < 2 or scale is None:
         return tensor
     unguided, guided, *_ = tensor.chunk(copies)
-    return unguided + scale * (guided - unguided)
+    return torch.lerp(unguided, guided, scale)

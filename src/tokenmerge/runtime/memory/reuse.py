@@ -22,8 +22,7 @@ class Residual(NamedTuple):
     Attributes:
         single: whether its result is one tensor, and not a tuple.
         latest: what it added to each tensor of its result.
-        delta: change of ``latest`` since the run before, 0 where there was none; None where nothing
-            extrapolates.
+        delta: change of ``latest`` since the run before, 0 where there was none; None: nobody extrapolates.
         agreement: how far the delta kept its direction, 0 to 1 for each image; None with ``delta``.
     """
 
@@ -41,7 +40,7 @@ def residual_of(result: Any, bases: Sequence[Tensor | float]) -> Residual:
 def updated(before: Residual | None, residual: Residual, part: Part | None = None) -> Residual:
     """Return a residual with its change since the run before; ``part``: the tokens that it is for."""
     latest, agreement = residual.latest, partial(_agreement, part)
-    if before is None or before.delta is None or not _same_shapes(latest, before.latest):
+    if before is None or before.delta is None or _shapes(latest) != _shapes(before.latest):
         delta = _each(torch.zeros_like, latest)
         return Residual(residual.single, latest, delta, _each(agreement, delta, delta))
     delta = _each(torch.sub, latest, before.latest)
@@ -51,31 +50,23 @@ def updated(before: Residual | None, residual: Residual, part: Part | None = Non
 def extrapolated(residual: Residual, bases: Sequence[Tensor | float], distance: Tensor) -> Any:
     """Return the result of a skipped block: its input plus the linearly extrapolated residual.
 
-    TaylorSeer (arXiv 2503.06923) of order 1, damped where the residual changed its direction: what turns
-    about between steps, as under strong guidance, stays where it is, since extrapolating it would double the
-    error.
-
-    Args:
-        residual: of the step in which the block last ran, with its delta.
-        bases: what the residual is added to.
-        distance: steps since then, divided by the interval between the last two runs.
+    TaylorSeer (arXiv 2503.06923) of order 1, damped where the residual changed its direction: what turns back
+    between steps, as under strong guidance, is not extrapolated, since that would double the error. The
+    ``distance`` is the steps since the last run, divided by the interval between the last two.
     """
     assert residual.delta is not None
     assert residual.agreement is not None
-    result = _each(torch.add, residual.latest, bases)
     result = _each(
         lambda value, delta, agreement: value + delta * (agreement * distance),
-        result,
+        _each(torch.add, residual.latest, bases),
         residual.delta,
         residual.agreement,
     )
     return result[0] if residual.single else result
 
 
-def _same_shapes(ones: Tensors, others: Tensors) -> bool:
-    return [one if one is None else one.shape for one in ones] == [
-        other if other is None else other.shape for other in others
-    ]
+def _shapes(tensors: Tensors) -> list[torch.Size | None]:
+    return [None if tensor is None else tensor.shape for tensor in tensors]
 
 
 def _agreement(part: Part | None, delta: Tensor, before: Tensor) -> Tensor:

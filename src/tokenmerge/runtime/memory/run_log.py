@@ -6,16 +6,18 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
+from tokenmerge.plans import Shown, noise_of
+from tokenmerge.runtime.steps.noise_levels import NoiseLevels
 
-# "complete": everything runs, and tokens merge. "reused": a part of the model is skipped. "dense": no token
-# merges and nothing is skipped.
-StepKind = Literal["complete", "reused", "dense"]
+# "merged": the whole model runs, and tokens merge. "unmerged": it runs, and no token merges. Both are
+# complete steps. "reused": a part of the model is skipped.
+StepKind = Literal["merged", "unmerged", "reused"]
 
 
 class ForecastError(NamedTuple):
@@ -25,7 +27,8 @@ class ForecastError(NamedTuple):
         step: number of steps of the generation before it.
         part: ``"deep"`` for blocks and deep stages, ``"finest"`` for the finest level of a UNet.
         gap: steps since the part ran before.
-        error: length of the error divided by that of the truth, for each image, float32.
+        error: expected error of the picture that the model predicts in the step, divided by the contrast of
+            that picture, for each image, float32.
     """
 
     step: int
@@ -34,8 +37,53 @@ class ForecastError(NamedTuple):
     error: Tensor
 
 
+class AddedNoise:
+    """How much noise a solver adds, measured once in a generation, from two steps without a setting of it.
+
+    A step keeps a share of the noise in its sample: that of the noise levels where the solver adds none.
+
+    Attributes:
+        kept: this share, one number; None: not measured yet.
+        levels: noise level before and after that step.
+    """
+
+    def __init__(self) -> None:
+        self.kept: Tensor | None = None
+        self.levels = 1.0, 1.0
+        self._before: tuple[int, Tensor, Tensor] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the measurement needs the next step."""
+        return self.kept is None
+
+    def note(self, levels: NoiseLevels, sample: Tensor, picture: Tensor, index: int) -> None:
+        """Note the sample of a step, and the picture that the model predicts from it.
+
+        Args:
+            levels: of the generation.
+            sample: that the model gets.
+            picture: as :meth:`NoiseLevels.picture` returns it.
+            index: of the step.
+        """
+        before, self._before = self._before, None
+        if not self.waits:
+            return
+        sample = levels.scaled(sample, index)
+        if before is not None and before[0] == index - 1 and before[1].shape == sample.shape:
+            noise = (before[1] - before[2]).flatten()
+            self.kept = torch.dot(noise, (sample - before[2]).flatten()) / noise.square().sum()
+            self.levels = levels.sigmas[index - 1], levels.sigmas[index]
+        elif index and levels.lowers(index):
+            self._before = index, sample, picture
+
+    def forget(self) -> None:
+        """Drop what the next step would be compared with."""
+        self._before = None
+
+
 class RunLog:
-    """What happened in one generation so far. Its numbers are known without waiting for the device.
+    """What happened in one generation so far. Noting it does not wait for the device.
 
     Attributes:
         config: settings of the generation.
@@ -45,8 +93,14 @@ class RunLog:
         width: width of the sample, likewise.
         references: height and width of each reference picture in the sequence of the sample.
         tokens: number of tokens at the finest level, over all frames of a video and all references.
-        errors: of the forecasts of step reuse.
         steps: number of denoising steps of the generation; None: unknown.
+        levels: its noise levels; None: unknown.
+        sample: of the running call; None: it is no tensor.
+        missed: of the running call: part, steps since it ran, and the length of the forecast's error divided
+            by that of the part's change, for each image.
+        outputs: of the model, by call in its step and part: when the part last ran.
+        errors: of the forecasts of step reuse.
+        noise: that the solver adds.
     """
 
     def __init__(
@@ -57,6 +111,7 @@ class RunLog:
         patch: int,
         steps: int | None,
         guidance: float | None = None,
+        levels: NoiseLevels | None = None,
     ) -> None:
         self.config, self.batch, self.steps, self.guidance = config, batch, steps, guidance
         sizes = tuple((rows * patch, columns * patch) for _, rows, columns in grids)
@@ -64,8 +119,12 @@ class RunLog:
         self.width = sizes[0][1] if sizes else None
         self.references = sizes[1:]
         self.tokens = sum(frames * rows * columns for frames, rows, columns in grids)
+        self.levels = levels
+        self.sample: Tensor | None = None
+        self.missed: list[tuple[str, int, Tensor]] = []
+        self.outputs: dict[tuple[int, str], Tensor] = {}
         self.errors: list[ForecastError] = []
-        self._read = 0
+        self.noise = AddedNoise()
         self._kinds: dict[int, StepKind] = {}
         self._began = self._ended = time.perf_counter()
 
@@ -77,10 +136,10 @@ class RunLog:
         """Note the time at the end of a call."""
         self._ended = time.perf_counter()
 
-    def unread(self) -> list[ForecastError]:
-        """Return the errors of forecasts that were noted since the last call."""
-        read, self._read = self._read, len(self.errors)
-        return self.errors[read:]
+    def forget_outputs(self, call: int) -> None:
+        """Drop what later steps would be compared with, of the calls with this number."""
+        self.outputs = {key: output for key, output in self.outputs.items() if key[0] != call}
+        self.noise.forget()
 
     @property
     def seconds(self) -> float:
@@ -96,24 +155,35 @@ class RunLog:
         return Counter(self._kinds.values())
 
 
-def noted(errors: Sequence[ForecastError]) -> dict[str, dict[int, float]]:
-    """Return errors of forecasts by part and step, each the largest of its images. This waits once."""
-    if not errors:
-        return {}
+def shown(logs: Sequence[RunLog]) -> Shown:
+    """Return what the logs of a generation show of its error. Of a batch, the largest errors count.
+
+    This waits for the device once.
+    """
+    errors = [error for log in logs for error in log.errors]
+    measured = next((log.noise for log in logs if log.noise.kept is not None), None)
+    tensors = [error.error.max() for error in errors]
+    if measured is not None and measured.kept is not None:
+        tensors.append(measured.kept)
+    values = torch.stack([one.to(tensors[0].device) for one in tensors]).cpu().tolist() if tensors else []
+    noise = 1.0 if measured is None else noise_of(values.pop(), *measured.levels)
     found: dict[str, dict[int, float]] = {}
-    largest = [one.error.max() for one in errors]
-    values = torch.stack([one.to(largest[0].device) for one in largest]).cpu()
-    for one, error in zip(errors, map(float, values), strict=True):
+    for one, error in zip(errors, values, strict=True):
         of_part = found.setdefault(one.part, {})
         before = of_part.get(one.step, error)
         of_part[one.step] = before if math.isnan(before) else max(error, before)
-    return found
+    levels = next((log.levels.sigmas for log in logs if log.levels is not None), ())
+    steps = next((log.steps for log in logs if log.steps is not None), 0)
+    return Shown(found, levels[-steps - 1 :], noise)
 
 
 def in_kinds(kinds: Counter[StepKind]) -> str:
-    """Return how many steps of each kind ran, in words.
+    """Return how many steps were complete and reused, in words.
 
-    >>> in_kinds(Counter(["complete", "reused", "reused"]))
-    '1 complete, 2 reused, 0 dense'
+    >>> in_kinds(Counter(["unmerged", "merged", "reused"]))
+    '2 complete, 1 of them unmerged, 1 reused'
     """
-    return ", ".join(f"{kinds[kind]} {kind}" for kind in get_args(StepKind))
+    complete = f"{kinds['merged'] + kinds['unmerged']} complete"
+    if kinds["unmerged"]:
+        complete += f", {kinds['unmerged']} of them unmerged"
+    return f"{complete}, {kinds['reused']} reused"

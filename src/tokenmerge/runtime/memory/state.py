@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from tokenmerge.config import FoundFor, MergeSettings, ToMeConfig
+from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.config.checks import integer
 from tokenmerge.config.origin import is_default
 from tokenmerge.errors import ConfigError, shown
-from tokenmerge.models.base import GridShape, ModelCall
+from tokenmerge.models.base import GridShape, Layer, ModelCall
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.ops import Plan
 from tokenmerge.plans import Tolerance
-from tokenmerge.runtime.memory.caches import Call, Memory, RecordedCalls
+from tokenmerge.runtime.memory.caches import Call, EmptyWhenCopied, Memory, RecordedCalls
 from tokenmerge.runtime.memory.context import CallContext, PartState, ThreadState
 from tokenmerge.runtime.memory.run_log import RunLog
 from tokenmerge.runtime.memory.step_log import StepRecorder
 from tokenmerge.runtime.steps.per_thread import PerThread
 from tokenmerge.runtime.steps.pipeline import Pipeline
-from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation
+from tokenmerge.runtime.steps.scheduler import Generation
 
 # Packages through which a call reaches this one.
 _NOT_THE_CALLER = ("tokenmerge", "torch", "diffusers", "contextlib")
@@ -49,36 +50,8 @@ class RecordedPlan:
     references: tuple[tuple[int, int, int], ...] = ()
 
 
-class Memories(weakref.WeakKeyDictionary[Generation, Memory]):
-    """What a model caches for each living generation. Copies and pickles begin empty."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Memories:
-        return Memories()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Memories, ()
-
-
-@dataclasses.dataclass(frozen=True)
-class ConfigFacts:
-    """What follows from a config alone, over all its levels, phases and scales of guidance.
-
-    Every call of the model needs it, so it is computed once. The first three attributes are those of
-    :class:`tokenmerge.ToMeConfig`.
-
-    Attributes:
-        over_steps: the settings that depend on the denoising step, as they were given.
-        follows_steps: whether it has to be known which denoising step it is.
-        reuses_steps: whether any step may skip something.
-        caches_results: whether what blocks add is cached at some step, to skip them or to plan by it.
-        merges: whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
-    """
-
-    over_steps: tuple[str, ...]
-    follows_steps: bool
-    reuses_steps: bool
-    caches_results: bool
-    merges: bool
+class Memories(EmptyWhenCopied, weakref.WeakKeyDictionary[Generation, Memory]):
+    """What a model caches for each living generation."""
 
 
 class ChoosesSettings(Protocol):
@@ -122,84 +95,55 @@ class ModelState:
 
     Attributes:
         config: the settings; of the default method, what any of its generations may do.
-        facts: what follows from them.
         call: how the model is called.
-        settings: what holds for each level that merges, at the first step.
         stages: (level, what holds there) for each level that merges and each phase, where it merges most.
-        groups: for each part, the number of the plans that it shares.
+        groups: for each part, the group of parts that share its plans.
         pipeline: the pipeline of the model.
-        threads: the state of each thread that calls the model.
-        memories: what is cached where settings follow the steps, by generation.
+        dense_if_too_small: whether samples with too few tokens run dense, with a warning, or raise an error.
+        told: warnings already given.
+        method: name of the settings, for messages; empty: the user gave them all.
+        default: the default method, which chooses the settings of each generation; None: ``config`` has them.
         parts: its blocks, layers and stages that merge or are skipped, in the order of ``groups``.
+        memories: what is cached where settings follow the steps, by generation.
         given_grid: the model's finest token grid in the next calls, where the user gave it; None: not given.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
         revise_plan: called with the features ``[b, n, c]`` and each new plan, returns the plan that is used
             instead; None: new plans are used as they are.
-        warned: warnings already given for samples with too few tokens, which then run dense. None: such
-            samples raise an error.
-        method: name of the settings, for messages; empty: the user gave them all.
-        default: the default method, which chooses the settings of each generation; None: ``config`` has them.
-        found_for: what the settings were found for by ``tokenmerge tune``; None: unknown.
-        compared_with: the token grid and number of steps that were last compared with ``found_for``.
         last_run: what happened in the generation that began last; None before the first.
         recorder: records what each step does; None: nobody asked for it.
         kept: what others looked at when a generation last began; before the first, when it was patched.
-        told: warnings already given about code that looks into the model.
+        settings: what holds for each level that merges, at the first step.
+        follows_steps: whether it has to be known which denoising step it is.
+        caches_results: whether what blocks add is cached at some step, to skip them or to plan by it.
+        merges: whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
+        threads: the state of each thread that calls the model.
     """
 
     config: ToMeConfig
-    facts: ConfigFacts
     call: ModelCall
-    settings: Mapping[int, MergeSettings]
     stages: tuple[tuple[int, MergeSettings], ...]
-    groups: tuple[int, ...]
+    groups: tuple[Hashable, ...]
     pipeline: Pipeline
-    threads: PerThread[ThreadState]
-    memories: Memories = dataclasses.field(default_factory=Memories)
+    dense_if_too_small: bool = False
+    told: set[str] = dataclasses.field(default_factory=set)
+    method: str = ""
+    default: ChoosesSettings | None = None
     parts: tuple[BlockState | LayerState | StageState, ...] = ()
+    memories: Memories = dataclasses.field(default_factory=Memories)
     given_grid: Grid | None = None
     record: dict[str, RecordedPlan] | None = None
     revise_plan: Callable[[Tensor, Plan], Plan] | None = None
-    warned: set[str] | None = None
-    method: str = ""
-    default: ChoosesSettings | None = None
-    found_for: FoundFor | None = None
-    compared_with: tuple[object, ...] = ()
     last_run: RunLog | None = None
     recorder: StepRecorder | None = None
     kept: Kept = dataclasses.field(default_factory=Kept)
-    told: set[str] = dataclasses.field(default_factory=set)
 
-    def settings_at(self, guidance: float | None, steps: int | None, ends_clean: bool = False) -> ToMeConfig:
-        """Return the settings of the generation that begins.
-
-        Args:
-            guidance: scale of classifier-free guidance; None: unknown.
-            steps: number of steps; None: settings do not follow them.
-            ends_clean: whether almost no noise is left before the last step.
-        """
-        if self.default is None or steps is None:
-            return self.config
-        known = self._grid, steps, guidance
-        self.warn_once(self.default.shortfall(*known))
-        return self.default.settings(*known, ends_clean)
-
-    def tolerance_of(self, step: DenoisingStep, guidance: float | None) -> Tolerance | None:
-        """Return what changes the settings of a generation while it runs; None: nothing does.
-
-        The models of a pipeline share it. The first one that is called makes it.
-        """
-        if self.default is None:
-            return None
-        tolerances = self.pipeline.tolerances
-        if step.generation not in tolerances:
-            known = self._grid, step.steps, guidance, step.generation.ends_clean
-            tolerances[step.generation] = self.default.tolerance(*known)
-        return tolerances[step.generation]
-
-    @property
-    def _grid(self) -> GridShape | None:
-        return next(iter(self.threads.value.grid.shapes), None)
+    def __post_init__(self) -> None:
+        self.settings: Mapping[int, MergeSettings] = dict(reversed(self.stages))  # the first phase
+        self.follows_steps = self.config.follows_steps
+        self.caches_results = self.config.reuse.on or self.config.cached_features is not None
+        self.merges = self.config.reuse.on or any(own.merges for _, own in self.stages)
+        context = CallContext(self.config, self.settings)
+        self.threads = PerThread(functools.partial(ThreadState, context, self.groups))
 
     def warn_once(self, message: str) -> None:
         """Warn, unless the message is empty or was given before."""
@@ -244,7 +188,7 @@ class ModelState:
         """Return what is cached in a generation."""
         memory = self.memories.get(generation)
         if memory is None:
-            memory = self.memories[generation] = Memory(self.groups, generation)
+            memory = self.memories[generation] = Memory(self.groups)
         return memory
 
     def use(self, memory: Memory) -> None:
@@ -275,15 +219,6 @@ class ModelState:
             yield latest
         finally:
             self.record = before
-
-    @contextlib.contextmanager
-    def revising(self, revise: Callable[[Tensor, Plan], Plan]) -> Iterator[None]:
-        """While the context lasts, what ``revise`` makes of the features and a new plan is used instead."""
-        self.revise_plan = revise
-        try:
-            yield
-        finally:
-            self.revise_plan = None
 
     def forget(self) -> None:
         """Drop all that is cached, as the model is restored; a handle may still hold this object."""
@@ -332,8 +267,8 @@ class BlockState:
     @property
     def settings(self) -> MergeSettings:
         """What holds at the running step."""
-        known = self.threads.value.known
-        return self.model.threads.value.context.settings[self.level] if known is None else known.settings
+        running = self.threads.value.running
+        return self.model.threads.value.context.settings[self.level] if running is None else running.settings
 
     @property
     def grids(self) -> tuple[tuple[int, int, int], ...]:
@@ -359,18 +294,11 @@ class BlockState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerState:
-    """A sub-layer whose calls change.
-
-    ``kind``, ``layout``, ``own_keys`` and ``keys`` are those of the :class:`tokenmerge.models.base.Layer`.
-    ``threads`` has its cache in each thread.
-    """
+    """A sub-layer whose calls change, with its cache in each thread."""
 
     block: BlockState
     path: str
-    kind: str
-    layout: Layout
-    own_keys: bool = True
-    keys: str | None = None
+    layer: Layer
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
 
 
@@ -379,9 +307,9 @@ class StageState:
     """A stage of a UNet, or a module of one, that is skipped on some steps.
 
     Attributes:
-        model: that it belongs to.
+        model: the model that it belongs to.
         path: its name in the model.
-        shallow: whether it is at the finest level.
+        is_finest: whether it is at the finest level.
         is_last: whether the modules that do run read its result.
         grid: the token grid of its blocks in each thread; None: it has no blocks.
         threads: its cache in each thread.
@@ -389,16 +317,10 @@ class StageState:
 
     model: ModelState
     path: str
-    shallow: bool
+    is_finest: bool
     is_last: bool
     grid: PerThread[Grid] | None = None
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
-
-    @property
-    def distance(self) -> Tensor | None:
-        """How far the running call extrapolates it, see :class:`Decision`; None: it runs."""
-        decision = self.model.context.decision
-        return decision.finest if self.shallow else decision.deep
 
 
 def warn_caller(message: str) -> None:

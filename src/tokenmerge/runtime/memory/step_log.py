@@ -26,8 +26,8 @@ class StepRow:
 
     Attributes:
         step: index of the step among those of its scheduler, from 0.
-        kind: ``"complete"``: everything ran, and tokens merged. ``"reused"``: a part of the model was
-            skipped. ``"dense"``: no token merged and nothing was skipped.
+        kind: ``"merged"``: the whole model ran, and tokens merged. ``"unmerged"``: it ran, and no
+            token merged. Both are complete steps. ``"reused"``: a part of the model was skipped.
         blocks: number of block calls that merged, over all calls of the model in the step.
         tokens: tokens of the largest of these calls; None: no block merged.
         merged_tokens: what was left of them after merging; None: no block merged.
@@ -53,7 +53,14 @@ class _Step:
         self.plans: list[tuple[int, int]] = []
         self.spans: list[Stopwatch] = []
         self.squares: list[Tensor] = []  # [2]: of the change and of the result before, for each call
-        self.results: list[Tensor | None] = []
+
+    def row(self, index: int) -> StepRow:
+        tokens, merged_tokens = max(self.plans, default=(None, None))
+        squares = sum((pair.double().cpu() for pair in self.squares), torch.zeros(2, dtype=torch.float64))
+        changed, before = squares.sqrt().tolist()
+        change = changed / before if before and math.isfinite(changed / before) else None
+        seconds = sum(span() for span in self.spans)
+        return StepRow(index, self.kind, len(self.plans), tokens, merged_tokens, change, seconds)
 
 
 class StepLog:
@@ -62,16 +69,15 @@ class StepLog:
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
         self._latest: _Step | None = None
-        self._before: list[Tensor | None] = []
+        self._before: list[Tensor | None] = []  # results of the calls of the step before
+        self._results: list[Tensor | None] = []  # of this step
         self._stop: Callable[[], Stopwatch] | None = None
 
     def begin_call(self, step: DenoisingStep, kind: StepKind, device: torch.device) -> None:
         """Note a call of the model. Where a step makes several calls, the last one decides its kind."""
         now = self._steps.get(step.index)
         if now is None or now is not self._latest:
-            self._before = [] if self._latest is None else self._latest.results
-            if self._latest is not None:
-                self._latest.results = []
+            self._before, self._results = self._results, []
             now = self._steps[step.index] = self._latest = _Step(kind)
         now.kind = kind
         self._stop = start_stopwatch(device)
@@ -87,10 +93,9 @@ class StepLog:
             return
         self._latest.spans.append(self._stop())
         self._stop = None
-        number = len(self._latest.results)
+        number, made = len(self._results), _one_tensor(result)
         before = self._before[number] if number < len(self._before) else None
-        made = _one_tensor(result)
-        self._latest.results.append(made)
+        self._results.append(made)
         if made is not None and before is not None and made.shape == before.shape:
             exact = before.to(torch.promote_types(before.dtype, torch.float32))
             squares = (made - exact).square().sum(), exact.square().sum()
@@ -98,13 +103,11 @@ class StepLog:
 
     def forget_results(self) -> None:
         """Drop the results that the next step would be compared with."""
-        self._before = []
-        for step in self._steps.values():
-            step.results = []
+        self._before, self._results = [], []
 
     def rows(self) -> tuple[StepRow, ...]:
         """Return what each step did, in the order of the steps."""
-        return tuple(_row(index, step) for index, step in sorted(self._steps.items()))
+        return tuple(step.row(index) for index, step in sorted(self._steps.items()))
 
 
 class StepRecorder:
@@ -177,18 +180,3 @@ def _one_tensor(result: Any) -> Tensor | None:
     if not all(isinstance(picture, Tensor) and not picture.is_meta for picture in pictures):
         return None
     return torch.cat([picture.detach().flatten() for picture in pictures])
-
-
-def _row(index: int, step: _Step) -> StepRow:
-    tokens, merged_tokens = max(step.plans, default=(None, None))
-    squares = sum((pair.double().cpu() for pair in step.squares), torch.zeros(2, dtype=torch.float64))
-    changed, before = squares.sqrt().tolist()
-    return StepRow(
-        step=index,
-        kind=step.kind,
-        blocks=len(step.plans),
-        tokens=tokens,
-        merged_tokens=merged_tokens,
-        change=changed / before if before and math.isfinite(changed / before) else None,
-        seconds=sum(span() for span in step.spans),
-    )

@@ -3,22 +3,68 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from tokenmerge.config import OWN_NUMBER, ToMeConfig
+from tokenmerge.config import OWN_NUMBER, MergeSettings, ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
+from tokenmerge.models.base import GridShape
 from tokenmerge.models.parallel import Part
 from tokenmerge.ops import num_tokens
 from tokenmerge.planners import sequence_of, sequence_of_part
 from tokenmerge.plans.generation import Runs, plan_generation
-from tokenmerge.runtime.blocks.planning import check_grid, merges_tokens
 from tokenmerge.runtime.memory.state import ModelState, warn_caller
 from tokenmerge.runtime.steps.scheduler import DenoisingStep
+
+Stages = Sequence[tuple[int, MergeSettings]]
+
+
+def merges_tokens(stages: Stages, *grids: GridShape) -> bool:
+    """Return whether a call with these finest grids of (frames, rows, columns) has tokens to merge."""
+    return any(
+        sequence_of([(f, -(-h // level), -(-w // level)) for f, h, w in grids], settings).removed > 0
+        for level, settings in stages
+    )
+
+
+def check_grid(stages: Stages, *grids: GridShape, method: str = "") -> None:
+    """Check that a call with these finest grids of (frames, rows, columns) has tokens to merge.
+
+    The first is that of the picture being made, the others are those of reference pictures.
+
+    Raises:
+        NothingToMergeError: it has none.
+    """
+    if merges_tokens(stages, *grids) or not any(settings.merges for _, settings in stages):
+        return
+    if torch.compiler.is_compiling():  # a graph for all sizes knows no numbers
+        raise NothingToMergeError(
+            "nothing to merge: the sample gives too few tokens; generate a larger image, lower "
+            "min_tokens, sx and sy, or raise ratio"
+        )
+    level, settings = next(stage for stage in stages if stage[1].merges)
+    if len(grids) == 1 and not settings.ratio:
+        raise NothingToMergeError(
+            f"nothing to merge: reference_ratio={settings.reference_ratio:g} merges reference pictures, "
+            "and there is none in the sequence; raise ratio to merge the picture that is being made"
+        )
+    frames, rows, columns = grids[0]
+    sides = (frames, -(-rows // level), -(-columns // level))[frames == 1 :]
+    over_time = f" × st={settings.st}" if settings.st > 1 else ""
+    cells = f"cells of sy={settings.sy} × sx={settings.sx}{over_time}"
+    fewest = f" and min_tokens={settings.min_tokens}" if settings.min_tokens else ""
+    lower = [*(["min_tokens"] if fewest else []), "sx, sy and st" if over_time else "sx and sy"]
+    given = named(method, f"ratio={settings.ratio:g} with {cells}{fewest}")
+    own = f"lower {', '.join(lower)}, or raise ratio"
+    raise NothingToMergeError(
+        f"nothing to merge: the sample gives {' × '.join(map(str, sides))} tokens at level {level}, of "
+        f"which {given} removes none; generate a larger image, "
+        f"{'or ' if method else ''}{instead(method, own)}"
+    )
 
 
 def check_given(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:
@@ -45,37 +91,27 @@ def refuse_tracing(root: nn.Module) -> None:
         )
 
 
-def check_size(state: ModelState, *grids: tuple[int, int, int]) -> None:
+def check_size(state: ModelState, *grids: GridShape) -> None:
     """Check that a call with these finest grids has tokens to merge, or may run dense.
-
-    The grids are (frames, rows, columns) of the picture being made, and of each reference picture.
 
     Raises:
         NothingToMergeError: it has none, and may not run dense.
     """
-    if state.facts.reuses_steps:  # it saves time without merging
+    if state.config.reuse.on:  # it saves time without merging
         return
     try:
         check_grid(state.stages, *grids, method=state.method)
     except NothingToMergeError as error:
-        if state.warned is None:
+        if not state.dense_if_too_small:
             raise
-        message = str(error)
-        if message not in state.warned:
-            state.warned.add(message)
-            _warn(f"{message}; until then a call with a sample of this size runs dense")
+        message = f"{error}; until then a call with a sample of this size runs dense"
+        if message not in state.told:
+            state.told.add(message)
+            _warn(message)
 
 
-def check_part(
-    state: ModelState, root: nn.Module, part: Part, grids: tuple[tuple[int, int, int], ...]
-) -> None:
-    """Check that tokens can merge in the parts of a sequence that several devices have.
-
-    Args:
-        state: of the called model.
-        root: the model.
-        part: the part that this process has.
-        grids: (frames, rows, columns) of the whole pictures.
+def check_part(state: ModelState, root: nn.Module, part: Part, grids: Sequence[GridShape]) -> None:
+    """Check that tokens of the whole pictures can merge in the parts that several devices have.
 
     Raises:
         UnsupportedModelError: no token of some part can merge, or a planner would not remove equally many
@@ -121,12 +157,7 @@ def refuse_caches(state: ModelState, root: nn.Module) -> None:
 
 
 def refuse_training(config: ToMeConfig, method: str) -> None:
-    """Refuse settings that cache results between steps, in a call under gradients.
-
-    Args:
-        config: the settings of the generation.
-        method: name of the settings, for the message.
-    """
+    """Refuse settings that cache results between steps, in a call under gradients."""
     caching = {
         config.reuse.given: (config.reuse.on, "reuse.every=1"),
         f"correction.every={config.correction.every}": (config.correction.on, "correction.every=0"),
@@ -165,22 +196,3 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
             f"nothing merges; {'' if by_method else 'lower min_tokens, '}generate a larger image, or take "
             "more steps"
         )
-
-
-def warn_of_other_conditions(state: ModelState, steps: int | None) -> None:
-    """Warn once about each size or number of steps that the settings were not found for.
-
-    Args:
-        state: of the called model, whose token grid is known.
-        steps: denoising steps; None: unknown.
-    """
-    grid = state.threads.value.grid.shape
-    if state.found_for is None or state.compared_with == (grid, steps) or torch.compiler.is_compiling():
-        return
-    state.compared_with = grid, steps
-    patch = state.call.patch
-    tokens = tuple(-(-side // patch) for side in (state.found_for.height, state.found_for.width))
-    # Latents whose sides are no multiples of the patch are padded, so the grid does not give the exact size.
-    size = None if grid[1:] == tokens else (grid[1] * patch, grid[2] * patch)
-    if differences := state.found_for.differences(size=size, steps=steps):
-        warnings.warn(state.found_for.warning(differences), stacklevel=2)

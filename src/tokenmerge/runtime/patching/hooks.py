@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.models.base import GridShape
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import part_of
+from tokenmerge.plans import Tolerance
 from tokenmerge.plans.generation import Merging, Runs
 from tokenmerge.runtime.blocks.attention_kernels import reach_kernels
 from tokenmerge.runtime.blocks.block_runs import finish_run
 from tokenmerge.runtime.memory.caches import Memory
 from tokenmerge.runtime.memory.context import CallContext
-from tokenmerge.runtime.memory.run_log import RunLog, StepKind, noted
+from tokenmerge.runtime.memory.forecasts import note_output
+from tokenmerge.runtime.memory.run_log import RunLog, StepKind, shown
 from tokenmerge.runtime.memory.state import STATE, ModelState, StageState
 from tokenmerge.runtime.memory.step_log import StepLog
 from tokenmerge.runtime.patching.call_checks import (
@@ -30,18 +32,47 @@ from tokenmerge.runtime.patching.call_checks import (
     refuse_caches,
     refuse_tracing,
     refuse_training,
-    warn_of_other_conditions,
     warn_where_nothing_is_saved,
 )
 from tokenmerge.runtime.patching.plan_life import begin_plans, caches_plans, features_to_cache
 from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.decide import Decision, decide
 from tokenmerge.runtime.steps.guidance import copies_are_equal
+from tokenmerge.runtime.steps.noise_levels import noise_levels
 from tokenmerge.runtime.steps.per_thread import PerThread
 from tokenmerge.runtime.steps.pipeline import guidance_copies, guidance_scale, running_pipeline
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync, number_of_steps, scheduler_of
 from tokenmerge.runtime.steps.step_seed import same_step
 from tokenmerge.runtime.steps.step_tracker import StepTracker
+
+
+class _Call(NamedTuple):
+    """A call of a patched model, as the hook before it sees it.
+
+    Attributes:
+        state: state of the model.
+        root: the model.
+        sample: the sample, a tensor or a list of tensors.
+        timestep: what tells the steps apart.
+        seed: number of the step that draws depend on.
+        pipe: the pipeline that runs; None: unknown.
+        step: the denoising step; None: the settings do not follow the steps.
+        shape: shape of the inputs; what is cached for one shape does not fit another.
+    """
+
+    state: ModelState
+    root: nn.Module
+    sample: Any
+    timestep: Any
+    seed: Tensor
+    pipe: Any
+    step: DenoisingStep | None
+    shape: tuple[int, ...]
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler that the timestep is from; None: there is none."""
+        return scheduler_of(self.pipe, self.timestep)
 
 
 def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -52,43 +83,29 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """
     refuse_tracing(root)
     state: ModelState = root.__dict__[STATE]
-    thread = state.threads.value
     arguments = {**dict(zip(state.call.parameters[: len(args)], args, strict=True)), **kwargs}
     _check_call(state, root, arguments)
-    sample, by = arguments[state.call.sample], state.call.timestep
-    timestep = arguments[by] if isinstance(by, str) else by(root, arguments)
-    device = (sample[0] if isinstance(sample, list) else sample).device
-    seed = thread.seed.of(timestep, device)
-
-    pipe = state.pipeline.running()
-    step = _step(state, root, pipe, timestep, seed) if state.facts.follows_steps else None
-    if state.found_for is not None:
-        warn_of_other_conditions(state, number_of_steps(scheduler_of(pipe, timestep), step))
-    memory = _begin_in_memory(state, step, seed)
-    config, tracker = _config_of(state, root, memory, pipe, step, timestep), memory.tracker
-    copies, equal = 1, None
-    if config.plans.guidance:
-        copies, equal = _guidance_copies(state, tracker, root, sample, guidance_copies(pipe))
-    shape = _shape_of(arguments, sample, step)
-    if step is not None and tracker.changes_shape(shape):
-        memory.forget_results(tracker.call)
-    if begin_plans(state, config, memory, sample, seed, shape):
-        memory.forget_plans(tracker.plan_call)
+    call = _call_with(state, root, arguments)
+    step, compiling = call.step, torch.compiler.is_compiling()
+    memory = _begin_in_memory(state, step, call.seed)
+    tracker = memory.tracker
+    config = _config_of(call, memory)
+    copies, equal = _guidance_copies(call, tracker) if config.plans.guidance else (1, None)
+    if step is not None and tracker.changes_shape(call.shape):
+        memory.forget_results(tracker.call, tracker.call)
+    if begin_plans(state, config, memory, step, call.sample, call.shape):
+        memory.forget_plans(tracker.plan_call, tracker.plan_call)
     if step is not None and torch.is_grad_enabled():
         refuse_training(config, state.method)
-    decision = decide(config, tracker, shape)
-    settings = _settings_of(state, config, step, decision)
-    log = None
-    if not torch.compiler.is_compiling():
-        steps = number_of_steps(scheduler_of(pipe, timestep), step) if step is None else step.steps
-        kind = _kind(decision, settings)
-        _note_run(state, memory, config, step, steps, len(sample), kind, pipe)
-        if state.recorder is not None:
-            log = _begin_step_log(state, step, pipe, timestep, kind, device)
-    thread.context = CallContext(
+    decision, settings = decide(config, tracker, call.shape), state.settings
+    if step is not None:
+        now = config.at_step(step.done, step.steps)
+        settings = {level: now.at_level(level) for level in settings}
+    merges = any(own.merges for own in settings.values())
+    state.threads.value.context = CallContext(
         config=config,
         settings=settings,
-        step=seed,
+        step=call.seed,
         call=tracker.call,
         plan_call=tracker.plan_call,
         caches_plans=caches_plans(config, memory),
@@ -97,7 +114,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         guidance_copies=copies,
         copies_equal=equal,
         guidance_difference=memory.guidance_differences.get(tracker.plan_call),
-        step_log=log,
+        step_log=None if compiling else _note_call(call, memory, config, _kind(decision, merges)),
     )
 
 
@@ -117,10 +134,11 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     thread = state.threads.value
     memory = thread.memory
     finish_run(thread)
-    if memory is not None and memory.log is not None and not torch.compiler.is_compiling():
+    if memory.log is not None and not torch.compiler.is_compiling():
         memory.log.note_end()
-    if memory is not None and memory.tracker.is_last:
-        memory.forget_results(memory.tracker.call)
+        note_output(memory.log, thread, memory.tracker, result)
+    if memory.tracker.is_last:
+        memory.forget_results(memory.tracker.call, memory.tracker.call)
 
 
 def compare_guidance(root: nn.Module, args: tuple, result: Any) -> None:
@@ -129,7 +147,7 @@ def compare_guidance(root: nn.Module, args: tuple, result: Any) -> None:
     context, memory = state.context, state.threads.value.memory
     made = result if isinstance(result, Tensor) else result[0]
     # Several pictures, or what a ControlNet adds to each level, cannot be compared.
-    if memory is None or not isinstance(made, Tensor):
+    if not isinstance(made, Tensor):
         return
     sample = memory.sample
     if context.guidance_copies > 1:
@@ -149,15 +167,20 @@ def record_result(root: nn.Module, args: tuple, result: Any) -> None:
 
 
 def _check_call(state: ModelState, root: nn.Module, arguments: dict[str, Any]) -> None:
-    """Refuse a call that does not fit the settings, and leave its token grids to the blocks."""
-    thread = state.threads.value
+    """Refuse a call that does not fit the settings, and leave its token grids to the blocks.
+
+    The grids are the finest ones: of the picture being made, then of its reference pictures.
+    """
+    thread, call = state.threads.value, state.call
     check_given(state, root, arguments)
     compiling = torch.compiler.is_compiling()
     if not compiling:
         reach_kernels(state)  # this model may be a copy, and kernels may have been loaded since
     thread.part = part_of(root)
-    if state.facts.merges:
-        grids = _grids(state, root, arguments, state.given_grid or thread.grid)
+    if state.merges:
+        last = state.given_grid or thread.grid
+        references = () if call.references is None else call.references(root, arguments, last)
+        grids = (call.grid(root, arguments, last), *references)
         if compiling or grids != thread.grid.shapes:  # those of the last call have been checked
             check_size(state, *grids)
             thread.grid.shapes = grids
@@ -165,29 +188,35 @@ def _check_call(state: ModelState, root: nn.Module, arguments: dict[str, Any]) -
             check_part(state, root, thread.part, grids)
 
 
-def _grids(
-    state: ModelState, root: nn.Module, arguments: dict[str, Any], last: Grid
-) -> tuple[tuple[int, int, int], ...]:
-    """Return the finest token grids of a call: of the picture being made, then of its reference pictures."""
-    references = state.call.references
-    first = state.call.grid(root, arguments, last)
-    return (first,) if references is None else (first, *references(root, arguments, last))
+def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> _Call:
+    """Return what is known of a call with these arguments, by name."""
+    sample, by = arguments[state.call.sample], state.call.timestep
+    timestep = arguments[by] if isinstance(by, str) else by(root, arguments)
+    device = sample[0].device if isinstance(sample, list) else sample.device
+    seed = state.threads.value.seed.of(timestep, device)
+    pipe = state.pipeline.running()
+    step = _step(state, root, pipe, timestep, seed) if state.follows_steps else None
+    shape = (len(sample), *sample[0].shape)
+    text = None if step is None else arguments.get("encoder_hidden_states")
+    if isinstance(text, Tensor):  # joint blocks change it too, and its length may differ at the next step
+        shape = (*shape, *text.shape)
+    return _Call(state, root, sample, timestep, seed, pipe, step, shape)
 
 
 def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Tensor) -> DenoisingStep:
-    """Return the denoising step of a call."""
-    given = named(state.method, " and ".join(state.facts.over_steps))
+    """Return the denoising step of a call, of a model whose settings follow the steps."""
     if torch.compiler.is_compiling():
         raise UnsupportedModelError(
-            f"{given}: what follows the denoising steps cannot be compiled into one graph with the whole "
-            "model; compile its blocks: model.compile_repeated_blocks()"
+            f"{_over_steps(state)}: what follows the denoising steps cannot be compiled into one graph with "
+            "the whole model; compile its blocks: model.compile_repeated_blocks()"
         )
     step = state.pipeline.step(pipe, timestep)
     if step is None:
         raise ConfigError(
-            f"{given}: it has to be known which denoising step it is, and no scheduler says so: apply token "
-            "merging to the pipeline that runs instead of its model, call patch.at_step(i, steps) before "
-            f"each step of a loop of your own, or {instead(state.method, 'leave that setting out')}"
+            f"{_over_steps(state)}: it has to be known which denoising step it is, and no scheduler says so: "
+            "apply token merging to the pipeline that runs instead of its model, call "
+            "patch.at_step(i, steps) before each step of a loop of your own, or "
+            f"{instead(state.method, 'leave that setting out')}"
         )
     known = state.memories.get(step.generation)
     if known is None:
@@ -199,6 +228,11 @@ def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Te
             "the very pipeline that runs: others that share its models have schedulers of their own"
         )
     return step
+
+
+def _over_steps(state: ModelState) -> str:
+    """Return the settings that follow the steps, for a message."""
+    return named(state.method, " and ".join(state.config.over_steps))
 
 
 def _begin_in_memory(state: ModelState, step: DenoisingStep | None, seed: Tensor) -> Memory:
@@ -214,34 +248,28 @@ def _begin_in_memory(state: ModelState, step: DenoisingStep | None, seed: Tensor
     return memory
 
 
-def _config_of(
-    state: ModelState,
-    root: nn.Module,
-    memory: Memory,
-    pipe: Any,
-    step: DenoisingStep | None,
-    timestep: Any,
-) -> ToMeConfig:
-    """Return the settings at the guidance scale of the generation, which is read in its first call."""
+def _config_of(call: _Call, memory: Memory) -> ToMeConfig:
+    """Return the settings of the generation, which its first call chooses."""
+    state, step = call.state, call.step
     if step is not None and memory.config is not None:
         return memory.config if memory.tolerance is None else _within_tolerance(state, memory, step)
-    scale = guidance_scale(pipe)
-    clean = step is not None and step.generation.ends_clean
-    config = state.settings_at(scale, None if step is None else step.steps, clean)
-    on_meta = memory.seed is not None and memory.seed.is_meta  # the operations of single steps are counted
-    tolerance = None
-    if step is not None and not on_meta:
-        tolerance = state.tolerance_of(step, scale)
+    config, tolerance = state.config, None
+    on_meta = call.seed.is_meta  # the operations of single steps are counted
+    if step is not None and state.default is not None:
+        known = state.threads.value.grid.shape, step.steps, guidance_scale(call.pipe)
+        state.warn_once(state.default.shortfall(*known))
+        config = state.default.settings(*known, step.generation.ends_clean)
+        tolerance = None if on_meta else _tolerance_of(state, step, *known)
         config = config if tolerance is None else tolerance.config
     if on_meta:
         state.keep_dense(memory)
     elif not torch.compiler.is_compiling():
-        pipe = pipe or running_pipeline()
-        scheduler = None if step is not None else scheduler_of(pipe, timestep)
+        pipe = call.pipe or running_pipeline()
+        scheduler = None if step is not None else scheduler_of(pipe, call.timestep)
         timesteps = getattr(scheduler, "timesteps", None)
         if memory.config is None or memory.timesteps is not timesteps:  # a generation begins
-            grids = state.threads.value.grid.shapes if state.facts.merges else None
-            state.kept = look(state, root, pipe, config, grids)
+            grids = state.threads.value.grid.shapes if state.merges else None
+            state.kept = look(state, call.root, pipe, config, grids)
             state.keep_dense(memory)
             memory.timesteps = timesteps
             # What others look at takes no part in a tolerance.
@@ -253,6 +281,22 @@ def _config_of(
     return config
 
 
+def _tolerance_of(
+    state: ModelState, step: DenoisingStep, grid: GridShape, steps: int, guidance: float | None
+) -> Tolerance | None:
+    """Return what changes the settings of a generation while it runs; None: nothing does.
+
+    The models of a pipeline share it. The first one that is called makes it.
+    """
+    assert state.default is not None
+    tolerances = state.pipeline.tolerances
+    if step.generation not in tolerances:
+        clean = step.generation.ends_clean
+        tolerances[step.generation] = state.default.tolerance(grid, steps, guidance, clean)
+    found: Tolerance | None = tolerances[step.generation]
+    return found
+
+
 def _within_tolerance(state: ModelState, memory: Memory, step: DenoisingStep) -> ToMeConfig:
     """Return the settings of a generation with a tolerance. After a complete step, this waits once."""
     tolerance = memory.tolerance
@@ -261,89 +305,50 @@ def _within_tolerance(state: ModelState, memory: Memory, step: DenoisingStep) ->
     if tolerance.asks(step.done):
         others = (other.memories.get(step.generation) for other in state.pipeline.states)
         logs = [own.log for own in others if own is not None and own.log is not None]
-        tolerance.follow(step.done, noted([error for log in logs for error in log.unread()]))
+        tolerance.follow(step.done, shown(logs))
     memory.config = memory.log.config = tolerance.config
     return memory.config
 
 
-def _settings_of(
-    state: ModelState, config: ToMeConfig, step: DenoisingStep | None, decision: Decision
-) -> Mapping[int, MergeSettings]:
-    """Return what holds for each level at a step."""
-    if step is None and config is state.config:
-        return state.settings
-    own = config if step is None else config.at_step(step.done, step.steps)
-    settings = {level: own.at_level(level) for level in state.settings}
-    if decision.merging is not Merging.DENSE:
-        return settings
-    return {
-        level: dataclasses.replace(own, ratio=0.0, reference_ratio=None) for level, own in settings.items()
-    }
-
-
-def _shape_of(arguments: Mapping[str, Any], sample: Any, step: DenoisingStep | None) -> tuple[int, ...]:
-    """Return the shape of a call's inputs; what is cached for one shape does not fit another."""
-    shape = (len(sample), *sample[0].shape)
-    text = None if step is None else arguments.get("encoder_hidden_states")
-    # Joint blocks change the text too, and its length may differ at the next step.
-    return (*shape, *text.shape) if isinstance(text, Tensor) else shape
-
-
-def _kind(decision: Decision, settings: Mapping[int, MergeSettings]) -> StepKind:
-    """Return what a call does, in a word."""
+def _kind(decision: Decision, merges: bool) -> StepKind:
+    """Return what a call does, in a word; ``merges``: by its settings."""
     if decision.runs is not Runs.EVERYTHING:
         return "reused"
-    merges = decision.merging is Merging.MERGES and any(own.merges for own in settings.values())
-    return "complete" if merges else "dense"
+    return "merged" if merges and decision.merging is Merging.MERGES else "unmerged"
 
 
-def _note_run(
-    state: ModelState,
-    memory: Memory,
-    config: ToMeConfig,
-    step: DenoisingStep | None,
-    steps: int | None,
-    batch: int,
-    kind: StepKind,
-    pipe: Any,
-) -> None:
-    """Note what a call does, for the handle of the patch."""
+def _note_call(call: _Call, memory: Memory, config: ToMeConfig, kind: StepKind) -> StepLog | None:
+    """Note what a call does, for the handle. Return the log of its steps; None: they are not recorded."""
+    state, step, sample = call.state, call.step, call.sample
     if memory.log is None or step is None:
-        grids = state.threads.value.grid.shapes if state.facts.merges else ()
-        memory.log = RunLog(config, batch, grids, state.call.patch, steps, guidance_scale(pipe))
+        guidance = guidance_scale(call.pipe)
+        grids = state.threads.value.grid.shapes if state.merges else ()
+        steps = number_of_steps(call.scheduler, None) if step is None else step.steps
+        levels = None if step is None else noise_levels(call.scheduler, step)
+        memory.log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels)
     state.last_run = memory.log
+    memory.log.sample = sample if isinstance(sample, Tensor) else None
     if step is not None:
         memory.log.note_step(step.index, kind)
-
-
-def _begin_step_log(
-    state: ModelState,
-    step: DenoisingStep | None,
-    pipe: Any,
-    timestep: Any,
-    kind: StepKind,
-    device: torch.device,
-) -> StepLog | None:
-    """Note the beginning of a call, also where the settings follow no steps; None: its step is unknown."""
-    assert state.recorder is not None
+    if state.recorder is None:
+        return None
     if step is None:
         with contextlib.suppress(ConfigError):  # settings that follow no step run without one
-            step = state.pipeline.step(pipe, timestep)
-    return None if step is None else state.recorder.begin_call(step, kind, device)
+            step = state.pipeline.step(call.pipe, call.timestep)
+    return None if step is None else state.recorder.begin_call(step, kind, call.seed.device)
 
 
-def _guidance_copies(
-    state: ModelState, tracker: StepTracker, root: nn.Module, sample: Any, expected: int
-) -> tuple[int, Tensor | None]:
+def _guidance_copies(call: _Call, tracker: StepTracker) -> tuple[int, Tensor | None]:
     """Return how many copies of each sample the batch holds, and a tensor that says whether they are equal.
 
     The tensor is there only where reading it would synchronise the device.
     """
+    expected = guidance_copies(call.pipe)
     if expected == 1:
         return 1, None
-    latents = state.call.latents(root, sample)
-    if state.facts.follows_steps and needs_sync(latents[0]) and not torch.compiler.is_compiling():
-        question = (expected, len(sample), *sample[0].shape)
+    latents = call.state.call.latents(call.root, call.sample)
+    if call.state.follows_steps and needs_sync(latents[0]) and not torch.compiler.is_compiling():
+        question = (expected, len(call.sample), *call.sample[0].shape)
         equal = tracker.answer(question, lambda: bool(copies_are_equal(latents, expected)))
         return (expected if equal else 1), None
     found = copies_are_equal(latents, expected)

@@ -1,4 +1,4 @@
-"""Settings do not change under a generation that runs in another thread."""
+"""Refuses to change models while another thread generates with them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.errors import ModelInUseError
-from tokenmerge.runtime.steps.pipeline import has_scheduler, owners
+from tokenmerge.runtime.steps.pipeline import is_pipeline, owners
 
 
 def refuse_in_use(models: Collection[nn.Module]) -> None:
     """Refuse to change models that other threads run.
 
     It looks at the call stacks of these threads, so that a cancelled generation never counts. Between two
-    steps, a model is seen in use in a pipeline of diffusers, and not in a loop of another kind.
+    steps, a pipeline of diffusers is seen to use a model, and a loop of another kind is not.
 
     Raises:
         ModelInUseError: a call of one of the models runs, or a pipeline that has it.
@@ -36,13 +36,9 @@ def refuse_in_use(models: Collection[nn.Module]) -> None:
 
 
 def _uses(owner: Any, model: nn.Module) -> bool:
-    if owner is model:
-        return True
-    if not has_scheduler(owner):
-        return False
-    parts = [part for value in vars(owner).values() for part in (value if _is_list(value) else [value])]
+    """Return whether an object is a model, or a pipeline that has it, alone or in a list."""
+    if owner is model or not is_pipeline(owner):
+        return owner is model
+    values = vars(owner).values()
+    parts = [part for value in values for part in (value if isinstance(value, list | tuple) else [value])]
     return any(part is model or getattr(part, "_orig_mod", None) is model for part in parts)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)

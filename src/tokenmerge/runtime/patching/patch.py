@@ -7,12 +7,12 @@ compare, and get hooks that read the denoising step and the token grid.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
-from tokenmerge.config import FoundFor, MergeSettings, ToMeConfig
+from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import Block, Host, modules_in
@@ -20,19 +20,10 @@ from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import part_of
 from tokenmerge.runtime.blocks.attention_kernels import leave_kernels, reach_kernels
 from tokenmerge.runtime.blocks.forward import block_call, layer_call
-from tokenmerge.runtime.blocks.planning import check_grid
 from tokenmerge.runtime.blocks.stages import stage_call
-from tokenmerge.runtime.memory.context import CallContext, ThreadState
-from tokenmerge.runtime.memory.state import (
-    STATE,
-    BlockState,
-    ChoosesSettings,
-    ConfigFacts,
-    LayerState,
-    ModelState,
-    StageState,
-)
+from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState, ModelState, StageState
 from tokenmerge.runtime.memory.step_log import StepRecorder
+from tokenmerge.runtime.patching.call_checks import check_grid
 from tokenmerge.runtime.patching.hooks import (
     after_model,
     before_blocks,
@@ -41,7 +32,7 @@ from tokenmerge.runtime.patching.hooks import (
     record_result,
 )
 from tokenmerge.runtime.patching.select import parts_to_merge, skipped_parts, why_nothing_merges
-from tokenmerge.runtime.patching.swap import add_hook, check_swappable, remove_hook, swap, undo
+from tokenmerge.runtime.patching.swap import add_hook, check_swappable, remove_hooks, swap, undo
 from tokenmerge.runtime.steps.per_thread import PerThread
 from tokenmerge.runtime.steps.pipeline import Pipeline
 
@@ -56,8 +47,8 @@ def hosts_that_merge(
     """Check all models of a pipeline before any is changed.
 
     The size is the height and width of the sample; None stands for what each model was made for. It is not
-    checked if ``check_size`` is False. ``method`` is the name of the settings, for messages. The second
-    result says why ControlNets stay dense beside a denoiser that merges.
+    checked if ``check_size`` is False. The second result says why ControlNets stay dense beside a denoiser
+    that merges.
 
     Raises:
         NothingToMergeError: the denoiser, or a ControlNet without a denoiser, would merge nothing.
@@ -78,9 +69,7 @@ def hosts_that_merge(
 
 
 def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, method: str = "") -> None:
-    """Find out, before anything is changed, whether the host would merge.
-
-    The size is the height and width of the sample, if known.
+    """Check, before anything is changed, that the host would merge; the size is that of the sample, if known.
 
     Raises:
         NothingToMergeError: it has no block that would merge.
@@ -110,68 +99,29 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
         check_swappable(host.root.get_submodule(path), path, "forward")
 
 
-def stages_of(host: Host, config: ToMeConfig) -> tuple[tuple[int, MergeSettings], ...]:
-    """(level, what holds there) for each level of a host that merges and each phase, where it merges most."""
-    return _stages([block for block, _ in parts_to_merge(host, config)], config)
-
-
-def _stages(blocks: Sequence[Block], config: ToMeConfig) -> tuple[tuple[int, MergeSettings], ...]:
+def _stages(blocks: Iterable[Block], config: ToMeConfig) -> tuple[tuple[int, MergeSettings], ...]:
+    """Return (level, what holds there) for each level of the blocks and each phase."""
     levels = sorted({block.level for block in blocks})
     return tuple((level, stage.at_level(level)) for level in levels for stage in config.stages())
 
 
-def new_state(
-    host: Host,
-    config: ToMeConfig,
-    pipeline: Pipeline,
-    warned: set[str] | None = None,
-    found_for: FoundFor | None = None,
-    method: str = "",
-    default: ChoosesSettings | None = None,
-) -> ModelState:
+def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) -> ModelState:
     """Return the state of a host that :func:`check_host` accepts; nothing of the host is changed.
 
-    ``warned``, ``found_for``, ``method`` and ``default`` are those of
-    :class:`tokenmerge.runtime.memory.state.ModelState`.
+    ``facts`` are further ones of :class:`tokenmerge.runtime.memory.state.ModelState`.
     """
-    layers = {block.path: layers for block, layers in parts_to_merge(host, config)}
-    blocks = [block for block in host.blocks if block.path in layers]
+    merging = parts_to_merge(host, config)
     skipped = list(skipped_parts(host, config))
-    stages = _stages(blocks, config)
-    settings: dict[int, MergeSettings] = {}
-    for level, own in stages:
-        settings.setdefault(level, own)
-    shared: dict[object, int] = {}
-    groups = [_plan_group(block, config, shared) for block in blocks]
-    alone = sum(map(len, layers.values())) + len(skipped)  # layers and stages have no plans
-    groups += range(len(shared), len(shared) + alone)
-    threads = PerThread(partial(ThreadState, CallContext(config, settings), tuple(groups)))
-    facts = ConfigFacts(
-        over_steps=config.over_steps,
-        follows_steps=config.follows_steps,
-        reuses_steps=config.reuse.on,
-        caches_results=config.reuse.on or config.cached_features is not None,
-        merges=config.reuse.on or any(own.merges for _, own in stages),
-    )
-    state = ModelState(
-        config,
-        facts,
-        host.call,
-        settings,
-        stages,
-        tuple(groups),
-        pipeline,
-        threads,
-        warned=warned,
-        found_for=found_for,
-        method=method,
-        default=default,
-    )
+    blocks = [block for block, _ in merging]
+    plan_groups = [block.plan_group if config.plans.blocks else block.path for block in blocks]
+    others = sum(len(layers) for _, layers in merging) + len(skipped)  # layers and stages have no plans
+    groups = (*plan_groups, *[None] * others)
+    state = ModelState(config, host.call, _stages(blocks, config), groups, pipeline, **facts)
 
     grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}
     levels = [block.level for block in blocks]
-    skips_blocks = facts.reuses_steps and not host.deep_stages
-    parts: list[BlockState | LayerState | StageState] = [
+    skips_blocks = config.reuse.on and not host.deep_stages
+    block_states = [
         BlockState(
             state,
             block.path,
@@ -181,34 +131,33 @@ def new_state(
             block.block_layout,
             block.batched,
             caches_residuals=skips_blocks and block.block_layout is not None,
-            plans_first=group not in groups[:place],
+            plans_first=plan_groups[place] not in plan_groups[:place],
             is_first=block.level not in levels[:place],
             is_last=block.level not in levels[place + 1 :],
             is_read_between=host.controlnet,
         )
-        for place, (block, group) in enumerate(zip(blocks, groups, strict=False))
+        for place, block in enumerate(blocks)
     ]
-    parts += [
-        LayerState(block, f"{block.path}.{layer.name}", layer.kind, layer.layout, layer.own_keys, layer.keys)
-        for block in parts
-        if isinstance(block, BlockState)
-        for layer in layers[block.path]
+    layer_states = [
+        LayerState(block, f"{block.path}.{layer.name}", layer)
+        for block, (_, layers) in zip(block_states, merging, strict=True)
+        for layer in layers
     ]
-    parts += [
-        StageState(state, path, shallow, is_last, grids.get(host.root.get_submodule(path)))
-        for path, shallow, is_last in skipped
+    stage_states = [
+        StageState(state, path, is_finest, is_last, grids.get(host.root.get_submodule(path)))
+        for path, is_finest, is_last in skipped
     ]
-    state.parts = tuple(parts)
+    state.parts = (*block_states, *layer_states, *stage_states)
     pipeline.states.append(state)
     return state
 
 
 def patch_host(host: Host, state: ModelState) -> None:
     """Patch a host that is not patched with the state that was made for it."""
-    facts = {block.path: block for block in host.blocks}
+    blocks = {block.path: block for block in host.blocks}
     for part in state.parts:
         if isinstance(part, BlockState):
-            block = facts[part.path]
+            block = blocks[part.path]
             swap(block.module, block.method, block_call, part)
             if block.grid is not None and part.grid is not block.grid.__dict__.get(STATE):
                 add_hook(block.grid, before_blocks, part.grid)
@@ -217,7 +166,7 @@ def patch_host(host: Host, state: ModelState) -> None:
             swap(host.root.get_submodule(part.path), "forward", call, part)
     reach_kernels(state)
     add_hook(host.root, before_model, state)
-    if state.facts.follows_steps:
+    if state.follows_steps:
         host.root.register_forward_hook(after_model)
     if state.config.asks_guidance:
         host.root.register_forward_hook(compare_guidance)
@@ -226,20 +175,12 @@ def patch_host(host: Host, state: ModelState) -> None:
 
 
 def record_steps(root: nn.Module, on: bool) -> None:
-    """Begin or stop recording what each step of a patched model does.
-
-    A model that records needs other graphs where its blocks are compiled.
-    """
+    """Begin or stop recording what each step of a patched model does."""
     state = root.__dict__[STATE]
-    remove_hook(root, record_result)
+    remove_hooks(root, record_result)
     state.recorder = StepRecorder() if on else None
     if on:
         root.register_forward_hook(record_result)
-
-
-def _plan_group(block: Block, config: ToMeConfig, shared: dict[object, int]) -> int:
-    """Return the number of the plans that a block uses: its own, or those of its neighbours."""
-    return shared.setdefault(block.plan_group if config.plans.blocks else block.path, len(shared))
 
 
 def state_of(root: nn.Module) -> ModelState | None:

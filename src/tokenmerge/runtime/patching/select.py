@@ -2,56 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.config import ToMeConfig
 from tokenmerge.models.base import KINDS, Block, Host, Layer
+from tokenmerge.runtime.blocks.forward import takes_part
 
 
 def parts_to_merge(host: Host, config: ToMeConfig) -> list[tuple[Block, list[Layer]]]:
     """Return the blocks in which something merges, each with the layers whose calls change."""
     within = [block for block in host.blocks if block.level <= config.max_downsample]
-    stages = {level: _stages(config, level) for level in {block.level for block in within}}
-    return [
-        (block, _changed_layers(block, stages[block.level]))
-        for block in within
-        if _merges(block, stages[block.level])
-    ]
-
-
-def _stages(config: ToMeConfig, level: int) -> tuple[MergeSettings, ...]:
-    return tuple(stage.at_level(level) for stage in config.stages())
+    return [(block, layers_to_merge(block, config)) for block in within if merges(block, config)]
 
 
 def merges(block: Block, config: ToMeConfig) -> bool:
     """Return whether something of a block can merge, in some phase."""
-    return _merges(block, _stages(config, block.level))
-
-
-def _merges(block: Block, stages: Sequence[MergeSettings]) -> bool:
-    return any(
-        block.block_layout is not None if stage.scope == "block" else bool(_layers(block, stage))
-        for stage in stages
+    stages = [stage.at_level(block.level) for stage in config.stages()]
+    return any(own.scope == "block" and block.block_layout is not None for own in stages) or any(
+        own.scope != "block" and takes_part(layer, own) for own in stages for layer in block.layers
     )
 
 
 def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
     """Return the sub-layers whose calls change, in some phase."""
-    return _changed_layers(block, _stages(config, block.level))
-
-
-def _changed_layers(block: Block, stages: Sequence[MergeSettings]) -> list[Layer]:
-    wanted = {layer.name for stage in stages for layer in _layers(block, stage)}
-    return [layer for layer in block.layers if layer.name in wanted]
-
-
-def _layers(block: Block, stage: MergeSettings) -> list[Layer]:
-    if stage.scope == "keys":
-        return [layer for layer in block.layers if layer.keys is not None]
-    if stage.scope == "block":  # its attention counts merged tokens for as many as they stand for
-        attention = [layer for layer in block.layers if layer.kind == "attn1" and layer.own_keys]
-        return attention if stage.proportional else []
-    return [layer for layer in block.layers if layer.kind in stage.merged_layers]
+    stages = [stage.at_level(block.level) for stage in config.stages()]
+    return [layer for layer in block.layers if any(takes_part(layer, own) for own in stages)]
 
 
 def skipped_parts(host: Host, config: ToMeConfig) -> Iterator[tuple[str, bool, bool]]:
@@ -71,10 +46,7 @@ def why_nothing_merges(host: Host, config: ToMeConfig) -> str:
         )
     blocks = [block for block in host.blocks if merges(block, config)]
     if not blocks and config.scope != "layers":
-        what = {
-            "block": "run on merged tokens as a whole",
-            "keys": "be given its keys apart",
-        }
+        what = {"block": "run on merged tokens as a whole", "keys": "be given its keys apart"}
         return (
             f"nothing to merge: no transformer block of {name} can {what[config.scope]}, as "
             f"scope={config.scope!r} needs; take scope='layers'"

@@ -94,26 +94,26 @@ def add_hook(module: nn.Module, hook: Callable, state: object) -> None:
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def remove_hook(module: nn.Module, hook: Callable) -> None:
-    """Remove a forward hook of this package from a module; there may be none."""
-    for key, registered in list(module._forward_hooks.items()):
-        if registered is hook:
-            del module._forward_hooks[key]
-
-
 def undo(module: nn.Module) -> None:
     """Undo all that :func:`swap` and :func:`add_hook` did to a module."""
-    if hasattr(type(module), "_tokenmerge_base"):
-        _unswap(module)
-    _remove_hooks(module)
+    made: Any = type(module)
+    if hasattr(made, "_tokenmerge_base"):
+        swapped: Any = next(cls for cls in made.__mro__ if "_tokenmerge_base" in vars(cls))
+        module.__class__ = _without(made, swapped)
+        _rebind_hooks(module, vars(swapped)[swapped._tokenmerge_method])
+    remove_hooks(module)
     del module.__dict__[STATE]
 
 
-def _unswap(module: nn.Module) -> None:
-    swapped: Any = next(cls for cls in type(module).__mro__ if "_tokenmerge_base" in vars(cls))
-    made: Any = type(module)
-    module.__class__ = _without(made, swapped)
-    _rebind_hooks(module, vars(swapped)[swapped._tokenmerge_method])
+def remove_hooks(module: nn.Module, only: Callable | None = None) -> None:
+    """Remove a hook of this package from a module, or all of them; there may be none."""
+    # By the function itself: on a copied module the handle that torch hands out would not be the copy's.
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            own = getattr(hook, "__module__", "").startswith("tokenmerge.")
+            if own and only in (None, hook):
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 @functools.lru_cache
@@ -131,38 +131,25 @@ def _without(cls: Any, swapped: Any) -> Any:
     return type(cls)(cls.__name__, bases, own)
 
 
-def _remove_hooks(module: nn.Module) -> None:
-    # By the function itself: on a copied module the handle that torch hands out would not be the copy's.
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key, hook in list(hooks.items()):
-            if getattr(hook, "__module__", "").startswith("tokenmerge."):
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
 def _rebind_hooks(module: nn.Module, before: FunctionType) -> None:
     """Where hooks keep the original ``forward`` of a module, put that of its present class."""
     for holder, name in _hooked_forwards(module, before):
-        now = MethodType(type(module).forward, module)
-        if holder is module:
-            module.__dict__[name] = now
-        else:
-            setattr(holder, name, now)
+        vars(holder)[name] = MethodType(type(module).forward, module)
 
 
 def _hooked_forwards(module: nn.Module, function: FunctionType) -> Iterator[tuple[Any, str]]:
-    """Places that hold ``function`` bound to the module.
+    """Yield the places (object, attribute) that hold ``function`` bound to the module.
 
     Such are the innermost ends of the hook chains of accelerate and of diffusers, and the ``forward`` that
     the latter leaves on a module when its hooks are removed.
     """
     if module.__dict__.keys().isdisjoint(_HOLDERS):  # as in most models, and quick to see
         return
-    places = [(module, "forward", module.__dict__), (module, "_old_forward", module.__dict__)]
+    places = [(module, "forward"), (module, "_old_forward")]
     for reference in getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", ()):
-        places += [(reference, name, vars(reference)) for name in ("forward", "original_forward")]
-    for holder, name, attributes in places:
-        value = attributes.get(name)
+        places += [(reference, "forward"), (reference, "original_forward")]
+    for holder, name in places:
+        value = vars(holder).get(name)
         if isinstance(value, MethodType) and value.__self__ is module and value.__func__ is function:
             yield holder, name
 

@@ -17,8 +17,9 @@ from torch import nn
 from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, modules_in
-from tokenmerge.runtime.blocks.planning import merges_tokens
+from tokenmerge.runtime.blocks.forward import takes_part
 from tokenmerge.runtime.memory.state import STATE, BlockState, Kept, ModelState, StageState
+from tokenmerge.runtime.patching.call_checks import merges_tokens
 
 # Processors and hooks of these packages compute a result, and keep nothing of what they see …
 _PACKAGES = ("accelerate", "diffusers", "peft", "tokenmerge", "torch")
@@ -37,12 +38,12 @@ def watchers_in(root: nn.Module) -> dict[str, Any]:
     if not found:
         return {}
     by_path = {path: found[module] for path, module in root.named_modules() if module in found}
-    stores = {path: _STORES.get(code.__qualname__) for path, code in by_path.items()}
-    return {
-        path: code
-        for path, code in by_path.items()
-        if (read := stores[path]) is None or path.rpartition(".")[2] in read
-    }
+    return {path: code for path, code in by_path.items() if _looks_at(code, path.rpartition(".")[2])}
+
+
+def _looks_at(code: Any, name: str) -> bool:
+    """Return whether code looks at a module of this name: stores are in all attention, and read in some."""
+    return name in _STORES.get(code.__qualname__, (name,))
 
 
 def _watcher_of(module: nn.Module) -> Any:
@@ -75,23 +76,15 @@ def look(
     config: ToMeConfig,
     grids: tuple[GridShape, ...] | None = None,
 ) -> Kept:
-    """Find the code that looks at what a model would merge or skip, and say so once.
+    """Find the code that looks at what a model would merge or skip in a generation, and say so once.
 
-    Args:
-        state: of the model.
-        root: the model.
-        pipe: the pipeline that runs, or that was patched; None: unknown.
-        config: the settings of the generation that begins.
-        grids: the finest token grids of the next call; None: unknown.
-
-    Returns:
-        The settings of the generation that begins, and what stays dense in it.
+    ``pipe`` is the pipeline that runs, or that was patched, and ``grids`` are the finest token grids of the
+    next call; None: unknown.
 
     Raises:
         UnsupportedModelError: a pipeline of diffusers reads what the settings would leave out.
     """
-    found = watchers_in(root)
-    if not found:
+    if not (found := watchers_in(root)):
         return Kept(config)
     merged, skipped = set(_merged_parts(state, config, grids)), dict(_skipped_parts(state, config))
     seen = [path for path in found if _meets(path, {*merged, *skipped})]
@@ -148,15 +141,11 @@ def _merged_parts(
             continue
         block = part if isinstance(part, BlockState) else part.block
         for own in (stage.at_level(block.level) for stage in config.stages()):
-            if not own.merges or (grids is not None and not merges_tokens([(block.level, own)], *grids)):
-                continue
             if isinstance(part, BlockState):
                 merges = own.scope == "block" and part.block_layout is not None
-            elif own.scope == "keys":
-                merges = part.keys is not None
             else:
-                merges = own.scope != "block" and part.kind in own.merged_layers
-            if merges:
+                merges = own.scope != "block" and takes_part(part.layer, own)
+            if merges and own.merges and (grids is None or merges_tokens([(block.level, own)], *grids)):
                 yield part.path
 
 
@@ -165,17 +154,19 @@ def _skipped_parts(state: ModelState, config: ToMeConfig) -> Iterator[tuple[str,
     for part in state.parts if config.reuse.on else ():
         if isinstance(part, BlockState) and part.caches_residuals:
             yield part.path, False
-        elif isinstance(part, StageState) and (config.reuse.skips_finest or not part.shallow):
-            yield part.path, part.shallow
+        elif isinstance(part, StageState) and (config.reuse.skips_finest or not part.is_finest):
+            yield part.path, part.is_finest
 
 
 def _without_skips(config: ToMeConfig, skipped: dict[str, bool], found: Collection[str]) -> ToMeConfig:
     """Return the settings, with the parts in every step that somebody looks at."""
-    levels = {shallow for path, shallow in skipped.items() if _meets(path, found)}
-    if False in levels:
+    at_finest = {finest for path, finest in skipped.items() if _meets(path, found)}
+    if False in at_finest:
         return dataclasses.replace(config, reuse=StepReuse())
-    plain = dataclasses.replace(config.reuse, shallow_every=1, full_steps=(), shallow_steps=())
-    return dataclasses.replace(config, reuse=plain if levels else config.reuse)
+    if not at_finest:
+        return config
+    reuse = dataclasses.replace(config.reuse, shallow_every=1, full_steps=(), shallow_steps=())
+    return dataclasses.replace(config, reuse=reuse)
 
 
 def _meets(path: str, others: Collection[str]) -> bool:

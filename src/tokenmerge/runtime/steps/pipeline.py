@@ -21,28 +21,20 @@ _STEPS = 20  # where a pipeline has no default
 _GUIDED_TWICE = ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLInstructPix2PixPipeline")
 
 
-class _Explicit:
-    """The step that a thread has set by :meth:`Pipeline.set_step`, which overrides the scheduler."""
-
-    def __init__(self) -> None:
-        self.step: DenoisingStep | None = None
-
-
 class Pipeline:
     """The pipeline that token merging was applied to, or none.
 
-    Several pipelines may share a model. The one that runs is found on the call stack of the model's call; the
-    one that token merging was applied to is asked where none is found there.
+    Several pipelines may share a model. The one that runs is found on the call stack of the model's call.
 
     Attributes:
-        states: of all models of the pipeline, which take part in the same generations.
-        tolerances: of the living generations; None: nothing changes their settings while they run.
+        states: states of all models of the pipeline, which take part in the same generations.
+        tolerances: tolerances of the living generations; None: nothing changes their settings.
     """
 
     def __init__(self, pipe: object = None) -> None:
         self.states: list[Any] = []
         self.tolerances: weakref.WeakKeyDictionary[Generation, Any] = weakref.WeakKeyDictionary()
-        self._explicit = PerThread(_Explicit)
+        self._given_step: PerThread[DenoisingStep | None] = PerThread(lambda: None)
         self._is_given = pipe is not None
         try:
             self._reference = None if pipe is None else weakref.ref(pipe)
@@ -65,23 +57,21 @@ class Pipeline:
 
     def set_step(self, index: int, total: int) -> None:
         """Set the step that comes next in this thread; it overrides the scheduler from now on."""
-        before = self._explicit.value.step
-        goes_on = before is not None and index > 0 and index - before.index in (0, 1)
-        generation = before.generation if before is not None and goes_on else Generation(index)
-        self._explicit.value.step = DenoisingStep(index, total, generation.first, generation=generation)
+        before = self._given_step.value
+        continues = before is not None and index > 0 and index - before.index in (0, 1)
+        generation = before.generation if before is not None and continues else Generation(index)
+        self._given_step.value = DenoisingStep(index, total, generation)
 
     def step(self, pipe: Any, timestep: Tensor | float) -> DenoisingStep | None:
-        """Return the denoising step of a call of the model; None: nothing says which it is.
+        """Return the denoising step of a call with a timestep; None: nothing says which it is.
 
-        Args:
-            pipe: the running pipeline, as :meth:`running` finds it.
-            timestep: that the model is called with.
+        ``pipe`` is the running pipeline, as :meth:`running` finds it.
 
         Raises:
             ConfigError: the scheduler's generation began in another thread, and no pipeline runs in this one.
         """
-        if (explicit := self._explicit.value.step) is not None:
-            return explicit
+        if (given := self._given_step.value) is not None:
+            return given
         runs_here = pipe is not None and pipe is running_pipeline()
         step = step_of(scheduler_of(pipe, timestep), timestep, runs_here)
         if step is not None and not (runs_here or step.generation.is_of_this_thread):
@@ -100,13 +90,7 @@ class Pipeline:
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self._is_given,)
-
-
-def _unpickled(is_given: bool) -> Pipeline:
-    pipeline = Pipeline()
-    pipeline._is_given = is_given
-    return pipeline
+        return Pipeline, (), {"_is_given": self._is_given}
 
 
 def default_steps(pipe: object) -> int | None:
@@ -163,27 +147,17 @@ def _scale_of(guider: Any) -> float | None:
 
 
 def running_pipeline() -> Any:
-    """Return the object with a diffusers scheduler whose method called, directly or not; None: there is none.
+    """Return the innermost pipeline on the call stack of this thread; None: there is none.
 
-    Models may be shared by pipelines that run in several threads, or within each other, and the innermost
-    caller in this thread is the one whose scheduler counts.
+    Models may be shared by pipelines that run in several threads, or within each other.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_argcount and code.co_varnames[0] == "self":
-            owner = frame.f_locals.get("self")
-            # A quick look first, since every call of a model walks over all frames.
-            if "scheduler" in getattr(owner, "__dict__", ()) and has_scheduler(owner):
-                return owner
-        frame = frame.f_back
-    return None
+    return next(filter(is_pipeline, owners(sys._getframe(1))), None)
 
 
-def has_scheduler(owner: Any) -> bool:
-    """Return whether an object is a pipeline: it has a diffusers scheduler, and is no module."""
+def is_pipeline(owner: Any) -> bool:
+    """Return whether an object has a diffusers scheduler, and is no module."""
     scheduler = getattr(owner, "__dict__", {}).get("scheduler")
-    return hasattr(scheduler, "timesteps") and not isinstance(owner, nn.Module)
+    return scheduler is not None and hasattr(scheduler, "timesteps") and not isinstance(owner, nn.Module)
 
 
 def owners(frame: FrameType | None) -> Iterator[Any]:

@@ -25,8 +25,8 @@ class Generation:
 
     Attributes:
         first: index of its first step; image-to-image does not begin at 0.
-        ends_clean: whether almost no noise is left before its last step, which then changes little.
-        index: of its latest step.
+        ends_clean: as :func:`ends_clean` returns it.
+        index: index of its latest step.
         thread: identifier of the thread in which it began.
     """
 
@@ -49,43 +49,28 @@ class Generation:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepFacts:
-    """What is known of a denoising step, whichever generation it belongs to.
+class DenoisingStep:
+    """A denoising step.
 
     Attributes:
-        index: of the step among those of its scheduler, from 0.
+        index: index of the step among those of its scheduler, from 0.
         total: number of these steps.
-        first: index of the first step of the generation.
+        generation: the generation that it belongs to.
     """
 
     index: int
     total: int
-    first: int = 0
+    generation: Generation
 
     @property
     def done(self) -> int:
         """Number of steps of the generation before this one."""
-        return self.index - self.first
+        return self.index - self.generation.first
 
     @property
     def steps(self) -> int:
         """Number of steps of the generation."""
-        return self.total - self.first
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DenoisingStep(StepFacts):
-    """A denoising step and the generation that it belongs to.
-
-    What is cached for a generation keeps only the facts, because it lives as long as the generation itself.
-    """
-
-    generation: Generation
-
-    @property
-    def facts(self) -> StepFacts:
-        """The step without its generation."""
-        return StepFacts(self.index, self.total, self.first)
+        return self.total - self.generation.first
 
 
 def scheduler_of(pipe: Any, timestep: Tensor | float) -> Any:
@@ -101,11 +86,9 @@ def scheduler_of(pipe: Any, timestep: Tensor | float) -> Any:
 
 
 def number_of_steps(scheduler: Any, step: DenoisingStep | None) -> int | None:
-    """Denoising steps as a user counts them; None: unknown.
+    """Return the denoising steps as a user counts them; None: unknown.
 
-    Args:
-        scheduler: of the running pipeline, or None. It may call the model several times in a step.
-        step: the running step, where no scheduler counts them.
+    A scheduler may call the model several times in one of them. ``step`` counts where it does not say.
     """
     number = getattr(scheduler, "num_inference_steps", None)
     if isinstance(number, int):
@@ -114,13 +97,10 @@ def number_of_steps(scheduler: Any, step: DenoisingStep | None) -> int | None:
 
 
 def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) -> DenoisingStep | None:
-    """Return the step that a scheduler is at; None: it does not say.
+    """Return the step that a scheduler of diffusers is at; None: it does not say.
 
-    Args:
-        scheduler: of diffusers; its ``set_timesteps`` begins a generation.
-        timestep: that the model is called with, for schedulers that do not count their steps.
-        runs_here: whether the scheduler's generation is known to run in this thread. Otherwise one of
-            another thread is only read.
+    The timestep that the model is called with is for schedulers that do not count their steps. Unless the
+    generation is known to run in this thread (``runs_here``), one of another thread is only read.
     """
     timesteps = getattr(scheduler, "timesteps", None)
     if timesteps is None or len(timesteps) == 0 or _is_unused(scheduler):
@@ -140,21 +120,14 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
     if index is None or index >= len(timesteps):  # a generation that is over
         return None
     generation = _generation_of(scheduler, timesteps, int(index), runs_here)
-    return (
-        None
-        if generation is None
-        else DenoisingStep(int(index), len(timesteps), generation.first, generation=generation)
-    )
+    return None if generation is None else DenoisingStep(int(index), len(timesteps), generation)
 
 
 def ends_clean(sigmas: Any) -> bool:
     """Return whether flow matching has almost no noise left before its last step, which then changes little.
 
-    It has with the schedule of Stable Diffusion 3, but not with that of FLUX.1.
-
-    Args:
-        sigmas: noise levels of the steps and, at the end, that of the picture. Those of other models begin
-            above 1.
+    It has with the schedule of Stable Diffusion 3, but not with that of FLUX.1. ``sigmas`` are the noise
+    levels of the steps and, at the end, that of the picture. Those of other models begin above 1.
     """
     return len(sigmas) > 2 and float(sigmas[-2]) <= _ALMOST_NONE and float(sigmas[0]) <= 1
 
@@ -163,14 +136,12 @@ def schedule_ends_clean(scheduler: Any) -> bool:
     """Return whether a scheduler's latest timesteps are of flow matching and :func:`ends_clean`."""
     config = getattr(scheduler, "config", {})
     flow = "FlowMatch" in type(scheduler).__name__ or bool(config.get("use_flow_sigmas", False))
-    known = flow and hasattr(scheduler, "sigmas") and not torch.compiler.is_compiling()
-    return known and ends_clean(_levels(scheduler))
-
-
-def _levels(scheduler: Any) -> list[float]:
-    """Return the noise levels of flow matching. They are read from the timesteps, which others read too."""
-    trained = getattr(scheduler.config, "num_train_timesteps", 1000)
-    return [*(_on_cpu(scheduler.timesteps) / trained).tolist(), 0.0]
+    if not flow or not hasattr(scheduler, "sigmas") or torch.compiler.is_compiling():
+        return False
+    trained = getattr(config, "num_train_timesteps", 1000)
+    # The noise levels are read from the timesteps, which others read too.
+    _, scheduled = _read(0.0, scheduler.timesteps)
+    return ends_clean([*(scheduled / trained).tolist(), 0.0])
 
 
 def needs_sync(value: Tensor) -> bool:
@@ -178,9 +149,15 @@ def needs_sync(value: Tensor) -> bool:
     return torch.compiler.is_compiling() or value.device.type != "cpu"
 
 
+def generation_of(timesteps: Any) -> Generation | None:
+    """Return the generation that a scheduler's timesteps belong to; None: it has not begun."""
+    generation: Generation | None = getattr(timesteps, _GENERATION, None)
+    return generation
+
+
 def _generation_of(scheduler: Any, timesteps: Any, index: int, runs_here: bool) -> Generation | None:
     """Return the generation of timesteps; a new one where they are new or the index goes back."""
-    generation: Generation | None = getattr(timesteps, _GENERATION, None)
+    generation = generation_of(timesteps)
     if generation is not None and not (runs_here or generation.is_of_this_thread):
         return generation
     if generation is None or index < generation.index:
@@ -233,18 +210,10 @@ def _read(timestep: Tensor | float, timesteps: Any) -> tuple[float, Tensor]:
     return float(latest), scheduled
 
 
-def _on_cpu(timesteps: Tensor) -> Tensor:
-    """Return the timesteps of a scheduler on the CPU. The first call waits for the device."""
-    return _read(0.0, timesteps)[1]
-
-
 def _place(timestep: float, scheduled: Tensor, made: int) -> int | None:
     """Return the index of the timestep that a model is called with; None: it is in another unit.
 
-    Args:
-        timestep: that the model is called with.
-        scheduled: the timesteps of the scheduler, on the CPU.
-        made: number of steps made so far. PNDM counts them, and some of its timesteps are equal.
+    ``made`` is the number of steps made so far. PNDM counts them, and some of its timesteps are equal.
     """
     distance = (scheduled - timestep).abs()
     nearest = distance.min()

@@ -30,8 +30,7 @@ class StepSeed:
         the CPU.
         """
         if not isinstance(timestep, Tensor) or not needs_sync(timestep):
-            traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-            if traced or device.type == "cpu":
+            if torch.compiler.is_compiling() or device.type == "cpu":
                 return _bits(timestep, device)
             return self._read(int(_bits(timestep, torch.device("cpu"))), device)
         if torch.compiler.is_compiling() or timestep.is_inference():

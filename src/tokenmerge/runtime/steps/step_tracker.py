@@ -2,75 +2,64 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
-from tokenmerge.runtime.steps.scheduler import DenoisingStep, StepFacts
+from tokenmerge.runtime.steps.scheduler import DenoisingStep
 
 
-@dataclasses.dataclass(eq=False)
 class StepTracker:
     """The calls of one model in one generation.
 
     A pipeline may call a model several times in a step, for prompts or tiles. Calls are told apart by their
-    number in the step, from 0.
+    number in the step, from 0. The tracker holds no generation, since it lives as long as that does.
 
     Attributes:
-        step: the running step; None before the first.
+        index: index of the running step; −1 before the first.
+        done: number of steps of the generation before it.
+        steps: number of steps of the generation.
+        is_last: whether the running step is the last one.
         call: number of the running call.
         plan_call: number of the call whose plans the running one uses.
         planned: by call, the step in which its plans were made, and what they were for.
-        corrected: by call, how many calls ago a dense correction step was, and the sample's shape then.
+        corrected: by call, how many calls ago a correction step was, and the shape then.
         compared: by call, a question, how many times in a row it got the same answer, and the answer.
-        shapes: by call, the shape of the sample when it was last made.
-        ran: by call and part of the model, the last two steps in which the part ran, and the sample's shape.
+        shapes: by call, its shape when it was last made.
+        ran: by call and part of the model, the last two steps in which the part ran, and the shape then.
     """
 
-    step: StepFacts | None = None
-    call: int = 0
-    plan_call: int = 0
-    planned: dict[int, tuple[int, object]] = dataclasses.field(default_factory=dict)
-    corrected: dict[int, tuple[int, tuple[object, ...] | None]] = dataclasses.field(default_factory=dict)
-    compared: dict[int, tuple[object, int, bool]] = dataclasses.field(default_factory=dict)
-    shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    ran: dict[tuple[int, str], tuple[int | None, int, tuple[object, ...]]] = dataclasses.field(
-        default_factory=dict
-    )
-
-    @property
-    def index(self) -> int:
-        """Index of the running step; −1 before the first."""
-        return -1 if self.step is None else self.step.index
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the running step is the last one."""
-        return self.step is not None and self.step.index >= self.step.total - 1
+    def __init__(self) -> None:
+        self.index = -1
+        self.done = self.steps = self.call = self.plan_call = 0
+        self.is_last = False
+        self.planned: dict[int, tuple[int, object]] = {}
+        self.corrected: dict[int, tuple[int, tuple[object, ...] | None]] = {}
+        self.compared: dict[int, tuple[object, int, bool]] = {}
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.ran: dict[tuple[int, str], tuple[int | None, int, tuple[object, ...]]] = {}
 
     def begin_call(self, step: DenoisingStep) -> int | None:
-        """Note a call of the model.
+        """Note a call of the model, and return the first call number whose cache is stale.
 
-        Returns:
-            The first call number whose cache is stale. When a step begins, that is the number of calls in the
-            step before it. None: the step continues.
+        As a step begins, that is the number of calls in the step before it. None: the step continues.
         """
-        again = step.index == self.index
-        made = 0 if self.step is None else self.call + 1
-        self.step, self.call = step.facts, made if again else 0
-        return None if again else made
+        if step.index == self.index:
+            self.call += 1
+            return None
+        made = 0 if self.index < 0 else self.call + 1
+        self.index, self.done, self.steps, self.call = step.index, step.done, step.steps, 0
+        self.is_last = step.index >= step.total - 1
+        return made
 
     def changes_shape(self, shape: tuple[int, ...]) -> bool:
-        """Return whether the running call has another shape than at the step before; notes its shape."""
+        """Return whether the running call has another shape than at the step before; note its shape."""
         before = self.shapes.get(self.call, shape)
         self.shapes[self.call] = shape
         return before != shape
 
     def plans(self, every: int, purpose: object) -> bool:
-        """Return whether the running call makes new plans; notes that it does.
+        """Return whether the running call makes new plans; note that it does.
 
-        Args:
-            every: number of steps for which plans are used.
-            purpose: what plans are for, such as the shape of the sample. Another purpose needs new plans.
+        Plans are used for ``every`` steps. Another purpose, such as another shape, needs new ones.
         """
         index, before = self.planned.get(self.call, (None, None))
         due = index is None or before != purpose or self.index - index >= every
@@ -79,11 +68,9 @@ class StepTracker:
         return due
 
     def corrects(self, every: int, shape: tuple[object, ...]) -> bool:
-        """Return whether a correction is due in the running call; notes that it is.
+        """Return whether a correction is due in the running call; note that it is.
 
-        Args:
-            every: distance between corrections, counted in complete steps.
-            shape: of the sample; another shape needs a correction of its own.
+        ``every`` counts complete steps. Another shape needs a correction of its own.
         """
         since, seen = self.corrected.get(self.call, (every, None))
         due = seen != shape or since + 1 >= every
@@ -91,13 +78,9 @@ class StepTracker:
         return due
 
     def answer(self, question: object, look: Callable[[], bool]) -> bool:
-        """Return the answer to a question that needs a synchronisation with the device.
+        """Return the answer to a question, for which ``look`` has to wait for the device.
 
-        The device is asked until two steps in a row have given the same answer.
-
-        Args:
-            question: such as the shape of the sample. A new question needs a new answer.
-            look: returns the answer.
+        The device is asked until two steps in a row have given the same answer to the same question.
         """
         before, times, answer = self.compared.get(self.call, (None, 0, False))
         if before == question and times == 2:
@@ -110,38 +93,33 @@ class StepTracker:
     def extrapolation(
         self, part: str, runs: bool, shape: tuple[object, ...], holds: bool = True
     ) -> float | None:
-        """Return how far the running call extrapolates a part of the model.
+        """Return how far the running call extrapolates a part of the model; None: the part runs, as is noted.
 
         Args:
-            part: of the model.
+            part: the part of the model.
             runs: whether it is one of the steps that run the part.
-            shape: of the sample, and what else must be as it was.
-            holds: whether the part can be skipped after a single run. Its residual then stays as it is,
-                because it takes two runs to know how it changes.
-
-        Returns:
-            Steps since the part ran, divided by the interval between its last two runs; 0 after a single
-            run. None: the part runs now, and this is noted.
+            shape: shape of the sample, and what else must be as it was.
+            holds: whether the part can be skipped after a single run. Its residual then stays as it is, with
+                a distance of 0, because it takes two runs to know how it changes.
         """
-        _, last, seen = self.ran.get((self.call, part), (None, -1, None))
+        _, last, seen = self.ran.get((self.call, part), (None, None, None))
         if seen == shape and not runs:
-            distance = self.distance(part, shape)
-            if distance is not None:
-                return distance
+            forecast = self.forecast(part, shape)
+            if forecast is not None:
+                return forecast[0]
             if holds:
                 return 0.0
         self.ran[self.call, part] = last if seen == shape else None, self.index, shape
         return None
 
-    def distance(self, part: str, shape: tuple[object, ...]) -> float | None:
-        """Return the steps since a part ran, divided by the interval between its last two runs.
+    def forecast(self, part: str, shape: tuple[object, ...]) -> tuple[float, int] | None:
+        """Return how far an extrapolation has to reach, and the steps since the part ran.
 
-        None: it has not run twice with this shape of the sample.
+        The first is these steps divided by the interval between the last two runs. None: the part has not run
+        twice with this shape.
         """
-        before, last, seen = self.ran.get((self.call, part), (None, -1, None))
-        return None if before is None or seen != shape else (self.index - last) / (last - before)
-
-    def gap(self, part: str) -> int:
-        """Return the steps since a part ran; 0: it has not run."""
-        _, last, _ = self.ran.get((self.call, part), (None, self.index, None))
-        return self.index - last
+        before, last, seen = self.ran.get((self.call, part), (None, 0, None))
+        if before is None or seen != shape:
+            return None
+        since = self.index - last
+        return since / (last - before), since

@@ -11,9 +11,9 @@ from math import isfinite
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
-from tokenmerge.config import with_new_names
 from tokenmerge.config.checks import integer
 from tokenmerge.errors import ConfigError
+from tokenmerge_tools.records.old_names import with_new_names
 
 STATUSES = ("ok", "oom", "unavailable", "error")
 # Metrics that are lower for closer pictures.
