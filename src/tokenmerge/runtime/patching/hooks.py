@@ -114,7 +114,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         guidance_copies=copies,
         copies_equal=equal,
         guidance_difference=memory.guidance_differences.get(tracker.plan_call),
-        step_log=None if compiling else _note_call(call, memory, config, _kind(decision, merges)),
+        step_log=None if compiling else _note_call(call, memory, config, decision, merges),
     )
 
 
@@ -136,7 +136,8 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     finish_run(thread)
     if memory.log is not None and not torch.compiler.is_compiling():
         memory.log.note_end()
-        note_output(memory.log, thread, memory.tracker, result)
+        if thread.context.decision.caches:
+            note_output(memory.log, thread, memory.tracker, result)
     if memory.tracker.is_last:
         memory.forget_results(memory.tracker.call, memory.tracker.call)
 
@@ -317,9 +318,14 @@ def _kind(decision: Decision, merges: bool) -> StepKind:
     return "merged" if merges and decision.merging is Merging.MERGES else "unmerged"
 
 
-def _note_call(call: _Call, memory: Memory, config: ToMeConfig, kind: StepKind) -> StepLog | None:
-    """Note what a call does, for the handle. Return the log of its steps; None: they are not recorded."""
-    state, step, sample = call.state, call.step, call.sample
+def _note_call(
+    call: _Call, memory: Memory, config: ToMeConfig, decision: Decision, merges: bool
+) -> StepLog | None:
+    """Note what a call does, for the handle. Return the log of its steps; None: they are not recorded.
+
+    ``merges`` says whether the settings of the step merge.
+    """
+    state, step, sample, kind = call.state, call.step, call.sample, _kind(decision, merges)
     if memory.log is None or step is None:
         guidance = guidance_scale(call.pipe)
         grids = state.threads.value.grid.shapes if state.merges else ()
@@ -327,7 +333,7 @@ def _note_call(call: _Call, memory: Memory, config: ToMeConfig, kind: StepKind) 
         levels = None if step is None else noise_levels(call.scheduler, step)
         memory.log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels)
     state.last_run = memory.log
-    memory.log.sample = sample if isinstance(sample, Tensor) else None
+    memory.log.sample = sample if decision.caches and isinstance(sample, Tensor) else None
     if step is not None:
         memory.log.note_step(step.index, kind)
     if state.recorder is None:
