@@ -341,7 +341,7 @@ def test_without_arguments_the_commands_are_listed(capsys):
             ["inspect", "--method", "tome", "--set", "reuse.shallow_every=2"],
             "reuse.shallow_every: expected 1 to reuse.every=1",
         ),
-        (["inspect", "--set", "reuse.span=0.5"], "reuse.span: '0.5' was removed"),
+        (["inspect", "--set", "reuse.span=0.5"], "take reuse.full_steps instead of reuse.span"),
         (["env", "--json"], "No such option: --json"),
         (["evaluate", "--save-grid", "a.png"], "No such option: --save-grid"),
         (["tune", "--min-glyphs", "1"], "No such option: --min-glyphs"),
