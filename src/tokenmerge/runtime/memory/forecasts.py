@@ -59,8 +59,10 @@ def note_output(log: RunLog, thread: ThreadState, tracker: StepTracker, result: 
     output = result if isinstance(result, Tensor) else result[0]
     if sample is None or tracker.index < 0 or not decision.caches or not isinstance(output, Tensor):
         return
-    if not (log.noise.waits or decision.deep is None or decision.finest is None):
-        return
+    if sample.ndim != output.ndim or not (
+        log.noise.waits or decision.deep is None or decision.finest is None
+    ):
+        return  # such as a sample of token ids, or a step that skips all parts
     copies = thread.context.guidance_copies
     sample, output = sample.detach().chunk(copies)[0], _guided(output.detach(), log.guidance, copies)
     for axis, size in enumerate(output.shape):  # some models get more than the sample, or return more
