@@ -63,6 +63,11 @@ class MethodSpec:
         return self.method == AUTO
 
     @property
+    def is_default_method(self) -> bool:
+        """Whether it is the default method without changes, which plans each generation when it begins."""
+        return self.needs_model and not self._settings
+
+    @property
     def speedup(self) -> float:
         """The wanted speed-up of the method ``"auto"``."""
         return float(self.changes.get("speedup", DEFAULT_SPEEDUP))

@@ -529,3 +529,20 @@ def test_the_default_folder_is_new_and_named_after_the_prompt(folder, tmp_path, 
     result = generate(options(folder, None, compare=False, steps=1))
     assert str(result.folder) == "outputs/a-red-apple-2"
     assert (tmp_path / "outputs" / "a-red-apple-2" / "merged-00.png").is_file()
+
+
+def test_the_default_method_draws_what_it_draws_in_python(tmp_path):
+    """It knows the noise levels too. Those of this schedule end almost without noise, so other steps run."""
+    size, steps = 64, 8
+    asked = options(
+        "emoji-mmdit", tmp_path, size=(size, size), steps=steps, merging=MethodSpec(), compare=False
+    )
+    result = generate(asked)
+    pipe = load_pipeline(find_model("emoji-mmdit"), torch.float32, CPU)
+    pipe.set_progress_bar_config(disable=True)
+    with tokenmerge.token_merging(pipe, speedup=2.0) as patch:
+        call = PipelineCall.prepare(pipe, asked, (size, size))
+        (picture,) = call(pipe)
+        assert result.config == patch.config
+    assert steps - 1 not in result.config.reuse.steps_of(steps).full
+    assert np.array_equal(pixels(tmp_path / "merged-00.png"), np.asarray(picture))

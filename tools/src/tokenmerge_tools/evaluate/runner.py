@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tokenmerge.api import Patch
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, TokenMergingError, UnsupportedModelError, reason_of
 from tokenmerge_tools.drawing import Progress, Studio
@@ -110,6 +111,7 @@ class _Evaluating:
         width, height = check_size(evaluation.size, latent_scale(pipe))
         call = PipelineCall.prepare(pipe, drawing, evaluation.size, frames=evaluation.frames)
         done, total = 0, sum(len(items) for _, items in tasks)
+        patches: dict[Variant, Any] = {}
         configs: dict[Variant, ToMeConfig | None] = {}
         self.on_progress(Progress("drawing", done, total))
         with Studio(pipe) as studio:
@@ -125,7 +127,7 @@ class _Evaluating:
                         configs[variant] = config = variant.config(
                             pipe, height=height, width=width, steps=steps, guidance=call.guidance
                         )
-                        self._begin(studio, variant, config, own)
+                        patches[variant] = self._begin(studio, variant, config, own)
                     seconds, pictures, cost = self._picture(studio, variant, own)
                 except Exception as error:
                     if is_out_of_memory(error):
@@ -136,6 +138,10 @@ class _Evaluating:
                     if not self._leave_out(variant, error):
                         raise
                     continue
+                if isinstance(
+                    patches[variant], Patch
+                ):  # the default method knows all facts only when it runs
+                    configs[variant] = patches[variant].config
                 for item, picture in zip(items, pictures, strict=True):
                     about = (seconds, configs[variant], CONTINUES, cost)
                     evaluation.store.save(variant, item, picture, *about)
@@ -165,8 +171,8 @@ class _Evaluating:
         kind = VARIANTS[variant.name]
         return kind.is_faster and kind.method is None and self.options.attention in ("sdpa", "default")
 
-    def _begin(self, studio: Studio, variant: Variant, config: ToMeConfig | None, call: PipelineCall) -> None:
-        """Apply a variant, and warm it up if it is timed.
+    def _begin(self, studio: Studio, variant: Variant, config: ToMeConfig | None, call: PipelineCall) -> Any:
+        """Apply a variant, and warm it up if it is timed. Return the patch; another value has none.
 
         The operations of a rival that decides at run time what to skip are counted meanwhile. Without timing,
         they are counted in each picture.
@@ -174,14 +180,14 @@ class _Evaluating:
         name, counts = variant.label, self._counts(variant)
         if missing := VARIANTS[variant.name].missing():
             raise UnsupportedModelError(missing)
-        if name != DENSE:
-            studio.add(name, partial(variant.apply, config=config))
+        patch = None if name == DENSE else studio.add(name, partial(variant.apply, config=config))
         if counts and DENSE not in self.operations:
             self.operations[DENSE], _ = studio.count(DENSE, call.with_steps(1))
         if self.options.timed and counts:
             self.operations[name], _ = studio.count(name, call)
         elif self.options.timed:
             studio.warm_up(name, call)
+        return patch
 
     def _leave_out(self, variant: Variant, error: Exception) -> bool:
         """Leave out a rival that does not run on this model, and say why."""

@@ -224,8 +224,8 @@ class _Generating:
         result.write()
         method = f"{DEFAULT} {merging.speedup:g}" if merging.needs_model else ""
         apply = partial(contexts.tokenmerge, config=result.config, method=method)
-        if options.min_psnr is not None:
-            apply = partial(contexts.within_tolerance, speedup=merging.speedup, min_psnr=options.min_psnr)
+        if options.min_psnr is not None or (merging.is_default_method and not options.compile):
+            apply = partial(contexts.default_method, speedup=merging.speedup, min_psnr=options.min_psnr)
         with self.studio as studio:
             patch = studio.add("merged", apply)
             self.metadata = patch.metadata
@@ -238,6 +238,8 @@ class _Generating:
                     studio.warm_up(name, self.call)
             with contextlib.nullcontext(plans) if options.compile else patch.record() as plans:
                 pictures = {one.variant: one.pictures for one in self._timed(1)}
+            result.config = patch.config  # the default method knows all facts only when it runs
+            result.conditions["config"] = result.config.to_dict()
             if options.compare:
                 self._compare(pictures["dense"], pictures["merged"], plans)
                 result.write()

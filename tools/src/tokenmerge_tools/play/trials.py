@@ -147,7 +147,10 @@ def _draw(pipe: DiffusionPipeline, options: GenerateOptions, on_progress: OnProg
     stop.check()
     with Studio(pipe, on_step) as studio:
         dense = draw("dense")
-        patch = studio.add("merged", partial(contexts.tokenmerge, config=prepared.config))
+        apply = partial(contexts.tokenmerge, config=prepared.config)
+        if options.merging.is_default_method:
+            apply = partial(contexts.default_method, speedup=options.merging.speedup)
+        patch = studio.add("merged", apply)
         with patch.record() as plans, _warnings() as of_drawing:
             merged = draw("merged")
         summary = str(patch)

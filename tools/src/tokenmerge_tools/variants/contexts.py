@@ -40,8 +40,10 @@ def tokenmerge(model: object, config: ToMeConfig, method: str = "") -> Iterator[
 
 
 @contextlib.contextmanager
-def within_tolerance(model: object, speedup: float, min_psnr: float) -> Iterator[Patch[Report, RecordedPlan]]:
-    """Apply the default method with a tolerance."""
+def default_method(
+    model: object, speedup: float, min_psnr: float | None = None
+) -> Iterator[Patch[Report, RecordedPlan]]:
+    """Apply the default method, which plans each generation when it begins."""
     patch = apply_token_merging(model, speedup=speedup, min_psnr=min_psnr)
     try:
         yield patch

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import nn
+
 from tokenmerge.config import SETTINGS, ToMeConfig, flat
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.method_spec import (
@@ -74,7 +76,9 @@ class Variant:
 
     def apply(self, pipe_or_model: Any, config: ToMeConfig | None) -> AbstractContextManager[Any]:
         """Apply the variant to a pipeline or a denoiser within the context."""
-        variant = VARIANTS[self.name]
+        variant, merging = VARIANTS[self.name], self.merging
+        if merging is not None and merging.is_default_method and not isinstance(pipe_or_model, nn.Module):
+            return contexts.default_method(pipe_or_model, merging.speedup)
         own = {} if variant.number is None else dict(self.settings)
         return variant.apply(pipe_or_model, config, **own)
 
