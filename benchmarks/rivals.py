@@ -4,7 +4,7 @@
 rivals, and counts the operations of each picture. It begins with one prompt and the default settings, goes on
 with settings that may come near the speeds compared, and draws other prompts only with those that did.
 `time` times one picture of each of these variants.
-`page` writes docs/rivals.md and its charts. An interrupted run continues.
+`page` writes docs/rivals.md, its charts and its tables. An interrupted run continues.
 
     python benchmarks/rivals.py draw       # about 45 minutes on one core that does nothing else
     python benchmarks/rivals.py time
@@ -36,6 +36,7 @@ from tokenmerge_tools.variants.rivals import RIVALS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "rivals.md"
+TABLES = ROOT / "benchmarks" / "results" / "rivals.md"
 DRAWN = ROOT / "benchmarks" / "rivals_cpu.jsonl"
 TIMED = ROOT / "benchmarks" / "rivals_timed_cpu.jsonl"
 
@@ -183,7 +184,7 @@ def chart(model: str, guidance: float, records: Sequence[QualityRecord]) -> Char
 
 def text() -> str:
     """Return the generated part of the page."""
-    drawn, timed = records_of(DRAWN), records_of(TIMED)
+    drawn = records_of(DRAWN)
     parts, above, count, behind = [], [], 0, 0
     for scene in filter(drawn.get, SCENES):
         model, guidance = scene
@@ -194,13 +195,11 @@ def text() -> str:
         behind += len(found) - len(closer)
         above.append(f"- {model}, guidance {guidance:g}: {', '.join(closer) or 'none'}")
         dense = next(record for record in records if record.variant == "dense")
-        times = {record.label: record for record in timed.get(scene, [])}
         title = f"{model}, guidance {guidance:g}"
         parts += [
             f"## {title}",
             f"![Closeness over counted speed-up, {title}]({picture(scene).name})",
             f"{SIZE} px, {STEPS} steps, {dense.images} prompt{'s' * (dense.images > 1)}.",
-            "\n".join(table(records, times)),
             left_out(scene),
         ]
     first = (
@@ -208,6 +207,19 @@ def text() -> str:
         f"`auto` at the same counted speed by more than {NOISE} dB. The others are:"
     )
     return "\n\n".join([first, "\n".join(above), *filter(None, parts)])
+
+
+def tables() -> str:
+    """Return the file of tables: for each model and guidance a row for each variant."""
+    drawn, timed = records_of(DRAWN), records_of(TIMED)
+    parts = [
+        "# Other packages and papers",
+        "[The page on them](../../docs/rivals.md) has charts, and says how these figures were measured.",
+    ]
+    for scene in filter(drawn.get, SCENES):
+        times = {record.label: record for record in timed.get(scene, [])}
+        parts += [f"## {scene[0]}, guidance {scene[1]:g}", "\n".join(table(drawn[scene], times))]
+    return "\n\n".join(parts) + "\n"
 
 
 def left_out(scene: tuple[str, float]) -> str:
@@ -234,6 +246,7 @@ def write_page() -> None:
     for scene, records in records_of(DRAWN).items():
         with matplotlib.rc_context({"axes.grid": True, "grid.color": "#e4e4e4"}):
             figure_of(chart(*scene, records)).savefig(picture(scene), dpi=110, metadata={"Software": None})
+    TABLES.write_text(tables(), encoding="utf-8")
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

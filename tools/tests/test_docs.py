@@ -247,9 +247,10 @@ def test_the_tables_of_closeness_say_what_the_records_say():
 
 def test_the_page_of_rivals_says_what_its_record_says():
     written = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))
+    assert written["tables"]() == written["TABLES"].read_text(encoding="utf-8")
     page = written["PAGE"].read_text(encoding="utf-8")
     assert written["written"](page) == page
-    assert page.count("\n| auto speedup=") == 5 * len(written["records_of"](written["DRAWN"]))
+    assert written["tables"]().count("\n| auto speedup=") == 5 * len(written["records_of"](written["DRAWN"]))
 
 
 def test_a_rival_is_compared_with_the_line_between_two_speeds():
