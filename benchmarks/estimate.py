@@ -206,6 +206,7 @@ def psnr(mse: float) -> float:
 def show(lines: Sequence[Mapping[str, Any]]) -> None:
     """Print how well the estimate ranks and bounds the true errors, and the contrast that fits each model."""
     report("all", lines)
+    report("fixed plans", [line for line in lines if isinstance(line["speedup"], float)])
     for name in ("model", "solver", "guidance", "size", "steps", "speedup"):
         for value in dict.fromkeys(line[name] for line in lines):
             report(f"{name} {value}", [line for line in lines if line[name] == value])

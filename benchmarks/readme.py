@@ -108,7 +108,8 @@ def rows(lines: list[dict[str, Any]]) -> Iterator[str]:
 
 def in_words(psnr: float) -> str:
     """Say how much a picture with this PSNR differs."""
-    return "hard to tell apart" if psnr >= 40 else "small details differ" if psnr >= 30 else "same subject"
+    known = ((40, "hard to tell apart"), (35, "small details differ"), (25, "many details differ"))
+    return next((words for least, words in known if psnr >= least), "same subject")
 
 
 def main() -> None:

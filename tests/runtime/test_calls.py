@@ -15,6 +15,8 @@ import tokenmerge
 from tokenmerge import apply_token_merging
 
 PACKAGE = str(Path(tokenmerge.__file__).parent)
+# They are called for each frame of the stack, whose depth is that of whoever runs the tests.
+OF_STACK = ("owners", "is_pipeline")
 
 
 def functions_called(run):
@@ -23,7 +25,7 @@ def functions_called(run):
 
     def note(frame, event, _):
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE):
+        if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name not in OF_STACK:
             found[Path(code.co_filename).name, code.co_name] += 1
 
     sys.setprofile(note)
@@ -73,8 +75,8 @@ def files_that_act(run):
     return found
 
 
-# 855 and 548 as this was written, with Python 3.11; later ones have no frames for comprehensions.
-@pytest.mark.parametrize(("name", "most"), [("UNet2DConditionModel", 860), ("FluxTransformer2DModel", 552)])
+# 741 and 519 as this was written, with Python 3.11; later ones have no frames for comprehensions.
+@pytest.mark.parametrize(("name", "most"), [("UNet2DConditionModel", 745), ("FluxTransformer2DModel", 523)])
 @torch.no_grad()
 def test_a_merged_call_runs_few_functions(name, most):
     family = FAMILIES[name]
