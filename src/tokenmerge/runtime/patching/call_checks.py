@@ -104,10 +104,10 @@ def check_size(state: ModelState, *grids: GridShape) -> None:
     except NothingToMergeError as error:
         if not state.dense_if_too_small:
             raise
-        message = f"{error}; until then a call with a sample of this size runs dense"
+        message = str(error)
         if message not in state.told:
             state.told.add(message)
-            _warn(message)
+            _warn(f"{message}; until then a call with a sample of this size runs dense")
 
 
 def check_part(state: ModelState, root: nn.Module, part: Part, grids: Sequence[GridShape]) -> None:
