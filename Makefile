@@ -68,8 +68,8 @@ test-oldest: $(OLDEST)/ready
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(OLDEST)/bin/python -m pytest --numprocesses auto --dist loadscope -m "not slow" \
 		--ignore tests/runtime/test_calls.py tests/test_api.py tests/test_default_method.py tests/runtime tests/integrations/export/test_arithmetic.py
 
-# What `make test-paddle`, `make test-comfyui` and `make test-oldest` build first.
-environments: $(PADDLE)/ready $(COMFYUI)/ready $(OLDEST)/ready
+# What `make test-paddle` and `make test-comfyui` build first.
+environments: $(PADDLE)/ready $(COMFYUI)/ready
 
 # The site, in docs/_build/html: open index.html. A warning, such as a broken link, is an error.
 docs: $(VENV)/documented

@@ -111,7 +111,8 @@ class ToMeConfig(MergeSettings):
     @property
     def cached_features(self) -> str | None:
         """The first features, of any level and any step, that are cached from the step before."""
-        return next((name for name in self._all("features") if name in CACHED_FEATURES), None)
+        cached = [name for name in self._all("features") if name in CACHED_FEATURES]
+        return cached[0] if cached else None
 
     @property
     def merges(self) -> bool:
@@ -126,7 +127,8 @@ class ToMeConfig(MergeSettings):
     @property
     def guided_planner(self) -> str | None:
         """The first planner, of any level and any step, that looks at what guidance changed."""
-        return next((name for name in self._all("planner") if name in GUIDED_PLANNERS), None)
+        guided = [name for name in self._all("planner") if name in GUIDED_PLANNERS]
+        return guided[0] if guided else None
 
     def _all(self, name: str) -> list[Any]:
         """Return the values of a setting: its own, and those of the rules."""
