@@ -41,7 +41,10 @@ WITH_PYTHON = {
     "docs/vision-transformers.md": 2,
     "docs/web-uis.md": 4,
 }
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+BUILT = ROOT / "docs/_build"
+DOCUMENTS = [
+    path for pattern in ("*.md", "docs/**/*.md") for path in ROOT.glob(pattern) if BUILT not in path.parents
+]
 
 
 @pytest.fixture(scope="module")
