@@ -185,7 +185,7 @@ def chart(model: str, guidance: float, records: Sequence[QualityRecord]) -> Char
 def text() -> str:
     """Return the generated part of the page."""
     drawn = records_of(DRAWN)
-    parts, above, count, behind = [], [], 0, 0
+    parts, above, count, behind, fewer = [], [], 0, 0, []
     for scene in filter(drawn.get, SCENES):
         model, guidance = scene
         records = drawn[scene]
@@ -193,6 +193,7 @@ def text() -> str:
         count += len(found)
         closer = [name for name, dB in found.items() if dB > NOISE]
         behind += len(found) - len(closer)
+        fewer += [dB for name, dB in found.items() if name.startswith("fewer-steps")]
         above.append(f"- {model}, guidance {guidance:g}: {', '.join(closer) or 'none'}")
         dense = next(record for record in records if record.variant == "dense")
         title = f"{model}, guidance {guidance:g}"
@@ -204,7 +205,8 @@ def text() -> str:
         ]
     first = (
         f"Of {count} settings between {COMPARED[0]:g}× and {COMPARED[1]:g}×, {behind} are not closer than "
-        f"`auto` at the same counted speed by more than {NOISE} dB. The others are:"
+        f"`auto` at the same counted speed by more than {NOISE} dB. {len(fewer)} of them are fewer steps, "
+        f"of which {sum(dB < 0 for dB in fewer)} are less close than `auto`. These are closer:"
     )
     return "\n\n".join([first, "\n".join(above), *filter(None, parts)])
 
