@@ -268,7 +268,7 @@ def test_the_first_page_says_how_the_default_method_compares():
     leads = [(scene, name, dB) for scene, own in found.items() for name, dB in own.items()]
     fewer = [dB for _, name, dB in leads if name.startswith("fewer-steps")]
     page = " ".join((ROOT / "docs/index.md").read_text(encoding="utf-8").split())
-    assert f"{sum(dB < 0 for dB in fewer)} of {len(fewer)} pictures in fewer steps are less close" in page
+    assert f"{sum(dB < 0 for dB in fewer)} of {len(fewer)} settings with fewer steps are less close" in page
     closer = [(scene, name) for scene, name, dB in leads if dB > written["NOISE"]]
     strong = ("emoji-mmdit", 7.0)
     assert closer == [(strong, "fewer-steps steps=15"), (strong, "easycache threshold=0.3")]
