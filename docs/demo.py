@@ -22,7 +22,7 @@ KEY = "drawn with"
 PAGES = (Path(__file__).parent.parent / "README.md", *map(PICTURE.with_name, ("index.md", "quickstart.md")))
 BLOCK = re.compile(r"(<!-- (caption|printed): .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 CAPTION = """\
-*One prompt and one seed: the unchanged model, and `speedup={speedup}` with half of the operations and {psnr:.1f} dB.*
+*A bundled model, one prompt, one seed: unchanged, and with `speedup={speedup}`, half of the operations and {psnr:.1f} dB.*
 """
 
 
