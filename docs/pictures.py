@@ -307,6 +307,19 @@ def playground() -> None:
 
 # --- ComfyUI --------------------------------------------------------------------------------------------
 
+# Leaves the nodes and their text fields of the page visible, and moves them into the picture.
+GRAPH_ALONE = """() => {
+    const keep = new Set();
+    for (const own of document.querySelectorAll("#graph-canvas, .dom-widget")) {
+        for (let one = own; one; one = one.parentElement) keep.add(one);
+        own.querySelectorAll("*").forEach(one => keep.add(one));
+    }
+    for (const one of document.querySelectorAll("body *"))
+        if (!keep.has(one)) one.style.setProperty("visibility", "hidden", "important");
+    const view = window.app.canvas.ds;
+    [view.scale, view.offset] = [0.85, [-20, 20]];
+    window.app.canvas.setDirty(true, true);
+}"""
 COMFYUI = DOCS.parent / ".venv-comfyui" / "bin" / "python"  # by `make environments`
 
 
@@ -332,7 +345,7 @@ def comfyui() -> None:
         playwright = after.enter_context(sync_playwright())
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         after.callback(browser.close)
-        page = browser.new_page(viewport={"width": 1440, "height": 800})
+        page = browser.new_page(viewport={"width": 1440, "height": 560})
         page.set_default_timeout(600_000)
         for _ in range(300):
             with contextlib.suppress(Exception):
@@ -341,7 +354,10 @@ def comfyui() -> None:
             page.wait_for_timeout(2000)
         page.wait_for_function("window.app && window.app.graph && window.app.extensionManager")
         page.wait_for_timeout(5000)
+        page.keyboard.press("Escape")  # the templates, which a first visit opens
         page.evaluate("workflow => window.app.loadGraphData(workflow)", json.loads(workflow))
+        page.wait_for_timeout(3000)
+        page.evaluate(GRAPH_ALONE)
         page.wait_for_timeout(3000)
         file = Path(folder) / "page.png"
         page.screenshot(path=file)
