@@ -318,6 +318,7 @@ GRAPH_ALONE = """() => {
         if (!keep.has(one)) one.style.setProperty("visibility", "hidden", "important");
     const view = window.app.canvas.ds;
     [view.scale, view.offset] = [0.85, [-20, 20]];
+    window.app.canvas.show_info = false;
     window.app.canvas.setDirty(true, true);
 }"""
 COMFYUI = DOCS.parent / ".venv-comfyui" / "bin" / "python"  # by `make environments`
