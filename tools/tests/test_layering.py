@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "drawing": "failures timing pipelines variants",
     "bench": "files failures machine timing method_spec pipelines records variants",
     "reporting": "files records variants",
-    "generate": "files failures machine timing method_spec closeness sheets demo pipelines variants drawing",
+    "generate": "files failures machine timing method_spec closeness sheets pipelines variants drawing",
     "evaluate": "files failures machine closeness sheets demo pipelines records variants drawing",
     "tune": "files failures closeness sheets pipelines records variants drawing reporting evaluate",
     "play": "failures method_spec closeness sheets demo pipelines variants drawing",

@@ -209,12 +209,3 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "reuse.full_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.5/1"),
     "reuse.shallow_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.25/0.5/1"),
 }
-
-
-def check_compile(config: ToMeConfig) -> None:
-    """Check that settings work with ``torch.compile`` of the whole model."""
-    if config.follows_steps:
-        raise ConfigError(
-            "compile: settings that follow the denoising steps cannot be compiled into one graph with the "
-            "model; leave --compile out, or take a method that is the same at every step"
-        )

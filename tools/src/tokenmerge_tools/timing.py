@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -27,25 +26,6 @@ class Measurement:
     variant: str
     seconds: float
     peak_bytes: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Times:
-    """Median and spread of repeated timings, in seconds.
-
-    >>> Times.of([1.0, 5.0, 2.0])
-    Times(median=2.0, fastest=1.0, slowest=5.0, runs=3)
-    """
-
-    median: float
-    fastest: float
-    slowest: float
-    runs: int
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Times:
-        """Summarise at least one timing."""
-        return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
 
 
 def interleaved(

@@ -16,7 +16,6 @@ from tokenmerge.report import Report, predict
 from tokenmerge_tools.bench.grid import Cell, Setting
 from tokenmerge_tools.bench.loaded_model import InputSize, LoadedModel, example_inputs
 from tokenmerge_tools.failures import Failure
-from tokenmerge_tools.method_spec import check_compile
 from tokenmerge_tools.pipelines.loading import free_memory, shared_copy
 from tokenmerge_tools.pipelines.settings import set_attention
 from tokenmerge_tools.variants.variant import VARIANTS
@@ -92,8 +91,11 @@ class CellBuilder:
             denoiser, height=height, width=width, steps=steps, follows_steps=not cell.compile
         )
         if config is not None:
-            if cell.compile:
-                check_compile(config)
+            if cell.compile and config.follows_steps:
+                raise ConfigError(
+                    "compile: settings that follow the denoising steps cannot be compiled into one graph "
+                    "with the model; leave --compile out, or take a method that is the same at every step"
+                )
             if config.asks_guidance:
                 raise ConfigError(
                     f"planner={config.guided_planner!r} needs classifier-free guidance, which a pipeline "

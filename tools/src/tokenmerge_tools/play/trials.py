@@ -102,7 +102,7 @@ class Trials:
         """Draw one picture dense and merged.
 
         A short untimed call of each variant comes first, so that the times are not those of a first call.
-        ``on_progress`` is called after each denoising step. ``batch``, ``compare``, ``compile``, ``repeat``
+        ``on_progress`` is called after each denoising step. ``batch``, ``compare``, ``repeat``
         and ``out`` of the options are not read.
 
         Raises:
