@@ -98,6 +98,11 @@ class MethodSpec:
         return f"speedup={self.speedup}" if self.needs_model else f"{self.method!r}, ratio={ratio:g}"
 
     @property
+    def text(self) -> str:
+        """The method and its changes as a variant, such as ``"tome:ratio=0.5,proportional=True"``."""
+        return f"{self.method}:" + ",".join(f"{name}={as_plain(own)}" for name, own in self.changes.items())
+
+    @property
     def _settings(self) -> dict[str, Any]:
         return {name: value for name, value in self.changes.items() if name != "speedup"}
 

@@ -35,9 +35,8 @@ def tune(
     The search begins with the plan of the default method. It changes which steps run everything, and how many
     tokens merge, and compares the final latents with dense ones of the same seeds. No plan is slower, by
     counted operations. Then the best plan draws prompts that were kept back, beside dense, the default
-    method, fewer steps and the installed block caches, and each call is timed. Ctrl-C stops early and reports
-    what was found; run the same command again to continue. The exit code is 3 if the speed-up cannot be
-    reached.
+    method and fewer steps, and each call is timed. Ctrl-C stops early and reports what was found; run the
+    same command again to continue. The exit code is 3 if the speed-up cannot be reached.
     """
     options = TuneOptions(within=parse_seconds(within), **given)
     quiet_libraries("tokenmerge tune")
@@ -47,11 +46,11 @@ def tune(
         terminal.say("nothing was compared yet; run the same command again to continue")
         raise KeyboardInterrupt
     table = tuned_table(search)
-    written = write_result(search)
+    write_result(search)
     terminal.show(
         table,
         verdict(search),
-        *written,
+        f"plan: {options.out}",
         f"records: {options.records}",
         f"in Python: tokenmerge.apply_token_merging(pipe, {str(options.out)!r})",
     )

@@ -8,7 +8,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -116,25 +116,21 @@ def first_call(
     )
 
 
-class Graph(NamedTuple):
-    """An ONNX program of PyTorch. ``inputs`` are its names in the order of :func:`tensors`."""
-
-    program: Any
-    inputs: tuple[str, ...]
-
-
 @torch.no_grad()
-def onnx_graph(model: nn.Module, arguments: dict[str, Any], opset: int) -> Graph:
-    """Return the ONNX program of one call of a model that may be patched. Its output is ``out``."""
+def onnx_graph(model: nn.Module, arguments: dict[str, Any], opset: int) -> tuple[Any, list[str]]:
+    """Return the ONNX program of one call of a model that may be patched, and the names of its inputs.
+
+    These are in the order of :func:`tensors`. Its output is ``out``.
+    """
     with _quiet(), _exporting(type(model).__name__):
         traced = torch.export.export(model, (), {**arguments, "return_dict": False}, strict=False)
         specs = [spec for spec in traced.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-        names = tuple(spec.arg.name for spec in specs if isinstance(spec.arg, TensorArgument))
+        names = [spec.arg.name for spec in specs if isinstance(spec.arg, TensorArgument)]
         program: Any = torch.onnx.export(
             traced, dynamo=True, verbose=False, opset_version=opset, output_names=["out"], optimize=False
         )
         _clean(program.model)
-    return Graph(program, names)
+    return program, names
 
 
 def tensors(arguments: dict[str, Any]) -> list[Tensor]:

@@ -4,7 +4,6 @@
 import dataclasses
 import html
 import traceback
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ def build(model: str, visitors: Visitors, **machine: Any) -> Any:
         own_progress = gr.Progress()  # Gradio finds it among the defaults, and replaces it in each call
 
         def stop_of(visitor: gr.Request) -> Stop:
-            return Stop(partial(visitors.__contains__, visitor.session_hash))
+            return Stop(lambda: visitor.session_hash in visitors)
 
         def begin(visitor: gr.Request) -> tuple[Stop, Any, Any]:
             return stop_of(visitor), gr.Button(interactive=False), gr.Button(interactive=True)

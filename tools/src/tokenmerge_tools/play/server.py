@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenmerge.errors import ConfigError, MissingExtraError
-from tokenmerge_tools.play.gate import Gate, Visitors
+from tokenmerge_tools.play.gate import Gate, Visitors, served_names
 
 LOCAL = "127.0.0.1"
 # Gradio's own colours are too pale to read.
@@ -64,12 +64,17 @@ def _serve(
 ) -> None:
     import gradio as gr
     from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     from tokenmerge_tools.play.page import STYLE
 
     fonts = ("system-ui", "sans-serif")
     theme = gr.themes.Default(font=fonts, font_mono=("ui-monospace", "monospace"), primary_hue="blue")
     theme.set(**_READABLE)
+    middleware = [
+        Middleware(TrustedHostMiddleware, allowed_hosts=served_names(host)),
+        Middleware(Gate, visitors=visitors),
+    ]
     try:
         off = ("share", "run_history", "enable_monitoring", "ssr_mode", "pwa", "mcp_server")
         _, address, _ = page.queue(max_size=32).launch(
@@ -80,7 +85,7 @@ def _serve(
             quiet=True,
             footer_links=[],
             show_error=True,
-            app_kwargs={"middleware": [Middleware(Gate, host=host, visitors=visitors)]},
+            app_kwargs={"middleware": middleware},
             theme=theme,
             css_paths=STYLE,
             **dict.fromkeys(off, False),

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from tokenmerge.errors import ConfigError, shown
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
-from tokenmerge_tools.evaluate.metrics import PICTURE_METRICS
+from tokenmerge_tools.evaluate.metrics import METRIC_NAMES
 from tokenmerge_tools.evaluate.prompts import PROMPTS_HELP
 from tokenmerge_tools.pipelines.options import PipelineOptions, option
 
@@ -34,7 +34,7 @@ class TuneOptions(PipelineOptions):
     metric: Annotated[
         str | None,
         _search(
-            f"Closeness metric of the check: {', '.join(PICTURE_METRICS)}. NAME=NETWORK uses the network in "
+            f"Closeness metric of the check: {', '.join(METRIC_NAMES)}. NAME=NETWORK uses the network in "
             "a folder or with a hub id. Default: psnr."
         ),
     ] = None
@@ -55,11 +55,8 @@ class TuneOptions(PipelineOptions):
                 f"speedup: expected a number above 1, such as 2, got {self.speedup:g}; 1 is the speed of "
                 "dense"
             )
-        if self.metric is not None and self.metric_name not in PICTURE_METRICS:
-            raise ConfigError(
-                f"metric: expected one of {', '.join(PICTURE_METRICS)}, which have a value for each picture, "
-                f"got {self.metric!r}"
-            )
+        if self.metric is not None and self.metric_name not in METRIC_NAMES:
+            raise ConfigError(f"metric: expected one of {', '.join(METRIC_NAMES)}, got {self.metric!r}")
         if self.out.suffix != ".json":
             raise ConfigError(f"out: expected a file ending in .json, got {self.out}")
         if not self.within > 0:

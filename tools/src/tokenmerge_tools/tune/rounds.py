@@ -172,7 +172,7 @@ class Rounds:
 
     def _call(self, item: int) -> PipelineCall:
         what = self.evaluation.items[item]
-        return self.call.of_pictures([what.prompt.text], [what.seed])
+        return self.call.of_pictures([what.prompt], [what.seed])
 
     def draw(
         self,
@@ -218,7 +218,7 @@ class Rounds:
         write_atomically(path, drawing.pictures[0].save, advice=CONTINUES)
 
     def _measure(self, item: int, pictures: list[Image], dense: list[Image]) -> dict[str, float]:
-        prompts, found = [self.evaluation.items[item].prompt.text], {}
+        prompts, found = [self.evaluation.items[item].prompt], {}
         for metric in self.metrics.of_pictures:
             value = float(metric.measure(pictures, dense, prompts)[0])
             found[metric.name] = min(value, _EQUAL) if metric.name == "psnr" else value
