@@ -151,10 +151,7 @@ class Prepared:
 
 
 def prepare(pipe: DiffusionPipeline, options: GenerateOptions, control: Image | None = None) -> Prepared:
-    """Prepare to draw by these options, and predict what merging saves. Nothing runs.
-
-    ``control`` is the picture for a ControlNet.
-    """
+    """Prepare to draw by these options, and predict what merging saves. Nothing runs."""
     size = options.size or own_size(pipe)
     width, height = check_size(size, latent_scale(pipe))
     call = PipelineCall.prepare(pipe, options, size, control)

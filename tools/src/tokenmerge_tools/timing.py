@@ -18,10 +18,7 @@ _RESET_PEAK_RSS = "5"
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One timed call of one variant.
-
-    ``peak_bytes`` is the peak memory during the call, None if it cannot be read.
-    """
+    """One timed call of one variant, with the peak memory during it; None: it cannot be read."""
 
     variant: str
     seconds: float
@@ -35,8 +32,6 @@ def interleaved(
 
     The calls are interleaved so that changes in the machine's speed affect all variants alike. Call each
     variant once beforehand, so that compilation and caching are not timed.
-
-    The device is synchronized before each reading of the clock.
     """
     for _ in range(repeat):
         for variant, run in variants.items():

@@ -86,10 +86,7 @@ class LoadedModel:
 
 
 def find_info(model: str) -> ModelInfo:
-    """Read a model's config files without loading its weights.
-
-    The model is ``geometry:NAME``, a bundled model, a diffusers folder or a hub id.
-    """
+    """Read the configs of ``geometry:NAME``, a bundled model, a diffusers folder or a hub id."""
     if model.startswith(PREFIX):
         geometry = find_geometry(model)
         return ModelInfo(geometry.size, geometry.multiple, video=geometry.denoiser == _WITH_FRAMES)

@@ -138,11 +138,7 @@ class CellBuilder:
 
 @contextlib.contextmanager
 def compile_cache() -> Iterator[None]:
-    """Clear compiled code, and raise torch's limit on compiled versions of one function.
-
-    Each cell has a version of its own. Beyond the limit, 8 by default, torch runs uncompiled code without a
-    warning.
-    """
+    """Clear compiled code, and allow more compiled versions of one function: each cell has its own."""
     import torch._dynamo.config as dynamo
 
     torch.compiler.reset()

@@ -10,14 +10,7 @@ from typing import Annotated, Any
 from tokenmerge.config import load_settings
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.cli import terminal
-from tokenmerge_tools.method_spec import (
-    AUTO,
-    METHODS,
-    SPEEDUP,
-    MethodSpec,
-    merging_alone,
-    read_setting,
-)
+from tokenmerge_tools.method_spec import AUTO, METHODS, SPEEDUP, MethodSpec, merging_alone, read_setting
 from tokenmerge_tools.pipelines.loading import SourceKind, find_model, quiet_libraries
 from tokenmerge_tools.pipelines.meta_model import load_sketch, solver_and_guidance
 from tokenmerge_tools.pipelines.options import option

@@ -66,10 +66,7 @@ _prompts, _compared, _results = (partial(option, panel) for panel in ("Prompts",
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(PipelineOptions):
-    """What to draw, with what, and what to measure, checked before anything is loaded.
-
-    With more than one picture per call, pictures change only by rounding.
-    """
+    """What to draw, with what, and what to measure, checked before anything is loaded."""
 
     prompts: Annotated[Path | None, _prompts(PROMPTS_HELP)] = None
     preset: Annotated[
@@ -266,10 +263,7 @@ def parse_variants(texts: Sequence[str], ratios: Sequence[float], speedups: Sequ
 
 
 def plan_variants(specs: Sequence[Variant], steps: int, speedups: Sequence[float]) -> list[Variant]:
-    """List dense, then the variants, and then fewer steps for each speed-up, if requested.
-
-    ``steps`` are those of dense.
-    """
+    """List dense, the variants, and fewer than dense's steps for each speed-up, if requested."""
     merged = [spec for spec in specs if VARIANTS[spec.name].is_faster]
     found = [Variant(DENSE), *merged]
     if len(merged) < len(specs):

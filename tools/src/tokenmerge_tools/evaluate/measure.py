@@ -173,10 +173,7 @@ def quality_records(
 
 
 def _record(
-    evaluation: Evaluation,
-    metrics: Metrics,
-    measured: Mapping[str, Measured],
-    variant: Variant,
+    evaluation: Evaluation, metrics: Metrics, measured: Mapping[str, Measured], variant: Variant
 ) -> QualityRecord:
     own, is_dense, dense = measured[variant.label], variant.name == DENSE, measured[DENSE]
     figures = own.figures(metrics)

@@ -100,7 +100,7 @@ class _Evaluating:
     def _draw(self, tasks: Sequence[tuple[Variant, Sequence[Item]]]) -> None:
         """Draw, time and write pictures. A picture appears on the disk only when it is complete."""
         evaluation = self.evaluation
-        drawing = self.options.drawing(evaluation.prompts[0].text)
+        drawing = self.options.drawing(evaluation.prompts[0])
         pipe = load_pipeline_for(drawing, evaluation.source, evaluation.dtype, self.device)
         width, height = check_size(evaluation.size, latent_scale(pipe))
         call = PipelineCall.prepare(pipe, drawing, evaluation.size, frames=evaluation.frames)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import logging
 import warnings
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +18,7 @@ from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge_tools.failures import errors_as
 from tokenmerge_tools.pipelines.call import PipelineCall
-from tokenmerge_tools.pipelines.loading import denoiser_of
+from tokenmerge_tools.pipelines.loading import denoiser_of, quiet_loggers
 from tokenmerge_tools.pipelines.options import GenerateOptions
 
 if TYPE_CHECKING:
@@ -122,7 +120,9 @@ def onnx_graph(model: nn.Module, arguments: dict[str, Any], opset: int) -> tuple
 
     These are in the order of :func:`tensors`. Its output is ``out``.
     """
-    with _quiet(), _exporting(type(model).__name__):
+    quiet = quiet_loggers("torch.onnx", "onnxscript", "onnx_ir")
+    with quiet, warnings.catch_warnings(), _exporting(type(model).__name__):
+        warnings.simplefilter("ignore")
         traced = torch.export.export(model, (), {**arguments, "return_dict": False}, strict=False)
         specs = [spec for spec in traced.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
         names = [spec.arg.name for spec in specs if isinstance(spec.arg, TensorArgument)]
@@ -151,22 +151,6 @@ def _clean(model: Any) -> None:
     CommonSubexpressionEliminationPass()(model)
     remove_unused_nodes(model)
     ClearMetadataAndDocStringPass()(model)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence PyTorch's messages about missing packages and about its own code."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
 
 
 def _exporting(name: str) -> contextlib.AbstractContextManager[None]:

@@ -33,11 +33,7 @@ from tokenmerge_tools.pipelines.call import load_pipeline_for
 from tokenmerge_tools.pipelines.loading import require_diffusers
 from tokenmerge_tools.pipelines.meta_model import checked_source
 from tokenmerge_tools.pipelines.options import GenerateOptions
-from tokenmerge_tools.pipelines.settings import (
-    resolve_device,
-    resolve_dtype,
-    scheduler_class_name,
-)
+from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype, scheduler_class_name
 from tokenmerge_tools.sheets import Pair, as_tensor, comparison
 from tokenmerge_tools.timing import Measurement, peak_memory_meaning
 from tokenmerge_tools.variants import contexts
@@ -208,9 +204,9 @@ class _Generating:
         options, merging, result = self.options, self.options.merging, self.result
         result.write()
         method = f"{DEFAULT} {merging.speedup:g}" if merging.needs_model else ""
-        apply = partial(contexts.tokenmerge, config=result.config, method=method)
-        if options.min_psnr is not None or (merging.is_default_method):
-            apply = partial(contexts.default_method, speedup=merging.speedup, min_psnr=options.min_psnr)
+        speedup = merging.speedup if merging.is_default_method else None
+        asked = {"speedup": speedup, "min_psnr": options.min_psnr}
+        apply = partial(contexts.tokenmerge, config=result.config, method=method, **asked)
         with self.studio as studio:
             patch = studio.add("merged", apply)
             self.metadata = patch.metadata

@@ -40,15 +40,10 @@ def build(model: str, visitors: Visitors, **machine: Any) -> Any:
                 fields, draw, halt = _fields(gr, models, first)
             with gr.Column(scale=5, min_width=300):
                 shown = _results(gr)
-        frozen: dict[str, Any] = {
-            "allow_preview": False,
-            "buttons": [],
-            "interactive": False,
-            "visible": False,
-        }
         gallery = gr.Gallery(
             label="Tried before: choose one to see it again",
-            **{"height": "auto", "object_fit": "contain", "format": "png", "elem_id": "tried", **frozen},
+            **{"height": "auto", "object_fit": "contain", "format": "png", "elem_id": "tried"},
+            **{"allow_preview": False, "buttons": [], "interactive": False, "visible": False},
         )
 
         own_progress = gr.Progress()  # Gradio finds it among the defaults, and replaces it in each call
@@ -155,23 +150,14 @@ def _results(gr: Any) -> list[Any]:
     """Return the components that show a trial, in the order of :func:`_content`."""
     tiles = gr.HTML(texts.nothing_yet(), elem_id="tiles", min_height=88, padding=False)
     with gr.Row():
-        pictures = {
-            "type": "pil",
-            "format": "png",
-            "interactive": False,
-            "buttons": ["download", "fullscreen"],
-        }
+        pictures = {"type": "pil", "format": "png", "interactive": False}
+        pictures["buttons"] = ["download", "fullscreen"]
         slider = gr.ImageSlider(label="Dense | merged", min_width=280, elem_id="pair", **pictures)
         with gr.Column(min_width=280):
             groups = gr.Image(label="What merges", elem_id="groups", **pictures)
             caption = gr.HTML(padding=False, elem_id="caption")
-    code: dict[str, Any] = {
-        "language": None,
-        "interactive": False,
-        "show_line_numbers": False,
-        "wrap_lines": True,
-    }
-    code |= {"lines": 1, "buttons": ["copy"]}
+    code: dict[str, Any] = {"language": None, "interactive": False, "lines": 1, "buttons": ["copy"]}
+    code |= {"show_line_numbers": False, "wrap_lines": True}
     with gr.Column(visible=False) as rest:
         python = gr.Code(label="Python: this picture from your pipeline", elem_id="python", **code)
         tune = gr.Code(label="Send to tune: a closer plan", elem_id="tune", **code)

@@ -64,13 +64,7 @@ def content_of(results: Results) -> Content:
         charts=tuple(drawn),
         samples=tuple(samples),
         conditions=tuple(_conditions(cells, quality)),
-        notes=(
-            *results.notes,
-            *older_cells,
-            *older_figures,
-            *notes_on_charts(cells, quality),
-            *lost,
-        ),
+        notes=(*results.notes, *older_cells, *older_figures, *notes_on_charts(cells, quality), *lost),
     )
 
 
