@@ -49,7 +49,7 @@ def evaluate(
     """
     given = {**(OF_PRESET if "preset" in given else {}), **given}
     if settings:
-        about = {name: given.get(name) for name in ABOUT}
+        about: dict[str, Any] = {name: given.get(name) for name in ABOUT}
         own = (spec_of_file(file, {}, **about).text for file in settings)
         given["variants"] = (*given.get("variants", ()), *own)
     options = EvaluateOptions(**given)

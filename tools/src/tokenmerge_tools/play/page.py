@@ -148,7 +148,7 @@ def _fields(gr: Any, models: tuple[str, ...], first: Form) -> tuple[list[Any], A
 
 def _results(gr: Any) -> list[Any]:
     """Return the components that show a trial, in the order of :func:`_content`."""
-    tiles = gr.HTML(texts.nothing_yet(), elem_id="tiles", min_height=88, padding=False)
+    tiles = gr.HTML(texts.NOTHING_YET, elem_id="tiles", min_height=88, padding=False)
     with gr.Row():
         pictures = {"type": "pil", "format": "png", "interactive": False}
         pictures["buttons"] = ["download", "fullscreen"]

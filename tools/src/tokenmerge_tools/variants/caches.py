@@ -209,10 +209,9 @@ def cache_dit(
 ) -> contextlib.AbstractContextManager[None]:
     """Skip all but the first blocks on steps where the residual of these blocks changed little: cache-dit.
 
-    The first sixth of the blocks, at least 1 and at most 8, runs in every step. If its residual is close to
-    that of the last complete step, the other blocks are skipped, and their residual of that step is added
-    again.
-    The first 8 steps are complete, or the first half of a generation of fewer than 16 steps.
+    The first sixth of the blocks, at least 1 and at most 8, runs in every step. Of a skipped block, the
+    residual of the last complete step is added again. The first 8 steps are complete, or the first half of a
+    generation of fewer than 16 steps.
 
     - threshold: relative mean absolute difference below which the other blocks are skipped, > 0. A higher
       threshold is faster and less close to dense. From 1 on, they are skipped whatever the difference.

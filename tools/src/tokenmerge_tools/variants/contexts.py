@@ -40,10 +40,10 @@ def tokenmerge(
 
     With a speed-up, the default method plans each generation when it begins, in place of the configuration.
     """
-    if speedup is None:
-        patch = merge_in_hosts(model, config, method=method, check_size=False)
-    else:
+    if config is None or speedup is not None:
         patch = apply_token_merging(model, speedup=speedup, min_psnr=min_psnr)
+    else:
+        patch = merge_in_hosts(model, config, method=method, check_size=False)
     try:
         yield patch
     finally:
