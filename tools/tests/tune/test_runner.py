@@ -327,7 +327,7 @@ def test_what_was_timed_for_the_rule_holds_in_later_runs(made_up, options, monke
     [
         ({"speedup": 1.0}, "speedup: expected a number above 1, the speed of dense, such as 2, got 1"),
         ({"speedup": float("nan")}, "speedup: expected a number above 1"),
-        ({"metric": "fid"}, "metric: expected one of psnr"),
+        ({"metric": "fid"}, "metric: expected one of 'psnr'"),
         ({"out": "tuned.txt"}, "out: expected a file ending in .json, got tuned.txt"),
         ({"within": 0.0}, "within: expected a duration above 0 seconds, got 0"),
         ({"items": 3}, "items: expected an integer ≥ 4, got 3"),
