@@ -10,8 +10,10 @@ from tokenmerge_tools.play.gate import served_names
 @pytest.mark.parametrize(
     ("listens", "served"),
     [
-        ("127.0.0.1", ["localhost", "127.0.0.1", "::1"]),
-        ("[::1]", ["localhost", "127.0.0.1", "::1"]),
+        ("127.0.0.1", ["localhost", "127.0.0.1", "[::1]"]),
+        ("[::1]", ["localhost", "127.0.0.1", "[::1]"]),
+        ("::1", ["localhost", "127.0.0.1", "[::1]"]),
+        ("fe80::1", ["[fe80::1]"]),
         ("192.168.1.5", ["192.168.1.5"]),
         ("Box.lan", ["box.lan"]),
         ("0.0.0.0", ["*"]),

@@ -16,7 +16,7 @@ _POSTS = (f"{_API}/queue/join", f"{_API}/cancel")
 _WRITES = f"{_API}/deep_link"  # a GET that keeps a file for each state of the fields
 _LARGEST_BODY = 2**18  # bytes; the longest prompt takes at most 120,000 in JSON
 _HEARTBEAT, _EVENTS = f"{_API}/heartbeat/", f"{_API}/queue/data"
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 # The open connections that wait for news, by the session of their visitor.
 Visitors = collections.Counter[str]
@@ -86,7 +86,8 @@ def served_names(host: str) -> list[str]:
     name = host.strip("[]").lower()
     if name in ("0.0.0.0", "::"):
         return ["*"]
-    return list(_LOOPBACK) if name in _LOOPBACK else [name]
+    written = f"[{name}]" if ":" in name else name  # an address of IPv6
+    return list(_LOOPBACK) if written in _LOOPBACK else [written]
 
 
 def _session(scope: Any) -> str:
