@@ -19,6 +19,7 @@ import functools
 import statistics
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import tomesd
 import torch
@@ -30,7 +31,7 @@ from tokenmerge import ToMeConfig, presets
 from tokenmerge.default_method import settings_for
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge_tools.bench.geometry import build_denoiser, find_geometry
-from tokenmerge_tools.bench.loaded_model import Inputs, InputSize, example_inputs
+from tokenmerge_tools.bench.loaded_model import example_inputs
 from tokenmerge_tools.variants.caches import deepcache
 
 Seconds = Callable[[], float]  # of one call
@@ -123,13 +124,13 @@ def shares_of_steps(config: ToMeConfig, steps: int) -> dict[int, float]:
     return {0: 1.0}
 
 
-def timed(model: nn.Module, inputs: Inputs) -> Seconds:
+def timed(model: nn.Module, inputs: tuple[Any, ...], others: dict[str, Any]) -> Seconds:
     device = next(model.parameters()).device
 
     @torch.no_grad()
     def call() -> float:
-        args = tuple(value.clone() for value in inputs.args)  # as in a pipeline, each step has a new sample
-        return turns.seconds(lambda: model(*args, **inputs.kwargs), device)
+        args = tuple(value.clone() for value in inputs)  # as in a pipeline, each step has a new sample
+        return turns.seconds(lambda: model(*args, **others), device)
 
     return call
 
@@ -137,17 +138,13 @@ def timed(model: nn.Module, inputs: Inputs) -> Seconds:
 def measure(name: str, size: int, options: argparse.Namespace) -> dict[str, list[float]]:
     geometry = find_geometry(name)
     model = build_denoiser(geometry, getattr(torch, options.dtype), torch.device(options.device), seed=0)
-    inputs = example_inputs(
-        model,
-        InputSize(height=size, width=size, scale=8, samples=2 if geometry.guided else 1, frames=1),
-        seed=0,
-        guided=geometry.guided,
-    )
+    samples = 2 if geometry.guided else 1
+    inputs, others = example_inputs(model, (size // 8, size // 8), samples, guided=geometry.guided)
     variants: dict[str, Callable[[Pipe, Seconds, int], float]] = {"dense": dense}
     if "unet" in geometry.denoiser.lower():
         # Pass the timestep by position and as one number, as pipelines do: DeepCache reads it there.
-        other = {name: value for name, value in inputs.kwargs.items() if name != "timestep"}
-        inputs = Inputs((*inputs.args, torch.tensor(TIMESTEP)), other)
+        del others["timestep"]
+        inputs = (*inputs, torch.tensor(TIMESTEP))
         variants["tomesd 0.5"] = with_tomesd
         variants |= {f"DeepCache {interval}": with_deepcache(interval) for interval in (2, 3)}
     variants |= {name: with_preset(name) for name in options.preset}
@@ -155,7 +152,7 @@ def measure(name: str, size: int, options: argparse.Namespace) -> dict[str, list
     if options.strong and geometry.guided:
         strong = f"at guidance {STRONG_GUIDANCE:g}"
         variants |= {f"auto {ratio:g} {strong}": with_auto(ratio, STRONG_GUIDANCE) for ratio in options.ratio}
-    pipe, call = Pipe(model, geometry.guided), timed(model, inputs)
+    pipe, call = Pipe(model, geometry.guided), timed(model, inputs, others)
     call()  # warm-up
     return turns.in_turns(
         {name: functools.partial(of, pipe, call, options.steps) for name, of in variants.items()},

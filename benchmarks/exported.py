@@ -33,7 +33,7 @@ import tokenmerge
 from tokenmerge.api import token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge_tools.bench.geometry import PREFIX, build_denoiser, find_geometry
-from tokenmerge_tools.bench.loaded_model import InputSize, example_inputs
+from tokenmerge_tools.bench.loaded_model import example_inputs
 from tokenmerge_tools.export import export_denoiser
 from tokenmerge_tools.export.formats import FORMATS
 from tokenmerge_tools.export.graph import DenoiserCall
@@ -111,9 +111,9 @@ def make_call(options: argparse.Namespace) -> DenoiserCall:
     """Return the denoiser with a call for one picture without guidance, as LCM makes it."""
     model = build_denoiser(find_geometry(options.model), torch.float32, torch.device("cpu"), seed=0)
     side = options.size // SCALE
-    inputs = example_inputs(model, InputSize(options.size, options.size, SCALE, 1, 1), 0, guided=False)
+    (sample,), others = example_inputs(model, (side, side), 1, guided=False)
     (host,) = find_hosts(model)
-    arguments = {host.sample: inputs.args[0], **inputs.kwargs}
+    arguments = {host.sample: sample, **others}
     arguments["timestep"] = torch.full_like(arguments["timestep"], 999)
     return DenoiserCall(model, arguments, (options.size, options.size), (side, side))
 
@@ -130,7 +130,7 @@ def export_one(options: argparse.Namespace, engine: str, ratio: float) -> None:
     took, peak = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(
         f"exported {folder.name} in {took:.0f} s, peak {peak / 1e6:.1f} GB, "
-        f"difference {found.check.relative:.1e}",
+        f"difference {found['check']['relative_difference']:.1e}",
         file=sys.stderr,
     )
 

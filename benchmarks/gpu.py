@@ -249,7 +249,7 @@ class Loop:
     def __init__(self, run: Run, name: str, model: Any, height: int, width: int, frames: int = 1) -> None:
         import diffusers
 
-        from tokenmerge_tools.bench.loaded_model import InputSize, example_inputs
+        from tokenmerge_tools.bench.loaded_model import example_inputs
 
         is_unet = hasattr(model, "down_blocks")
         # These schedulers do not wait for the device, so that only token merging could.
@@ -264,10 +264,10 @@ class Loop:
         self.do_classifier_free_guidance = name != "flux"
         self.guidance_scale = 3.0
         self.copies = 2 if self.do_classifier_free_guidance else 1
-        size = InputSize(height, width, 8, self.copies, frames)
-        inputs = example_inputs(model, size, seed=0, guided=self.copies == 2)
-        self.inputs = dict(inputs.kwargs)
-        sample = inputs.args[0] if inputs.args else self.inputs.pop("hidden_states")
+        args, self.inputs = example_inputs(
+            model, (height // 8, width // 8), self.copies, guided=self.copies == 2, frames=frames
+        )
+        sample = args[0] if args else self.inputs.pop("hidden_states")
         del self.inputs["timestep"]
         self.noise = sample[:1].clone()
 

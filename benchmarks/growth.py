@@ -23,7 +23,7 @@ from tokenmerge.config import GUIDED_PLANNERS
 from tokenmerge.ops import merge, shared_features, unmerge
 from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge_tools.bench.geometry import build_denoiser, find_geometry
-from tokenmerge_tools.bench.loaded_model import InputSize, example_inputs
+from tokenmerge_tools.bench.loaded_model import example_inputs
 
 BLOCKS, CHANNELS, FACTOR = 5, 320, 8  # of the top level; pixels per latent
 
@@ -32,10 +32,8 @@ BLOCKS, CHANNELS, FACTOR = 5, 320, 8  # of the top level; pixels per latent
 def measure(size: int, options: argparse.Namespace) -> dict[str, list[float]]:
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     model = build_denoiser(find_geometry("sd15"), dtype, device, seed=0)
-    inputs = example_inputs(
-        model, InputSize(height=size, width=size, scale=FACTOR, samples=2, frames=1), seed=0, guided=True
-    )
     side = size // FACTOR
+    args, kwargs = example_inputs(model, (side, side), 2, guided=True)
     tokens = torch.randn(2, side * side, CHANNELS, dtype=dtype, device=device)
     step = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -53,7 +51,7 @@ def measure(size: int, options: argparse.Namespace) -> dict[str, list[float]]:
         return around_all_blocks
 
     calls: dict[str, Callable[[], object]] = {planner: merging(planner) for planner in options.planner}
-    calls["dense"] = lambda: model(*inputs.args, **inputs.kwargs)
+    calls["dense"] = lambda: model(*args, **kwargs)
     return turns.in_turns(
         {name: functools.partial(turns.seconds, call, device) for name, call in calls.items()},
         options.rounds,

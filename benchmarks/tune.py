@@ -35,7 +35,7 @@ from tokenmerge_tools.closeness import snr
 from tokenmerge_tools.demo import path
 from tokenmerge_tools.evaluate.prompts import built_in_prompts
 from tokenmerge_tools.pipelines.loading import quiet_libraries
-from tokenmerge_tools.tune.plans import Budget, SearchedPlan, neighbours, starts
+from tokenmerge_tools.tune.plans import Budget, SearchedPlan, neighbours, rule_plan
 from tokenmerge_tools.tune.search import search
 
 CASES = (("emoji-unet", 7.5), ("emoji-mmdit", 7.0), ("emoji-unet", 3.0), ("emoji-mmdit", 3.0))
@@ -78,15 +78,15 @@ class Case:
             guidance=guidance,
             ends_clean=schedule_ends_clean(self.pipe.scheduler),
         )
-        self.begin = starts(self.facts, options.speedup)
-        self.budget = Budget(self.facts, Budget(self.facts, 1).counted(self.begin[0]))
+        self.rule = rule_plan(self.facts, options.speedup)
+        self.budget = Budget(self.facts, Budget(self.facts, 1).counted(self.rule))
 
     def draw(self, prompt: int, seed: int, output: str, config: ToMeConfig | None = None) -> torch.Tensor:
         """Draw a picture [c, h, w] or its final latents; None: the dense one."""
         patch = None if config is None else merge_in_hosts(self.pipe, config, check_size=False)
         try:
             drawn = self.pipe(
-                built_in_prompts()[prompt].text,
+                built_in_prompts()[prompt],
                 height=SIZE,
                 width=SIZE,
                 num_inference_steps=STEPS,
@@ -123,9 +123,9 @@ class Case:
 
     def found(self) -> SearchedPlan:
         """Search, and return the best plan."""
-        best = self.begin[0]
+        best = self.rule
         plans = search(
-            self.begin,
+            [self.rule],
             lambda plan, random: neighbours(plan, self.budget, random),
             self.closeness,
             len(SEARCHED),
@@ -139,10 +139,10 @@ class Case:
 
     def check(self, best: SearchedPlan, count: int) -> None:
         """Draw other prompts with the rule's plan and the best one, unless they are the same."""
-        plans = {"rule": self.begin[0], "best": best}
+        plans = {"rule": self.rule, "best": best}
         names = {role: plan.name for role, plan in plans.items()}
         counted = {f"speedup_{role}": round(self.budget.counted(plan), 3) for role, plan in plans.items()}
-        if best == self.begin[0]:
+        if best == self.rule:
             count = 0
             self.write(**names, **counted)
         for prompt in range(UNSEEN, UNSEEN + count):

@@ -21,7 +21,7 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, TokenMergingError, reason_of
 from tokenmerge.handle import RecordedPlan
 from tokenmerge.report import Report, predict
-from tokenmerge_tools.failures import is_of_compiler, is_out_of_memory
+from tokenmerge_tools.failures import is_out_of_memory
 from tokenmerge_tools.pipelines.call import PipelineCall, latent_scale, own_size
 from tokenmerge_tools.pipelines.counting import counting
 from tokenmerge_tools.pipelines.loading import denoiser_of, twin
@@ -117,8 +117,7 @@ class Studio:
         except TokenMergingError:
             raise
         except Exception as error:
-            told = error in of_step or is_out_of_memory(error) or is_of_compiler(error)
-            if name != DENSE or told:
+            if name != DENSE or error in of_step or is_out_of_memory(error):
                 raise
             raise ConfigError(
                 f"model: {type(self.pipes[DENSE]).__name__} cannot draw, without merging too: "
@@ -151,27 +150,13 @@ class Prepared:
     latent: tuple[int, int]
 
 
-def prepare(
-    pipe: DiffusionPipeline,
-    options: GenerateOptions,
-    control: Image | None = None,
-    follows_steps: bool | None = None,
-) -> Prepared:
-    """Prepare to draw by these options, and predict what merging saves. Nothing runs.
-
-    ``control`` is the picture for a ControlNet. ``follows_steps`` is as for
-    :func:`tokenmerge.default_method.settings_for`.
-    """
+def prepare(pipe: DiffusionPipeline, options: GenerateOptions, control: Image | None = None) -> Prepared:
+    """Prepare to draw by these options, and predict what merging saves. Nothing runs."""
     size = options.size or own_size(pipe)
     width, height = check_size(size, latent_scale(pipe))
     call = PipelineCall.prepare(pipe, options, size, control)
     config = options.merging.config(
-        pipe,
-        height=height,
-        width=width,
-        steps=options.steps,
-        guidance=call.guidance,
-        follows_steps=follows_steps,
+        pipe, height=height, width=width, steps=options.steps, guidance=call.guidance
     )
     samples = options.batch * (2 if call.guided else 1)
     report = predict(pipe, config, height, width, samples, options.steps)

@@ -26,11 +26,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
-def is_of_compiler(error: BaseException) -> bool:
-    """Return whether an error comes from ``torch.compile``."""
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
-
-
 @contextlib.contextmanager
 def errors_as(error_of: Callable[[str], TokenMergingError]) -> Iterator[None]:
     """Turn any error of another library into one of this package.

@@ -71,11 +71,7 @@ def is_file(path: Path) -> bool:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse devices and pipes, which may never end: ``/dev/full`` gives zeros until memory runs out.
-
-    Raises:
-        OSError: ``path`` is a device or a pipe, or cannot be looked up.
-    """
+    """Raise an OSError for devices and pipes, which may never end: ``/dev/full`` gives zeros for ever."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError("it is not a regular file")
 
@@ -157,12 +153,7 @@ def write_text(path: Path, text: str, advice: str = FREE_SPACE) -> None:
 
 
 def write_json(path: Path, value: Any, advice: str = FREE_SPACE) -> None:
-    """Write ``value`` as JSON that every reader accepts, without NaN or Infinity.
-
-    Raises:
-        ConfigError: as for :func:`write_atomically`.
-        ValueError: ``value`` contains NaN or an infinite number.
-    """
+    """Write ``value`` as JSON that every reader accepts. NaN and infinite numbers are a ValueError."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", advice)
 
 

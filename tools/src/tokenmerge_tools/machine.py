@@ -20,7 +20,6 @@ import tokenmerge_tools
 _PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "tomesd", "DeepCache", "cache-dit")
 _ATTENTION_PACKAGES = {"xformers": "xformers", "flash-attn": "flash_attn", "sageattention": "sageattention"}
 _SOURCES = tuple(Path(package.__path__[0]) for package in (tokenmerge, tokenmerge_tools))
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def environment() -> dict[str, Any]:
@@ -55,22 +54,14 @@ def versions() -> dict[str, str | None]:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Return the devices that torch can use here, with the dtypes in which each can multiply matrices."""
+    """Return the devices that torch can use here."""
     found: list[tuple[torch.device, str, int | None]] = [(torch.device("cpu"), _cpu_model(), None)]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found.append((torch.device("cuda", index), properties.name, properties.total_memory))
     if torch.backends.mps.is_available():
         found.append((torch.device("mps"), "Apple GPU", None))
-    return [
-        {
-            "device": str(device),
-            "name": name,
-            "memory_bytes": memory,
-            "dtypes": [_short(dtype) for dtype in _DTYPES if _multiplies(dtype, device)],
-        }
-        for device, name, memory in found
-    ]
+    return [{"device": str(device), "name": name, "memory_bytes": memory} for device, name, memory in found]
 
 
 def attention_backends() -> dict[str, str | None]:
@@ -93,18 +84,6 @@ def _sdpa_kernels() -> list[str]:
         "math": cuda.math_sdp_enabled(),
     }
     return [kernel for kernel, on in enabled.items() if on]
-
-
-def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    try:
-        torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def version_of(package: str) -> str | None:

@@ -98,6 +98,11 @@ class MethodSpec:
         return f"speedup={self.speedup}" if self.needs_model else f"{self.method!r}, ratio={ratio:g}"
 
     @property
+    def text(self) -> str:
+        """The method and its changes as a variant, such as ``"tome:ratio=0.5,proportional=True"``."""
+        return f"{self.method}:" + ",".join(f"{name}={as_plain(own)}" for name, own in self.changes.items())
+
+    @property
     def _settings(self) -> dict[str, Any]:
         return {name: value for name, value in self.changes.items() if name != "speedup"}
 
@@ -209,12 +214,3 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "reuse.full_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.5/1"),
     "reuse.shallow_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.25/0.5/1"),
 }
-
-
-def check_compile(config: ToMeConfig) -> None:
-    """Check that settings work with ``torch.compile`` of the whole model."""
-    if config.follows_steps:
-        raise ConfigError(
-            "compile: settings that follow the denoising steps cannot be compiled into one graph with the "
-            "model; leave --compile out, or take a method that is the same at every step"
-        )

@@ -74,20 +74,17 @@ def sample_sheet(
     All pictures have the same size. They are drawn with ``side`` pixels, ≥ 1, on the longer side. None: small
     pictures are enlarged without smoothing to at least 320 pixels, and large ones are drawn with 512.
     """
-    width, height = rows[0][0][0].size
-    if side is not None:
-        size = width * side // max(width, height), height * side // max(width, height)
-        return _lay_out(columns, [([p.resize(size) for p in pictures], text) for pictures, text in rows])
-    factor = _enlargement((width, height))
-    shrunk = max(width, height) > _LARGEST_SIDE
-    size = width * _LARGEST_SIDE // max(width, height), height * _LARGEST_SIDE // max(width, height)
-    return _lay_out(
-        columns,
-        [
-            ([p.resize(size) if shrunk else enlarge(p, factor) for p in pictures], caption)
-            for pictures, caption in rows
-        ],
-    )
+    first = rows[0][0][0]
+    longest = max(first.size)
+    if side is None and longest > _LARGEST_SIDE:
+        side = _LARGEST_SIDE
+
+    def fitted(picture: Image.Image) -> Image.Image:
+        if side is None:
+            return enlarge(picture, _enlargement(first.size))
+        return picture.resize((first.width * side // longest, first.height * side // longest))
+
+    return _lay_out(columns, [(list(map(fitted, pictures)), caption) for pictures, caption in rows])
 
 
 def as_tensor(pictures: Sequence[Image.Image]) -> Tensor:

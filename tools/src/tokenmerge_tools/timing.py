@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,33 +18,11 @@ _RESET_PEAK_RSS = "5"
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One timed call of one variant.
-
-    ``peak_bytes`` is the peak memory during the call, None if it cannot be read.
-    """
+    """One timed call of one variant, with the peak memory during it; None: it cannot be read."""
 
     variant: str
     seconds: float
     peak_bytes: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Times:
-    """Median and spread of repeated timings, in seconds.
-
-    >>> Times.of([1.0, 5.0, 2.0])
-    Times(median=2.0, fastest=1.0, slowest=5.0, runs=3)
-    """
-
-    median: float
-    fastest: float
-    slowest: float
-    runs: int
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Times:
-        """Summarise at least one timing."""
-        return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
 
 
 def interleaved(
@@ -55,8 +32,6 @@ def interleaved(
 
     The calls are interleaved so that changes in the machine's speed affect all variants alike. Call each
     variant once beforehand, so that compilation and caching are not timed.
-
-    The device is synchronized before each reading of the clock.
     """
     for _ in range(repeat):
         for variant, run in variants.items():

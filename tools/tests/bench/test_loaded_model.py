@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser, find_geometry
-from tokenmerge_tools.bench.loaded_model import InputSize, example_inputs, load_model
+from tokenmerge_tools.bench.loaded_model import example_inputs, load_model
 from tokenmerge_tools.failures import Failure, is_out_of_memory
 from tokenmerge_tools.pipelines.loading import shared_copy
 from tokenmerge_tools.variants import contexts
 
 CPU = torch.device("cpu")
-SIZE = InputSize(height=64, width=128, scale=8, samples=2, frames=5)
+LATENT, SAMPLES = (8, 16), 2
 # Millions of parameters of the published models.
 PARAMETERS = {"sd15": 860, "sd21": 866, "sdxl": 2567, "sd3": 2028, "flux": 11901, "wan": 1419}
 
@@ -25,9 +25,9 @@ def tiny() -> nn.Module:
 
 
 def call(model: Any) -> Tensor:
-    inputs = example_inputs(getattr(model, "_orig_mod", model), SIZE, seed=0, guided=False)
+    args, kwargs = example_inputs(getattr(model, "_orig_mod", model), LATENT, SAMPLES, guided=False, frames=5)
     with torch.no_grad():
-        return model(*inputs.args, **inputs.kwargs)[0]
+        return model(*args, **kwargs)[0]
 
 
 def state_of(model: nn.Module) -> dict[str, object]:
@@ -88,13 +88,15 @@ def test_transformers_run_dense_and_merged(
 
 def test_a_guided_call_has_the_same_samples_twice() -> None:
     subject = load_model("geometry:tiny", torch.float32, CPU, None, seed=0)
-    sample = example_inputs(subject.denoiser, SIZE, seed=0, guided=True).args[0]
+    sample = example_inputs(subject.denoiser, LATENT, SAMPLES, guided=True)[0][0]
     assert torch.equal(sample[: len(sample) // 2], sample[len(sample) // 2 :])
 
 
 def test_inputs_depend_on_the_seed_alone() -> None:
     model = tiny()
-    first, again, other = (example_inputs(model, SIZE, seed, guided=False).args[0] for seed in (1, 1, 2))
+    first, again, other = (
+        example_inputs(model, LATENT, SAMPLES, seed=seed, guided=False)[0][0] for seed in (1, 1, 2)
+    )
     assert first.shape == (2, 4, 8, 16)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from tokenmerge_tools.timing import Times, interleaved, peak_memory, peak_memory_meaning, reset_peak_memory
+from tokenmerge_tools.timing import interleaved, peak_memory, peak_memory_meaning, reset_peak_memory
 
 CPU = torch.device("cpu")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="peak memory of a CPU run is read on Linux")
@@ -30,10 +30,6 @@ def test_a_measurement_is_yielded_before_the_next_call():
     measurements = interleaved({"one": lambda: calls.append(1)}, repeat=2, device=CPU)
     next(measurements)
     assert calls == [1]
-
-
-def test_median_and_spread():
-    assert Times.of([3.0, 1.0, 2.0, 9.0]) == Times(median=2.5, fastest=1.0, slowest=9.0, runs=4)
 
 
 @linux

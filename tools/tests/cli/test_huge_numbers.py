@@ -63,20 +63,6 @@ def test_a_setting_of_thousands_of_digits(capsys):
         refused(capsys, "inspect", "--method", "tome", "--set", f"{setting}={'9' * 5000}")
 
 
-def test_a_picture_of_thousands_of_digits(tmp_path, capsys):
-    from PIL import Image
-    from PIL.PngImagePlugin import PngInfo
-
-    for entry in ("Seed: {}", "Size: {}x8", "CFG scale: {}"):
-        info, file = PngInfo(), tmp_path / "picture.png"
-        info.add_text("parameters", "a\nSteps: 3, Model: emoji-unet, " + entry.format("9" * 5000))
-        Image.new("RGB", (8, 8)).save(file, pnginfo=info)
-        assert main(["generate", "--like", str(file)]) == 2
-        printed = capsys.readouterr().err  # perhaps a note on what the picture lacks, then the error
-        assert printed.splitlines()[-1].startswith("tokenmerge: ")
-        assert len(printed) < 1000
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -84,7 +70,6 @@ def test_a_picture_of_thousands_of_digits(tmp_path, capsys):
         ["generate", "a", "--model", "~nobody/x/"],
         ["inspect", "~nobody/x.safetensors"],
         ["generate", "a", "--settings", "~nobody/x"],
-        ["generate", "--like", "~nobody/x"],
         ["generate", "a", "--control", "~nobody/x", "--controlnet", "~nobody/y"],
         ["bench", "--grid", "~nobody/x"],
         ["evaluate", "--prompts", "~nobody/x"],

@@ -117,7 +117,7 @@ def test_ctrl_c_before_the_first_picture_writes_no_plan(made_up, arguments, tmp_
         (["--speedup", "0.9"], "speedup: expected a number above 1"),
         (["--within", "soon"], "within: expected a duration"),
         (["--out", "tuned.txt"], "out: expected a file ending in .json"),
-        (["--metric", "fid"], "metric: expected one of psnr"),
+        (["--metric", "fid"], "metric: expected one of 'psnr'"),
     ],
 )
 def test_nonsense_is_one_line(given: list[str], words: str, capsys) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from tools.tests import tiny_networks
 
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
-from tokenmerge_tools.evaluate.prompts import Item, Prompt
+from tokenmerge_tools.evaluate.prompts import Item
 from tokenmerge_tools.evaluate.runner import evaluate
 from tokenmerge_tools.records.kinds import QualityRecord
 from tokenmerge_tools.variants.variant import Variant
@@ -107,8 +107,8 @@ def drawn(name: str = "dense", **settings: object) -> Variant:
     return Variant(name, tuple(settings.items()))
 
 
-def item(text: str = "red apple", seed: int = 0, category: str | None = None) -> Item:
-    return Item(Prompt(text, category), seed)
+def item(text: str = "red apple", seed: int = 0) -> Item:
+    return Item(text, seed)
 
 
 def changed(record: QualityRecord, **changes: object) -> QualityRecord:

@@ -40,7 +40,3 @@ def test_whatever_is_drawn_otherwise_has_another_name() -> None:
     stores = [store(), store(steps=5), store(width=32), store(model="other/name"), store(dtype="fp16")]
     paths = {str(place.picture(v, i)) for place in stores for v in variants for i in items}
     assert len(paths) == len(stores) * len(variants) * len(items)
-
-
-def test_a_category_changes_no_name() -> None:
-    assert store().picture(drawn(), item()) == store().picture(drawn(), item(category="Animals"))

@@ -117,7 +117,7 @@ def test_every_nth_prompt_is_of_the_first_ones(models: Path, tmp_path: Path) -> 
     file = tmp_path / "prompts.txt"
     file.write_text("".join(f"prompt {number}\n" for number in range(30)))
     options = EvaluateOptions(model=str(models / "tiny"), prompts=file, limit=20, every_nth=10)
-    assert [prompt.text for prompt in options.read_prompts()] == ["prompt 0", "prompt 10"]
+    assert options.read_prompts() == ["prompt 0", "prompt 10"]
 
 
 def test_the_prompts_of_a_preset_come_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_the_prompts_of_a_preset_come_from_the_hub(monkeypatch: pytest.MonkeyPat
     stub.__spec__ = SimpleNamespace(name="datasets")
     monkeypatch.setitem(sys.modules, "datasets", stub)
     found = download_prompts("drawbench", 2)
-    assert [(prompt.text, prompt.category) for prompt in found] == [("a 0", "Colors"), ("a 1", "Colors")]
+    assert found == ["a 0", "a 1"]
     assert asked == [("sayakpaul/drawbench", {"split": "train", "streaming": True})]
     stub.load_dataset = lambda *_, **__: (_ for _ in ()).throw(OSError("no route to host"))
     with pytest.raises(ConfigError, match=r"drawbench: cannot load .* .no route to host.; .*give --prompts"):

@@ -6,7 +6,7 @@ import pytest
 
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.demo.glyphs import asked_for
-from tokenmerge_tools.evaluate.prompts import Item, Prompt, built_in_prompts, items_of, read_prompts
+from tokenmerge_tools.evaluate.prompts import Item, built_in_prompts, items_of, read_prompts
 
 
 def write(tmp_path: Path, content: str | bytes) -> Path:
@@ -16,7 +16,7 @@ def write(tmp_path: Path, content: str | bytes) -> Path:
 
 
 def texts(tmp_path: Path, content: str) -> list[str]:
-    return [prompt.text for prompt in read_prompts(write(tmp_path, content))]
+    return read_prompts(write(tmp_path, content))
 
 
 def test_each_line_is_a_prompt_and_repeated_ones_are_read_once(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_each_line_is_a_prompt_and_repeated_ones_are_read_once(tmp_path: Path) -
     assert texts(tmp_path, content) == ["a castle", "a boat, red", "漢字"]
 
 
-def test_parti_prompts_bring_their_categories(tmp_path: Path) -> None:
+def test_parti_prompts_are_a_column_of_a_table(tmp_path: Path) -> None:
     content = (
         "Prompt\tCategory\tChallenge\tNote\n"
         '"Go" in neon letters\tWorld Knowledge\tWriting\t\n'
@@ -32,9 +32,9 @@ def test_parti_prompts_bring_their_categories(tmp_path: Path) -> None:
         "a cube\t\tBasic\t\n"
     )
     assert read_prompts(write(tmp_path, content)) == [
-        Prompt('"Go" in neon letters', "World Knowledge"),
-        Prompt("a bear", "Animals"),
-        Prompt("a cube", None),
+        '"Go" in neon letters',
+        "a bear",
+        "a cube",
     ]
 
 
@@ -79,11 +79,11 @@ def test_a_file_that_is_too_large_is_named(tmp_path: Path) -> None:
 def test_rows_of_other_lengths_are_read(tmp_path: Path) -> None:
     rows = 'Category\tPrompt\nAnimals\ta "pug\nArts\nFood\ta pie\tx\ty\nFood\ta\rb\n'
     prompts = read_prompts(write(tmp_path, rows))
-    assert prompts == [Prompt('a "pug', "Animals"), Prompt("a pie", "Food"), Prompt("a\rb", "Food")]
+    assert prompts == ['a "pug', "a pie", "a\rb"]
 
 
 def test_every_prompt_is_drawn_with_every_seed() -> None:
-    first, second = Prompt("a"), Prompt("b")
+    first, second = "a", "b"
     assert items_of([first, second], [3, 4]) == [
         Item(first, 3),
         Item(first, 4),
@@ -93,7 +93,7 @@ def test_every_prompt_is_drawn_with_every_seed() -> None:
 
 
 def test_the_built_in_prompts_are_what_the_bundled_models_know() -> None:
-    prompts = [prompt.text for prompt in built_in_prompts()]
+    prompts = built_in_prompts()
     meant = [asked_for(text) for text in prompts]
     assert len({glyph for glyph, _ in meant}) == len(prompts) == 100
     assert len({background for _, background in meant}) == 10

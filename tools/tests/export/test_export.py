@@ -132,7 +132,7 @@ def test_a_merged_transformer_is_the_patched_one(tmp_path, to):
     call = DenoiserCall(model_of(family), arguments, (128, 128), (16, 16))
     method = MethodSpec("tome", {"ratio": 0.5, "planner": "tiled", "proportional": True})
     found = export_denoiser(lambda: call, method, tmp_path / "out", to)
-    assert found.check.relative < CLOSE
+    assert found["check"]["relative_difference"] < CLOSE
     now = {**arguments, "timestep": torch.tensor([77.0])}
     with token_merging(call.denoiser, settings(family, planner="tiled", proportional=True)):
         expected = call.denoiser(**now, return_dict=False)[0]

@@ -42,12 +42,6 @@ def pipe(folder):
     return pipe
 
 
-class NoCompilerError(RuntimeError):
-    """A stand-in for an error of torch.compile."""
-
-    __module__ = "torch._inductor.exc"
-
-
 def options(folder, out, **changes):
     defaults = {"prompt": "a red apple", "model": str(folder), "steps": 2, "repeat": 1, "out": out}
     defaults["merging"] = MethodSpec("tome")
@@ -221,9 +215,9 @@ def test_a_method_that_chooses_by_the_model_says_what_it_chose(folder, tmp_path,
 def test_without_comparison_only_merged_runs(folder, tmp_path):
     result = generate(options(folder, tmp_path, compare=False))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged-00.png", "run.json"]
-    assert [variant.name for variant in result.variants] == ["merged"]
+    assert result.names == ("merged",)
     assert result.psnr == ()
-    assert result.speedup(result.variants[0]) is None
+    assert result.speedup("merged") is None
 
 
 def test_size_steps_scheduler_guidance_and_negative_prompt_reach_the_pipeline(folder, tmp_path, run):
@@ -309,15 +303,6 @@ def test_dense_stays_dense_in_every_call(folder, tmp_path, monkeypatch):
     assert patched == [False, True, False, True, False, True]
 
 
-def test_a_run_compiled_gives_the_same_pictures(folder, tmp_path, monkeypatch, run):
-    _, out, _ = run
-    compiled = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(type(self).__name__))
-    generate(options(folder, tmp_path, compile=True, batch=2))
-    assert compiled == ["UNet2DConditionModel", "UNet2DConditionModel"]
-    assert np.array_equal(pixels(tmp_path / "merged-01.png"), pixels(out / "merged-01.png"))
-
-
 # --- the twin ---------------------------------------------------------------------------------------
 
 
@@ -400,8 +385,6 @@ def test_recorded_steps_are_in_the_result_and_the_record(folder, tmp_path):
             {"min_psnr": 35.0, "merging": MethodSpec("auto", {"reuse.every": 2})},
             "min-psnr: only auto without",
         ),
-        ({"min_psnr": 35.0, "compile": True}, "min-psnr: a model that is compiled into one graph"),
-        ({"record_steps": True, "compile": True}, "record-steps: a model that is compiled into one graph"),
     ],
 )
 def test_options_out_of_range_are_refused_at_once(changes, message):
@@ -493,20 +476,15 @@ def test_options_that_the_pipeline_does_not_know_are_refused(pipe, folder, tmp_p
         (torch.cuda.OutOfMemoryError("…"), "too little memory.*lower --size"),
         (MemoryError(), "too little memory.*lower --size"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "too little memory.*lower --size"),
-        (
-            type("InductorError", (RuntimeError,), {"__module__": "torch._inductor.exc"})("no C++"),
-            "no C\\+\\+.*--compile",
-        ),
     ],
 )
 def test_failures_that_a_user_can_act_on_are_one_line(folder, tmp_path, monkeypatch, failure, message):
     def fail(*args):
         raise failure
 
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)
     monkeypatch.setattr(PipelineCall, "__call__", fail)
     with pytest.raises(ConfigError, match=message):
-        generate(options(folder, tmp_path, compile=True))
+        generate(options(folder, tmp_path))
 
 
 def test_other_failures_are_not_hidden(folder, tmp_path, monkeypatch):

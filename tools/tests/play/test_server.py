@@ -100,8 +100,7 @@ def server() -> Iterator[Server]:
 )
 def test_a_page_that_was_pointed_here_is_refused(server: Server, name: str) -> None:
     for answer in (server.get("/config", host=name), server.join("end", [], host=name)[1]):
-        assert answer.status_code in (400, 421)
-        assert "127.0.0.1" in answer.text or not name
+        assert answer.status_code == 400
 
 
 @pytest.mark.parametrize("name", ["localhost", "LOCALHOST:1", "[::1]:7860"])

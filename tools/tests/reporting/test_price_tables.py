@@ -1,4 +1,4 @@
-"""The tables of speed and closeness, and the summary."""
+"""The tables of speed and closeness."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tools.tests.reporting.made import cell, grid_of_cells, quality
 from tokenmerge_tools.records.file import Results
 from tokenmerge_tools.reporting.curves import charts
 from tokenmerge_tools.reporting.page import as_html, content_of
-from tokenmerge_tools.reporting.price_tables import fastest_table, price_tables, summary
+from tokenmerge_tools.reporting.price_tables import fastest_table, price_tables
 from tokenmerge_tools.reporting.tables import measured_tables, quality_tables
 
 CELLS = grid_of_cells()
@@ -55,22 +55,13 @@ def test_a_note_says_once_what_all_sets_of_pictures_share() -> None:
     )
 
 
-def test_the_summary_counts_and_names_the_fastest_method() -> None:
-    text = summary(CELLS, charts(CELLS, quality()))
-    timed = sum(c.speedup is not None for c in CELLS)
-    assert text.startswith(f"{timed} variants timed in 3 settings; speed and closeness of 1 set of pictures.")
-    assert "is 1.80×: tome ratio=0.5 merge_mlp on geometry:sd15, " in text
-    assert summary([], []) == "Nothing was timed."
-
-
-def test_where_nothing_is_faster_no_row_is_best_and_the_summary_says_so() -> None:
+def test_where_nothing_is_faster_no_row_is_best() -> None:
     slow = [cell("tome", (4.42,), 4.4, ratio=ratio) for ratio in (0.25, 0.5)]
     slow += [cell("tomesd", (4.39,), 4.4, ratio=ratio) for ratio in (0.25, 0.5)]
     (table,) = measured_tables(slow)
     assert not any(row.best for row in table.rows)
     assert "no variant is faster than dense" in table.notes
     assert not any(row.best for one in price_tables(charts(slow, quality())) for row in one.rows)
-    assert "No method is faster than dense: the fastest, tomesd ratio=0.25, is at 1.00×." in summary(slow, [])
 
 
 def test_the_fastest_row_of_a_table_is_marked() -> None:

@@ -16,7 +16,7 @@ from tokenmerge.default_method import settings_for
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge_tools.drawing import Studio
 from tokenmerge_tools.tune import runner
-from tokenmerge_tools.tune.plans import SearchedPlan, starts
+from tokenmerge_tools.tune.plans import SearchedPlan, rule_plan
 from tokenmerge_tools.tune.result import tuned_table, verdict, write_result
 from tokenmerge_tools.tune.rounds import CannotRunError, Rounds
 from tokenmerge_tools.tune.runner import tune, variant_of
@@ -139,7 +139,7 @@ def test_the_schedule_of_the_dense_picture_decides_where_complete_steps_lie(
     monkeypatch.setattr(runner, "schedule_ends_clean", lambda scheduler: clean and bool(drawn))
     planned = []
     monkeypatch.setattr(
-        runner, "starts", lambda facts, speedup: planned.append(facts) or starts(facts, speedup)
+        runner, "rule_plan", lambda facts, speedup: planned.append(facts) or rule_plan(facts, speedup)
     )
     made_up.stop = 0, KeyboardInterrupt()
     for _ in range(2):  # the second run reads the record
@@ -192,7 +192,7 @@ def test_a_speed_up_out_of_reach_is_said(made_up, options) -> None:
 
 def test_the_file_has_the_plan_and_its_signature(finished) -> None:
     search = finished
-    lines = write_result(search)
+    write_result(search)
     out = search.options.out
     saved = load_settings(out)
     assert saved.config == search.best.config
@@ -202,16 +202,14 @@ def test_the_file_has_the_plan_and_its_signature(finished) -> None:
     assert (written["version"], list(written)) == (2, ["version", "speedup", "plan", "for", "measured"])
     assert written["measured"]["conditions"]["versions"]["tokenmerge"]
     assert written["measured"]["pictures"][search.best.name]["prompts"] == len(CHECKED)
-    assert {"plan:", "dense"} <= {word.strip(",") for line in lines for word in line.split()}
-    for name in ("tuned-worst.png", "tuned.jsonl"):
-        assert (out.parent / name).stat().st_size > 0
+    assert out.with_suffix(".jsonl").stat().st_size > 0
 
 
 def test_the_table_shows_the_plan_the_rule_and_what_is_compared(finished) -> None:
     rows = [row.cells for row in tuned_table(finished).rows]
     assert rows[0][:2] == (finished.best.name, "found, chosen")
     assert rows[1][:2] == (finished.rule.name, "default method")
-    assert {"fewer-steps steps=13", "deepcache interval=3"} <= {row[0] for row in rows}
+    assert "fewer-steps steps=13" in {row[0] for row in rows}
 
 
 def test_a_plan_that_merges_only_at_its_own_size_is_applied_to_a_model(pipe, tmp_path) -> None:
@@ -327,9 +325,9 @@ def test_what_was_timed_for_the_rule_holds_in_later_runs(made_up, options, monke
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"speedup": 1.0}, "speedup: expected a number above 1, such as 2, got 1"),
+        ({"speedup": 1.0}, "speedup: expected a number above 1, the speed of dense, such as 2, got 1"),
         ({"speedup": float("nan")}, "speedup: expected a number above 1"),
-        ({"metric": "fid"}, "metric: expected one of psnr"),
+        ({"metric": "fid"}, "metric: expected one of 'psnr'"),
         ({"out": "tuned.txt"}, "out: expected a file ending in .json, got tuned.txt"),
         ({"within": 0.0}, "within: expected a duration above 0 seconds, got 0"),
         ({"items": 3}, "items: expected an integer ≥ 4, got 3"),

@@ -206,10 +206,7 @@ def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Settin
     """Return the settings of a benchmark, and the cells that are measured at each of them.
 
     There is always a dense cell with each requested attention and one with fused attention. This separates
-    the gain of fused attention from the gain of merging.
-
-    Settings are ordered so that each model is loaded once per dtype. Dense cells come first. The meaning of
-    the dtype ``"auto"`` depends on the device.
+    the gain of fused attention from the gain of merging. Each model is loaded once for each dtype.
     """
     dtypes = dict.fromkeys(dtype_name(resolve_dtype(dtype, device)) for dtype in options.dtype)
     settings = []

@@ -16,49 +16,26 @@ from tokenmerge_tools.pipelines.call import latent_scale
 from tokenmerge_tools.pipelines.loading import denoiser_of, find_model, guides, load_pipeline
 from tokenmerge_tools.pipelines.meta_model import load_sketch
 
+_WITH_FRAMES = "WanTransformer3DModel"
 
-@dataclasses.dataclass(frozen=True)
-class InputSize:
-    """The size of one call.
 
-    Height and width are in pixels, with ``scale`` pixels per latent position along each side. ``samples`` is
-    the batch size, which guidance doubles. An image has one frame.
+def example_inputs(
+    model: nn.Module, latent: tuple[int, int], samples: int, *, seed: int = 0, guided: bool, frames: int = 1
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of one call, with Gaussian noise for latents and text embeddings.
+
+    ``latent`` is the (height, width) of the latents, and ``frames`` are those of a video. If ``guided``, the
+    batch of ``samples`` holds every sample twice, as with classifier-free guidance.
     """
-
-    height: int
-    width: int
-    scale: int
-    samples: int
-    frames: int
-
-    @property
-    def latent(self) -> tuple[int, int]:
-        """Height and width of the latents."""
-        return self.height // self.scale, self.width // self.scale
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """Arguments of one call of a denoiser."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def example_inputs(model: nn.Module, size: InputSize, seed: int, guided: bool) -> Inputs:
-    """Make inputs for one call, with Gaussian noise for latents and text embeddings.
-
-    If ``guided``, the batch holds every sample twice, as with classifier-free guidance.
-    """
-    if is_a(model, "WanTransformer3DModel"):
-        return Inputs((), _noisy(_wan(model, size), seed))
+    if is_a(model, _WITH_FRAMES):
+        return (), _noisy(_wan(model, latent, samples, frames), seed)
     (host,) = find_hosts(model)
-    arguments = _noisy(host.example(*size.latent, size.samples), seed)
+    arguments = _noisy(host.example(*latent, samples), seed)
     if guided and isinstance(sample := arguments[host.sample], Tensor):
-        half = size.samples // 2
+        half = samples // 2
         sample[half:] = sample[:half]
     # Pass the sample by position, as pipelines do: tomesd reads its size from there.
-    return Inputs((arguments.pop(host.sample),), arguments)
+    return (arguments.pop(host.sample),), arguments
 
 
 def _noisy(arguments: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -71,18 +48,15 @@ def _noisy(arguments: dict[str, Any], seed: int) -> dict[str, Any]:
     return arguments
 
 
-def _wan(model: Any, size: InputSize) -> dict[str, Any]:
-    """Make the arguments of Wan for the requested number of frames."""
-    zeros = blank(model, size.samples)
-    latent_frames = (size.frames - 1) // 4 + 1
+def _wan(model: Any, latent: tuple[int, int], samples: int, frames: int) -> dict[str, Any]:
+    """Return the arguments of Wan for a number of frames."""
+    zeros = blank(model, samples)
+    latent_frames = (frames - 1) // 4 + 1
     return {
-        "hidden_states": zeros(model.config.in_channels, latent_frames, *size.latent),
+        "hidden_states": zeros(model.config.in_channels, latent_frames, *latent),
         "timestep": zeros().fill_(500),
         "encoder_hidden_states": zeros(512, model.config.text_dim),
     }
-
-
-_WITH_FRAMES = "WanTransformer3DModel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +86,7 @@ class LoadedModel:
 
 
 def find_info(model: str) -> ModelInfo:
-    """Read a model's config files without loading its weights.
-
-    The model is ``geometry:NAME``, a bundled model, a diffusers folder or a hub id.
-    """
+    """Read the configs of ``geometry:NAME``, a bundled model, a diffusers folder or a hub id."""
     if model.startswith(PREFIX):
         geometry = find_geometry(model)
         return ModelInfo(geometry.size, geometry.multiple, video=geometry.denoiser == _WITH_FRAMES)

@@ -14,9 +14,8 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import Report, predict
 from tokenmerge_tools.bench.grid import Cell, Setting
-from tokenmerge_tools.bench.loaded_model import InputSize, LoadedModel, example_inputs
+from tokenmerge_tools.bench.loaded_model import LoadedModel, example_inputs
 from tokenmerge_tools.failures import Failure
-from tokenmerge_tools.method_spec import check_compile
 from tokenmerge_tools.pipelines.loading import free_memory, shared_copy
 from tokenmerge_tools.pipelines.settings import set_attention
 from tokenmerge_tools.variants.variant import VARIANTS
@@ -72,7 +71,7 @@ class CellBuilder:
     def __init__(self, model: LoadedModel, setting: Setting, variants: contextlib.ExitStack) -> None:
         self.model, self.setting, self.variants = model, setting, variants
         self.samples = setting.batch * (2 if model.guided else 1)
-        self.size = InputSize(setting.height, setting.width, model.scale, self.samples, setting.frames or 1)
+        self.latent = setting.height // model.scale, setting.width // model.scale
         self._reports: dict[ToMeConfig, Report] = {}
 
     def prepare(self, cell: Cell) -> PreparedCell:
@@ -86,14 +85,17 @@ class CellBuilder:
             raise ConfigError(missing)
         denoiser, steps = shared_copy(self.model.denoiser), self.setting.steps
         set_attention([denoiser], cell.attention)
-        height, width = self.size.latent
+        height, width = self.latent
         # at_step sets the step of a denoiser alone. A compiled model is one graph for all steps.
         config = prepared.config = cell.spec.config(
             denoiser, height=height, width=width, steps=steps, follows_steps=not cell.compile
         )
         if config is not None:
-            if cell.compile:
-                check_compile(config)
+            if cell.compile and config.follows_steps:
+                raise ConfigError(
+                    "compile: settings that follow the denoising steps cannot be compiled into one graph "
+                    "with the model; leave --compile out, or take a method that is the same at every step"
+                )
             if config.asks_guidance:
                 raise ConfigError(
                     f"planner={config.guided_planner!r} needs classifier-free guidance, which a pipeline "
@@ -104,11 +106,18 @@ class CellBuilder:
         if cell.compile:
             # Otherwise torch would treat sizes that differ between cells as dynamic.
             denoiser.compile(dynamic=False)
-        inputs = example_inputs(self.model.denoiser, self.size, self.setting.seed, self.model.guided)
+        inputs = example_inputs(
+            self.model.denoiser,
+            self.latent,
+            self.samples,
+            seed=self.setting.seed,
+            guided=self.model.guided,
+            frames=self.setting.frames or 1,
+        )
 
         def call() -> object:
             # Each call gets new tensors, as in a generation. Calls with the same sample tensor share plans.
-            args, kwargs = tree_map_only(Tensor, torch.clone, (inputs.args, inputs.kwargs))
+            args, kwargs = tree_map_only(Tensor, torch.clone, inputs)
             with torch.no_grad():
                 return denoiser(*args, **kwargs)
 
@@ -122,18 +131,14 @@ class CellBuilder:
 
     def _report(self, config: ToMeConfig) -> Report:
         if config not in self._reports:
-            size = (*self.size.latent, self.samples, self.setting.steps)
+            size = (*self.latent, self.samples, self.setting.steps)
             self._reports[config] = predict(self.model.denoiser, config, *size)
         return self._reports[config]
 
 
 @contextlib.contextmanager
 def compile_cache() -> Iterator[None]:
-    """Clear compiled code, and raise torch's limit on compiled versions of one function.
-
-    Each cell has a version of its own. Beyond the limit, 8 by default, torch runs uncompiled code without a
-    warning.
-    """
+    """Clear compiled code, and allow more compiled versions of one function: each cell has its own."""
     import torch._dynamo.config as dynamo
 
     torch.compiler.reset()

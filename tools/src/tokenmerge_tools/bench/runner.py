@@ -44,9 +44,8 @@ def run_grid(
 ) -> list[CellRecord]:
     """Measure the cells that are not yet in the results file, and return all records, ordered by the axes.
 
-    The calls of all cells of one setting are interleaved, so that changes in the machine's speed affect all
-    alike. Each cell runs on its own copy of the model; the copies share their weights. A cell that runs out
-    of memory or cannot run gets a record with that status, and the benchmark continues.
+    The calls of all cells of one setting are interleaved. A cell that runs out of memory or cannot run gets a
+    record with that status, and the benchmark continues.
     """
     device = resolve_device(options.device)
     settings, cells = plan_cells(options, device)

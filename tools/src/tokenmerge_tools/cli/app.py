@@ -68,7 +68,6 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
         "generate 'a castle' --model owner/name --size 768x512",
         "generate 'a castle' --model ./sdxl --speedup 2",
         "generate 'a castle' --method toma --ratio 0.6",
-        "generate 'a castle' --set scope=block --set reuse.every=2 --set correction.every=3",
         "generate 'a castle' --control edges.png --controlnet ./canny",
     ),
     inspect: (
@@ -89,7 +88,6 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
         "evaluate --model owner/name --prompts PartiPrompts.tsv --metric dino --metric clip-score",
         "evaluate --model owner/name --prompts prompts.txt --metric lpips --metric clip=./my-clip",
         "evaluate --preset drawbench --model FLUX.1-dev --steps 50 --dtype bf16 --dry-run",
-        "evaluate --model owner/name --prompts classes.txt --metric fid --reference ./imagenet-val",
     ),
     tune: (
         "tune --speedup 2 --size 256 --steps 20",
@@ -99,7 +97,6 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
     export: (
         "export emoji-unet --to onnx -o exported",
         "export owner/name --to openvino --size 768 --ratio 0.6 -o exported",
-        "export ./sdxl --to onnx --method tome --set max_downsample=2 -o exported",
         "export ./lcm --to openvino --guidance 1 --ratio 0 -o exported",
     ),
     report: ("report outputs/bench.jsonl -o report.html",),
@@ -142,12 +139,7 @@ def _setting_of(option: str) -> str:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command line and return its exit code.
-
-    Raises:
-        ConfigError: an option is unknown, missing or of the wrong type.
-        KeyboardInterrupt: the user pressed Ctrl-C.
-    """
+    """Run the command line and return its exit code. A wrong option is a ConfigError."""
     command = typer.main.get_command(app)
     try:
         code: int | None = command.main(

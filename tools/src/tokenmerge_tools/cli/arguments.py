@@ -11,10 +11,13 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from tokenmerge_tools.cli.merging import merging, rule_instead
+from tokenmerge_tools.cli.merging import merging
 from tokenmerge_tools.pipelines.settings import parse_size
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+ABOUT = ("model", "size", "steps", "scheduler", "guidance")  # options that settings in a file depend on
 
 
 def takes(options: type | None = None, all_optional: bool = False) -> Callable[..., Callable[..., None]]:
@@ -28,7 +31,8 @@ def takes(options: type | None = None, all_optional: bool = False) -> Callable[.
     With ``all_optional``, only options that the user gave have a value, and the help names the defaults.
     """
     fields = {} if options is None else {one.name: one for one in _parameters(options, all_optional)}
-    of_merging = inspect.signature(merging, eval_str=True).parameters
+    of_merging = dict(inspect.signature(merging, eval_str=True).parameters)
+    del of_merging["about"]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters
@@ -42,12 +46,7 @@ def takes(options: type | None = None, all_optional: bool = False) -> Callable[.
         def run(**values: Any) -> None:
             if merges:
                 method = {name: values.pop(name) for name in of_merging}
-                values["merging"] = merging(**method)
-                if (file := method["settings_file"]) is not None:
-                    about = [values.get(name) for name in ("steps", "scheduler", "guidance")]
-                    rule = rule_instead(file, values["model"], values["size"], *about)
-                    if rule is not None:
-                        values["merging"] = merging(**{**method, "settings_file": None, "speedup": rule})
+                values["merging"] = merging(**method, about={name: values.get(name) for name in ABOUT})
             if fields:
                 given = {name: values.pop(name) for name in fields}
                 values["given"] = {

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from tokenmerge_tools.cli import terminal
-from tokenmerge_tools.cli.arguments import takes
-from tokenmerge_tools.cli.merging import rule_instead, variant_of_file
+from tokenmerge_tools.cli.arguments import ABOUT, takes
+from tokenmerge_tools.cli.merging import spec_of_file
 from tokenmerge_tools.evaluate.evaluation import OF_PRESET, EvaluateOptions
 from tokenmerge_tools.evaluate.evaluation import dry_run as count_work
 from tokenmerge_tools.evaluate.runner import evaluate as run_evaluate
@@ -50,9 +50,9 @@ def evaluate(
     frames, and the motion is compared with dense.
     """
     given = {**(OF_PRESET if "preset" in given else {}), **given}
-    about = [given.get(name) for name in ("size", "steps", "scheduler", "guidance")]
-    own = [variant_of_file(file, rule_instead(file, given["model"], *about)) for file in settings or ()]
-    if own:
+    if settings:
+        about: dict[str, Any] = {name: given.get(name) for name in ABOUT}
+        own = (spec_of_file(file, {}, **about).text for file in settings)
         given["variants"] = (*given.get("variants", ()), *own)
     options = EvaluateOptions(**given)
     quiet_libraries("tokenmerge evaluate")

@@ -32,15 +32,14 @@ def export(
     options = ExportOptions(model=model, **given)
     quiet_libraries("tokenmerge export")
     with terminal.working("exporting"):
-        found = run_export(options)
-    merged, about = found.merging, found.about
-    rows = merged.rows
+        about = run_export(options)
+    merged, check = about["merging"], about["check"]
     size = f"{about['width']} × {about['height']}"
     print(f"{options.out / about['file']}: {about['class']}, {size}, batch {about['batch']}")
-    if rows:
-        tokens, left = (sum(getattr(row, name) for row in rows) for name in ("tokens", "merged_tokens"))
-        share = saved(merged.flops_dense, merged.flops_merged)
-        print(f"{tokens} tokens → {left} in {len(rows)} blocks, {share} of the operations saved")
-    check = found.check
-    print(f"largest difference from PyTorch: {check.relative:.1e} of its largest output ({check.engine})")
+    if merged["blocks"]:
+        share = saved(merged["flops_dense"], merged["flops_merged"])
+        tokens = f"{merged['tokens']} tokens → {merged['merged_tokens']} in {merged['blocks']} blocks"
+        print(f"{tokens}, {share} of the operations saved")
+    difference = f"{check['relative_difference']:.1e} of its largest output ({check['engine']})"
+    print(f"largest difference from PyTorch: {difference}")
     print(f"description and inputs: {options.out / FILE}")

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from tokenmerge.config import SavedSettings, load_settings
+from tokenmerge.config import load_settings
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.cli import terminal
-from tokenmerge_tools.method_spec import (
-    AUTO,
-    METHODS,
-    SPEEDUP,
-    MethodSpec,
-    as_plain,
-    merging_alone,
-    read_setting,
-)
+from tokenmerge_tools.method_spec import AUTO, METHODS, SPEEDUP, MethodSpec, merging_alone, read_setting
 from tokenmerge_tools.pipelines.loading import SourceKind, find_model, quiet_libraries
 from tokenmerge_tools.pipelines.meta_model import load_sketch, solver_and_guidance
 from tokenmerge_tools.pipelines.options import option
@@ -26,29 +19,32 @@ from tokenmerge_tools.pipelines.settings import parse_size, scheduler_class_name
 _merging = functools.partial(option, "Merging")
 
 
-def rule_instead(
+def spec_of_file(
     file: Path,
+    changes: Mapping[str, Any],
     model: str,
-    size: str | tuple[int, int] | None,
+    size: str | tuple[int, int] | None = None,
     steps: int | None = None,
     scheduler: str | None = None,
     guidance: float | None = None,
-) -> float | None:
-    """Say if the settings in a file were found for another kind of generation.
+) -> MethodSpec:
+    """Return the settings in a file, with changes.
 
-    A scheduler or guidance of None is the model's own. The result is the speed-up of the default method,
-    which then takes the place of a plan; None: the settings are used.
+    If they were found for another kind of generation, a note says so, and the default method takes their
+    place. A scheduler or guidance of None is the model's own.
     """
     quiet_libraries("--settings")
-    saved = _load(file)
-    if saved.found_for is None:
-        return None
-    known = _of_model(model, parse_size(size) if isinstance(size, str) else size, scheduler, guidance)
-    found = saved.found_for.differences(steps=steps, **known)
-    if not found:
-        return None
-    terminal.say(f"note: {file}: {saved.found_for.warning(found, saved.speedup)}")
-    return saved.speedup
+    try:
+        saved = load_settings(file)
+    except ConfigError as error:
+        raise ConfigError(f"settings: {error}") from error
+    if saved.found_for is not None:
+        known = _of_model(model, parse_size(size) if isinstance(size, str) else size, scheduler, guidance)
+        if found := saved.found_for.differences(steps=steps, **known):
+            terminal.say(f"note: {file}: {saved.found_for.warning(found, saved.speedup)}")
+            return MethodSpec(AUTO, {**changes, SPEEDUP: saved.speedup})
+    also = f" and {', '.join(changes)}" if changes else ""
+    return MethodSpec("tome", {**saved.config.changed(), **changes}, f"{file}{also}")
 
 
 def _of_model(
@@ -107,8 +103,13 @@ def merging(
         Path | None,
         _merging("File of settings, such as the one that tokenmerge tune wrote.", "--settings"),
     ] = None,
+    *,
+    about: Mapping[str, Any],
 ) -> MethodSpec:
-    """Make a method with changed settings from the options."""
+    """Make a method with changed settings from the options.
+
+    ``about`` has the model and the generation as :func:`spec_of_file` takes them. It is no option.
+    """
     changes = {SPEEDUP: speedup, "ratio": ratio}
     changes = {name: value for name, value in changes.items() if value is not None}
     for text in settings or ():
@@ -125,27 +126,4 @@ def merging(
         return MethodSpec(method, changes)
     if method != MethodSpec.method:
         raise ConfigError(f"settings: {settings_file} sets everything; leave out --method {method}")
-    also = f" and {', '.join(changes)}" if changes else ""
-    return MethodSpec("tome", {**changes_of_file(settings_file), **changes}, f"{settings_file}{also}")
-
-
-def changes_of_file(path: Path) -> dict[str, Any]:
-    """Return the ratio in a file, and its settings that differ from the defaults."""
-    return _load(path).config.changed()
-
-
-def variant_of_file(path: Path, speedup: float | None = None) -> str:
-    """Return the settings in a file as a variant, such as ``"tome:ratio=0.5,proportional=True"``.
-
-    ``speedup`` is that of the default method in place of the settings, see :func:`rule_instead`.
-    """
-    if speedup is not None:
-        return f"{AUTO}:{SPEEDUP}={speedup:g}"
-    return "tome:" + ",".join(f"{name}={as_plain(value)}" for name, value in changes_of_file(path).items())
-
-
-def _load(path: Path) -> SavedSettings:
-    try:
-        return load_settings(path)
-    except ConfigError as error:
-        raise ConfigError(f"settings: {error}") from error
+    return spec_of_file(settings_file, changes, **about)

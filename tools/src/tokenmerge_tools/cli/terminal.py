@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.progress import (
@@ -124,11 +125,10 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     """Write a few lines about a run for somebody who sees the first one."""
     lines = [""]
     names = {"dense": "dense (without tokenmerge)", "merged": "merged (with tokenmerge)"}
-    for variant in result.variants:
-        median = variant.per_image(result.batch).median
-        gain = result.speedup(variant)
-        faster = "" if gain is None or variant.name == "dense" else f", {gain:.1f}× as fast"
-        lines.append(f"  {names[variant.name]:<27} {_seconds(median):>7}{faster}")
+    for name in result.names:
+        gain = result.speedup(name)
+        faster = "" if gain is None or name == "dense" else f", {gain:.1f}× as fast"
+        lines.append(f"  {names[name]:<27} {_seconds(median(result.seconds(name))):>7}{faster}")
     cache = f"{in_words(result.report.kept_bytes)} of cache" if result.report.kept_bytes else "no cache"
     if result.psnr:
         lines += ["", f"  {_close_to_dense(result)}; {cache}"]
@@ -174,14 +174,14 @@ def details(result: Result) -> list[str]:
     c = result.conditions
     size = f"{c['pipeline']}, {c['width']} x {c['height']}, {c['options']['steps']} steps"
     lines = ["", f"{size}, batch {result.batch}, {c['dtype']} on {c['device']}"]
-    for variant in result.variants:
-        times, memory = variant.per_image(result.batch), variant.peak_bytes
-        spread = f" ({_seconds(times.fastest)} to {_seconds(times.slowest)})" if times.runs > 1 else ""
+    for name in result.names:
+        times, memory = result.seconds(name), result.peak_bytes(name)
+        spread = f" ({_seconds(min(times))} to {_seconds(max(times))})" if len(times) > 1 else ""
         peak = "" if memory is None else f", peak memory {memory / 2**20:,.0f} MiB"
-        lines.append(f"{variant.name}: {_seconds(times.median)} per image{spread}{peak}")
+        lines.append(f"{name}: {_seconds(median(times))} per image{spread}{peak}")
     if ssim := result.ssim:
         lines.append(f"SSIM of merged against dense: {sum(ssim) / len(ssim):.4f}, mean over the pictures")
-    runs = len(result.variants[-1].seconds)
+    runs = len(result.seconds("merged"))
     return [
         *lines,
         *result.summary.splitlines(),

@@ -39,9 +39,9 @@ def tune(
     A plan says which steps run the whole model, and how many tokens merge. The search begins with the plan of
     the default method, changes it, and compares the final latents with dense ones of the same seeds. No plan
     that it tries counts more operations. Then the best plan draws prompts that were kept back, beside dense,
-    the default method, fewer steps and the installed block caches, and each call is timed. On the bundled
-    models, short searches found no closer plan. After Ctrl-C, the results so far are printed; run the same
-    command again to continue. The exit code is 3 if the speed-up cannot be reached.
+    the default method and fewer steps, and each call is timed. On the bundled models, short searches found no
+    closer plan. After Ctrl-C, the results so far are printed; run the same command again to continue. The
+    exit code is 3 if the speed-up cannot be reached.
     """
     options = TuneOptions(within=parse_seconds(within), **given)
     quiet_libraries("tokenmerge tune")
@@ -51,11 +51,11 @@ def tune(
         terminal.say("nothing was compared yet; run the same command again to continue")
         raise KeyboardInterrupt
     table = tuned_table(search)
-    written = write_result(search)
+    write_result(search)
     terminal.show(
         table,
         verdict(search),
-        *written,
+        f"plan: {options.out}",
         f"records: {options.records}",
         f"in Python: tokenmerge.apply_token_merging(pipe, {str(options.out)!r})",
     )

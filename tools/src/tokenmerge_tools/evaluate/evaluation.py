@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,20 +16,19 @@ from tokenmerge.config.checks import integer, one_of, optional
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import counted_speedup
 from tokenmerge_tools import demo
-from tokenmerge_tools.evaluate.distances import DISTANCES, pictures_in
-from tokenmerge_tools.evaluate.metrics import METRIC_NAMES, Wanted, parse_metrics
+from tokenmerge_tools.evaluate.metrics import METRIC_NAMES, parse_metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import (
     PRESETS,
     PROMPTS_HELP,
     Item,
-    Prompt,
     built_in_prompts,
     download_prompts,
     items_of,
     read_prompts,
 )
 from tokenmerge_tools.machine import source_commit, versions
+from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.call import default_frames, draws_videos
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind, find_model, read_index
 from tokenmerge_tools.pipelines.meta_model import ModelSketch, check_merging, load_sketch
@@ -67,10 +66,7 @@ _prompts, _compared, _results = (partial(option, panel) for panel in ("Prompts",
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(PipelineOptions):
-    """What to draw, with what, and what to measure, checked before anything is loaded.
-
-    With more than one picture per call, pictures change only by rounding.
-    """
+    """What to draw, with what, and what to measure, checked before anything is loaded."""
 
     prompts: Annotated[Path | None, _prompts(PROMPTS_HELP)] = None
     preset: Annotated[
@@ -108,10 +104,6 @@ class EvaluateOptions(PipelineOptions):
             "--metric",
         ),
     ] = ()
-    reference: Annotated[
-        Path | None,
-        _compared("Folder of pictures that fid and kid compare with. Default: the dense pictures."),
-    ] = None
     frames: Annotated[
         int | None,
         picture(
@@ -142,9 +134,7 @@ class EvaluateOptions(PipelineOptions):
         for name, lowest in (("limit", 1), ("every_nth", 1), ("seeds", 1), ("samples", 0), ("frames", 2)):
             optional(integer(lowest))(name, getattr(self, name))
         self.specs()
-        wanted = {metric.name for metric in self.wanted()}
-        if self.reference is not None and not wanted & set(DISTANCES):
-            raise ConfigError("reference: only fid and kid compare with it; add --metric fid or --metric kid")
+        self.wanted()
         optional(one_of(tuple(PRESETS)))("preset", self.preset)
         if self.uses_own_prompts and self.model not in demo.NAMES:
             raise ConfigError(
@@ -169,14 +159,11 @@ class EvaluateOptions(PipelineOptions):
         """Return the variants. Fewer steps count as one, however many variants they are compared with."""
         return parse_variants(self.variants, self.ratio, self.speedup)
 
-    def wanted(self) -> list[Wanted]:
-        """Return the metrics, including the retrieval of glyphs for the built-in prompts."""
-        wanted = parse_metrics(self.metrics)
-        if self.uses_own_prompts and "glyphs" not in [metric.name for metric in wanted]:
-            wanted.append(Wanted("glyphs", None))
-        return wanted
+    def wanted(self) -> dict[str, str | None]:
+        """Return the metrics with their networks, for the built-in prompts also the retrieval of glyphs."""
+        return parse_metrics(self.metrics) | ({"glyphs": None} if self.uses_own_prompts else {})
 
-    def read_prompts(self) -> list[Prompt]:
+    def read_prompts(self) -> list[str]:
         """Return the prompts to draw."""
         if self.prompts is not None:
             found = read_prompts(self.prompts)
@@ -190,20 +177,18 @@ class Evaluation:
     """What an evaluation draws, and where.
 
     The size is (width, height) in pixels, and dense is the first variant. ``frames`` is the length of videos;
-    None: pictures are drawn. ``reference`` is the folder that FID and KID compare with; None: the dense
-    pictures. ``counted`` has the speed-ups by counted operations that are known without a run, by label, and
-    ``left_out`` why a rival does not run here.
+    None: pictures are drawn. ``counted`` has the speed-ups by counted operations that are known without a
+    run, by label, and ``left_out`` why a rival does not run here.
     """
 
     source: ModelSource
     size: tuple[int, int]
     dtype: torch.dtype
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[str, ...]
     items: tuple[Item, ...]
     variants: tuple[Variant, ...]
     store: PictureStore
     frames: int | None = None
-    reference: Path | None = None
     counted: Mapping[str, float] = dataclasses.field(default_factory=dict)
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -211,8 +196,6 @@ class Evaluation:
 def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluation:
     """Read the prompts and the model's configs, and look for the reference pictures."""
     prompts = options.read_prompts()
-    if options.reference is not None:
-        pictures_in(options.reference)
     source = find_model(options.model)
     dtype = resolve_dtype(options.dtype, device)
     if options.scheduler is not None:
@@ -247,14 +230,11 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         **({"device_name": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}),
     }
     known: dict[str, float] = {}
-
-    def counted(variant: Variant) -> float | None:
-        speedup = _counted(sketch, size, options.steps, options.guidance, variant)
-        if speedup is not None:
-            known[variant.label] = speedup
-        return speedup
-
-    variants = plan_variants(specs, options.steps, counted, options.speedup)
+    if sketch is not None and FEWER_STEPS in [spec.name for spec in specs]:
+        for spec in specs:
+            if spec.merging is not None:
+                known[spec.label] = _counted(sketch, size, options, spec.merging)
+    variants = plan_variants(specs, options.steps, list(known.values()) or options.speedup)
     known |= {v.label: options.steps / v.steps(options.steps) for v in variants if v.name == FEWER_STEPS}
     return Evaluation(
         source=source,
@@ -265,7 +245,6 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         variants=tuple(variants),
         store=PictureStore(options.out, conditions),
         frames=frames,
-        reference=options.reference,
         counted=known,
     )
 
@@ -286,22 +265,12 @@ def parse_variants(texts: Sequence[str], ratios: Sequence[float], speedups: Sequ
     return found
 
 
-def plan_variants(
-    specs: Sequence[Variant],
-    steps: int,
-    counted: Callable[[Variant], float | None],
-    otherwise: Sequence[float],
-) -> list[Variant]:
-    """List dense, then the variants, and then fewer steps for each of them, if requested.
-
-    ``steps`` are those of dense. ``counted`` returns the speed-up of a variant by counted operations; None if
-    they cannot be counted. If those of no variant can, there are fewer steps for the speed-ups ``otherwise``.
-    """
+def plan_variants(specs: Sequence[Variant], steps: int, speedups: Sequence[float]) -> list[Variant]:
+    """List dense, the variants, and fewer than dense's steps for each speed-up, if requested."""
     merged = [spec for spec in specs if VARIANTS[spec.name].is_faster]
     found = [Variant(DENSE), *merged]
     if len(merged) < len(specs):
-        speedups = [speedup for speedup in map(counted, merged) if speedup is not None]
-        numbers = dict.fromkeys(max(1, round(steps / speedup)) for speedup in speedups or otherwise)
+        numbers = dict.fromkeys(max(1, round(steps / speedup)) for speedup in speedups)
         found += [Variant(FEWER_STEPS, (("steps", n),)) for n in numbers if n < steps]
     return found
 
@@ -320,16 +289,13 @@ def _frames(source: ModelSource, wanted: int | None) -> int | None:
 
 
 def _counted(
-    sketch: ModelSketch | None, size: tuple[int, int], steps: int, guidance: float | None, variant: Variant
-) -> float | None:
-    """Return the speed-up of a variant by counted operations; None if they cannot be counted."""
-    if sketch is None or variant.merging is None:
-        return None
+    sketch: ModelSketch, size: tuple[int, int], options: EvaluateOptions, method: MethodSpec
+) -> float:
+    """Return the speed-up of a method by counted operations."""
     width, height = check_size(size, sketch.scale)
-    config = variant.merging.config(
-        sketch.denoiser, height=height, width=width, steps=steps, guidance=guidance, follows_steps=True
-    )
-    return counted_speedup(sketch.denoiser, config, height, width, steps=steps)
+    facts = {"height": height, "width": width, "steps": options.steps}
+    config = method.config(sketch.denoiser, guidance=options.guidance, follows_steps=True, **facts)
+    return counted_speedup(sketch.denoiser, config, **facts)
 
 
 def weights_key(source: ModelSource) -> str | None:

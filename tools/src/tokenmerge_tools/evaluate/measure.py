@@ -9,13 +9,9 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import product
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from tokenmerge_tools.evaluate.distances import DISTANCES, Features, Network
 from tokenmerge_tools.evaluate.evaluation import Evaluation
 from tokenmerge_tools.evaluate.metrics import MOTION, Metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
@@ -31,22 +27,19 @@ class Measured:
 
     ``columns`` has the values of each metric by its name, and ``seconds`` how long each took, NaN if unknown.
     ``costs`` has what :meth:`PictureStore.cost` says of each, and ``configs`` the settings that they were
-    drawn with, as JSON. ``features`` are those of all pictures and frames.
+    drawn with, as JSON.
     """
 
     columns: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     seconds: list[float] = dataclasses.field(default_factory=list)
     costs: list[Mapping[str, float]] = dataclasses.field(default_factory=list)
     configs: set[str] = dataclasses.field(default_factory=set)
-    features: dict[Network, list[Tensor]] = dataclasses.field(default_factory=lambda: defaultdict(list))
 
-    def figures(
-        self, metrics: Metrics, rows: Sequence[int], distances: Mapping[str, float] | None = None
-    ) -> Figures:
-        """Average over the pictures with these numbers. Distances between sets are added as they are."""
+    def figures(self, metrics: Metrics) -> Figures:
+        """Average over the pictures."""
         values, errors, equal = dict[str, float](), dict[str, float](), 0
         for name in [*(metric.name for metric in metrics.of_pictures), *MOTION]:
-            found = [self.columns[name][row] for row in rows] if name in self.columns else []
+            found = self.columns.get(name, [])
             if name == "psnr":
                 equal = found.count(math.inf)
                 found = [value for value in found if value != math.inf]
@@ -54,21 +47,13 @@ class Measured:
                 values[name] = float(np.mean(found))
             if len(found) > 1 and all(map(math.isfinite, found)):
                 errors[name] = standard_error(found)
-        values |= distances or {}
         undefined = tuple(name for name, value in values.items() if not math.isfinite(value))
         values = {name: value for name, value in values.items() if name not in undefined}
         return Figures(values, equal, undefined, errors)
 
-    def distances(self, metrics: Metrics, reference: Features) -> dict[str, float]:
-        """Return the distances of the pictures from the reference pictures."""
-        return {
-            name: DISTANCES[name](torch.cat(self.features[network]), reference[network])
-            for name, network in metrics.of_sets.items()
-        }
-
-    def speedups(self, dense: Measured, rows: Sequence[int]) -> list[float]:
-        """Return the speed-up t_dense / t of the pictures with these numbers, without unknown ones."""
-        found = [dense.seconds[row] / self.seconds[row] for row in rows]
+    def speedups(self, dense: Measured) -> list[float]:
+        """Return the speed-up t_dense / t of each picture, without unknown ones."""
+        found = [one / other for one, other in zip(dense.seconds, self.seconds, strict=True)]
         return [speedup for speedup in found if math.isfinite(speedup)]
 
 
@@ -115,7 +100,7 @@ def _add_rows(
     for variant in variants:
         own, is_dense = found[variant.label], variant == variants[0]
         images = dense if is_dense else [frame for item in items for frame in store.frames(variant, item)]
-        prompts = [items[0].prompt.text] * len(images) if video else [item.prompt.text for item in items]
+        prompts = [items[0].prompt] * len(images) if video else [item.prompt for item in items]
         for metric in metrics.of_pictures:
             if not (is_dense and metric.beside_dense):
                 values = metric.measure(images, dense, prompts).tolist()
@@ -124,8 +109,6 @@ def _add_rows(
             pixels, dense_pixels = as_tensor(images), as_tensor(dense)
             for name, measure_motion in MOTION.items():
                 own.columns[name].append(float(measure_motion(pixels, dense_pixels)))
-        for network in dict.fromkeys(metrics.of_sets.values()):
-            own.features[network].append(network(images))
 
 
 def mean_of_frames(values: Sequence[float]) -> float:
@@ -165,19 +148,16 @@ def quality_records(
     evaluation: Evaluation,
     metrics: Metrics,
     measured: Mapping[str, Measured],
-    reference: Features | None,
     known: Mapping[str, QualityRecord | SampleRecord],
 ) -> list[QualityRecord]:
-    """Make the records of each variant, for all pictures and then for each category.
+    """Make the record of each variant.
 
-    Values in known records of earlier runs are kept unless they were measured again. ``reference`` has the
-    features of the reference pictures; None: sets of pictures are compared with the dense ones.
+    Values in known records of earlier runs are kept unless they were measured again.
     """
-    now = {*(metric.name for metric in metrics.of_pictures), *metrics.of_sets}
-    categories = dict.fromkeys([None, *(item.prompt.category for item in evaluation.items)])
+    now = {metric.name for metric in metrics.of_pictures}
     records = []
-    for variant, category in product(evaluation.variants, categories):
-        record = _record(evaluation, metrics, measured, reference, variant, category)
+    for variant in evaluation.variants:
+        record = _record(evaluation, metrics, measured, variant)
         earlier = known.get(record.key)
         if isinstance(earlier, QualityRecord):
             undefined = now - record.figures.keys()
@@ -193,32 +173,19 @@ def quality_records(
 
 
 def _record(
-    evaluation: Evaluation,
-    metrics: Metrics,
-    measured: Mapping[str, Measured],
-    reference: Features | None,
-    variant: Variant,
-    category: str | None,
+    evaluation: Evaluation, metrics: Metrics, measured: Mapping[str, Measured], variant: Variant
 ) -> QualityRecord:
-    rows = [i for i, item in enumerate(evaluation.items) if category in (None, item.prompt.category)]
     own, is_dense, dense = measured[variant.label], variant.name == DENSE, measured[DENSE]
-    distances = {}
-    if category is None and not (is_dense and reference is None):  # a category has too few pictures
-        of_dense = {network: torch.cat(parts) for network, parts in dense.features.items()}
-        distances = own.distances(metrics, of_dense if reference is None else reference)
-    figures = own.figures(metrics, rows, distances)
-    speedups = [] if is_dense else own.speedups(dense, rows)
+    figures = own.figures(metrics)
+    speedups = [] if is_dense else own.speedups(dense)
     quartiles = np.quantile(speedups, (0.25, 0.5, 0.75)).tolist() if speedups else None
     conditions = dict(evaluation.store.conditions)
-    measured_with = dict(metrics.networks)
-    if evaluation.reference is not None:
-        measured_with |= {n: f"{measured_with[n]}, against {evaluation.reference}" for n in metrics.of_sets}
     notes = []
     if (steps := variant.steps(conditions["steps"])) != conditions["steps"]:
         notes.append(f"{steps} of {conditions['steps']} steps")
     if figures.equal:
         notes.append(
-            f"{figures.equal} of {len(rows)} pictures equal dense in every pixel; their PSNR is "
+            f"{figures.equal} of {len(evaluation.items)} pictures equal dense in every pixel; their PSNR is "
             "infinite and not in the mean"
         )
     for name in figures.undefined:
@@ -229,42 +196,41 @@ def _record(
             "different times; delete the pictures, and the same command draws all alike"
         )
     about = [f"{variant.label}: {note}" for note in notes]
-    if is_dense and category is None:
+    prompts = list(evaluation.prompts)
+    if is_dense:
         about += _comparisons(metrics, measured)
         about += [f"{label} is left out: {reason}" for label, reason in evaluation.left_out.items()]
-    texts = [prompt.text for prompt in evaluation.prompts]
     return QualityRecord(
         **{name: conditions.pop(name) for name in ("model", "width", "height")},
         variant=variant.name,
         settings=dict(variant.settings),
         figures=figures.values,
-        images=len(rows),
-        category=category,
+        images=len(evaluation.items),
         conditions={
             **conditions,
-            "prompts": {"count": len(texts), "key": key_of({"prompts": texts})},
+            "prompts": {"count": len(prompts), "key": key_of({"prompts": prompts})},
             "seeds": sorted({item.seed for item in evaluation.items}),
         },
         speedup=quartiles and quartiles[1],
         speedup_quartiles=quartiles and (quartiles[0], quartiles[2]),
         steps_used=steps if variant.name == FEWER_STEPS else None,
-        measured_with=measured_with,
+        measured_with=dict(metrics.networks),
         config=json.loads(*own.configs) if len(own.configs) == 1 else None,
         notes=tuple(about),
         errors=figures.errors,
-        cost=_cost(evaluation, variant, own, rows),
+        cost=_cost(evaluation, variant, own),
         finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )
 
 
-def _cost(evaluation: Evaluation, variant: Variant, own: Measured, rows: Sequence[int]) -> dict[str, float]:
-    costs = [own.costs[row] for row in rows]
+def _cost(evaluation: Evaluation, variant: Variant, own: Measured) -> dict[str, float]:
+    costs = own.costs
     found = {name: max(cost[name] for cost in costs if name in cost) for cost in costs for name in cost}
     if counted := [cost["counted"] for cost in costs if "counted" in cost]:
         found["counted"] = statistics.harmonic_mean(counted)
     if variant.label in evaluation.counted:
         found["counted"] = evaluation.counted[variant.label]
-    if seconds := [own.seconds[row] for row in rows if math.isfinite(own.seconds[row])]:
+    if seconds := [one for one in own.seconds if math.isfinite(one)]:
         found["seconds"] = statistics.median_low(seconds)
     return found
 
@@ -286,7 +252,7 @@ def sample_records(
     dense, *others = variants
     return [
         SampleRecord(
-            prompt=item.prompt.text,
+            prompt=item.prompt,
             seed=item.seed,
             variant=variant.name,
             settings=dict(variant.settings),

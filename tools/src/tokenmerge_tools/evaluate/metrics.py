@@ -15,7 +15,6 @@ from tokenmerge.errors import ConfigError, MissingExtraError
 from tokenmerge_tools.closeness import motion, motion_error, psnr, ssim
 from tokenmerge_tools.demo.glyphs import asked_for
 from tokenmerge_tools.demo.retrieval import Gallery
-from tokenmerge_tools.evaluate.distances import DISTANCES, INCEPTION, Inception, Network
 from tokenmerge_tools.evaluate.networks import Clip, Lpips, Reward, Vision
 from tokenmerge_tools.files import is_folder
 from tokenmerge_tools.sheets import as_tensor
@@ -33,26 +32,16 @@ _NETWORKS = {
     "clip": _CLIP,
     "clip-score": _CLIP,
     "image-reward": "ImageReward-v1.0",
-    **dict.fromkeys(DISTANCES, INCEPTION),
 }
 
 OF_PROMPTS = ("clip-score", "image-reward", _GLYPHS)  # metrics that need no dense picture
 METRIC_NAMES = (*_PIXELWISE, *_NETWORKS, _GLYPHS)
-PICTURE_METRICS = tuple(name for name in METRIC_NAMES if name not in DISTANCES)  # a value for each picture
 
 # (b pictures, the dense pictures of the same seeds, their prompts) → values [b]
 Measure = Callable[[Sequence["Image"], Sequence["Image"], Sequence[str]], Tensor]
 
 # Metrics of a video: (its frames, frames of the dense video with the same seed) → one number.
 MOTION: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"motion": motion, "motion-error": motion_error}
-
-
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """A requested metric, with its network if it has one."""
-
-    name: str
-    network: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +55,9 @@ class PictureMetric:
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """All metrics of an evaluation.
-
-    ``of_sets`` has the network of each distance between sets, ``networks`` the name of the network of each
-    metric that has one, and ``loaded`` all networks.
-    """
+    """All metrics of an evaluation, the name of the network of each that has one, and all loaded networks."""
 
     of_pictures: tuple[PictureMetric, ...]
-    of_sets: dict[str, Network]
     networks: dict[str, str]
     loaded: tuple[Any, ...]
 
@@ -83,13 +67,15 @@ class Metrics:
             network.to(device)
 
 
-def parse_metrics(texts: Sequence[str]) -> list[Wanted]:
-    """Read ``NAME`` or ``NAME=NETWORK``. PSNR and SSIM are always included.
+def parse_metrics(texts: Sequence[str]) -> dict[str, str | None]:
+    """Read ``NAME`` or ``NAME=NETWORK``. Return the network of each metric that is wanted, None without one.
 
-    >>> [wanted.name for wanted in parse_metrics(["dino"])]
-    ['psnr', 'ssim', 'dino']
+    PSNR and SSIM are always included.
+
+    >>> parse_metrics(["dino"])
+    {'psnr': None, 'ssim': None, 'dino': 'facebook/dinov2-base'}
     """
-    found = {name: Wanted(name, None) for name in _PIXELWISE}
+    found: dict[str, str | None] = dict.fromkeys(_PIXELWISE)
     for text in texts:
         name, equals, network = text.partition("=")
         if name not in METRIC_NAMES:
@@ -98,19 +84,20 @@ def parse_metrics(texts: Sequence[str]) -> list[Wanted]:
             raise ConfigError(
                 f"metric: expected NAME=NETWORK for one of {', '.join(_NETWORKS)}, got {text!r}"
             )
-        found[name] = Wanted(name, network or _NETWORKS.get(name))
-    return list(found.values())
+        found[name] = network or _NETWORKS.get(name)
+    return found
 
 
-def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Callable[[str], None]) -> Metrics:
-    """Load all networks on the CPU. ``on_note`` is called with messages about weights to download."""
+def load_metrics(
+    wanted: Mapping[str, str | None], prompts: Sequence[str], on_note: Callable[[str], None]
+) -> Metrics:
+    """Load these metrics, on the CPU. ``on_note`` is called with messages about weights to download."""
     if importlib.util.find_spec("torchmetrics") is None:
         raise MissingExtraError(
             "tokenmerge-tools[metrics]", needed_by="tokenmerge evaluate needs torchmetrics"
         )
     loaded: dict[tuple[str, str], Any] = {}
     of_pictures: list[PictureMetric] = []
-    of_sets: dict[str, Network] = {}
 
     def load(kind: Callable[[str], Any], network: str) -> Any:
         """Load a network, once for all metrics that use it."""
@@ -119,20 +106,16 @@ def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Call
             loaded[key] = kind(network)
         return loaded[key]
 
-    for one in wanted:
-        if one.network is not None and not is_folder(Path(one.network)):
-            on_note(f"{one.name} needs the weights of {one.network}, which are downloaded if missing")
+    for name, network in wanted.items():
+        if network is not None and not is_folder(Path(network)):
+            on_note(f"{name} needs the weights of {network}, which are downloaded if missing")
         try:
-            if one.name in DISTANCES:
-                of_sets[one.name] = load(Inception if one.network == INCEPTION else Vision, one.network or "")
-            else:
-                measure = _measure(one.name, one.network or "", prompts, load)
-                beside_dense = one.name not in OF_PROMPTS
-                of_pictures.append(PictureMetric(one.name, measure, beside_dense))
+            measure = _measure(name, network or "", prompts, load)
         except ConfigError as error:
-            raise ConfigError(f"metric {one.name}: {error}; or leave it out") from error
-    networks = {one.name: one.network for one in wanted if one.network is not None}
-    return Metrics(tuple(of_pictures), of_sets, networks, tuple(loaded.values()))
+            raise ConfigError(f"metric {name}: {error}; or leave it out") from error
+        of_pictures.append(PictureMetric(name, measure, beside_dense=name not in OF_PROMPTS))
+    networks = {name: network for name, network in wanted.items() if network is not None}
+    return Metrics(tuple(of_pictures), networks, tuple(loaded.values()))
 
 
 def _measure(name: str, network: str, prompts: Sequence[str], load: Callable[..., Any]) -> Measure:

@@ -54,8 +54,8 @@ class PictureStore:
             key = key_of({"variant": variant.name, "settings": dict(variant.settings)})
             name = f"{slug(variant.label, longest=80)}-{key}"
         # The key distinguishes prompts with the same beginning.
-        key = key_of({"prompt": item.prompt.text})
-        return self.folder / name / f"{slug(item.prompt.text)}-{key}-seed{item.seed}.png"
+        key = key_of({"prompt": item.prompt})
+        return self.folder / name / f"{slug(item.prompt)}-{key}-seed{item.seed}.png"
 
     def save(
         self,

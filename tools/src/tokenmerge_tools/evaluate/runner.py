@@ -13,7 +13,6 @@ from tokenmerge.api import Patch
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, TokenMergingError, UnsupportedModelError, reason_of
 from tokenmerge_tools.drawing import Progress, Studio
-from tokenmerge_tools.evaluate.distances import check_count, features_of
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions, Evaluation, plan_evaluation
 from tokenmerge_tools.evaluate.measure import measure, quality_records, sample_records
 from tokenmerge_tools.evaluate.metrics import Metrics, load_metrics
@@ -48,9 +47,7 @@ def evaluate(
         for note in file.notes:
             on_note(note)
         # All metrics are loaded before any picture is drawn.
-        wanted = options.wanted()
-        check_count([metric.name for metric in wanted], len(evaluation.items), on_note)
-        metrics = load_metrics(wanted, [prompt.text for prompt in evaluation.prompts], on_note)
+        metrics = load_metrics(options.wanted(), evaluation.prompts, on_note)
         return _Evaluating(options, evaluation, device, metrics, on_progress, on_note).run(file)
 
 
@@ -91,10 +88,7 @@ class _Evaluating:
             evaluation = dataclasses.replace(evaluation, variants=drawn, left_out=self.left_out)
         self.metrics.to(self.device)
         measured = measure(batches, evaluation.variants, evaluation.store, self.metrics)
-        reference = None
-        if evaluation.reference is not None:
-            reference = features_of(evaluation.reference, self.metrics.of_sets.values())
-        records = quality_records(evaluation, self.metrics, measured, reference, file.records)
+        records = quality_records(evaluation, self.metrics, measured, file.records)
         shown = [item for item in items if item.seed == self.options.seed][: self.options.samples]
         samples = sample_records(shown, evaluation.variants, evaluation.store)
         everything: list[QualityRecord | SampleRecord] = [*records, *samples]
@@ -106,7 +100,7 @@ class _Evaluating:
     def _draw(self, tasks: Sequence[tuple[Variant, Sequence[Item]]]) -> None:
         """Draw, time and write pictures. A picture appears on the disk only when it is complete."""
         evaluation = self.evaluation
-        drawing = self.options.drawing(evaluation.prompts[0].text)
+        drawing = self.options.drawing(evaluation.prompts[0])
         pipe = load_pipeline_for(drawing, evaluation.source, evaluation.dtype, self.device)
         width, height = check_size(evaluation.size, latent_scale(pipe))
         call = PipelineCall.prepare(pipe, drawing, evaluation.size, frames=evaluation.frames)
@@ -119,7 +113,7 @@ class _Evaluating:
                 done += len(items)
                 if variant.label in self.left_out:
                     continue
-                prompts, seeds = [item.prompt.text for item in items], [item.seed for item in items]
+                prompts, seeds = [item.prompt for item in items], [item.seed for item in items]
                 steps = variant.steps(self.options.steps)
                 own = call.of_pictures(prompts, seeds).with_steps(steps)
                 try:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import logging
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +18,7 @@ from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge_tools.failures import errors_as
 from tokenmerge_tools.pipelines.call import PipelineCall
-from tokenmerge_tools.pipelines.loading import denoiser_of
+from tokenmerge_tools.pipelines.loading import denoiser_of, quiet_loggers
 from tokenmerge_tools.pipelines.options import GenerateOptions
 
 if TYPE_CHECKING:
@@ -116,25 +114,23 @@ def first_call(
     )
 
 
-class Graph(NamedTuple):
-    """An ONNX program of PyTorch. ``inputs`` are its names in the order of :func:`tensors`."""
-
-    program: Any
-    inputs: tuple[str, ...]
-
-
 @torch.no_grad()
-def onnx_graph(model: nn.Module, arguments: dict[str, Any], opset: int) -> Graph:
-    """Return the ONNX program of one call of a model that may be patched. Its output is ``out``."""
-    with _quiet(), _exporting(type(model).__name__):
+def onnx_graph(model: nn.Module, arguments: dict[str, Any], opset: int) -> tuple[Any, list[str]]:
+    """Return the ONNX program of one call of a model that may be patched, and the names of its inputs.
+
+    These are in the order of :func:`tensors`. Its output is ``out``.
+    """
+    quiet = quiet_loggers("torch.onnx", "onnxscript", "onnx_ir")
+    with quiet, warnings.catch_warnings(), _exporting(type(model).__name__):
+        warnings.simplefilter("ignore")
         traced = torch.export.export(model, (), {**arguments, "return_dict": False}, strict=False)
         specs = [spec for spec in traced.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-        names = tuple(spec.arg.name for spec in specs if isinstance(spec.arg, TensorArgument))
+        names = [spec.arg.name for spec in specs if isinstance(spec.arg, TensorArgument)]
         program: Any = torch.onnx.export(
             traced, dynamo=True, verbose=False, opset_version=opset, output_names=["out"], optimize=False
         )
         _clean(program.model)
-    return Graph(program, names)
+    return program, names
 
 
 def tensors(arguments: dict[str, Any]) -> list[Tensor]:
@@ -155,22 +151,6 @@ def _clean(model: Any) -> None:
     CommonSubexpressionEliminationPass()(model)
     remove_unused_nodes(model)
     ClearMetadataAndDocStringPass()(model)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence PyTorch's messages about missing packages and about its own code."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
 
 
 def _exporting(name: str) -> contextlib.AbstractContextManager[None]:

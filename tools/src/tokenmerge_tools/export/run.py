@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ from tokenmerge.api import token_merging
 from tokenmerge.config import ToMeConfig
 from tokenmerge.config.checks import integer, one_of
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge.report import Report, predict
+from tokenmerge.report import predict
 from tokenmerge_tools.export.formats import FORMATS
 from tokenmerge_tools.export.graph import DenoiserCall, first_call, onnx_graph, tensors
 from tokenmerge_tools.files import write_json
@@ -37,95 +37,32 @@ _VERSION = 1
 _PACKAGES = ("tokenmerge", "torch", "diffusers", "onnx", "onnxscript", "onnxruntime", "openvino")
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """How far the exported model is from PyTorch, in one call with another sample and timestep."""
-
-    engine: str
-    largest_difference: float
-    largest_output: float
-
-    @property
-    def relative(self) -> float:
-        """The largest difference as a fraction of the largest output."""
-        return self.largest_difference / self.largest_output
-
-
-@dataclasses.dataclass(frozen=True)
-class ExportRecord:
-    """The description of an exported model.
-
-    ``about`` has what it is, in JSON-compatible values. ``merging`` says what merges in one call.
-    """
-
-    about: Mapping[str, Any]
-    merging: Report
-    check: Check
-
-    def to_dict(self, folder: Path) -> dict[str, Any]:
-        """Return the record for JSON, with the names and sizes of the files in a folder."""
-        rows = self.merging.rows
-        return {
-            "kind": "tokenmerge export",
-            "version": _VERSION,
-            **self.about,
-            "merging": {
-                "blocks": len(rows),
-                "tokens": sum(row.tokens for row in rows),
-                "merged_tokens": sum(row.merged_tokens for row in rows),
-                "flops_dense": self.merging.flops_dense,
-                "flops_merged": self.merging.flops_merged,
-            },
-            "check": {
-                "compared_with": "PyTorch",
-                **dataclasses.asdict(self.check),
-                "relative_difference": self.check.relative,
-            },
-            "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
-            "versions": {name: version for name in _PACKAGES if (version := version_of(name))},
-        }
-
-
-def check_new(folder: Path) -> None:
-    """Check that a folder does not exist yet, or is empty."""
-    try:
-        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    except OSError as error:
-        raise _refused(folder, error) from error
-    if taken:
-        raise ConfigError(
-            f"out: {folder} exists already, and is not overwritten; remove it, or choose another folder with "
-            "--out"
-        )
-
-
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder to fill. It gets its name when the context ends, and is removed after an exception.
 
     If the process is killed, ``.NAME-unfinished-…`` is left beside the folder.
     """
-    check_new(folder)
     try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(
+                f"out: {folder} exists already, and is not overwritten; remove it, or choose another folder "
+                "with --out"
+            )
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-unfinished-", dir=folder.parent))
     except OSError as error:
-        raise _refused(folder, error) from error
+        raise ConfigError(
+            f"out: cannot write to {folder} ({error.strerror or error}); choose another folder with --out"
+        ) from error
     try:
         yield unfinished
-        check_new(folder)
         unfinished.chmod(0o755)  # mkdtemp makes folders that only their owner can read
         with contextlib.suppress(FileNotFoundError):
             folder.rmdir()
         unfinished.replace(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _refused(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"out: cannot write to {folder} ({error.strerror or error}); choose another folder with --out"
-    )
 
 
 # Largest accepted difference, as a fraction of the largest output.
@@ -155,10 +92,8 @@ class ExportOptions:
         check_guidance("guidance", self.guidance)
 
 
-def export(options: ExportOptions) -> ExportRecord:
-    """Export the denoiser of a pipeline."""
-    FORMATS[options.to].require()
-    check_new(options.out)
+def export(options: ExportOptions) -> dict[str, Any]:
+    """Export the denoiser of a pipeline, and return its description."""
     source = checked_source(options.model, options.size, options.merging)
 
     def call() -> DenoiserCall:
@@ -173,11 +108,11 @@ def export(options: ExportOptions) -> ExportRecord:
 
 def export_denoiser(
     make_call: Callable[[], DenoiserCall], merging: MethodSpec, out: Path, to: str = "onnx", model: str = ""
-) -> ExportRecord:
+) -> dict[str, Any]:
     """Export a denoiser with the arguments of one call, whose shapes become fixed.
 
     ``make_call`` makes the call. Nothing else should hold its denoiser, which is freed before the exported
-    model runs.
+    model runs. The result is the content of ``export.json`` in the folder.
     """
     form = FORMATS[to]
     form.require()
@@ -185,14 +120,17 @@ def export_denoiser(
         call = make_call()
         config = settings_of(merging, call)
         report = predict(call.denoiser, config, *call.latent, call.batch)
+        rows = report.rows
         other = call.other_arguments()
         with token_merging(call, config) as patch:
             patch.at_size(*call.latent)
             expected = _result(call.denoiser, other)
-            graph = onnx_graph(call.denoiser, call.arguments, form.opset)
-        arrays = {name: value.numpy() for name, value in zip(graph.inputs, tensors(other), strict=True)}
+            program, names = onnx_graph(call.denoiser, call.arguments, form.opset)
+        arrays = {name: value.numpy() for name, value in zip(names, tensors(other), strict=True)}
         guidance = "both halves of the batch hold the same sample"
         about: dict[str, Any] = {
+            "kind": "tokenmerge export",
+            "version": _VERSION,
             "model": model,
             "class": type(call.denoiser).__name__,
             "format": to,
@@ -208,34 +146,41 @@ def export_denoiser(
             "outputs": [{"name": "out", **_about(expected)}],
             "method": merging.to_dict(),
             "settings": config.to_dict(),
+            "merging": {
+                "blocks": len(rows),
+                "tokens": sum(row.tokens for row in rows),
+                "merged_tokens": sum(row.merged_tokens for row in rows),
+                "flops_dense": report.flops_dense,
+                "flops_merged": report.flops_merged,
+            },
         }
         del call, patch
-        form.write(graph.program, folder)
-        del graph
+        form.write(program, folder)
+        del program
         gc.collect()
-        engine = f"{form.packages[0]} {metadata.version(form.packages[0])}"
         result = form.load(folder, None)(arrays)
-        check = Check(engine, _largest(result - expected), _largest(expected))
-        merges = any(row.merged_tokens < row.tokens for row in report.rows)
-        _refuse_different(check, LARGEST_MERGED_DIFFERENCE if merges else LARGEST_DIFFERENCE)
-        found = ExportRecord(about, report, check)
-        write_json(folder / FILE, found.to_dict(folder))
-    return found
-
-
-def _without_steps(merging: MethodSpec) -> MethodSpec:
-    """Return what can be exported instead of the default method, whose plan follows the steps."""
-    if SPEEDUP in merging.changes:
-        raise ConfigError(
-            "speedup: an exported model is the same at every denoising step, and skips none; give --ratio 0.5"
-        )
-    return merging_alone(ToMeConfig.ratio, merging.changes)
+        merges = any(row.merged_tokens < row.tokens for row in rows)
+        most = LARGEST_MERGED_DIFFERENCE if merges else LARGEST_DIFFERENCE
+        engine = f"{form.packages[0]} {metadata.version(form.packages[0])}"
+        about["check"] = _compared(result, expected, engine, most)
+        about["files"] = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+        about["versions"] = {name: version for name in _PACKAGES if (version := version_of(name))}
+        write_json(folder / FILE, about)
+    return about
 
 
 def settings_of(merging: MethodSpec, call: DenoiserCall) -> ToMeConfig:
-    """Return the settings, which must be the same at every step."""
+    """Return the settings, which must be the same at every step.
+
+    Of the default method, whose plan follows the steps, only the merging is left.
+    """
     if merging.needs_model:
-        merging = _without_steps(merging)
+        if SPEEDUP in merging.changes:
+            raise ConfigError(
+                "speedup: an exported model is the same at every denoising step, and skips none; give "
+                "--ratio 0.5"
+            )
+        merging = merging_alone(ToMeConfig.ratio, merging.changes)
     config = merging.config(call.denoiser)
     if config.follows_steps:
         raise ConfigError(
@@ -257,13 +202,21 @@ def _result(model: torch.nn.Module, arguments: dict[str, Any]) -> Any:
     return found.numpy()
 
 
-def _refuse_different(check: Check, most: float) -> None:
-    """Raise a ConfigError if the exported model differs from PyTorch."""
-    if not check.relative <= most:
+def _compared(result: Any, expected: Any, engine: str, most: float) -> dict[str, Any]:
+    """Return how far the exported model is from PyTorch; a ConfigError if that is too far."""
+    difference, output = _largest(result - expected), _largest(expected)
+    if not difference / output <= most:
         raise ConfigError(
-            f"to: in {check.engine} the exported model differs from PyTorch by {check.relative:.1e} of its "
+            f"to: in {engine} the exported model differs from PyTorch by {difference / output:.1e} of its "
             f"largest output, more than {most:g}, so no files were kept; take another format or method"
         )
+    return {
+        "compared_with": "PyTorch",
+        "engine": engine,
+        "largest_difference": difference,
+        "largest_output": output,
+        "relative_difference": difference / output,
+    }
 
 
 def _about(array: Any) -> dict[str, Any]:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import DEFAULT
-from tokenmerge.errors import ConfigError, MissingExtraError, reason_of
+from tokenmerge.errors import ConfigError, MissingExtraError
 from tokenmerge.handle import RecordedPlan
 from tokenmerge.report import Report, RunSteps
 from tokenmerge_tools.closeness import psnr, ssim
 from tokenmerge_tools.drawing import Drawing, Progress, Studio, merged_groups, prepare
-from tokenmerge_tools.failures import is_of_compiler, is_out_of_memory
+from tokenmerge_tools.failures import is_out_of_memory
 from tokenmerge_tools.files import (
     free_folder,
     open_picture,
@@ -27,38 +27,20 @@ from tokenmerge_tools.files import (
     write_atomically,
     write_json,
 )
-from tokenmerge_tools.generate.parameters import parameters_of, write_picture
+from tokenmerge_tools.generate.parameters import write_picture
 from tokenmerge_tools.machine import environment
-from tokenmerge_tools.method_spec import check_compile
 from tokenmerge_tools.pipelines.call import load_pipeline_for
-from tokenmerge_tools.pipelines.loading import denoising_models, require_diffusers
+from tokenmerge_tools.pipelines.loading import require_diffusers
 from tokenmerge_tools.pipelines.meta_model import checked_source
 from tokenmerge_tools.pipelines.options import GenerateOptions
-from tokenmerge_tools.pipelines.settings import (
-    resolve_device,
-    resolve_dtype,
-    scheduler_class_name,
-)
+from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype, scheduler_class_name
 from tokenmerge_tools.sheets import Pair, as_tensor, comparison
-from tokenmerge_tools.timing import Measurement, Times, peak_memory_meaning
+from tokenmerge_tools.timing import Measurement, peak_memory_meaning
 from tokenmerge_tools.variants import contexts
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
-
-
-@dataclasses.dataclass(frozen=True)
-class VariantResult:
-    """Wall-clock seconds of each timed pipeline call of one variant, in order, and the peak memory."""
-
-    name: str
-    seconds: tuple[float, ...]
-    peak_bytes: int | None
-
-    def per_image(self, batch: int) -> Times:
-        """Return the seconds per picture, which are the seconds per call divided by the batch."""
-        return Times.of([seconds / batch for seconds in self.seconds])
 
 
 @dataclasses.dataclass
@@ -84,22 +66,19 @@ class Result:
     summary: str = ""
     steps: RunSteps | None = None
 
-    @property
-    def variants(self) -> list[VariantResult]:
-        """The measurements of each variant."""
-        found = []
-        for name in self.names:
-            own = [one for one in self.measurements if one.variant == name]
-            peak = max((one.peak_bytes for one in own if one.peak_bytes is not None), default=None)
-            found.append(VariantResult(name, tuple(one.seconds for one in own), peak))
-        return found
+    def seconds(self, name: str) -> list[float]:
+        """Return the seconds per picture of each timed call of one variant, in order."""
+        return [one.seconds / self.batch for one in self.measurements if one.variant == name]
 
-    def speedup(self, variant: VariantResult) -> float | None:
-        """Return the median time of dense over that of ``variant``; None if either was not timed."""
-        dense = self.variants[0]
-        if dense.name != "dense" or not dense.seconds or not variant.seconds:
-            return None
-        return dense.per_image(self.batch).median / variant.per_image(self.batch).median
+    def peak_bytes(self, name: str) -> int | None:
+        """Return the peak memory of one variant; None if it cannot be read."""
+        peaks = (one.peak_bytes or 0 for one in self.measurements if one.variant == name)
+        return max(peaks, default=0) or None
+
+    def speedup(self, name: str) -> float | None:
+        """Return the median time of dense over that of one variant; None if either was not timed."""
+        dense, own = self.seconds("dense"), self.seconds(name)
+        return median(dense) / median(own) if dense and own else None
 
     def write(self) -> None:
         """Write ``run.json``."""
@@ -108,13 +87,15 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Return the content of ``run.json``. An infinite PSNR becomes the string ``"inf"``."""
         variants = {}
-        for one in self.variants:
-            per_image = dataclasses.asdict(one.per_image(self.batch)) if one.seconds else None
-            variants[one.name] = {
-                "seconds_per_call": list(one.seconds),
-                "seconds_per_image": per_image,
-                "speedup": self.speedup(one),
-                "peak_memory_bytes": one.peak_bytes,
+        for name in self.names:
+            times = None
+            if own := self.seconds(name):
+                times = {"median": median(own), "fastest": min(own), "slowest": max(own), "runs": len(own)}
+            variants[name] = {
+                "seconds_per_call": [one.seconds for one in self.measurements if one.variant == name],
+                "seconds_per_image": times,
+                "speedup": self.speedup(name),
+                "peak_memory_bytes": self.peak_bytes(name),
             }
         quality = None
         if self.psnr:
@@ -148,8 +129,6 @@ def generate(
     known, and ``on_comparison`` with the path of the picture that compares dense and merged once it exists.
     """
     require_diffusers("tokenmerge generate")
-    if options.compile and not options.merging.needs_model:
-        check_compile(options.merging.config())
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     if options.scheduler is not None:
@@ -164,10 +143,16 @@ def generate(
     prepare_folder(folder)
 
     pipe = load_pipeline_for(options, source, dtype, device)
-    with _one_line_errors(options):
+    try:
         run = _Generating(pipe, options, control, folder, on_progress, on_comparison)
         on_start(run.options)
         return run.run()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            "there is too little memory; lower --size or --batch, or use --dtype fp16"
+        ) from error
 
 
 class _Generating:
@@ -183,12 +168,9 @@ class _Generating:
         on_comparison: Callable[[Path], None],
     ) -> None:
         self.on_comparison = on_comparison
-        # A compiled model is one graph for all steps, so its settings cannot change over the steps.
-        prepared = prepare(pipe, options, control, follows_steps=False if options.compile else None)
+        prepared = prepare(pipe, options, control)
         self.call, self.options = prepared.call, prepared.options
-        if options.compile:
-            check_compile(prepared.config)
-        width, height = size = prepared.options.size or (0, 0)
+        width, height = prepared.options.size or (0, 0)
         conditions = {
             "options": options.to_dict(),
             "config": prepared.config.to_dict(),
@@ -202,7 +184,6 @@ class _Generating:
             "peak_memory": peak_memory_meaning(pipe.device),
             "environment": environment(),
         }
-        self.parameters = parameters_of(options, size)
         self.metadata: Callable[[], str] = str
         self.variants = ("dense", "merged") if options.compare else ("merged",)
         about = (folder, conditions, options.batch, self.variants, prepared.report, prepared.config)
@@ -223,20 +204,15 @@ class _Generating:
         options, merging, result = self.options, self.options.merging, self.result
         result.write()
         method = f"{DEFAULT} {merging.speedup:g}" if merging.needs_model else ""
-        apply = partial(contexts.tokenmerge, config=result.config, method=method)
-        if options.min_psnr is not None or (merging.is_default_method and not options.compile):
-            apply = partial(contexts.default_method, speedup=merging.speedup, min_psnr=options.min_psnr)
+        speedup = merging.speedup if merging.is_default_method else None
+        asked = {"speedup": speedup, "min_psnr": options.min_psnr}
+        apply = partial(contexts.tokenmerge, config=result.config, method=method, **asked)
         with self.studio as studio:
             patch = studio.add("merged", apply)
             self.metadata = patch.metadata
+            for name in self.variants:
+                studio.warm_up(name, self.call)
             with patch.record() as plans:
-                for name in self.variants:
-                    studio.warm_up(name, self.call)
-            if options.compile:  # only now, so that no graph contains the recording of plans
-                for name in self.variants:
-                    _compile(studio.pipes[name])
-                    studio.warm_up(name, self.call)
-            with contextlib.nullcontext(plans) if options.compile else patch.record() as plans:
                 pictures = {one.variant: one.pictures for one in self._timed(1)}
             result.config = patch.config  # the default method knows all facts only when it runs
             result.conditions["config"] = result.config.to_dict()
@@ -267,10 +243,9 @@ class _Generating:
         """Write one picture per seed."""
         metadata = self.metadata() if drawing.variant == "merged" else None
         for index, picture in enumerate(drawing.pictures):
-            parameters = dataclasses.replace(self.parameters, seed=self.call.seeds[index])
             write_atomically(
                 self.result.folder / f"{drawing.variant}-{index:02d}.png",
-                partial(write_picture, picture, parameters, metadata),
+                partial(write_picture, picture, self.options, self.call.seeds[index], metadata),
             )
 
     def _compare(self, dense: list[Image], merged: list[Image], plans: Mapping[str, RecordedPlan]) -> None:
@@ -304,25 +279,3 @@ class _Generating:
         path = self.result.folder / "comparison.png"
         write_atomically(path, picture.save)
         self.on_comparison(path)
-
-
-def _compile(pipe: DiffusionPipeline) -> None:
-    for model in denoising_models(pipe).values():
-        model.compile()
-
-
-@contextlib.contextmanager
-def _one_line_errors(options: GenerateOptions) -> Iterator[None]:
-    """Turn failures that a user can act on into one-line errors."""
-    try:
-        yield
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise ConfigError(
-                "there is too little memory; lower --size or --batch, or use --dtype fp16"
-            ) from error
-        if options.compile and is_of_compiler(error):
-            raise ConfigError(
-                f"compile: torch.compile failed ({reason_of(error)}); leave --compile out"
-            ) from error
-        raise

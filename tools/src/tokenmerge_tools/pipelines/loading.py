@@ -18,11 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tokenmerge.errors import (
-    ConfigError,
-    MissingExtraError,
-    UnsupportedModelError,
-)
+from tokenmerge.errors import ConfigError, MissingExtraError, UnsupportedModelError
 from tokenmerge_tools import demo
 from tokenmerge_tools.failures import errors_as
 from tokenmerge_tools.files import is_file, is_folder
@@ -326,6 +322,20 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def quiet_loggers(*prefixes: str) -> Iterator[None]:
+    """Silence everything but errors of the loggers whose names begin so."""
+    known = {*prefixes, *(name for name in logging.root.manager.loggerDict if name.startswith(prefixes))}
+    before = {logger: logger.level for logger in map(logging.getLogger, known)}
+    for logger in before:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in before.items():
+            logger.setLevel(level)
 
 
 def quiet_libraries(command: str) -> None:

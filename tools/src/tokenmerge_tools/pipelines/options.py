@@ -121,9 +121,6 @@ class GenerateOptions(PipelineOptions):
     negative_prompt: Annotated[str | None, picture("What not to draw.")] = None
     control: Annotated[Path | None, picture("Picture for the ControlNet.")] = None
     controlnet: Annotated[str | None, picture("Folder or hub id of a ControlNet.")] = None
-    compile: Annotated[
-        bool, machine("Use torch.compile. Compiling is part of the untimed warm-up.", "--compile")
-    ] = False
     compare: Annotated[bool, machine("Also draw without tokenmerge.", "--compare/--no-compare")] = True
     repeat: Annotated[int, machine("Timed calls with tokenmerge, and as many without.", parser="integer")] = 3
     record_steps: Annotated[
@@ -153,14 +150,6 @@ class GenerateOptions(PipelineOptions):
             raise ConfigError(
                 f"min-psnr: only auto without other settings can run more steps than it plans, got "
                 f"{self.merging.title}; give --speedup 3 --min-psnr {self.min_psnr:g}"
-            )
-        if self.min_psnr is not None and self.compile:
-            raise ConfigError(
-                "min-psnr: a model that is compiled into one graph has no steps to add; leave --compile out"
-            )
-        if self.record_steps and self.compile:
-            raise ConfigError(
-                "record-steps: a model that is compiled into one graph records no steps; leave --compile out"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,7 +4,6 @@
 import dataclasses
 import html
 import traceback
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +40,16 @@ def build(model: str, visitors: Visitors, **machine: Any) -> Any:
                 fields, draw, halt = _fields(gr, models, first)
             with gr.Column(scale=5, min_width=300):
                 shown = _results(gr)
-        frozen: dict[str, Any] = {
-            "allow_preview": False,
-            "buttons": [],
-            "interactive": False,
-            "visible": False,
-        }
         gallery = gr.Gallery(
             label="Tried before: choose one to see it again",
-            **{"height": "auto", "object_fit": "contain", "format": "png", "elem_id": "tried", **frozen},
+            **{"height": "auto", "object_fit": "contain", "format": "png", "elem_id": "tried"},
+            **{"allow_preview": False, "buttons": [], "interactive": False, "visible": False},
         )
 
         own_progress = gr.Progress()  # Gradio finds it among the defaults, and replaces it in each call
 
         def stop_of(visitor: gr.Request) -> Stop:
-            return Stop(partial(visitors.__contains__, visitor.session_hash))
+            return Stop(lambda: visitor.session_hash in visitors)
 
         def begin(visitor: gr.Request) -> tuple[Stop, Any, Any]:
             return stop_of(visitor), gr.Button(interactive=False), gr.Button(interactive=True)
@@ -154,25 +148,16 @@ def _fields(gr: Any, models: tuple[str, ...], first: Form) -> tuple[list[Any], A
 
 def _results(gr: Any) -> list[Any]:
     """Return the components that show a trial, in the order of :func:`_content`."""
-    tiles = gr.HTML(texts.nothing_yet(), elem_id="tiles", min_height=88, padding=False)
+    tiles = gr.HTML(texts.NOTHING_YET, elem_id="tiles", min_height=88, padding=False)
     with gr.Row():
-        pictures = {
-            "type": "pil",
-            "format": "png",
-            "interactive": False,
-            "buttons": ["download", "fullscreen"],
-        }
+        pictures = {"type": "pil", "format": "png", "interactive": False}
+        pictures["buttons"] = ["download", "fullscreen"]
         slider = gr.ImageSlider(label="Dense | merged", min_width=280, elem_id="pair", **pictures)
         with gr.Column(min_width=280):
             groups = gr.Image(label="What merges", elem_id="groups", **pictures)
             caption = gr.HTML(padding=False, elem_id="caption")
-    code: dict[str, Any] = {
-        "language": None,
-        "interactive": False,
-        "show_line_numbers": False,
-        "wrap_lines": True,
-    }
-    code |= {"lines": 1, "buttons": ["copy"]}
+    code: dict[str, Any] = {"language": None, "interactive": False, "lines": 1, "buttons": ["copy"]}
+    code |= {"show_line_numbers": False, "wrap_lines": True}
     with gr.Column(visible=False) as rest:
         python = gr.Code(label="Python: this picture from your pipeline", elem_id="python", **code)
         tune = gr.Code(label="Send to tune: measure it on several prompts", elem_id="tune", **code)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenmerge.errors import ConfigError, MissingExtraError
-from tokenmerge_tools.play.gate import Gate, Visitors
+from tokenmerge_tools.play.gate import Gate, Visitors, served_names
 
 LOCAL = "127.0.0.1"
 # Gradio's own colours are too pale to read.
@@ -49,48 +49,43 @@ def serve(
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     with tempfile.TemporaryDirectory(prefix="tokenmerge-play-") as pictures:
-        os.environ["GRADIO_TEMP_DIR"] = pictures
+        os.environ["GRADIO_TEMP_DIR"] = pictures  # Gradio reads it when it is imported
+        import gradio as gr
+        from starlette.middleware import Middleware
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+        from tokenmerge_tools.play.page import STYLE
+
         visitors = Visitors()
-        _serve(build(visitors), visitors, host, port, browser, on_ready)
-
-
-def _serve(
-    page: Any,
-    visitors: Visitors,
-    host: str,
-    port: int | None,
-    browser: bool,
-    on_ready: Callable[[str], None],
-) -> None:
-    import gradio as gr
-    from starlette.middleware import Middleware
-
-    from tokenmerge_tools.play.page import STYLE
-
-    fonts = ("system-ui", "sans-serif")
-    theme = gr.themes.Default(font=fonts, font_mono=("ui-monospace", "monospace"), primary_hue="blue")
-    theme.set(**_READABLE)
-    try:
-        off = ("share", "run_history", "enable_monitoring", "ssr_mode", "pwa", "mcp_server")
-        _, address, _ = page.queue(max_size=32).launch(
-            server_name=host,
-            server_port=port,
-            inbrowser=browser,
-            prevent_thread_lock=True,
-            quiet=True,
-            footer_links=[],
-            show_error=True,
-            app_kwargs={"middleware": [Middleware(Gate, host=host, visitors=visitors)]},
-            theme=theme,
-            css_paths=STYLE,
-            **dict.fromkeys(off, False),
-        )
-    except OSError as error:
-        taken = "all ports from 7860 on are" if port is None else f"{port} is"
-        raise ConfigError(
-            f"port: cannot listen on {host} ({taken} in use, or not allowed); give another --port"
-        ) from error
-    on_ready(address)
-    with contextlib.suppress(KeyboardInterrupt):
-        threading.Event().wait()
-    page.close(verbose=False)
+        fonts = ("system-ui", "sans-serif")
+        theme = gr.themes.Default(font=fonts, font_mono=("ui-monospace", "monospace"), primary_hue="blue")
+        theme.set(**_READABLE)
+        middleware = [
+            Middleware(TrustedHostMiddleware, allowed_hosts=served_names(host)),
+            Middleware(Gate, visitors=visitors),
+        ]
+        page = build(visitors)
+        try:
+            off = ("share", "run_history", "enable_monitoring", "ssr_mode", "pwa", "mcp_server")
+            _, address, _ = page.queue(max_size=32).launch(
+                server_name=host,
+                server_port=port,
+                inbrowser=browser,
+                prevent_thread_lock=True,
+                quiet=True,
+                footer_links=[],
+                show_error=True,
+                app_kwargs={"middleware": middleware},
+                theme=theme,
+                css_paths=STYLE,
+                **dict.fromkeys(off, False),
+            )
+        except OSError as error:
+            taken = "all ports from 7860 on are" if port is None else f"{port} is"
+            raise ConfigError(
+                f"port: cannot listen on {host} ({taken} in use, or not allowed); give another --port"
+            ) from error
+        on_ready(address)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+        page.close(verbose=False)

@@ -12,6 +12,8 @@ from tokenmerge_tools.failures import is_out_of_memory
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.play.trials import Trial
 
+# The hint before the first trial.
+NOTHING_YET = '<p class="hint">Press Draw. The picture is drawn dense and merged from the same seed.</p>'
 _LEAST_SPEEDUP = 1.05  # one call of each does not show a smaller one
 
 
@@ -30,11 +32,6 @@ def tiles(trial: Trial) -> str:
     )
     cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures)
     return f'<dl class="tiles">{cells}</dl>'
-
-
-def nothing_yet() -> str:
-    """Return the hint before the first trial, as HTML."""
-    return '<p class="hint">Press Draw. The picture is drawn dense and merged from the same seed.</p>'
 
 
 def caption(trial: Trial) -> str:

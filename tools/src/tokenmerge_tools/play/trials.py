@@ -101,14 +101,9 @@ class Trials:
     def draw(self, options: GenerateOptions, on_progress: OnProgress, stop: Stop) -> Trial:
         """Draw one picture dense and merged.
 
-        A short untimed call of each variant comes first, so that the times are not those of a first call.
-        ``on_progress`` is called after each denoising step. ``batch``, ``compare``, ``compile``, ``repeat``
-        and ``out`` of the options are not read.
-
-        Raises:
-            TokenMergingError: the options do not fit the model or the machine. This is found before
-                anything is drawn.
-            StoppedError: a stop was asked for, or the visitor left.
+        A short untimed call of each variant comes first. ``on_progress`` is called after each denoising step.
+        Options that do not fit the model or the machine are refused before anything is drawn. A trial that is
+        to stop raises a StoppedError.
         """
         with self._lock:
             stop.check()
@@ -147,10 +142,8 @@ def _draw(pipe: DiffusionPipeline, options: GenerateOptions, on_progress: OnProg
     stop.check()
     with Studio(pipe, on_step) as studio:
         dense = draw("dense")
-        apply = partial(contexts.tokenmerge, config=prepared.config)
-        if options.merging.is_default_method:
-            apply = partial(contexts.default_method, speedup=options.merging.speedup)
-        patch = studio.add("merged", apply)
+        speedup = options.merging.speedup if options.merging.is_default_method else None
+        patch = studio.add("merged", partial(contexts.tokenmerge, config=prepared.config, speedup=speedup))
         with patch.record() as plans, _warnings() as of_drawing:
             merged = draw("merged")
         summary = str(patch)

@@ -60,11 +60,7 @@ class ResultsFile(Generic[R]):
         self._file.close()
 
     def append(self, record: R) -> None:
-        """Append one record and flush it to disk.
-
-        Raises:
-            RecordNotWrittenError: the disk is full or failing. Earlier records are safe.
-        """
+        """Append one record and flush it to disk. If that fails, a RecordNotWrittenError says where it is."""
         line = record.to_line().encode()
         before = self._file.seek(0, os.SEEK_END)
         try:
@@ -237,10 +233,7 @@ def read_records(
 
 
 def read_lines(path: Path, notes: list[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Read the objects of a JSON-lines file with their line numbers. An incomplete last line is skipped.
-
-    ``notes`` gets a message about that line.
-    """
+    """Read the objects of a JSON-lines file with their line numbers, except an incomplete last line."""
     text = read_bytes(path, "results", "give a file of tokenmerge bench or evaluate")
     torn = _torn_end(text)
     if torn and notes is not None:

@@ -36,10 +36,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A chart.
-
-    ``level`` is the (name, y) of a horizontal line to compare with, and ``metric`` that on the x axis.
-    """
+    """A chart of a ``metric`` on the x axis. ``level`` is the (name, y) of a line to compare with."""
 
     title: str
     x: str
@@ -106,27 +103,17 @@ def _speedup(record: QualityRecord, cells: Sequence[CellRecord]) -> float | None
 
 
 def notes_on_charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> list[str]:
-    """Note which variants are in no chart, as they were not timed, or drawn and timed with other steps."""
-    timed, otherwise, missing = _timed(cells), [], []
+    """Note which variants are in no chart, as they were not timed."""
+    timed, notes = _timed(cells), []
     for records in _sets_of_pictures(quality):
-        untimed = []
-        for record in records:
-            cell = cell_of_pictures(record.label, record.drawn_with, timed)
-            if cell is None and record.variant != DENSE and record.speedup is None:
-                untimed.append(record.label)
-            if cell is not None and record.steps_used != cell.facts.get("steps_used"):
-                otherwise.append(
-                    f"{record.label} of {quality_name(record)} is in no chart of speed-up against closeness: "
-                    f"drawn with {record.steps_used or 'an unknown number of'} steps, timed with "
-                    f"{cell.facts.get('steps_used')}; run tokenmerge evaluate again"
-                )
+        untimed = [one.label for one in records if one.variant != DENSE and _speedup(one, timed) is None]
         if untimed:
-            missing.append(
+            notes.append(
                 f"no chart of speed-up against closeness of {quality_name(records[0])} has "
                 f"{', '.join(untimed)}: their time is unknown; run tokenmerge evaluate with a new results "
                 "file to draw and time them"
             )
-    return otherwise + missing
+    return notes
 
 
 def _sets_of_pictures(quality: Iterable[QualityRecord]) -> list[list[QualityRecord]]:

@@ -16,7 +16,7 @@ from tokenmerge_tools.records.file import Results, Sample
 from tokenmerge_tools.records.kinds import CellRecord, QualityRecord
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart, charts, notes_on_charts
 from tokenmerge_tools.reporting.plots import draw
-from tokenmerge_tools.reporting.price_tables import fastest_table, price_tables, summary
+from tokenmerge_tools.reporting.price_tables import fastest_table, price_tables
 from tokenmerge_tools.reporting.tables import (
     Table,
     measured_tables,
@@ -40,7 +40,6 @@ class Content:
     ``conditions`` has the (name, JSON) of each machine and configuration, and of each set of pictures.
     """
 
-    summary: str
     fastest: Table | None
     prices: tuple[Table, ...]
     measured: tuple[Table, ...]
@@ -58,7 +57,6 @@ def content_of(results: Results) -> Content:
     samples, lost = _readable(results.samples)
     drawn = charts(cells, quality)
     return Content(
-        summary=summary(cells, drawn),
         fastest=fastest_table(drawn),
         prices=tuple(price_tables(drawn)),
         measured=tuple(measured_tables(cells)),
@@ -66,13 +64,7 @@ def content_of(results: Results) -> Content:
         charts=tuple(drawn),
         samples=tuple(samples),
         conditions=tuple(_conditions(cells, quality)),
-        notes=(
-            *results.notes,
-            *older_cells,
-            *older_figures,
-            *notes_on_charts(cells, quality),
-            *lost,
-        ),
+        notes=(*results.notes, *older_cells, *older_figures, *notes_on_charts(cells, quality), *lost),
     )
 
 
@@ -167,7 +159,6 @@ def as_html(content: Content) -> str:
     ]
     return environment.from_string(text).render(
         title=TITLE,
-        summary=content.summary,
         fastest=content.fastest,
         prices=prices,
         sections=[(anchor, name, *_shared_notes(tables)) for anchor, name, tables in sections if tables],

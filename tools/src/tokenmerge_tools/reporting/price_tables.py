@@ -1,4 +1,4 @@
-"""Tables of speed-up and closeness with the points of the charts, and a summary of them."""
+"""Tables of speed-up and closeness with the points of the charts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER, CellRecord
+from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart
-from tokenmerge_tools.reporting.tables import BASELINES, FASTER, Table, TableRow, call_name, times
+from tokenmerge_tools.reporting.tables import FASTER, Table, TableRow, times
 
 # Mean PSNR in dB. From 40 on, pictures are hard to tell apart; at 30, details differ.
 _CLOSENESS = (40.0, 35.0, 30.0)
@@ -46,31 +46,6 @@ def fastest_table(charts: Iterable[Chart]) -> Table | None:
         *([f"all pictures: {', '.join(shared)}"] if shared else []),
     )
     return Table("Fastest variant by closeness", header, rows, notes, words=len(header))
-
-
-def summary(cells: Sequence[CellRecord], charts: Sequence[Chart]) -> str:
-    """Say in one or two sentences what was measured, and which method is the fastest."""
-    timed = [cell for cell in cells if cell.speedup is not None]
-    settings = len({call_name(cell.conditions) for cell in timed})
-    sets = len(_by_pictures(charts))
-    parts = []
-    if timed:
-        parts.append(f"{_count(len(timed), 'variant')} timed in {_count(settings, 'setting')}")
-    if sets:
-        parts.append(f"speed and closeness of {_count(sets, 'set')} of pictures")
-    text = f"{'; '.join(parts)}." if parts else "Nothing was timed."
-    methods = [cell for cell in timed if cell.conditions["variant"] not in BASELINES]
-    if methods:
-        best = max(methods, key=lambda cell: cell.speedup or 0.0)
-        if (best.speedup or 0.0) <= FASTER:
-            at = f"{best.label}, is at {times(best.speedup)}"
-            return f"{text} No method is faster than dense: the fastest, {at}."
-        text += (
-            f" The largest speed-up of a method is {times(best.speedup)}: {best.label} on "
-            f"{call_name(best.conditions)}"
-        )
-        text += "; what it costs in closeness is below." if sets else "."
-    return text
 
 
 def _by_pictures(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
@@ -149,7 +124,3 @@ def _fastest(known: Sequence[tuple[float, float, _Point]], closeness: float) -> 
 
 def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -32,10 +32,7 @@ class TableRow:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A titled table.
-
-    The first ``words`` columns hold text, the others numbers.
-    """
+    """A titled table. The first ``words`` columns hold text, the others numbers."""
 
     title: str
     header: tuple[str, ...]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from tokenmerge.config.checks import integer, number, one_of
 from tokenmerge.errors import ConfigError, shown
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
-from tokenmerge_tools.evaluate.metrics import PICTURE_METRICS
+from tokenmerge_tools.evaluate.metrics import METRIC_NAMES
 from tokenmerge_tools.evaluate.prompts import PROMPTS_HELP
 from tokenmerge_tools.pipelines.options import PipelineOptions, option
 
@@ -21,10 +21,7 @@ _search = partial(option, "Search")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneOptions(PipelineOptions):
-    """What to find a plan for, and how long to search.
-
-    ``within`` are seconds, including those of earlier runs.
-    """
+    """What to find a plan for, and how many seconds to search, those of earlier runs included."""
 
     speedup: Annotated[
         float, _search("Speed-up to reach: dense operations, divided by those of the plan.", parser="number")
@@ -34,7 +31,7 @@ class TuneOptions(PipelineOptions):
     metric: Annotated[
         str | None,
         _search(
-            f"Closeness metric of the check: {', '.join(PICTURE_METRICS)}. NAME=NETWORK uses the network in "
+            f"Closeness metric of the check: {', '.join(METRIC_NAMES)}. NAME=NETWORK uses the network in "
             "a folder or with a hub id. Default: psnr."
         ),
     ] = None
@@ -50,22 +47,15 @@ class TuneOptions(PipelineOptions):
     ] = Path("outputs/tuned.json")
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.speedup) and self.speedup > 1):
-            raise ConfigError(
-                f"speedup: expected a number above 1, such as 2, got {self.speedup:g}; 1 is the speed of "
-                "dense"
-            )
-        if self.metric is not None and self.metric_name not in PICTURE_METRICS:
-            raise ConfigError(
-                f"metric: expected one of {', '.join(PICTURE_METRICS)}, which have a value for each picture, "
-                f"got {self.metric!r}"
-            )
+        number("a number above 1, the speed of dense, such as 2", lambda speedup: speedup > 1)(
+            "speedup", self.speedup
+        )
+        one_of(METRIC_NAMES)("metric", self.metric_name)
         if self.out.suffix != ".json":
             raise ConfigError(f"out: expected a file ending in .json, got {self.out}")
         if not self.within > 0:
             raise ConfigError(f"within: expected a duration above 0 seconds, got {self.within:g}")
-        if self.items < 4:
-            raise ConfigError(f"items: expected an integer ≥ 4, got {self.items}")
+        integer(4)("items", self.items)
         if self.steps < 2:
             raise ConfigError(
                 f"steps: expected at least 2, got {self.steps}; with one step, nothing is left to reuse"

@@ -1,9 +1,9 @@
-"""Generation plans of one speed: the rule's, some regular ones, and their neighbours."""
+"""Generation plans of one speed: the rule's, and the neighbours of a plan."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from random import Random
 
 from tokenmerge.config import StepReuse, ToMeConfig
@@ -14,9 +14,6 @@ from tokenmerge.report.summary import signs_of
 # What a step runs: everything, what step reuse never skips and a UNet's finest level, or not even that.
 COMPLETE, FINEST, LEAST = "M", "f", "·"
 _SIGNS = LEAST + FINEST + COMPLETE
-# Regular spacings: an exponent, below 1 where complete steps are closer together at the end, and the place of
-# the last one.
-_SPACINGS = ((1.0, 0.9), (0.85, 1.0), (1.2, 1.0), (1.2, 0.9))
 _RATIO_STEPS = (-0.1, -0.05, 0.05, 0.1)
 _LEAST_RATIO, _MOST_RATIO = 0.1, 0.75
 _DIGITS = 5  # of a place
@@ -90,49 +87,9 @@ class Budget:
         return self.counted(plan) >= self.speedup
 
 
-def starts(facts: Facts, speedup: float) -> list[SearchedPlan]:
-    """Return the plans that a search begins with: the rule's first, and others that are no slower.
-
-    The others have the rule's complete steps at other regular places, or are those that it would choose
-    without corrections, without merging and without step reuse.
-    """
-    rule = SearchedPlan.of(plan_for(facts, speedup).config, facts.steps)
-    least = speedup_of(facts, rule.config)
-    count = rule.runs.count(COMPLETE)
-    spacings = [[1 + i for i in _spaced(facts.steps - 1, count - 1, *spacing)] for spacing in _SPACINGS]
-    others = [with_complete(rule, [0, *own]) for own in spacings]
-    others.append(with_complete(rule, _in_pairs(facts.steps, count)))
-    for change in ({"number_bytes": 2**31}, {"fewest_tokens": 2**31}, {"can_skip": False}):
-        less = dataclasses.replace(facts, **change)
-        others.append(SearchedPlan.of(plan_for(less, speedup).config, facts.steps))
-    found = [rule, *(one for one in others if speedup_of(facts, one.config) >= least)]
-    return list(dict.fromkeys(found))
-
-
-def with_complete(plan: SearchedPlan, complete: Sequence[int]) -> SearchedPlan:
-    """Return a plan with other complete steps, and evenly spaced finest levels in the steps between them."""
-    others = [i for i in range(len(plan.runs)) if i not in complete]
-    finest = [others[i] for i in _spaced(len(others), plan.runs.count(FINEST))]
-    runs = (COMPLETE if i in complete else FINEST if i in finest else LEAST for i in range(len(plan.runs)))
-    return dataclasses.replace(plan, runs="".join(runs))
-
-
-def _spaced(among: int, count: int, power: float = 1.0, end: float = 1.0) -> list[int]:
-    """Choose ``count`` of some steps, from the first on, at a power of even places up to a share of them."""
-    found: list[int] = []
-    for k in range(count):
-        wanted = round((among - 1) * end * (k / max(1, count - 1)) ** power)
-        found.append(min(max(wanted, found[-1] + 1 if found else 0), among - count + k))
-    return found
-
-
-def _in_pairs(steps: int, count: int) -> list[int]:
-    """Choose ``count`` steps, two after another where possible: the second shows how outputs change."""
-    pairs = -(-count // 2)
-    first = _spaced(steps - 1, pairs, end=1 - 1 / pairs)
-    found = sorted({i + j for i in first for j in (0, 1)})[:count]
-    others = [i for i in range(steps) if i not in found]  # where pairs touch, some steps are left to choose
-    return sorted(found + others[: count - len(found)])
+def rule_plan(facts: Facts, speedup: float) -> SearchedPlan:
+    """Return the plan of the default method."""
+    return SearchedPlan.of(plan_for(facts, speedup).config, facts.steps)
 
 
 def neighbours(plan: SearchedPlan, budget: Budget, random: Random) -> Iterator[SearchedPlan]:

@@ -1,34 +1,22 @@
-"""The output of a search: the file with the plan, a table, and a picture of the worst prompt."""
+"""The output of a search: the file with the plan, and a table."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 from tokenmerge.config import SavedSettings, plan_content
 from tokenmerge.report.summary import SIGNS
-from tokenmerge_tools.files import write_atomically, write_json
+from tokenmerge_tools.files import write_json
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER
 from tokenmerge_tools.reporting.tables import Table, TableRow, times
-from tokenmerge_tools.sheets import difference, difference_gain, sample_sheet
 from tokenmerge_tools.tune.rounds import estimates
 from tokenmerge_tools.tune.runner import Search
-from tokenmerge_tools.variants.variant import DENSE, Variant
 
 
-def write_result(search: Search) -> list[str]:
-    """Write the plan, and the picture of the worst prompt of the check if there was one.
-
-    The result has a line for each file, with its path.
-    """
-    out = search.options.out
-    write_json(out, _content(search))
-    lines = [f"plan: {out}"]
-    if any(look.name == search.chosen.name for look in search.looks):
-        worst = out.with_name(f"{out.stem}-worst.png")
-        lines.append(f"worst prompt, dense and merged: {worst} ({_write_worst(search, worst)})")
-    return lines
+def write_result(search: Search) -> None:
+    """Write the file with the plan."""
+    write_json(search.options.out, _content(search))
 
 
 def verdict(search: Search) -> str:
@@ -125,25 +113,3 @@ def _content(search: Search) -> dict[str, Any]:
         "pictures": rows,
     }
     return {**plan_content(saved), "measured": measured}
-
-
-def _write_worst(search: Search, path: Path) -> str:
-    """Write the picture that is least close next to dense, and return its prompt and closeness."""
-    metric, chosen = search.options.metric_name, search.chosen.name
-    own = [look for look in search.looks if look.name == chosen]
-    sign = -1 if metric in LOWER_IS_CLOSER else 1
-    worst = min(own, key=lambda look: sign * look.value)
-    item, store = search.evaluation.items[worst.item], search.evaluation.store
-    dense = store.open(Variant(DENSE), item)
-    merged = store.open(search.variants()[chosen], item)
-    gain = difference_gain(dense, merged)
-    value = f"{metric} {worst.value:.4g}"
-    columns = [
-        ("dense", f"{search.options.steps} steps"),
-        ("merged", chosen),
-        ("difference", f"|merged - dense| x {gain}"),
-    ]
-    caption = f"{item.prompt.text} · seed {item.seed} · {value}"
-    sheet = sample_sheet(columns, [([dense, merged, difference(dense, merged, gain)], caption)])
-    write_atomically(path, sheet.save)
-    return f"{item.prompt.text!r}, seed {item.seed}, {value}"

@@ -111,7 +111,6 @@ def look_of(record: TuneRecord, metric: str) -> Look:
     return Look(record.name, record.item, seconds, dense_seconds, float(values["metrics"][metric]), cost)
 
 
-_PLAN = "plan"
 # PSNR of a picture that equals dense in every pixel, instead of infinity, so that means stay finite.
 _EQUAL = 100.0
 
@@ -127,7 +126,7 @@ class Rounds:
         self, options: TuneOptions, evaluation: Evaluation, metrics: Metrics, device: torch.device
     ) -> None:
         self.steps, self.evaluation, self.metrics = options.steps, evaluation, metrics
-        drawing = options.evaluation().drawing(evaluation.prompts[0].text)
+        drawing = options.evaluation().drawing(evaluation.prompts[0])
         self.pipe = load_pipeline_for(drawing, evaluation.source, evaluation.dtype, device)
         width, height = check_size(evaluation.size, latent_scale(self.pipe))
         self.latent = height, width
@@ -149,11 +148,7 @@ class Rounds:
         return self._dense[item]
 
     def snr(self, item: int, config: ToMeConfig) -> float:
-        """Return how close the final latents with some settings are to the dense ones, in dB.
-
-        Raises:
-            CannotRunError: the settings cannot run on this model or machine.
-        """
+        """Return how close the final latents are to the dense ones, in dB; a CannotRunError if they fail."""
         dense = self.dense(item)
         try:
             found = snr(self._latents(item, config), dense)
@@ -167,12 +162,12 @@ class Rounds:
         call = self._call(item).as_latents()
         with Studio(self.pipe) as studio:
             if config is not None:
-                studio.add(_PLAN, partial(tokenmerge, config=config))
-            return studio.draw(DENSE if config is None else _PLAN, call)[0]
+                studio.add("plan", partial(tokenmerge, config=config))
+            return studio.draw(DENSE if config is None else "plan", call)[0]
 
     def _call(self, item: int) -> PipelineCall:
         what = self.evaluation.items[item]
-        return self.call.of_pictures([what.prompt.text], [what.seed])
+        return self.call.of_pictures([what.prompt], [what.seed])
 
     def draw(
         self,
@@ -218,7 +213,7 @@ class Rounds:
         write_atomically(path, drawing.pictures[0].save, advice=CONTINUES)
 
     def _measure(self, item: int, pictures: list[Image], dense: list[Image]) -> dict[str, float]:
-        prompts, found = [self.evaluation.items[item].prompt.text], {}
+        prompts, found = [self.evaluation.items[item].prompt], {}
         for metric in self.metrics.of_pictures:
             value = float(metric.measure(pictures, dense, prompts)[0])
             found[metric.name] = min(value, _EQUAL) if metric.name == "psnr" else value

@@ -21,21 +21,15 @@ from tokenmerge_tools.pipelines.settings import resolve_device
 from tokenmerge_tools.records.file import ResultsFile
 from tokenmerge_tools.records.kinds import TuneRecord, key_of
 from tokenmerge_tools.tune.options import TuneOptions
-from tokenmerge_tools.tune.plans import Budget, SearchedPlan, neighbours, starts
+from tokenmerge_tools.tune.plans import Budget, SearchedPlan, neighbours, rule_plan
 from tokenmerge_tools.tune.rounds import CannotRunError, Rounds, gain, look_of
 from tokenmerge_tools.tune.search import search
-from tokenmerge_tools.variants.variant import FEWER_STEPS, VARIANTS, Variant
+from tokenmerge_tools.variants.variant import FEWER_STEPS, Variant
 
 # Share of the time after which no further plan is tried.
 _SEARCH = 0.7
 # A search that draws fewer pictures than this finds little.
 _PICTURES = 60
-# The block caches that are drawn once for comparison, if they are installed.
-_RIVALS = (
-    ("deepcache", "interval", (5, 3, 2)),
-    ("first-block-cache", "threshold", (0.2, 0.1, 0.05)),
-    ("cache-dit", "threshold", (0.2, 0.08)),
-)
 
 
 class _OutOfTime(Exception):
@@ -69,7 +63,7 @@ def tune(
     evaluation = plan_evaluation(wanted, device)
     items = tuple(sorted(evaluation.items, key=lambda item: item.seed)[: options.items])
     evaluation = dataclasses.replace(evaluation, items=items)
-    metrics = load_metrics(wanted.wanted(), [prompt.text for prompt in evaluation.prompts], on_note)
+    metrics = load_metrics(wanted.wanted(), evaluation.prompts, on_note)
     prepare_folder(evaluation.store.folder)
     with ResultsFile(options.records, TuneRecord) as file:
         for note in file.notes:
@@ -104,7 +98,7 @@ class Search:
         self.evaluation = evaluation = rounds.evaluation
         # The key has the metric's network, but not the budget and the speed-up: others reuse all pictures.
         conditions = key_of({**evaluation.store.conditions, "metrics": dict(rounds.metrics.networks)})
-        texts = [f"{item.prompt.text}, seed {item.seed}" for item in evaluation.items]
+        texts = [f"{item.prompt}, seed {item.seed}" for item in evaluation.items]
         self.conditions = key_of({"conditions": conditions, "items": texts})
         own = [one for one in file.records.values() if one.conditions == self.conditions]
         self.snr = {(one.name, one.item): float(one.values["snr"]) for one in own if one.about == "plan"}
@@ -113,9 +107,8 @@ class Search:
         self.spent += sum(look.cost for look in self.looks)
         self.dense_seconds = self._seconds_of_dense()
         self.facts = self._facts(own)
-        begin = starts(self.facts, options.speedup)
-        self.rule = self.best = begin[0]
-        self.begin, self.speedup = begin, speedup_of(self.facts, begin[0].config)
+        self.rule = self.best = rule_plan(self.facts, options.speedup)
+        self.speedup = speedup_of(self.facts, self.rule.config)
         self.budget = Budget(self.facts, self.speedup)
         if self.speedup <= 1:
             raise ConfigError(
@@ -166,7 +159,7 @@ class Search:
         self._announce(self.dense_seconds)
         try:
             plans = search(
-                self.begin,
+                [self.rule],
                 lambda plan, random: neighbours(plan, self.budget, random),
                 self._closeness,
                 self.options.items - self.options.checked,
@@ -177,7 +170,7 @@ class Search:
             pass
 
     def check(self) -> None:
-        """Draw the prompts that were kept back with the best plan, the rule's, and rivals, and time them.
+        """Draw the prompts that were kept back with the best plan, the rule's and fewer steps, and time them.
 
         The first prompt is drawn however little time is left.
         """
@@ -185,8 +178,7 @@ class Search:
         configs = {plan.name: plan.config for plan in (self.best, self.rule)}
         for item in range(first, self.options.items):
             done = {look.name for look in self.looks if look.item == item}
-            drawn = self.variants(with_rivals=item == first)
-            wanted = {name: one for name, one in drawn.items() if name not in done | self.failed}
+            wanted = {name: one for name, one in self.variants().items() if name not in done | self.failed}
             if not wanted or (item > first and self.spent >= self.options.within):
                 continue
             self._say(f"check on prompt {item - first + 1} of {self.options.checked}")
@@ -269,15 +261,13 @@ class Search:
         self.compared.add(plan.name)
         return self.snr[plan.name, item]
 
-    def variants(self, with_rivals: bool = True) -> dict[str, Variant]:
-        """Return what the check draws: the best plan and the rule's, fewer steps, and block caches."""
+    def variants(self) -> dict[str, Variant]:
+        """Return what the check draws: the best plan, the rule's, and fewer steps at its counted speed."""
         found = {plan.name: variant_of(plan.config) for plan in (self.best, self.rule)}
-        steps = math.floor(self.options.steps / self.speedup)
-        others = [Variant(FEWER_STEPS, (("steps", steps),))] * (steps >= 1)
-        for name, setting, values in _RIVALS * with_rivals:
-            if VARIANTS[name].missing() is None:
-                others += [Variant(name, ((setting, value),)) for value in values]
-        return found | {one.label: one for one in others}
+        if steps := math.floor(self.options.steps / self.speedup):
+            fewer = Variant(FEWER_STEPS, (("steps", steps),))
+            found[fewer.label] = fewer
+        return found
 
     def _fail(self, name: str, reason: str) -> None:
         if name == self.rule.name:

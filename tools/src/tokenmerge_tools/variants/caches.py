@@ -6,7 +6,6 @@ import ast
 import contextlib
 import importlib
 import io
-import logging
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge_tools.pipelines.loading import denoiser_of, guides, twin
+from tokenmerge_tools.pipelines.loading import denoiser_of, guides, quiet_loggers, twin
 from tokenmerge_tools.variants import generation
 from tokenmerge_tools.variants.generation import Generation, check_pipeline, in_each_call
 
@@ -210,10 +209,9 @@ def cache_dit(
 ) -> contextlib.AbstractContextManager[None]:
     """Skip all but the first blocks on steps where the residual of these blocks changed little: cache-dit.
 
-    The first sixth of the blocks, at least 1 and at most 8, runs in every step. If its residual is close to
-    that of the last complete step, the other blocks are skipped, and their residual of that step is added
-    again.
-    The first 8 steps are complete, or the first half of a generation of fewer than 16 steps.
+    The first sixth of the blocks, at least 1 and at most 8, runs in every step. Of a skipped block, the
+    residual of the last complete step is added again. The first 8 steps are complete, or the first half of a
+    generation of fewer than 16 steps.
 
     - threshold: relative mean absolute difference below which the other blocks are skipped, > 0. A higher
       threshold is faster and less close to dense. From 1 on, they are skipped whatever the difference.
@@ -234,7 +232,7 @@ def cache_dit(
     if mask is not None and mask not in MASKS:
         raise ConfigError(f"{_NAME}: mask: expected one of {', '.join(MASKS)}, got {mask!r}")
     package: Any = importlib.import_module("cache_dit")
-    with _quiet():
+    with quiet_loggers("cache_dit", "CACHE_DIT"):
         known = package.BlockAdapterRegister.is_supported(pipe)
     if not known or not isinstance(denoiser_of(pipe), nn.Module):
         raise UnsupportedModelError(f"{_NAME} does not support {type(pipe).__name__}; leave {_NAME} out")
@@ -264,32 +262,14 @@ def cache_dit(
     def begin(now: Generation) -> Iterator[None]:
         cached = now.pipe
         try:
-            with _quiet():
+            with quiet_loggers("cache_dit", "CACHE_DIT"):
                 adapter = package.get_adapter(cached)
                 blocks = sum(map(len, adapter.flatten([adapter.blocks])))
                 package.enable_cache(adapter, **settings(now.arguments["num_inference_steps"], blocks))
             cached = adapter  # it has the lists of blocks, in which cache-dit leaves statistics
             yield
         finally:
-            with _quiet():
+            with quiet_loggers("cache_dit", "CACHE_DIT"):
                 package.disable_cache(cached)
 
     return in_each_call(_NAME, pipe, begin)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep cache-dit from writing on standard output, except for errors."""
-    own = [
-        logger
-        for name, logger in logging.root.manager.loggerDict.items()
-        if name.startswith(("cache_dit", "CACHE_DIT")) and isinstance(logger, logging.Logger)
-    ]
-    levels = [logger.level for logger in own]
-    for logger in own:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(own, levels, strict=True):
-            logger.setLevel(level)

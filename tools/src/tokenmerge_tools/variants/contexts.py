@@ -23,28 +23,27 @@ TOMESD_SETTINGS = (
 )
 
 
-@contextlib.contextmanager
-def dense(model: object, config: None) -> Iterator[None]:
+def dense(model: object, config: None) -> contextlib.AbstractContextManager[None]:
     """Leave the model as it is."""
-    yield
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def tokenmerge(model: object, config: ToMeConfig, method: str = "") -> Iterator[Patch[Report, RecordedPlan]]:
-    """Merge tokens with this package, at any size of the sample."""
-    patch = merge_in_hosts(model, config, method=method, check_size=False)
-    try:
-        yield patch
-    finally:
-        patch.remove()
-
-
-@contextlib.contextmanager
-def default_method(
-    model: object, speedup: float, min_psnr: float | None = None
+def tokenmerge(
+    model: object,
+    config: ToMeConfig | None,
+    method: str = "",
+    speedup: float | None = None,
+    min_psnr: float | None = None,
 ) -> Iterator[Patch[Report, RecordedPlan]]:
-    """Apply the default method, which plans each generation when it begins."""
-    patch = apply_token_merging(model, speedup=speedup, min_psnr=min_psnr)
+    """Merge tokens with this package, at any size of the sample.
+
+    With a speed-up, the default method plans each generation when it begins, in place of the configuration.
+    """
+    if config is None or speedup is not None:
+        patch = apply_token_merging(model, speedup=speedup, min_psnr=min_psnr)
+    else:
+        patch = merge_in_hosts(model, config, method=method, check_size=False)
     try:
         yield patch
     finally:

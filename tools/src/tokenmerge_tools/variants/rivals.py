@@ -19,13 +19,11 @@ class VariantKind:
     """One kind of variant.
 
     ``apply`` makes a context manager from (model, configuration), which yields the patch of a method of this
-    package, and leaves the model as it was. ``method`` is the one in :data:`METHODS` whose settings it has,
-    if any, and ``takes`` names those that it accepts. ``is_faster``: it draws in less time, and is compared
-    with fewer steps. ``package`` is what pip has to install.
+    package. ``method`` is the one whose settings it has, if any, and ``takes`` names those that it accepts.
+    ``is_faster``: it is compared with fewer steps. ``package`` is what pip has to install.
 
     A variant without a method may have a ``number`` that makes it faster, by name and documented default,
-    its ``ladder`` of values from weak to strong, and ``options``, by name, each with an example value of its
-    type. ``apply`` gets and checks those given.
+    its ``ladder`` of values from weak to strong, and ``options``, each with an example value of its type.
     """
 
     apply: Callable[..., AbstractContextManager[Any]]

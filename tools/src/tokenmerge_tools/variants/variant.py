@@ -78,7 +78,7 @@ class Variant:
         """Apply the variant to a pipeline or a denoiser within the context."""
         variant, merging = VARIANTS[self.name], self.merging
         if merging is not None and merging.is_default_method and not isinstance(pipe_or_model, nn.Module):
-            return contexts.default_method(pipe_or_model, merging.speedup)
+            return contexts.tokenmerge(pipe_or_model, config, speedup=merging.speedup)
         own = {} if variant.number is None else dict(self.settings)
         return variant.apply(pipe_or_model, config, **own)
 
