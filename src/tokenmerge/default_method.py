@@ -105,14 +105,14 @@ class DefaultMethod:
         """
         return cls(_SPEEDUP("speedup", speedup), facts, changes)
 
-    def settings(
+    def facts_at(
         self,
         grid: GridShape | None = None,
         steps: int | None = None,
         guidance: float | None = None,
         ends_clean: bool = False,
-    ) -> ToMeConfig:
-        """Return the settings of one generation.
+    ) -> Facts:
+        """Return the facts about one generation.
 
         Args:
             grid: (frames, rows, columns) of the finest token grid; None: the default.
@@ -120,58 +120,44 @@ class DefaultMethod:
             guidance: scale of classifier-free guidance; None: unknown.
             ends_clean: whether almost no noise is left before the last step.
         """
-        tolerance = self.tolerance(grid, steps, guidance, ends_clean)
-        if tolerance is not None:
-            return tolerance.config  # the settings that the generation begins with
-        return self._changed(self.plan(grid, steps, guidance, ends_clean).config)
+        grid, steps = grid or self.facts.grid, steps or self.facts.steps
+        return dataclasses.replace(
+            self.facts, grid=grid, steps=steps, guidance=guidance, ends_clean=ends_clean
+        )
+
+    def settings(self, facts: Facts) -> ToMeConfig:
+        """Return the settings of one generation, or those that it begins with."""
+        tolerance = self.tolerance(facts)
+        return self._changed(self.plan(facts).config) if tolerance is None else tolerance.config
 
     def _changed(self, settings: ToMeConfig) -> ToMeConfig:
         for change in self.changes:
             settings = change(settings)
         return settings
 
-    def tolerance(
-        self,
-        grid: GridShape | None = None,
-        steps: int | None = None,
-        guidance: float | None = None,
-        ends_clean: bool = False,
-    ) -> Tolerance | None:
-        """Return what changes the settings of a generation while it runs; None: nothing does.
-
-        The arguments are those of :meth:`settings`.
-        """
+    def tolerance(self, facts: Facts) -> Tolerance | None:
+        """Return what changes the settings of a generation while it runs; None: nothing does."""
         if self.min_psnr is None:
             return None
-        known = self._known(grid, steps, guidance, ends_clean)
-        return Tolerance(known, self.speedup, self.min_psnr, self._changed)
+        return Tolerance(facts, self.speedup, self.min_psnr, self._changed)
 
-    def plan(
-        self,
-        grid: GridShape | None = None,
-        steps: int | None = None,
-        guidance: float | None = None,
-        ends_clean: bool = False,
-    ) -> Plan:
-        """Return the plan of one generation, without changes; the arguments are those of :meth:`settings`."""
-        return plan_for(self._known(grid, steps, guidance, ends_clean), self.speedup)
+    def plan(self, facts: Facts) -> Plan:
+        """Return the plan of one generation, without changes."""
+        return plan_for(facts, self.speedup)
 
     def estimate(self, run: RunLog, grid: GridShape | None) -> Estimate | None:
         """Return how close the picture of a generation is expected to be; None: its steps are unknown."""
         if not run.steps:
             return None
-        return estimate_closeness(self._known(grid, run.steps, run.guidance), run.config, shown([run]))
+        return estimate_closeness(self.facts_at(grid, run.steps, run.guidance), run.config, shown([run]))
 
-    def shortfall(
-        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
-    ) -> str:
+    def shortfall(self, facts: Facts) -> str:
         """Return what the settings do not reach of the speed-up, as a sentence; empty: they reach it."""
-        known = self._known(grid, steps, guidance)
-        highest = highest_speedup(known)
+        highest = highest_speedup(facts)
         if highest >= self.speedup:
             return ""
-        size = " × ".join(map(str, known.grid[known.grid[0] == 1 :]))
-        where = f"in {known.steps} step{'s' if known.steps > 1 else ''} on {size} tokens"
+        size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))
+        where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {size} tokens"
         reached = math.floor(100 * highest) / 100
         if reached <= 1:
             return (
@@ -181,21 +167,6 @@ class DefaultMethod:
         return (
             f"speedup={self.speedup:g}: at most {reached:g}× can be reached {where}; take more steps, a "
             "larger picture or a lower speed-up"
-        )
-
-    def _known(
-        self,
-        grid: GridShape | None,
-        steps: int | None,
-        guidance: float | None,
-        ends_clean: bool = False,
-    ) -> Facts:
-        return dataclasses.replace(
-            self.facts,
-            grid=grid or self.facts.grid,
-            steps=steps or self.facts.steps,
-            guidance=guidance,
-            ends_clean=ends_clean,
         )
 
     def without_reuse(self) -> DefaultMethod:
@@ -211,7 +182,7 @@ class DefaultMethod:
     @property
     def default_settings(self) -> ToMeConfig:
         """The settings of a generation with the default size, number of steps and guidance."""
-        return self.settings(guidance=self.facts.guidance)
+        return self.settings(self.facts)
 
     @property
     def widest(self) -> ToMeConfig:
@@ -279,10 +250,10 @@ def settings_for(
         method = dataclasses.replace(method, facts=facts)
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
     grid = None if height is None or width is None else denoiser.grid_at(height, width)
-    known = grid, steps, method.facts.guidance if guidance is None else guidance
-    if told := method.shortfall(*known):
+    known = method.facts_at(grid, steps, method.facts.guidance if guidance is None else guidance)
+    if told := method.shortfall(known):
         warn_caller(told)
-    return method.settings(*known)
+    return method.settings(known)
 
 
 def allows_proportional(pipe_or_model: object, hosts: Sequence[Host]) -> bool:
