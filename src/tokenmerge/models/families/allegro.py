@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from tokenmerge.models.base import Host, Layer, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.models.placement import blank, full_mask
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("AllegroTransformer3DModel",)
 
@@ -43,8 +42,8 @@ def describe(root: Any) -> Host:
     )
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros, words = root.config, blank(root, batch), 512
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config, words = root.config, 512
     frames = config.sample_frames // config.patch_size_t
     rows, columns = height // config.patch_size, width // config.patch_size
     axis = config.attention_head_dim // 3
@@ -53,6 +52,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     return {
         "hidden_states": zeros(config.in_channels, config.sample_frames, height, width),
         "encoder_hidden_states": zeros(words, config.caption_channels),
-        "encoder_attention_mask": full_mask(root, batch, words),
+        "encoder_attention_mask": zeros.full_mask(words),
         "image_rotary_emb": (tuple(tables), (places,) * 3),
     }

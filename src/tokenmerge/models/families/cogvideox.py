@@ -6,13 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from tokenmerge.models.base import GridShape, Host, Layer, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import patch_of
 from tokenmerge.models.layout import PLAIN, ROTARY, Grid
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel")
 
@@ -44,8 +41,8 @@ def _frames(root: Any) -> int:
     return frames + frames % patch_of(root.config)[0]
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     sample = zeros(_frames(root), config.in_channels, height, width)
     arguments: dict[str, Any] = {
         "hidden_states": sample,
@@ -55,7 +52,7 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
         tokens = math.prod(_grid(root, arguments, Grid()))
         arguments["image_rotary_emb"] = (sample.new_zeros(tokens, config.attention_head_dim),) * 2
     if getattr(config, "ofs_embed_dim", None):
-        arguments["ofs"] = torch.full_like(zeros(), 2)
+        arguments["ofs"] = zeros().fill_(2)
     if getattr(config, "is_train_face", False):
         face = root.local_facial_extractor
         arguments["id_cond"] = zeros(config.LFE_id_dim)

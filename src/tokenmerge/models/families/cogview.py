@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import picture_grid
 from tokenmerge.models.layout import ROTARY, Grid
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel")
 
@@ -39,12 +36,12 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
     return picture_grid(root, arguments, last)
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     return {
         "hidden_states": zeros(config.in_channels, height, width),
         "encoder_hidden_states": zeros(224, config.text_embed_dim),
-        "original_size": torch.full_like(zeros(2), 1024),
-        "target_size": torch.full_like(zeros(2), 1024),
+        "original_size": zeros(2).fill_(1024),
+        "target_size": zeros(2).fill_(1024),
         "crop_coords": zeros(2),
     }

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.models.base import Host, Layer, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import ROTARY
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("CosmosTransformer3DModel",)
 
@@ -32,8 +31,8 @@ def describe(root: Any) -> Host:
     )
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     text_dim = config.crossattn_proj_in_channels if config.use_crossattn_projection else config.text_embed_dim
     # One of `in_channels` is the mask of frames that are given. The padding mask is an extra channel.
     arguments: dict[str, Any] = {

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
+from tokenmerge.models.family import Blank, device_of_values, transformer_host
 from tokenmerge.models.grids import grid_of_ids, references_of_ids
 from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.models.placement import blank, device_of_values, full_mask
-from tokenmerge.models.transformer import transformer_host
 
 _CONTROLNET = "FluxControlNetModel"
 CLASSES = (
@@ -87,9 +86,9 @@ def packed_ids(root: Any, sizes: Sequence[tuple[int, int]], axes: int) -> Tensor
 
 
 def _example(
-    root: Any, height: int, width: int, batch: int, references: Sequence[tuple[int, int]] = ()
+    root: Any, zeros: Blank, height: int, width: int, references: Sequence[tuple[int, int]] = ()
 ) -> dict[str, Any]:
-    config, zeros, words = root.config, blank(root, batch), 512
+    config, words = root.config, 512
     ids = packed_ids(root, [(height, width), *references], 3)
     tokens = zeros(len(ids), config.in_channels)
     arguments: dict[str, Any] = {
@@ -98,7 +97,7 @@ def _example(
         "img_ids": ids,
         "txt_ids": ids.new_zeros(words, 3),
         "controlnet_cond": tokens,
-        "attention_mask": full_mask(root, batch, words + len(ids)),
+        "attention_mask": zeros.full_mask(words + len(ids)),
     }
     if pooled := getattr(config, "pooled_projection_dim", None):
         arguments["pooled_projections"] = zeros(pooled)
@@ -107,6 +106,6 @@ def _example(
     if getattr(root, "input_hint_block", None) is not None:  # a ControlNet that takes the picture itself
         arguments["controlnet_cond"] = zeros(3, height * 8, width * 8)
     if getattr(root, "union", False):
-        arguments["controlnet_mode"] = torch.zeros(batch, 1, device=root.device, dtype=torch.int64)
+        arguments["controlnet_mode"] = zeros.integers(1)
     known = signature(type(root).forward).parameters
     return {name: value for name, value in arguments.items() if name in known}

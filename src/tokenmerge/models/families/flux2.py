@@ -8,10 +8,9 @@ from typing import Any
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.families.flux import MASK, packed_ids
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import grid_of_ids, references_of_ids
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("Flux2Transformer2DModel",)
 
@@ -51,9 +50,9 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
 
 
 def _example(
-    root: Any, height: int, width: int, batch: int, references: Sequence[tuple[int, int]] = ()
+    root: Any, zeros: Blank, height: int, width: int, references: Sequence[tuple[int, int]] = ()
 ) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+    config = root.config
     ids, words = packed_ids(root, [(height, width), *references], 4), 512
     return {
         "hidden_states": zeros(len(ids), config.in_channels),

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tokenmerge.models.base import Host, Layer, is_a, listed
+from tokenmerge.models.family import Blank, device_of_values, transformer_host
 from tokenmerge.models.grids import picture_grid, video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.models.placement import blank, device_of_values, full_mask
-from tokenmerge.models.transformer import transformer_host
 
 # Height and width of the latents, for 720p and for 2048 × 2048 pixels. Later autoencoders compress more.
 _SIZES = {
@@ -60,13 +57,13 @@ def _of_pictures(root: Any) -> bool:
     return not isinstance(patch, int) and len(patch) == 2
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros, words = root.config, blank(root, batch), 256
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config, words = root.config, 256
     frames = () if _of_pictures(root) else (_FRAMES,)
     arguments: dict[str, Any] = {
         "hidden_states": zeros(config.in_channels, *frames, height, width),
         "encoder_hidden_states": zeros(words, config.text_embed_dim),
-        "encoder_attention_mask": full_mask(root, batch, words),
+        "encoder_attention_mask": zeros.full_mask(words),
     }
     if is_a(root, "HunyuanVideoTransformer3DModel"):
         arguments["pooled_projections"] = zeros(config.pooled_projection_dim)
@@ -74,9 +71,9 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
         arguments["timestep_r"] = zeros()
     if getattr(config, "text_embed_2_dim", None):
         arguments["encoder_hidden_states_2"] = zeros(words, config.text_embed_2_dim)
-        arguments["encoder_attention_mask_2"] = full_mask(root, batch, words)
+        arguments["encoder_attention_mask_2"] = zeros.full_mask(words)
     if is_a(root, "HunyuanVideo15Transformer3DModel"):
         # All zeros mean that no start picture is given; the model reads the values to find out.
-        like = {"device": device_of_values(root), "dtype": root.dtype}
-        arguments["image_embeds"] = torch.zeros(batch, 729, config.image_embed_dim, **like)
+        picture = zeros(729, config.image_embed_dim)
+        arguments["image_embeds"] = picture.new_zeros(picture.shape, device=device_of_values(root))
     return arguments

@@ -10,10 +10,9 @@ from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import in_tokens, patch_of
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
-from tokenmerge.models.placement import blank, full_mask
-from tokenmerge.models.transformer import transformer_host
 
 _PLUS = "JoyImageEditPlusTransformer3DModel"
 _WORDS = 1024  # text tokens, and those that the text encoder makes of the reference pictures
@@ -73,7 +72,7 @@ def _listed_pictures(shapes: Sequence[Sequence[GridShape]]) -> tuple[GridShape, 
 
 
 def _example(
-    root: Any, height: int, width: int, batch: int, references: Sequence[tuple[int, int]] = ()
+    root: Any, zeros: Blank, height: int, width: int, references: Sequence[tuple[int, int]] = ()
 ) -> dict[str, Any]:
     if any(size != (height, width) for size in references):
         raise UnsupportedModelError(
@@ -82,26 +81,19 @@ def _example(
         )
     frames = patch_of(root.config)[0]
     pictures = (1 + len(references), root.config.in_channels, frames, height, width)
-    return _arguments(root, batch, pictures)
+    return {"hidden_states": zeros(*pictures), "encoder_hidden_states": zeros(_WORDS, root.config.text_dim)}
 
 
 def _example_plus(
-    root: Any, height: int, width: int, batch: int, references: Sequence[tuple[int, int]] = ()
+    root: Any, zeros: Blank, height: int, width: int, references: Sequence[tuple[int, int]] = ()
 ) -> dict[str, Any]:
     patch = patch_of(root.config)
     sizes = [(height, width), *references]
     shapes = [(1, rows // patch[1], columns // patch[2]) for rows, columns in sizes]
     patches = sum(rows * columns for _, rows, columns in shapes)
     return {
-        **_arguments(root, batch, (patches, root.config.in_channels, *patch)),
-        "encoder_hidden_states_mask": full_mask(root, batch, _WORDS),
-        "shape_list": [shapes] * batch,
-    }
-
-
-def _arguments(root: Any, batch: int, sample: tuple[int, ...]) -> dict[str, Any]:
-    zeros = blank(root, batch)
-    return {
-        "hidden_states": zeros(*sample),
+        "hidden_states": zeros(patches, root.config.in_channels, *patch),
         "encoder_hidden_states": zeros(_WORDS, root.config.text_dim),
+        "encoder_hidden_states_mask": zeros.full_mask(_WORDS),
+        "shape_list": [shapes] * zeros.batch,
     }

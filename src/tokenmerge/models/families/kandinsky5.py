@@ -9,10 +9,9 @@ import torch
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import in_tokens
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("Kandinsky5Transformer3DModel",)
 
@@ -49,8 +48,8 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
     return in_tokens(arguments["hidden_states"].shape[1:4], root.config)
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros, words = root.config, blank(root, batch), 256
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config, words = root.config, 256
     sides = in_tokens((_FRAMES, height, width), config)
     channels = 2 * config.in_visual_dim + 1 if config.visual_cond else config.in_visual_dim
     return {

@@ -9,10 +9,9 @@ import torch
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import grid_of_coordinates, in_tokens
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
-from tokenmerge.models.placement import blank, full_mask
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("LTXVideoTransformer3DModel",)
 
@@ -56,13 +55,13 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
     return in_tokens(sides, root.config)
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     return {
         "hidden_states": zeros(_FRAMES * height * width, config.in_channels),
-        "timestep": torch.full_like(zeros(1), 500),
+        "timestep": zeros(1).fill_(500),
         "encoder_hidden_states": zeros(128, config.caption_channels),
-        "encoder_attention_mask": full_mask(root, batch, 128),
+        "encoder_attention_mask": zeros.full_mask(128),
         "num_frames": _FRAMES,
         "height": height,
         "width": width,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.models.base import Host, Layer, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.models.placement import blank, full_mask
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("Lumina2Transformer2DModel",)
 
@@ -39,10 +38,10 @@ def describe(root: Any) -> Host:
     )
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     return {
         "hidden_states": zeros(config.in_channels, height, width),
         "encoder_hidden_states": zeros(256, config.cap_feat_dim),
-        "encoder_attention_mask": full_mask(root, batch, 256),
+        "encoder_attention_mask": zeros.full_mask(256),
     }

@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 _CONTROLNET = "QwenImageControlNetModel"
 CLASSES = ("QwenImageTransformer2DModel", _CONTROLNET)
@@ -73,9 +70,9 @@ def _pictures(root: Any, arguments: Mapping[str, Any]) -> tuple[list[GridShape],
 
 
 def _example(
-    root: Any, height: int, width: int, batch: int, references: Sequence[tuple[int, int]] = ()
+    root: Any, zeros: Blank, height: int, width: int, references: Sequence[tuple[int, int]] = ()
 ) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+    config = root.config
     made = [(height, width)]
     if _is_layered(root):
         made, references = made * _MADE, references or made  # there is always a picture to split
@@ -84,10 +81,10 @@ def _example(
     arguments: dict[str, Any] = {
         "hidden_states": tokens,
         "encoder_hidden_states": zeros(512, config.joint_attention_dim),
-        "img_shapes": [shapes] * batch,
+        "img_shapes": [shapes] * zeros.batch,
     }
     if getattr(config, "use_additional_t_cond", False):
-        arguments["additional_t_cond"] = torch.zeros(batch, device=tokens.device, dtype=torch.int64)
+        arguments["additional_t_cond"] = zeros.integers()
     if is_a(root, _CONTROLNET):
         arguments["controlnet_cond"] = zeros(
             tokens.shape[1], config.in_channels + config.extra_condition_channels

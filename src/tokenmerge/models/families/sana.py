@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
+from tokenmerge.models.family import Blank, transformer_host
 
 _CONTROLNET = "SanaControlNetModel"
 CLASSES = ("SanaTransformer2DModel", _CONTROLNET)
@@ -27,8 +26,8 @@ def describe(root: Any) -> Host:
     )
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     arguments = {
         "hidden_states": zeros(config.in_channels, height, width),
         "encoder_hidden_states": zeros(300, config.caption_channels),

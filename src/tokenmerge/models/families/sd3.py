@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmerge.models.base import Block, GridShape, Host, Layer, is_a
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.layout import Grid, Layout
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 _CONTROLNET = "SD3ControlNetModel"
 CLASSES = ("SD3Transformer2DModel", _CONTROLNET)
@@ -39,8 +38,8 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
     return 1, height // root.config.patch_size, width // root.config.patch_size
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     arguments = {
         "hidden_states": zeros(config.in_channels, height, width),
         "pooled_projections": zeros(config.pooled_projection_dim),

@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = (
     "WanTransformer3DModel",
@@ -61,8 +60,8 @@ def describe(root: Any) -> Host:
     )
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     frames = _FRAMES - _FRAMES % getattr(config, "num_frame_per_block", 1)
     arguments: dict[str, Any] = {
         "hidden_states": zeros(config.in_channels, frames, height, width),
@@ -78,5 +77,5 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
         side = config.motion_encoder_size
         arguments["face_pixel_values"] = zeros(3, 4 * (frames - 2) + 1, side, side)
     if getattr(config, "inject_sample_info", False):
-        arguments["fps"] = [0] * batch
+        arguments["fps"] = [0] * zeros.batch
     return arguments

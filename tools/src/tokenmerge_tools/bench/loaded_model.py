@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.models.base import is_a
+from tokenmerge.models.family import Blank
 from tokenmerge.models.find import find_hosts
-from tokenmerge.models.placement import blank
 from tokenmerge_tools.bench.geometry import PREFIX, build_denoiser, find_geometry
 from tokenmerge_tools.pipelines.call import latent_scale
 from tokenmerge_tools.pipelines.loading import denoiser_of, find_model, guides, load_pipeline
@@ -73,7 +73,7 @@ def _noisy(arguments: dict[str, Any], seed: int) -> dict[str, Any]:
 
 def _wan(model: Any, size: InputSize) -> dict[str, Any]:
     """Make the arguments of Wan for the requested number of frames."""
-    zeros = blank(model, size.samples)
+    zeros = Blank(model, size.samples)
     latent_frames = (size.frames - 1) // 4 + 1
     return {
         "hidden_states": zeros(model.config.in_channels, latent_frames, *size.latent),
