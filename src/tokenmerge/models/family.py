@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.models.base import Block, Host
-from tokenmerge.models.grids import patch_of, picture_grid
+from tokenmerge.models.grids import patch_of, picture_grid, video_grid
 from tokenmerge.models.placement import dtype_of
 
 Example = Callable[..., dict[str, Any]]
@@ -84,13 +84,15 @@ def transformer_host(
         patch: side of the square of latent positions that makes one token; by default from
             ``config.patch_size``.
         latent_frames: number of latent frames that the model was made for; 1 for pictures.
-        particulars: other fields of :class:`Host`. ``grid`` is by default that of a picture.
+        particulars: other fields of :class:`Host`. ``grid`` is by default that of a picture or a video. A
+            class whose name has "ControlNet" is one.
     """
     size = sample_size or (root.config.sample_size,) * 2
     facts: dict[str, Any] = {
         "sample": "hidden_states",
         "timestep": "timestep",
-        "grid": picture_grid,
+        "grid": picture_grid if latent_frames == 1 else video_grid,
+        "controlnet": any("ControlNet" in cls.__name__ for cls in type(root).__mro__),
         **particulars,
     }
     return Host(

@@ -8,26 +8,14 @@ import torch
 
 from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.grids import video_grid
-from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.layout import KEY_MASK, Layout, TokenArgument
 
 CLASSES = ("AllegroTransformer3DModel",)
 
 # The argument for positions is (tables, for each token its indices in time, height and width).
-_LAYERS = (
-    Layer(
-        "attn1",
-        "attn1",
-        Layout(
-            token_arguments=(
-                TokenArgument("image_rotary_emb", axes=(1,), batched=True, element=1),
-                TokenArgument("attention_mask", axes=(-1,), batched=True),
-            )
-        ),
-    ),
-    Layer("attn2", "attn2"),
-    Layer("ff", "ff"),
-)
+_POSITIONS = TokenArgument("image_rotary_emb", axes=(1,), batched=True, element=1)
+_ATTENTION = Layout(token_arguments=(_POSITIONS, KEY_MASK))
+_LAYERS = (Layer("attn1", "attn1", _ATTENTION), Layer("attn2", "attn2"), Layer("ff", "ff"))
 
 
 def describe(root: Any) -> Host:
@@ -36,7 +24,6 @@ def describe(root: Any) -> Host:
         root,
         _example,
         listed(root, "transformer_blocks", _LAYERS),
-        grid=video_grid,
         sample_size=(root.config.sample_height, root.config.sample_width),
         latent_frames=root.config.sample_frames,
     )

@@ -6,17 +6,12 @@ from typing import Any
 
 from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import ROTARY
 
 CLASSES = ("CosmosTransformer3DModel",)
 
 _FRAMES = 16  # latent frames: 121 frames of video
-_LAYERS = (
-    Layer("attn1", "attn1", ROTARY),
-    Layer("attn2", "attn2"),
-    Layer("ff", "ff"),
-)
+_LAYERS = (Layer("attn1", "attn1", ROTARY), Layer("attn2", "attn2"), Layer("ff", "ff"))
 
 
 def describe(root: Any) -> Host:
@@ -25,7 +20,6 @@ def describe(root: Any) -> Host:
         root,
         _example,
         listed(root, "transformer_blocks", _LAYERS),
-        grid=video_grid,
         sample_size=(88, 160),
         latent_frames=_FRAMES,
     )

@@ -6,7 +6,6 @@ from typing import Any
 
 from tokenmerge.models.base import Block, Host, Layer
 from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import ROTARY
 
 CLASSES = ("EasyAnimateTransformer3DModel",)
@@ -22,7 +21,6 @@ def describe(root: Any) -> Host:
         root,
         _example,
         tuple(_block(f"transformer_blocks.{i}", block) for i, block in enumerate(root.transformer_blocks)),
-        grid=video_grid,
         sample_size=(root.config.sample_height, root.config.sample_width),
         latent_frames=_FRAMES,
     )

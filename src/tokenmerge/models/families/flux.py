@@ -16,12 +16,11 @@ from torch import Tensor
 from tokenmerge.models.base import Host, Layer, is_a, listed
 from tokenmerge.models.family import Blank, device_of_values, transformer_host
 from tokenmerge.models.grids import grid_of_ids, references_of_ids
-from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.layout import POSITIONS, Layout, TokenArgument
 
-_CONTROLNET = "FluxControlNetModel"
 CLASSES = (
     "FluxTransformer2DModel",
-    _CONTROLNET,
+    "FluxControlNetModel",
     "ChromaTransformer2DModel",
     "BriaTransformer2DModel",
     "BriaFiboTransformer2DModel",
@@ -31,14 +30,13 @@ CLASSES = (
 
 # In both kinds of block, position tables and masks cover text and image. An IP-Adapter adds a third result,
 # which belongs to the image.
-_POSITIONS = TokenArgument("image_rotary_emb", axes=(0,))
 MASK = TokenArgument("attention_mask", axes=(-2, -1), batched=True, broadcasts_to=4)
-_ATTENTION = Layout(text="first", token_arguments=(_POSITIONS, MASK), outputs=(0, 2))
+_ATTENTION = Layout(text="first", token_arguments=(POSITIONS, MASK), outputs=(0, 2))
 # Users pass a mask to all attention in a dictionary. Blocks of Chroma get another mask as [b, n]. Blocks
 # return (text, image); single blocks of Chroma return one sequence.
 _BLOCK = Layout(
     token_arguments=(
-        _POSITIONS,
+        POSITIONS,
         TokenArgument("attention_mask", axes=(1,), batched=True),
         replace(MASK, name="joint_attention_kwargs", element=MASK.name),
         replace(MASK, name="attention_kwargs", element=MASK.name),
@@ -65,7 +63,6 @@ def describe(root: Any) -> Host:
         grid=grid_of_ids,
         references=references_of_ids,
         sample_size=(128, 128),
-        controlnet=is_a(root, _CONTROLNET),
         patch=2,
     )
 

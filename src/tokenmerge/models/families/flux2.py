@@ -10,14 +10,11 @@ from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.families.flux import MASK, packed_ids
 from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import grid_of_ids, references_of_ids
-from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.layout import POSITIONS, Grid, Layout
 
 CLASSES = ("Flux2Transformer2DModel",)
 
-_ATTENTION = Layout(
-    text="first",
-    token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)), MASK),
-)
+_ATTENTION = Layout(text="first", token_arguments=(POSITIONS, MASK))
 _DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 _SINGLE = (Layer("attn1", "attn", _ATTENTION),)
 _FUSED = "single-stream blocks run attention and MLP as one layer, so merge_attn merges both"

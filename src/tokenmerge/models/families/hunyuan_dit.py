@@ -17,12 +17,7 @@ _LAYERS = (Layer("attn1", "attn1", ROTARY), Layer("attn2", "attn2", ROTARY), Lay
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    return transformer_host(
-        root,
-        _example,
-        listed(root, "blocks", _LAYERS),
-        controlnet=is_a(root, _CONTROLNET),
-    )
+    return transformer_host(root, _example, listed(root, "blocks", _LAYERS))
 
 
 def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:

@@ -5,12 +5,12 @@ Only the image has rotary positions, which the whole batch shares.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
 from tokenmerge.models.family import Blank, device_of_values, transformer_host
-from tokenmerge.models.grids import picture_grid, video_grid
-from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.layout import KEY_MASK, POSITIONS, ROTARY, Layout
 
 # Height and width of the latents, for 720p and for 2048 × 2048 pixels. Later autoencoders compress more.
 _SIZES = {
@@ -21,14 +21,11 @@ _SIZES = {
 CLASSES = tuple(_SIZES)
 
 _FRAMES = 33  # latent frames: 129 frames of video
-_POSITIONS = TokenArgument("image_rotary_emb", axes=(0,))
-_ATTENTION = Layout(
-    text="last", token_arguments=(_POSITIONS, TokenArgument("attention_mask", axes=(-1,), batched=True))
-)
+_ATTENTION = Layout(text="last", token_arguments=(POSITIONS, KEY_MASK))
 _DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 _SINGLE = (Layer("attn1", "attn", _ATTENTION),)
 # The mask of 1.5 covers the text only.
-_DOUBLE_15 = (Layer("attn1", "attn", Layout(text="last", token_arguments=(_POSITIONS,))), Layer("ff", "ff"))
+_DOUBLE_15 = (Layer("attn1", "attn", replace(ROTARY, text="last")), Layer("ff", "ff"))
 _FUSED = "single-stream blocks project attention and MLP together; merge_mlp leaves their MLP dense"
 
 
@@ -45,7 +42,6 @@ def describe(root: Any) -> Host:
         root,
         _example,
         blocks,
-        grid=picture_grid if _of_pictures(root) else video_grid,
         sample_size=next(size for name, size in _SIZES.items() if is_a(root, name)),
         latent_frames=1 if _of_pictures(root) else _FRAMES,
     )

@@ -12,7 +12,7 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
 from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import in_tokens, patch_of
-from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.layout import KEY_MASK, OWN_POSITIONS, Grid, Layout, TokenArgument
 
 _PLUS = "JoyImageEditPlusTransformer3DModel"
 _WORDS = 1024  # text tokens, and those that the text encoder makes of the reference pictures
@@ -20,13 +20,7 @@ CLASSES = ("JoyImageEditTransformer3DModel", _PLUS)
 
 # Positions are (those of the pictures, those of the text), or in Edit-Plus (cosine, sine) of the pictures.
 _EDIT = Layout(text="last", token_arguments=(TokenArgument("image_rotary_emb", axes=(0,), element=0),))
-_EDIT_PLUS = Layout(
-    text="last",
-    token_arguments=(
-        TokenArgument("image_rotary_emb", axes=(1,), batched=True),
-        TokenArgument("attention_mask", axes=(-1,), batched=True),
-    ),
-)
+_EDIT_PLUS = Layout(text="last", token_arguments=(OWN_POSITIONS, KEY_MASK))
 
 
 def describe(root: Any) -> Host:

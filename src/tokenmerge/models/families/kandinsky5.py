@@ -16,12 +16,9 @@ from tokenmerge.models.layout import Grid, Layout, TokenArgument
 CLASSES = ("Kandinsky5Transformer3DModel",)
 
 _FRAMES = 31  # latent frames: 121 frames of video
+_ATTENTION = Layout(token_arguments=(TokenArgument("rotary_emb", axes=(1,), batched=True),))
 _LAYERS = (
-    Layer(
-        "attn1",
-        "self_attention",
-        Layout(token_arguments=(TokenArgument("rotary_emb", axes=(1,), batched=True),)),
-    ),
+    Layer("attn1", "self_attention", _ATTENTION),
     Layer("attn2", "cross_attention"),
     Layer("ff", "feed_forward"),
 )

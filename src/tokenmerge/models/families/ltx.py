@@ -11,21 +11,14 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import grid_of_coordinates, in_tokens
-from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.layout import OWN_POSITIONS, Grid, Layout
 
 CLASSES = ("LTXVideoTransformer3DModel",)
 
 _FRAMES = 21  # latent frames: 161 frames of video
 # Tokens of given pictures stand before the tokens of the video.
-_LAYERS = (
-    Layer(
-        "attn1",
-        "attn1",
-        Layout(text="first", token_arguments=(TokenArgument("image_rotary_emb", axes=(1,), batched=True),)),
-    ),
-    Layer("attn2", "attn2"),
-    Layer("ff", "ff"),
-)
+_ATTENTION = Layout(text="first", token_arguments=(OWN_POSITIONS,))
+_LAYERS = (Layer("attn1", "attn1", _ATTENTION), Layer("attn2", "attn2"), Layer("ff", "ff"))
 
 
 def describe(root: Any) -> Host:

@@ -6,27 +6,18 @@ from typing import Any
 
 from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.layout import OWN_POSITIONS, Layout, TokenArgument
 
 CLASSES = ("Lumina2Transformer2DModel",)
 
 # Sequences are as long as their texts; shorter ones are padded at the end.
 _BLOCK = Layout(text="first", padding="attention_mask")
-_LAYERS = (
-    Layer(
-        "attn1",
-        "attn",
-        Layout(
-            text="first",
-            token_arguments=(
-                TokenArgument("image_rotary_emb", axes=(1,), batched=True),
-                TokenArgument("attention_mask", axes=(1,), batched=True),
-            ),
-            same_as_tokens="encoder_hidden_states",
-        ),
-    ),
-    Layer("ff", "feed_forward"),
+_ATTENTION = Layout(
+    text="first",
+    token_arguments=(OWN_POSITIONS, TokenArgument("attention_mask", axes=(1,), batched=True)),
+    same_as_tokens="encoder_hidden_states",
 )
+_LAYERS = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "feed_forward"))
 
 
 def describe(root: Any) -> Host:

@@ -6,7 +6,6 @@ from typing import Any
 
 from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
 
 CLASSES = ("MochiTransformer3DModel",)
@@ -23,7 +22,6 @@ def describe(root: Any) -> Host:
         root,
         _example,
         listed(root, "transformer_blocks", _LAYERS),
-        grid=video_grid,
         sample_size=(60, 106),
         latent_frames=_FRAMES,
         on_cpu=("pos_frequencies",),  # the model enters autocast for the device of this parameter

@@ -17,12 +17,8 @@ _CONTROLNET = "QwenImageControlNetModel"
 CLASSES = ("QwenImageTransformer2DModel", _CONTROLNET)
 
 _MADE = 5  # pictures that QwenImage-Layered makes: four layers, and all of them together
-_LAYERS = (
-    Layer(
-        "attn1", "attn", Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,), element=0),))
-    ),
-    Layer("ff", "img_mlp"),
-)
+_ATTENTION = Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,), element=0),))
+_LAYERS = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "img_mlp"))
 
 
 def describe(root: Any) -> Host:
@@ -34,7 +30,6 @@ def describe(root: Any) -> Host:
         grid=_grid,
         references=_references,
         sample_size=(128, 128),
-        controlnet=is_a(root, _CONTROLNET),
         patch=2,
         latent_frames=_MADE if _is_layered(root) else 1,
     )

@@ -21,7 +21,6 @@ def describe(root: Any) -> Host:
         root,
         _example,
         listed(root, "transformer_blocks", _LAYERS, dense={"ff": _CONVOLUTIONS}),
-        controlnet=is_a(root, _CONTROLNET),
         limits=(_LITTLE_TO_GAIN,),
     )
 

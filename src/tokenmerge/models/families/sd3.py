@@ -28,7 +28,7 @@ def describe(root: Any) -> Host:
         )
         for i, block in enumerate(root.transformer_blocks)
     )
-    return transformer_host(root, _example, blocks, grid=_grid, controlnet=is_a(root, _CONTROLNET))
+    return transformer_host(root, _example, blocks, grid=_grid)
 
 
 def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:

@@ -9,7 +9,6 @@ from typing import Any
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
 from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
 
 CLASSES = (
@@ -21,25 +20,13 @@ CLASSES = (
 )
 
 _FRAMES = 21  # latent frames: 81 frames of video
-_BLOCK = Layout(
-    token_arguments=(
-        TokenArgument("rotary_emb", axes=(1,), batched=True),
-        # Image-to-video models of Wan 2.2 have a timestep for each token.
-        TokenArgument("temb", axes=(1,), batched=True, ndim=4),
-    )
-)
-_ATTENTION = Layout(
-    token_arguments=(
-        TokenArgument("rotary_emb", axes=(1,), batched=True),
-        # SkyReels-V2 can mask later frames.
-        TokenArgument("attention_mask", axes=(-2, -1), batched=True),
-    )
-)
-_LAYERS = (
-    Layer("attn1", "attn1", _ATTENTION),
-    Layer("attn2", "attn2"),
-    Layer("ff", "ffn"),
-)
+_POSITIONS = TokenArgument("rotary_emb", axes=(1,), batched=True)
+# Image-to-video models of Wan 2.2 have a timestep for each token.
+_BLOCK = Layout(token_arguments=(_POSITIONS, TokenArgument("temb", axes=(1,), batched=True, ndim=4)))
+# SkyReels-V2 can mask later frames.
+_MASK = TokenArgument("attention_mask", axes=(-2, -1), batched=True)
+_ATTENTION = Layout(token_arguments=(_POSITIONS, _MASK))
+_LAYERS = (Layer("attn1", "attn1", _ATTENTION), Layer("attn2", "attn2"), Layer("ff", "ffn"))
 _CONTROL = Layout(tokens="control_hidden_states", outputs=(1,))
 
 
@@ -54,7 +41,6 @@ def describe(root: Any) -> Host:
         root,
         _example,
         blocks,
-        grid=video_grid,
         sample_size=(60, 104),
         latent_frames=_FRAMES,
     )

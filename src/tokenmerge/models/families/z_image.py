@@ -13,20 +13,9 @@ from tokenmerge.models.layout import Grid, Layout, TokenArgument
 CLASSES = ("ZImageTransformer2DModel",)
 
 _BLOCK = Layout(text="last")
-_LAYERS = (
-    Layer(
-        "attn1",
-        "attention",
-        Layout(
-            text="last",
-            token_arguments=(
-                TokenArgument("freqs_cis", axes=(1,), batched=True),
-                TokenArgument("attention_mask", axes=(1,), batched=True),
-            ),
-        ),
-    ),
-    Layer("ff", "feed_forward", _BLOCK),
-)
+_PER_TOKEN = (TokenArgument(name, axes=(1,), batched=True) for name in ("freqs_cis", "attention_mask"))
+_ATTENTION = Layout(text="last", token_arguments=tuple(_PER_TOKEN))
+_LAYERS = (Layer("attn1", "attention", _ATTENTION), Layer("ff", "feed_forward", _BLOCK))
 
 
 def describe(root: Any) -> Host:
