@@ -32,7 +32,7 @@ def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments,
     name = type(host.root).__name__
     counts: dict[tuple[object, ...], int] = {}
     total = 0
-    with _patched(host, config, kept) as state:
+    with patched(host, config, kept) as state:
 
         def stop_if_known(root: nn.Module, args: tuple) -> None:
             kind.append(_kind_of_call(state))
@@ -83,7 +83,7 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept 
         correction=config.correction,
         reuse=_with_long_distances(config.reuse),
     )
-    with _patched(host, keeping, kept) as state:
+    with patched(host, keeping, kept) as state:
         for index in range(2):
             state.pipeline.set_step(index, _STEPS_TO_KEEP_MOST)
             count_flops(host.root, arguments())
@@ -109,7 +109,8 @@ def _with_long_distances(reuse: StepReuse) -> StepReuse:
 
 
 @contextlib.contextmanager
-def _patched(host: Host, config: ToMeConfig, kept: Kept) -> Iterator[ModelState]:
+def patched(host: Host, config: ToMeConfig, kept: Kept) -> Iterator[ModelState]:
+    """Within the context, patch a host that is not patched."""
     state = new_state(host, config, Pipeline())
     state.kept = kept
     patch_host(host, state)
