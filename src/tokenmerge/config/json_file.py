@@ -1,8 +1,12 @@
-"""Settings in a JSON file.
+"""Settings in a JSON file, and in the parameters of a picture.
 
-The file holds ``{"version": 1, "settings": {...}}``, with the settings as :meth:`ToMeConfig.to_dict` returns
+A file holds ``{"version": 1, "settings": {...}}``, with the settings as :meth:`ToMeConfig.to_dict` returns
 them. ``tokenmerge tune`` writes ``{"version": 2, "speedup": 2.0, "plan": {...}, "for": {...}}``: the wanted
 speed-up, settings that were found for it, and as fields of :class:`FoundFor` what they were found for.
+
+Parameters hold one line that a person and a program can read: ``Token merging: tome 0.5, {"version": 1,
+"settings": {"ratio": 0.5, "planner": "tiled"}}``. It has the name of the method, the ratio or speed-up that
+was asked for, and the content of a file, without the settings that have their default values.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenmerge.config.checks import check_fields, integer, number, optional, refuse
+from tokenmerge.config.origin import is_default
 from tokenmerge.config.tome import ToMeConfig
 from tokenmerge.errors import ConfigError, shown
 
 VERSION, VERSION_OF_PLANS = 1, 2
+NAME = "Token merging"
 _SPEEDUP = number("a number ≥ 1, such as 2.0", lambda value: value >= 1)
 
 
@@ -166,6 +172,45 @@ def load_settings(path: str | Path) -> SavedSettings:
             f"{path}: cannot read settings ({reason}); pass a JSON file that tokenmerge tune or save_config "
             "wrote"
         ) from error
+
+
+def to_metadata(config: ToMeConfig, method: str = "") -> str:
+    """Return the line for some settings. Without the name of a ``method``, the line has the word "ratio".
+
+    >>> to_metadata(ToMeConfig(ratio=0.4, max_downsample=2))
+    'Token merging: ratio 0.4, {"version": 1, "settings": {"ratio": 0.4, "max_downsample": 2}}'
+    """
+    called = " ".join(method.replace("{", " ").split()) or "ratio"  # the first brace begins the settings
+    asked = called if is_default(method) else f"{called} {config.ratio:g}"
+    settings = json.dumps({"version": VERSION, "settings": config.changed()})
+    return f"{NAME}: {asked}, {settings}"
+
+
+def read_metadata(text: str) -> ToMeConfig:
+    """Return the settings in the parameters of a picture.
+
+    Args:
+        text: a line of :meth:`tokenmerge.Patch.metadata`, or a text that contains one. Its value may be in
+            double quotes, as web UIs write values with commas.
+
+    Raises:
+        ConfigError: there is no such line, or a setting in it is unknown or out of range.
+
+    >>> read_metadata(to_metadata(ToMeConfig(ratio=0.4), "speed-up 2"))
+    ToMeConfig(ratio=0.4)
+    """
+    decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
+    value = text.rpartition(f"{NAME}: ")[2] if isinstance(text, str) else ""
+    try:
+        if value.startswith('"'):
+            value, _ = decoder.raw_decode(value)
+        found, _ = decoder.raw_decode(value, value.index("{"))
+    except (ValueError, RecursionError):
+        refuse("metadata", f"a text with a line of patch.metadata(), {NAME}: …", text)
+    try:
+        return content(found).config
+    except ConfigError as error:
+        raise ConfigError(f"metadata: {error}") from error
 
 
 def content(found: Any) -> SavedSettings:

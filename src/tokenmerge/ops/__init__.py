@@ -4,7 +4,6 @@ They know neither models nor settings, and import nothing else of the package.
 """
 
 from tokenmerge.ops.arithmetic import bits
-from tokenmerge.ops.join import join_plans
 from tokenmerge.ops.matching import (
     bipartite_soft_matching,
     by_similarity,
@@ -25,6 +24,7 @@ from tokenmerge.ops.plan import (
     IndexPlan,
     Plan,
     add_unmerged,
+    join_plans,
     keep_destinations,
     make_plan,
     merge,
