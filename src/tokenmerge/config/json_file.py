@@ -246,12 +246,11 @@ def _settings(found: dict[str, Any], key: str) -> ToMeConfig:
 
 
 def _found_for(given: Any) -> FoundFor:
-    fields = dataclasses.fields(FoundFor)
-    names = {field.name for field in fields}
-    needed = {field.name for field in fields if field.default is dataclasses.MISSING}
-    if not isinstance(given, dict) or not needed <= given.keys() <= names:
-        refuse("for", f"an object with the keys {', '.join(field.name for field in fields)}", given)
-    return FoundFor(**given)
+    try:
+        return FoundFor(**given)
+    except TypeError:
+        names = ", ".join(field.name for field in dataclasses.fields(FoundFor))
+        refuse("for", f"an object with the keys {names}", given)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

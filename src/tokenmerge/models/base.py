@@ -109,9 +109,17 @@ class Block:
 
 
 def listed(root: Any, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:
-    """Describe the blocks of one module list, all with the same layers and other fields of :class:`Block`."""
-    blocks = enumerate(getattr(root, name))
-    return tuple(Block(f"{name}.{i}", block, layers, **facts) for i, block in blocks)
+    """Describe the blocks of one module list, each with those layers that it has, by fields of :class:`Block`."""
+    blocks = []
+    for i, block in enumerate(getattr(root, name)):
+        own = tuple(layer for layer in layers if getattr(block, layer.name, None) is not None)
+        blocks.append(Block(f"{name}.{i}", block, own, **facts))
+    return tuple(blocks)
+
+
+def is_called(module: object, text: str) -> bool:
+    """Return whether the name of the class of an object, or of a base class, has this part."""
+    return any(text in cls.__name__ for cls in type(module).__mro__)
 
 
 def _all_of_it(root: Any, sample: Any) -> Any:

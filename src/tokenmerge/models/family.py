@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmerge.models.base import Block, Host
+from tokenmerge.models.base import Block, Host, is_called
 from tokenmerge.models.grids import patch_of, picture_grid, video_grid
 from tokenmerge.models.placement import dtype_of
 
@@ -92,7 +92,7 @@ def transformer_host(
         "sample": "hidden_states",
         "timestep": "timestep",
         "grid": picture_grid if latent_frames == 1 else video_grid,
-        "controlnet": any("ControlNet" in cls.__name__ for cls in type(root).__mro__),
+        "controlnet": is_called(root, "ControlNet"),
         **particulars,
     }
     return Host(

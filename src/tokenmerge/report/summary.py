@@ -59,7 +59,10 @@ def summary(
     if config.reuse.on:
         lines.append(f"  step reuse: {_reuse(config, report)}")
     if report is not None and report.steps is not None and config.follows_steps:
-        lines += [f"  {line}" for line in _plan(config, report, bool(conditions.denoiser.deep_stages))]
+        plan, is_unet = plan_generation(config, report.steps), bool(conditions.denoiser.deep_stages)
+        signs = signs_of(plan, bool(report.rows), is_unet)
+        lines.append(f"  plan: {signs}")
+        lines += [f"        {sign} {what}" for sign, what in _SIGNS.items() if sign in signs]
     if report is not None:
         lines += [f"  {_counted(conditions, report)}", f"  {_kept(conditions, report)}"]
     if conditions.slower is not None:
@@ -93,13 +96,6 @@ _SIGNS = {
     "f": "only the finest level of the UNet runs, its blocks with the most tokens",
     "·": "all blocks are skipped",
 }
-
-
-def _plan(config: ToMeConfig, report: Report, is_unet: bool) -> list[str]:
-    """Return the generation plan as one sign for each step, and what the signs mean."""
-    assert report.steps is not None
-    signs = signs_of(plan_generation(config, report.steps), bool(report.rows), is_unet)
-    return [f"plan: {signs}", *(f"      {sign} {what}" for sign, what in _SIGNS.items() if sign in signs)]
 
 
 def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmerge.models.base import Block, GridShape, Host, Layer, is_a
+from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
 from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.layout import Grid, Layout
 
@@ -19,15 +19,7 @@ _BLOCK = Layout(outputs=(1,))  # a block returns (text, image)
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    blocks = tuple(
-        Block(
-            f"transformer_blocks.{i}",
-            block,
-            tuple(layer for layer in _LAYERS if getattr(block, layer.name, None) is not None),
-            block_layout=_BLOCK,
-        )
-        for i, block in enumerate(root.transformer_blocks)
-    )
+    blocks = listed(root, "transformer_blocks", _LAYERS, block_layout=_BLOCK)
     return transformer_host(root, _example, blocks, grid=_grid)
 
 
