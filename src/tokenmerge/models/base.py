@@ -109,7 +109,7 @@ class Block:
 
 
 def listed(root: Any, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:
-    """Describe the blocks of one module list, each with those layers that it has, by fields of :class:`Block`."""
+    """Describe the blocks of one module list, each with the layers that it has and further facts."""
     blocks = []
     for i, block in enumerate(getattr(root, name)):
         own = tuple(layer for layer in layers if getattr(block, layer.name, None) is not None)
