@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.models.base import Block, Host, is_called
-from tokenmerge.models.grids import patch_of, picture_grid, video_grid
+from tokenmerge.models.grids import patch_of, picture_grids, video_grids
 from tokenmerge.models.placement import dtype_of
 
 Example = Callable[..., dict[str, Any]]
@@ -84,14 +84,14 @@ def transformer_host(
         patch: side of the square of latent positions that makes one token; by default from
             ``config.patch_size``.
         latent_frames: number of latent frames that the model was made for; 1 for pictures.
-        particulars: other fields of :class:`Host`. ``grid`` is by default that of a picture or a video. A
+        particulars: other fields of :class:`Host`. ``grids`` is by default that of a picture or a video. A
             class whose name has "ControlNet" is one.
     """
     size = sample_size or (root.config.sample_size,) * 2
     facts: dict[str, Any] = {
         "sample": "hidden_states",
         "timestep": "timestep",
-        "grid": picture_grid if latent_frames == 1 else video_grid,
+        "grids": picture_grids if latent_frames == 1 else video_grids,
         "controlnet": is_called(root, "ControlNet"),
         **particulars,
     }

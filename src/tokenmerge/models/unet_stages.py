@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Block, GridShape, Host, is_a
+from tokenmerge.models.base import Block, Grids, Host, is_a
 from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.family import Example, example_of
 from tokenmerge.models.layout import Grid
@@ -36,7 +36,7 @@ def describe_stages(root: Any, example: Example, *, controlnet: bool = False) ->
         blocks=tuple(blocks),
         sample="sample",
         timestep="timestep",
-        grid=_grid,
+        grids=_grids,
         latents=_latents,
         sample_size=_sample_size(root),
         controlnet=controlnet,
@@ -113,10 +113,10 @@ def _refuse_other_attention(root: Any) -> None:
         )
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     # The batch holds the frames of a video, so each merges on its own.
     rows, columns = arguments["sample"].shape[-2:]
-    return 1, rows, columns
+    return ((1, rows, columns),)
 
 
 def _latents(root: Any, sample: Tensor) -> Tensor:

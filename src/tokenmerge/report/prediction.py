@@ -307,7 +307,7 @@ def _check_references(hosts: Sequence[Host], references: Sequence[tuple[int, int
     for size in references:
         if len(size) != 2 or not all(isinstance(side, int) and side >= 1 for side in size):
             raise ConfigError(f"references: expected (height, width), integers ≥ 1, got {shown(size)}")
-    if references and all(host.references is None for host in hosts):
+    if references and not any(host.takes_references for host in hosts):
         raise ConfigError(
             f"references: {_names(hosts)} takes no reference pictures in the sequence of the sample, got "
             f"{shown(list(references))}; leave it out"
@@ -326,7 +326,7 @@ def _predict_host(
     height, width, batch = size
     kept, whole = Kept(dense=frozenset(dense_paths.get(host.root, ()))), type(host.root).__name__
     (copied,) = find_hosts(weightless(host.root, host.on_cpu))
-    arguments = partial(copied.example, *size, *([] if host.references is None else [tuple(references)]))
+    arguments = partial(copied.example, *size, *([tuple(references)] if host.takes_references else []))
     dense = count_flops(copied.root, arguments())
     # Keep step reuse, because step reuse alone is allowed if no token merges.
     most = merging_most(config)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
+from tokenmerge.models.base import Grids, Host, Layer, is_a, listed
 from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.grids import picture_grid
+from tokenmerge.models.grids import picture_grids
 from tokenmerge.models.layout import ROTARY, Grid
 
 CLASSES = ("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel")
@@ -24,16 +24,16 @@ def describe(root: Any) -> Host:
         blocks = listed(root, "transformer_blocks", _FOUR, dense={"ff": _SHARED})
     else:
         blocks = listed(root, "transformer_blocks", _PLUS)
-    return transformer_host(root, _example, blocks, grid=_grid)
+    return transformer_host(root, _example, blocks, grids=_grids)
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     if "batch_flag" in (arguments.get("attention_kwargs") or {}):
         raise UnsupportedModelError(
             "attention_kwargs: batch_flag packs samples into one sequence, which has no token grid; train "
             "without packing, or call remove_token_merging(model) first"
         )
-    return picture_grid(root, arguments, last)
+    return picture_grids(root, arguments, last)
 
 
 def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:

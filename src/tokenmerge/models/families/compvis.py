@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from tokenmerge.models.base import Block, GridShape, Host, is_a
+from tokenmerge.models.base import Block, Grids, Host, is_a
 from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.family import Blank
 from tokenmerge.models.layout import Grid
@@ -37,7 +37,7 @@ def describe(root: Any) -> Host:
         blocks=tuple(blocks),
         sample="x",
         timestep="timesteps",
-        grid=_grid,
+        grids=_grids,
         sample_size=(size, size) if isinstance(size, int) else None,
         controlnet=is_a(root, "ControlNet"),
         example=lambda height, width, batch: _example(root, context, Blank(root, batch), height, width),
@@ -56,9 +56,9 @@ def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
                 )
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     rows, columns = arguments["x"].shape[-2:]
-    return 1, rows, columns
+    return ((1, rows, columns),)
 
 
 def _example(root: Any, context: int | None, zeros: Blank, height: int, width: int) -> dict[str, Any]:

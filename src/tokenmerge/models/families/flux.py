@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
 from tokenmerge.models.family import Blank, device_of_values, transformer_host
-from tokenmerge.models.grids import grid_of_ids, references_of_ids
+from tokenmerge.models.grids import grids_of_ids
 from tokenmerge.models.layout import POSITIONS, Layout, TokenArgument
 
 CLASSES = (
@@ -60,8 +60,8 @@ def describe(root: Any) -> Host:
         root,
         _example,
         blocks,
-        grid=grid_of_ids,
-        references=references_of_ids,
+        grids=grids_of_ids,
+        takes_references=True,
         sample_size=(128, 128),
         patch=2,
     )

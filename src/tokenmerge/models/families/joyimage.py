@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
+from tokenmerge.models.base import Grids, GridShape, Host, Layer, is_a, listed
 from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import in_tokens, patch_of
 from tokenmerge.models.layout import KEY_MASK, OWN_POSITIONS, Grid, Layout, TokenArgument
@@ -32,22 +32,13 @@ def describe(root: Any) -> Host:
         root,
         _example_plus if plus else _example,
         listed(root, "double_blocks", layers, layout=Layout(text="last"), block_layout=layout),
-        grid=_grid,
-        references=_references,
+        grids=_grids,
+        takes_references=True,
         sample_size=(128, 128),
     )
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    return _pictures(root, arguments)[0]
-
-
-def _references(root: Any, arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, ...]:
-    return _pictures(root, arguments)[1:]
-
-
-def _pictures(root: Any, arguments: Mapping[str, Any]) -> tuple[GridShape, ...]:
-    """Return the grids in the order of the sequence, in which the picture being made is first."""
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     if is_a(root, _PLUS):
         return _listed_pictures(arguments["shape_list"])
     # Pictures [b, picture, c, f, h, w] of one size, or one picture [b, c, f, h, w].
@@ -55,7 +46,7 @@ def _pictures(root: Any, arguments: Mapping[str, Any]) -> tuple[GridShape, ...]:
     return (in_tokens(shape[-3:], root.config),) * (shape[1] if len(shape) == 6 else 1)
 
 
-def _listed_pictures(shapes: Sequence[Sequence[GridShape]]) -> tuple[GridShape, ...]:
+def _listed_pictures(shapes: Sequence[Sequence[GridShape]]) -> Grids:
     first, *others = (tuple((frames, rows, columns) for frames, rows, columns in own) for own in shapes)
     if any(own != first for own in others):
         raise UnsupportedModelError(

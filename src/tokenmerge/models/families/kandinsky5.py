@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import GridShape, Host, Layer, listed
+from tokenmerge.models.base import Grids, Host, Layer, listed
 from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import in_tokens
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
@@ -30,19 +30,19 @@ def describe(root: Any) -> Host:
         root,
         _example,
         listed(root, "visual_transformer_blocks", _LAYERS),
-        grid=_grid,
+        grids=_grids,
         sample_size=(64, 96),
         latent_frames=_FRAMES,
     )
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     if arguments.get("sparse_params") is not None:
         raise UnsupportedModelError(
             "sparse_params: the mask of sparse attention is made for the full token grid, which merging "
             "shortens; use a checkpoint with full attention, or call remove_token_merging(pipe) first"
         )
-    return in_tokens(arguments["hidden_states"].shape[1:4], root.config)
+    return (in_tokens(arguments["hidden_states"].shape[1:4], root.config),)
 
 
 def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:

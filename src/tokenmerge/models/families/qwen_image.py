@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
+from tokenmerge.models.base import Grids, Host, Layer, is_a, listed
 from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
 
@@ -27,41 +27,30 @@ def describe(root: Any) -> Host:
         root,
         _example,
         listed(root, "transformer_blocks", _LAYERS, layout=Layout(outputs=(1,))),
-        grid=_grid,
-        references=_references,
+        grids=_grids,
+        takes_references=True,
         sample_size=(128, 128),
         patch=2,
         latent_frames=_MADE if _is_layered(root) else 1,
     )
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    made, _ = _pictures(root, arguments)
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+    # QwenImage-Layered splits a picture into several layers. The picture that it splits is the last one.
+    first = arguments["img_shapes"][0]
+    pictures = [tuple(picture) for picture in (first if isinstance(first, list) else [first])]
+    count = max(1, len(pictures) - 1) if _is_layered(root) else 1
+    made, references = pictures[:count], pictures[count:]
     frames, rows, columns = made[0]
     if any(layer != made[0] for layer in made):
         raise UnsupportedModelError(
             f"img_shapes: expected layers of one size, got {made}; call remove_token_merging(pipe) first"
         )
-    return len(made) * frames, rows, columns
-
-
-def _references(root: Any, arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, ...]:
-    return tuple(_pictures(root, arguments)[1])
+    return (len(made) * frames, rows, columns), *references
 
 
 def _is_layered(root: Any) -> bool:
     return getattr(root.config, "use_layer3d_rope", False)
-
-
-def _pictures(root: Any, arguments: Mapping[str, Any]) -> tuple[list[GridShape], list[GridShape]]:
-    """Return (frames, rows, columns) of the pictures being made, and of the references that follow them.
-
-    QwenImage-Layered splits a picture into several layers. The picture that it splits is the last one.
-    """
-    first = arguments["img_shapes"][0]
-    pictures = [tuple(picture) for picture in (first if isinstance(first, list) else [first])]
-    made = max(1, len(pictures) - 1) if _is_layered(root) else 1
-    return pictures[:made], pictures[made:]
 
 
 def _example(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
+from tokenmerge.models.base import Grids, Host, Layer, is_a, listed
 from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.grids import picture_grids
 from tokenmerge.models.layout import Grid, Layout
 
 _CONTROLNET = "SD3ControlNetModel"
@@ -20,14 +21,13 @@ _BLOCK = Layout(outputs=(1,))  # a block returns (text, image)
 def describe(root: Any) -> Host:
     """Find the blocks."""
     blocks = listed(root, "transformer_blocks", _LAYERS, block_layout=_BLOCK)
-    return transformer_host(root, _example, blocks, grid=_grid)
+    return transformer_host(root, _example, blocks, grids=_grids)
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     # A ControlNet without position embeddings takes tokens as its sample; its condition is always latents.
     latents = arguments["controlnet_cond" if is_a(root, _CONTROLNET) else "hidden_states"]
-    height, width = latents.shape[-2:]
-    return 1, height // root.config.patch_size, width // root.config.patch_size
+    return picture_grids(root, {"hidden_states": latents}, last)
 
 
 def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.models.base import Block, GridShape, Host, Layer
+from tokenmerge.models.base import Block, Grids, Host, Layer
 from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.family import Blank
 from tokenmerge.models.layout import Grid
@@ -26,7 +26,7 @@ def describe(root: Any) -> Host:
         blocks=(*_outer_blocks(root, "down_block"), *middle, *_outer_blocks(root, "up_block")),
         sample="input_ids",
         timestep=_masked,
-        grid=_grid,
+        grids=_grids,
         sample_size=(root.config.sample_size,) * 2,
         example=lambda height, width, batch: _example(root, Blank(root, batch), height, width),
         patch=2 if root.config.downsample else 1,
@@ -38,10 +38,10 @@ def _outer_blocks(root: Any, name: str) -> Iterator[Block]:
         yield Block(f"{name}.attention_blocks.{i}", block, _OUTER)
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     stride = 2 if root.config.downsample else 1
     rows, columns = (-(-side // stride) for side in arguments["input_ids"].shape[-2:])
-    return 1, rows, columns
+    return ((1, rows, columns),)
 
 
 def _masked(root: Any, arguments: Mapping[str, Any]) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import GridShape, Host, Layer, listed
+from tokenmerge.models.base import Grids, Host, Layer, listed
 from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
 
@@ -29,13 +29,13 @@ def describe(root: Any) -> Host:
         ),
         sample="x",
         timestep="t",
-        grid=_grid,
+        grids=_grids,
         sample_size=(128, 128),
         patch=root.config.all_patch_size[0],
     )
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     images = arguments["x"]
     if isinstance(images[0], list):
         raise UnsupportedModelError(
@@ -49,7 +49,7 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
         )
     patch, patch_t = arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
     frames, height, width = sizes.pop()
-    return frames // patch_t, height // patch, width // patch
+    return ((frames // patch_t, height // patch, width // patch),)
 
 
 def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:

@@ -185,8 +185,7 @@ def _check_call(state: ModelState, root: nn.Module, arguments: dict[str, Any]) -
     thread.part = part_of(root)
     if state.merges:
         last = state.given_grid or thread.grid
-        references = () if call.references is None else call.references(root, arguments, last)
-        grids = (call.grid(root, arguments, last), *references)
+        grids = call.grids(root, arguments, last)
         if compiling or grids != thread.grid.shapes:  # those of the last call have been checked
             check_size(state, *grids)
             thread.grid.shapes = grids
