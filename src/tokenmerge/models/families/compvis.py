@@ -69,7 +69,7 @@ def _example(root: Any, context: int | None, zeros: Blank, height: int, width: i
     if context is not None:
         arguments["context"] = zeros(77, context)
     if isinstance(embedding := getattr(root, "label_emb", None), nn.Module):
-        first = next(m for m in embedding.modules() if isinstance(m, nn.Linear | nn.Embedding))
+        first: Any = next(m for m in embedding.modules() if isinstance(m, nn.Linear | nn.Embedding))
         is_class = isinstance(first, nn.Embedding)
         arguments["y"] = zeros.integers() if is_class else zeros(first.in_features)
     if is_a(root, "ControlNet"):
