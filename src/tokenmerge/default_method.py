@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from tokenmerge.config import Correction, PlanSharing, Rule, StepReuse, ToMeConfig
-from tokenmerge.config.checks import integer, number, optional
+from tokenmerge.config.checks import at_least_1, check_counts, number, optional
 from tokenmerge.config.origin import DEFAULT
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import GridShape, Host
@@ -40,7 +40,6 @@ _FUSED = {"scaled_dot_product_attention", "dispatch_attention_fn", "memory_effic
 _STEPS = 20  # of a generation whose number of steps is unknown
 _SIDE = 64  # of latents whose size is unknown
 Change = Callable[[ToMeConfig], ToMeConfig]
-_SPEEDUP = number("a number ≥ 1, such as 2.0", lambda value: value >= 1)
 check_min_psnr = optional(number("a number of dB above 0, such as 35", lambda value: value > 0))
 
 
@@ -103,7 +102,7 @@ class DefaultMethod:
         Raises:
             ConfigError: ``speedup`` is not a number ≥ 1.
         """
-        return cls(_SPEEDUP("speedup", speedup), facts, changes)
+        return cls(at_least_1("speedup", speedup), facts, changes)
 
     def facts_at(
         self,
@@ -241,8 +240,7 @@ def settings_for(
         UnsupportedModelError: the object neither is nor contains a supported model.
         ConfigError: a number is out of its range.
     """
-    for name, given in (("height", height), ("width", width), ("steps", steps)):
-        optional(integer(1))(name, given)
+    check_counts(height=height, width=width, steps=steps)
     hosts = find_hosts(pipe_or_model)
     method = DefaultMethod.of(pipe_or_model, hosts, speedup)
     if follows_steps is not None:

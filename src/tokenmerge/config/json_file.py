@@ -17,14 +17,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tokenmerge.config.checks import check_fields, integer, number, optional, refuse
+from tokenmerge.config.checks import at_least_1, check_fields, integer, number, optional, refuse
 from tokenmerge.config.origin import is_default
 from tokenmerge.config.tome import ToMeConfig
 from tokenmerge.errors import ConfigError, shown
 
 VERSION, VERSION_OF_PLANS = 1, 2
 NAME = "Token merging"
-_SPEEDUP = number("a number ≥ 1, such as 2.0", lambda value: value >= 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +220,7 @@ def content(found: Any) -> SavedSettings:
     """
     if isinstance(found, dict) and found.keys() - {"measured"} == {"version", "speedup", "plan", "for"}:
         _check_version(found, VERSION_OF_PLANS)
-        speedup = _SPEEDUP("speedup", found["speedup"])
+        speedup = at_least_1("speedup", found["speedup"])
         return SavedSettings(_settings(found, "plan"), _found_for(found["for"]), speedup)
     if not isinstance(found, dict) or found.keys() != {"version", "settings"}:
         keys = list(found) if isinstance(found, dict) else found

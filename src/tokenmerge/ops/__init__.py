@@ -11,6 +11,7 @@ from tokenmerge.ops.matching import (
     most_similar,
     own_cell,
     shared_features,
+    unit_tokens,
 )
 from tokenmerge.ops.partition import (
     num_destinations,
@@ -67,6 +68,7 @@ __all__ = [
     "tiled_matching",
     "tiled_plan",
     "uniform_noise",
+    "unit_tokens",
     "unmerge",
     "whole_cells",
 ]
