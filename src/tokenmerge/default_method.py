@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from tokenmerge.config import Correction, PlanSharing, Rule, StepReuse, ToMeConfig
-from tokenmerge.config.checks import at_least_1, check_counts, number, optional
+from tokenmerge.config.checks import at_least_1, check_counts, check_fields, number, optional
 from tokenmerge.config.origin import DEFAULT
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import GridShape, Host
@@ -52,12 +52,18 @@ class DefaultMethod:
         facts: what is known of the model, for the default size and number of steps.
         changes: functions that change the settings after they were chosen, in order.
         min_psnr: lowest PSNR to the dense picture in dB, > 0; None: the speed-up alone decides.
+
+    Raises:
+        ConfigError: ``speedup`` is not a number ≥ 1.
     """
 
     speedup: float
     facts: Facts
     changes: tuple[Change, ...] = ()
     min_psnr: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "", {"speedup": at_least_1})
 
     @classmethod
     def of(
@@ -93,16 +99,7 @@ class DefaultMethod:
                 f"min_psnr: a model alone does not know its denoising steps, got {min_psnr:g}; apply token "
                 "merging to the pipeline"
             )
-        return dataclasses.replace(cls.for_facts(speedup, facts), min_psnr=min_psnr)
-
-    @classmethod
-    def for_facts(cls, speedup: float, facts: Facts, *changes: Change) -> DefaultMethod:
-        """Return the default method for a model of which these facts are known.
-
-        Raises:
-            ConfigError: ``speedup`` is not a number ≥ 1.
-        """
-        return cls(at_least_1("speedup", speedup), facts, changes)
+        return cls(speedup, facts, min_psnr=min_psnr)
 
     def facts_at(
         self,

@@ -158,7 +158,7 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
         number_bytes=2 * dtype.itemsize,
         fewest_tokens=fewest_tokens(device, dtype, 2 if target.is_unet else 1, *attention),
     )
-    default = DefaultMethod.for_facts(asked.speedup, facts, lambda config: _changed(config, asked))
+    default = DefaultMethod(asked.speedup, facts, (lambda config: _changed(config, asked),))
     config = default.default_settings
     if target.is_unet:
         _for_unet(config, target, asked, [])
