@@ -174,21 +174,18 @@ def _notes_on_reuse(reuse: StepReuse) -> list[str]:
 
 def _where(rule: Rule) -> str:
     """Describe the level and the steps in which a rule holds."""
-    level = [f"level {rule.level}"] * (rule.level is not None)
-    if rule.start > 0 and rule.until < 1:
-        level.append(f"from {_percent(rule.start)} to {_percent(rule.until)} of the steps")
-    elif rule.start > 0:
-        level.append(f"from {_percent(rule.start)} of the steps on")
+    where = [] if rule.level is None else [f"level {rule.level}"]
+    start, until = (f"{100 * share:.3g} %" for share in (rule.start, rule.until))
+    if rule.start > 0:
+        where.append(
+            f"from {start} " + ("of the steps on" if rule.until == 1 else f"to {until} of the steps")
+        )
     elif rule.until < 1:
-        level.append(f"in the first {_percent(rule.until)} of the steps")
-    return ", ".join(level)
+        where.append(f"in the first {until} of the steps")
+    return ", ".join(where)
 
 
 def _what(rule: Rule) -> str:
     if rule.level is None and rule.changes.get("ratio") == 0 and "reuse.every" in rule.changes:
         return "nothing merges, and nothing is skipped"
     return ", ".join(f"{name}={value}" for name, value in rule.changes.items())
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
