@@ -177,9 +177,8 @@ def _where(rule: Rule) -> str:
     where = [] if rule.level is None else [f"level {rule.level}"]
     start, until = (f"{100 * share:.3g} %" for share in (rule.start, rule.until))
     if rule.start > 0:
-        where.append(
-            f"from {start} " + ("of the steps on" if rule.until == 1 else f"to {until} of the steps")
-        )
+        end = "of the steps on" if rule.until == 1 else f"to {until} of the steps"
+        where.append(f"from {start} {end}")
     elif rule.until < 1:
         where.append(f"in the first {until} of the steps")
     return ", ".join(where)
