@@ -62,7 +62,7 @@ def summary(
         plan, is_unet = plan_generation(config, report.steps), bool(conditions.denoiser.deep_stages)
         signs = signs_of(plan, bool(report.rows), is_unet)
         lines.append(f"  plan: {signs}")
-        lines += [f"        {sign} {what}" for sign, what in _SIGNS.items() if sign in signs]
+        lines += [f"        {sign} {what}" for sign, what in SIGNS.items() if sign in signs]
     if report is not None:
         lines += [f"  {_counted(conditions, report)}", f"  {_kept(conditions, report)}"]
     if conditions.slower is not None:
@@ -89,11 +89,11 @@ def title(config: ToMeConfig, conditions: Conditions) -> str:
 # The names of layers in diffusers, in words.
 _LAYERS = {"attn1": "self-attention", "attn2": "cross-attention"}
 # The sign of each kind of step, and what it does.
-_SIGNS = {
+SIGNS = {
     "M": "the whole model runs, on merged tokens",
     "D": "the whole model runs, and no token merges",
     "C": "the whole model runs, and no token merges; this step corrects what merging loses in the others",
-    "f": "only the finest level of the UNet runs, its blocks with the most tokens",
+    "f": "only the finest level of the UNet runs, the one with the most pixels",
     "·": "all blocks are skipped",
 }
 
