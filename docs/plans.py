@@ -39,7 +39,8 @@ def plans() -> dict[float, tuple[str, float]]:
     facts = dataclasses.replace(facts, fewest_tokens=FEWEST_TOKENS)
     made = {}
     for speedup in SPEEDUPS:
-        config = DefaultMethod.for_facts(speedup, facts).settings(TOKENS, STEPS, GUIDANCE)
+        method = DefaultMethod(speedup, facts)
+        config = method.settings(method.facts_at(TOKENS, STEPS, GUIDANCE))
         signs = signs_of(plan_generation(config, STEPS), config.merges, facts.model == "unet")
         made[speedup] = signs, config.ratio
     return made

@@ -81,8 +81,8 @@ def test_a_plan_that_tune_found_runs_in_its_kind_of_generation():
     pipe = pipeline(unet=hosts.unet())
     saved = SavedSettings(ToMeConfig(ratio=0.3), FoundFor(type(pipe.unet).__name__, 16, 16, 20), 2.0)
     method = TunedMethod.of_saved(pipe, find_hosts(pipe), saved)
-    assert method.settings(steps=20) == saved.config
-    assert method.settings(steps=10) != saved.config
+    assert method.settings(method.facts_at(steps=20)) == saved.config
+    assert method.settings(method.facts_at(steps=10)) != saved.config
 
 
 @pytest.mark.parametrize("speedup", [0.9, True, "2", float("nan"), float("inf"), torch.ones(2)])

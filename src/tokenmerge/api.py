@@ -229,8 +229,9 @@ def _within(model: object, asked: _Asked, max_cache: str | int) -> _Asked:
             f"max_cache: only the default method takes a limit, got {shown(max_cache)} with other "
             "settings; leave out max_cache, or the other settings"
         )
-    weak_and_strong = (1.0, 10.0)  # scales of guidance
-    configs = [asked.config] if default is None else [default.settings(guidance=g) for g in weak_and_strong]
+    configs = [asked.config]
+    if default is not None:  # under weak guidance and under strong guidance
+        configs = [default.settings(default.facts_at(guidance=scale)) for scale in (1.0, 10.0)]
     change, left_out = change_within(model, configs, limit)
     method = f"{asked.method} in {max_cache}" + (f" ({left_out})" if left_out else "")
     return dataclasses.replace(_changed(asked, change), method=method)

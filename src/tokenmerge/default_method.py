@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from tokenmerge.config import Correction, PlanSharing, Rule, StepReuse, ToMeConfig
-from tokenmerge.config.checks import integer, number, optional
+from tokenmerge.config.checks import at_least_1, check_counts, check_fields, number, optional
 from tokenmerge.config.origin import DEFAULT
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import GridShape, Host
@@ -41,7 +41,6 @@ _FUSED = {"scaled_dot_product_attention", "dispatch_attention_fn", "memory_effic
 _STEPS = 20  # of a generation whose number of steps is unknown
 _SIDE = 64  # of latents whose size is unknown
 Change = Callable[[ToMeConfig], ToMeConfig]
-_SPEEDUP = number("a number ≥ 1, such as 2.0", lambda value: value >= 1)
 check_min_psnr = optional(number("a number of dB above 0, such as 35", lambda value: value > 0))
 
 
@@ -54,12 +53,18 @@ class DefaultMethod:
         facts: what is known of the model, for the default size and number of steps.
         changes: functions that change the settings after they were chosen, in order.
         min_psnr: lowest PSNR to the dense picture in dB, > 0; None: the speed-up alone decides.
+
+    Raises:
+        ConfigError: ``speedup`` is not a number ≥ 1.
     """
 
     speedup: float
     facts: Facts
     changes: tuple[Change, ...] = ()
     min_psnr: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "", {"speedup": at_least_1})
 
     @classmethod
     def of(
@@ -95,25 +100,16 @@ class DefaultMethod:
                 f"min_psnr: a model alone does not know its denoising steps, got {min_psnr:g}; apply token "
                 "merging to the pipeline"
             )
-        return dataclasses.replace(cls.for_facts(speedup, facts), min_psnr=min_psnr)
+        return cls(speedup, facts, min_psnr=min_psnr)
 
-    @classmethod
-    def for_facts(cls, speedup: float, facts: Facts, *changes: Change) -> DefaultMethod:
-        """Return the default method for a model of which these facts are known.
-
-        Raises:
-            ConfigError: ``speedup`` is not a number ≥ 1.
-        """
-        return cls(_SPEEDUP("speedup", speedup), facts, changes)
-
-    def settings(
+    def facts_at(
         self,
         grid: GridShape | None = None,
         steps: int | None = None,
         guidance: float | None = None,
         ends_clean: bool = False,
-    ) -> ToMeConfig:
-        """Return the settings of one generation.
+    ) -> Facts:
+        """Return the facts about one generation.
 
         Args:
             grid: (frames, rows, columns) of the finest token grid; None: the default.
@@ -121,58 +117,44 @@ class DefaultMethod:
             guidance: scale of classifier-free guidance; None: unknown.
             ends_clean: whether almost no noise is left before the last step.
         """
-        tolerance = self.tolerance(grid, steps, guidance, ends_clean)
-        if tolerance is not None:
-            return tolerance.config  # the settings that the generation begins with
-        return self._changed(self.plan(grid, steps, guidance, ends_clean).config)
+        grid, steps = grid or self.facts.grid, steps or self.facts.steps
+        return dataclasses.replace(
+            self.facts, grid=grid, steps=steps, guidance=guidance, ends_clean=ends_clean
+        )
+
+    def settings(self, facts: Facts) -> ToMeConfig:
+        """Return the settings of one generation, or those that it begins with."""
+        tolerance = self.tolerance(facts)
+        return self._changed(self.plan(facts).config) if tolerance is None else tolerance.config
 
     def _changed(self, settings: ToMeConfig) -> ToMeConfig:
         for change in self.changes:
             settings = change(settings)
         return settings
 
-    def tolerance(
-        self,
-        grid: GridShape | None = None,
-        steps: int | None = None,
-        guidance: float | None = None,
-        ends_clean: bool = False,
-    ) -> Tolerance | None:
-        """Return what changes the settings of a generation while it runs; None: nothing does.
-
-        The arguments are those of :meth:`settings`.
-        """
+    def tolerance(self, facts: Facts) -> Tolerance | None:
+        """Return what changes the settings of a generation while it runs; None: nothing does."""
         if self.min_psnr is None:
             return None
-        known = self._known(grid, steps, guidance, ends_clean)
-        return Tolerance(known, self.speedup, self.min_psnr, self._changed)
+        return Tolerance(facts, self.speedup, self.min_psnr, self._changed)
 
-    def plan(
-        self,
-        grid: GridShape | None = None,
-        steps: int | None = None,
-        guidance: float | None = None,
-        ends_clean: bool = False,
-    ) -> Plan:
-        """Return the plan of one generation, without changes; the arguments are those of :meth:`settings`."""
-        return plan_for(self._known(grid, steps, guidance, ends_clean), self.speedup)
+    def plan(self, facts: Facts) -> Plan:
+        """Return the plan of one generation, without changes."""
+        return plan_for(facts, self.speedup)
 
     def estimate(self, run: RunLog, grid: GridShape | None) -> Estimate | None:
         """Return how close the picture of a generation is expected to be; None: its steps are unknown."""
         if not run.steps:
             return None
-        return estimate_closeness(self._known(grid, run.steps, run.guidance), run.config, shown([run]))
+        return estimate_closeness(self.facts_at(grid, run.steps, run.guidance), run.config, shown([run]))
 
-    def shortfall(
-        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
-    ) -> str:
+    def shortfall(self, facts: Facts) -> str:
         """Return what the settings do not reach of the speed-up, as a sentence; empty: they reach it."""
-        known = self._known(grid, steps, guidance)
-        highest = highest_speedup(known)
+        highest = highest_speedup(facts)
         if highest + ROUNDING >= self.speedup:
             return ""
-        size = " × ".join(map(str, known.grid[known.grid[0] == 1 :]))
-        where = f"in {known.steps} step{'s' if known.steps > 1 else ''} on {size} tokens"
+        size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))
+        where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {size} tokens"
         reached = math.floor(100 * highest) / 100
         if reached <= 1:
             return (
@@ -182,21 +164,6 @@ class DefaultMethod:
         return (
             f"speedup={self.speedup:g}: at most {reached:g}× can be reached {where}; take more steps, a "
             "larger picture or a lower speed-up"
-        )
-
-    def _known(
-        self,
-        grid: GridShape | None,
-        steps: int | None,
-        guidance: float | None,
-        ends_clean: bool = False,
-    ) -> Facts:
-        return dataclasses.replace(
-            self.facts,
-            grid=grid or self.facts.grid,
-            steps=steps or self.facts.steps,
-            guidance=guidance,
-            ends_clean=ends_clean,
         )
 
     def without_reuse(self) -> DefaultMethod:
@@ -212,7 +179,7 @@ class DefaultMethod:
     @property
     def default_settings(self) -> ToMeConfig:
         """The settings of a generation with the default size, number of steps and guidance."""
-        return self.settings(guidance=self.facts.guidance)
+        return self.settings(self.facts)
 
     @property
     def widest(self) -> ToMeConfig:
@@ -271,8 +238,7 @@ def settings_for(
         UnsupportedModelError: the object neither is nor contains a supported model.
         ConfigError: a number is out of its range.
     """
-    for name, given in (("height", height), ("width", width), ("steps", steps)):
-        optional(integer(1))(name, given)
+    check_counts(height=height, width=width, steps=steps)
     hosts = find_hosts(pipe_or_model)
     method = DefaultMethod.of(pipe_or_model, hosts, speedup)
     if follows_steps is not None:
@@ -280,10 +246,10 @@ def settings_for(
         method = dataclasses.replace(method, facts=facts)
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
     grid = None if height is None or width is None else denoiser.grid_at(height, width)
-    known = grid, steps, method.facts.guidance if guidance is None else guidance
-    if told := method.shortfall(*known):
+    known = method.facts_at(grid, steps, method.facts.guidance if guidance is None else guidance)
+    if told := method.shortfall(known):
         warn_caller(told)
-    return method.settings(*known)
+    return method.settings(known)
 
 
 def allows_proportional(pipe_or_model: object, hosts: Sequence[Host]) -> bool:

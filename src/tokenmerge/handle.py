@@ -349,7 +349,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         error, run, default = self.error, self._state.last_run, self._default
         if error is None or run is None or run.steps is None or default is None or default.min_psnr is None:
             return "" if error is None else f"estimated: {error}"
-        planned = default.plan(self._grid_at(run.height, run.width), run.steps, run.guidance).config
+        grid = self._grid_at(run.height, run.width)
+        planned = default.plan(default.facts_at(grid, run.steps, run.guidance)).config
         ran, plan = (len(own.reuse.steps_of(run.steps).full) for own in (run.config, planned))
         further = f"{ran - plan} further complete step{'s' if ran - plan != 1 else ''}"
         return f"min_psnr {default.min_psnr:g}: {further}; estimated {error}"
@@ -374,7 +375,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if self._default is None or same or self._state.kept.note:
             return self._in_force
         guidance = self._default.facts.guidance if run is None else run.guidance
-        return self._default.settings(self._grid_at(height, width), steps, guidance)
+        facts = self._default.facts_at(self._grid_at(height, width), steps, guidance)
+        return self._default.settings(facts)
 
 
 class EncoderPatch(Patch[ViTReport, RecordedTokens]):

@@ -8,20 +8,19 @@ from typing import Any
 
 from tokenmerge.config import FoundFor, SavedSettings, ToMeConfig
 from tokenmerge.default_method import DefaultMethod
-from tokenmerge.models.base import GridShape, Host
-from tokenmerge.plans import Plan
+from tokenmerge.models.base import Host
+from tokenmerge.plans import Facts, Plan
 
 __all__ = ["TunedMethod"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TunedMethod(DefaultMethod):
-    """The default method with a plan that a search found.
+    """The default method with a plan that a search found. Its ``facts`` are those of the plan.
 
     Attributes:
         found: settings of the plan.
         found_for: the kind of generation that it was found for.
-        found_at: (frames, rows, columns) of the finest token grid there.
         model: class of the pipeline's denoiser.
         pipe: the pipeline, whose scheduler is read when a generation begins. A copy has none, and compares no
             solver.
@@ -29,7 +28,6 @@ class TunedMethod(DefaultMethod):
 
     found: ToMeConfig
     found_for: FoundFor
-    found_at: GridShape
     model: str
     pipe: Any
 
@@ -39,11 +37,14 @@ class TunedMethod(DefaultMethod):
         assert saved.speedup is not None
         assert saved.found_for is not None
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
+        default, found_for = DefaultMethod.of(pipe, hosts, saved.speedup), saved.found_for
+        grid = denoiser.grid_at(found_for.height, found_for.width)
+        facts = dataclasses.replace(default.facts, grid=grid, steps=found_for.steps)
         return cls(
-            **vars(DefaultMethod.of(pipe, hosts, saved.speedup)),
+            default.speedup,
+            facts,
             found=saved.config,
-            found_for=saved.found_for,
-            found_at=denoiser.grid_at(saved.found_for.height, saved.found_for.width),
+            found_for=found_for,
             model=type(denoiser.root).__name__,
             pipe=pipe,
         )
@@ -51,34 +52,22 @@ class TunedMethod(DefaultMethod):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "pipe": None}
 
-    def differences(
-        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
-    ) -> list[str]:
-        """Return how a generation differs from those of the plan. What is None is not compared."""
+    def differences(self, facts: Facts) -> list[str]:
+        """Return how a generation differs from those of the plan. Unknown guidance is not compared."""
         solver = None if self.pipe is None else type(self.pipe.scheduler).__name__
-        differences = self.found_for.differences(self.model, None, steps, solver, guidance)
-        if grid is not None and grid != self.found_at:
-            scale = self.found_for.height // self.found_at[1]
-            size = grid[1] * scale, grid[2] * scale
+        differences = self.found_for.differences(self.model, None, facts.steps, solver, facts.guidance)
+        if facts.grid != self.facts.grid:
+            scale = self.found_for.height // self.facts.grid[1]
+            size = facts.grid[1] * scale, facts.grid[2] * scale
             differences += self.found_for.differences(size=size) or ["another number of frames"]
         return differences
 
-    def plan(
-        self,
-        grid: GridShape | None = None,
-        steps: int | None = None,
-        guidance: float | None = None,
-        ends_clean: bool = False,
-    ) -> Plan:
+    def plan(self, facts: Facts) -> Plan:
         """Return the plan that was found, or that of the default method in another kind of generation."""
-        plan = super().plan(grid, steps, guidance, ends_clean)
-        if self.differences(grid, steps, guidance):
-            return plan
-        return dataclasses.replace(plan, config=self.found)
+        plan = super().plan(facts)
+        return plan if self.differences(facts) else dataclasses.replace(plan, config=self.found)
 
-    def shortfall(
-        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
-    ) -> str:
+    def shortfall(self, facts: Facts) -> str:
         """Return how the generation differs from those of the plan; empty: it does not."""
-        differences = self.differences(grid, steps, guidance)
+        differences = self.differences(facts)
         return self.found_for.warning(differences, self.speedup) if differences else ""

@@ -10,7 +10,7 @@ from tests.models.tiny import FAMILIES, noise, seeded
 from torch import Tensor
 
 from tokenmerge import ToMeConfig, UnsupportedModelError, apply_token_merging
-from tokenmerge.models.grids import grid_of_coordinates
+from tokenmerge.models.grids import grids_of_coordinates
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -107,11 +107,11 @@ def test_a_long_video_merges_its_frames_and_the_given_ones_at_its_end():
 def test_the_video_begins_with_time_0():
     for times, frames in (((0, 1, 2), 3), ((5, 0, 1, 2), 3), ((5, 6, 0, 1), 2), ((0, 1, 2, 0, -1), 5)):
         frames_of_times = torch.stack([coordinates(time) for time in map(float, times)], dim=2).flatten(2)
-        assert grid_of_coordinates(frames_of_times) == (frames, 2, 3)
+        assert grids_of_coordinates(frames_of_times) == ((frames, 2, 3),)
 
 
 def test_coordinates_of_no_video_are_refused():
     whole = coordinates(0.0, 1.0)
     for wrong in (whole[..., :-1], whole[:, [0, 2, 1]][..., torch.randperm(12)], whole.roll(1, dims=2)):
         with pytest.raises(UnsupportedModelError, match="video_coords: expected the times, rows and columns"):
-            grid_of_coordinates(wrong)
+            grids_of_coordinates(wrong)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenmerge import StepReuse, ToMeConfig, apply_token_merging, remove_token_merging
 from tokenmerge.models.find import find_hosts
-from tokenmerge.models.grids import grid_of_ids, references_of_ids
+from tokenmerge.models.grids import grids_of_ids
 from tokenmerge.models.layout import Grid
 from tokenmerge.runtime.memory.state import STATE
 
@@ -114,5 +114,4 @@ def test_the_pictures_of_a_sequence_are_read_from_the_positions_of_pipelines():
     )
     for ids, others in ((flux_2, ((1, 6, 5), (1, 4, 9))), (longcat, ((1, 6, 6),))):
         call = {"img_ids": ids, "hidden_states": torch.zeros(1, ids.shape[-2], 4)}
-        assert grid_of_ids(None, call, Grid()) == (1, 6, 5)
-        assert references_of_ids(None, call, Grid()) == others
+        assert grids_of_ids(None, call, Grid()) == ((1, 6, 5), *others)

@@ -129,8 +129,8 @@ def structure(family: Family) -> Hashable:
     )
     functions = tuple(
         f if f is None or isinstance(f, str) else f.__qualname__
-        for f in (host.timestep, host.grid, host.latents, host.references)
+        for f in (host.timestep, host.grids, host.latents)
     )
     stages = bool(host.deep_stages), bool(host.shallow_stages)
-    called = host.sample, host.patch, host.frames > 1, host.controlnet
+    called = host.sample, host.patch, host.frames > 1, host.controlnet, host.takes_references
     return blocks, functions, stages, called, family.pool, family.mixes, family.square

@@ -13,7 +13,6 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import (
     ROUNDING,
     Facts,
-    choose,
     correction_bytes,
     facts_of,
     highest_speedup,
@@ -32,6 +31,10 @@ MODELS = {"unet": "UNet2DConditionModel", "transformer": "FluxTransformer2DModel
 def facts(model: str, side: int = 64, **changes: object) -> Facts:
     host = find_hosts(FAMILIES[MODELS[model]].build())[0]
     return facts_of(host, (1, side, side), **{"steps": 20, "guidance": 3.0, **changes})
+
+
+def choose(of_generation: Facts, wanted: float) -> ToMeConfig:
+    return plan_for(of_generation, wanted).config
 
 
 EVERY = pytest.mark.parametrize(

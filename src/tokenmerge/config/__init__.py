@@ -13,9 +13,10 @@ from tokenmerge.config.json_file import (
     load_config,
     load_settings,
     plan_content,
+    read_metadata,
     save_config,
+    to_metadata,
 )
-from tokenmerge.config.metadata import read_metadata, to_metadata
 from tokenmerge.config.names import REPLACED, check_known, flat
 from tokenmerge.config.parts import Correction, PlanSharing, StepReuse
 from tokenmerge.config.rules import Rule, dense_outside

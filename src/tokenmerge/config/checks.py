@@ -93,7 +93,8 @@ def number(wanted: str, accepts: Callable[[float], bool]) -> Check:
     return check
 
 
-# A share of the denoising steps that is not empty.
+# A speed-up, and a share of the denoising steps that is not empty.
+at_least_1 = number("a number ≥ 1, such as 2.0", lambda value: value >= 1)
 share = number("a share of the steps, above 0 and up to 1", lambda value: 0 < value <= 1)
 
 

@@ -1,8 +1,12 @@
-"""Settings in a JSON file.
+"""Settings in a JSON file, and in the parameters of a picture.
 
-The file holds ``{"version": 1, "settings": {...}}``, with the settings as :meth:`ToMeConfig.to_dict` returns
+A file holds ``{"version": 1, "settings": {...}}``, with the settings as :meth:`ToMeConfig.to_dict` returns
 them. ``tokenmerge tune`` writes ``{"version": 2, "speedup": 2.0, "plan": {...}, "for": {...}}``: the wanted
 speed-up, settings that were found for it, and as fields of :class:`FoundFor` what they were found for.
+
+Parameters hold one line that a person and a program can read: ``Token merging: tome 0.5, {"version": 1,
+"settings": {"ratio": 0.5, "planner": "tiled"}}``. It has the name of the method, the ratio or speed-up that
+was asked for, and the content of a file, without the settings that have their default values.
 """
 
 from __future__ import annotations
@@ -13,12 +17,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tokenmerge.config.checks import check_fields, integer, number, optional, refuse
+from tokenmerge.config.checks import at_least_1, check_fields, integer, number, optional, refuse
+from tokenmerge.config.origin import is_default
 from tokenmerge.config.tome import ToMeConfig
 from tokenmerge.errors import ConfigError, shown
 
 VERSION, VERSION_OF_PLANS = 1, 2
-_SPEEDUP = number("a number ≥ 1, such as 2.0", lambda value: value >= 1)
+NAME = "Token merging"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +173,45 @@ def load_settings(path: str | Path) -> SavedSettings:
         ) from error
 
 
+def to_metadata(config: ToMeConfig, method: str = "") -> str:
+    """Return the line for some settings. Without the name of a ``method``, the line has the word "ratio".
+
+    >>> to_metadata(ToMeConfig(ratio=0.4, max_downsample=2))
+    'Token merging: ratio 0.4, {"version": 1, "settings": {"ratio": 0.4, "max_downsample": 2}}'
+    """
+    called = " ".join(method.replace("{", " ").split()) or "ratio"  # the first brace begins the settings
+    asked = called if is_default(method) else f"{called} {config.ratio:g}"
+    settings = json.dumps({"version": VERSION, "settings": config.changed()})
+    return f"{NAME}: {asked}, {settings}"
+
+
+def read_metadata(text: str) -> ToMeConfig:
+    """Return the settings in the parameters of a picture.
+
+    Args:
+        text: a line of :meth:`tokenmerge.Patch.metadata`, or a text that contains one. Its value may be in
+            double quotes, as web UIs write values with commas.
+
+    Raises:
+        ConfigError: there is no such line, or a setting in it is unknown or out of range.
+
+    >>> read_metadata(to_metadata(ToMeConfig(ratio=0.4), "speed-up 2"))
+    ToMeConfig(ratio=0.4)
+    """
+    decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
+    value = text.rpartition(f"{NAME}: ")[2] if isinstance(text, str) else ""
+    try:
+        if value.startswith('"'):
+            value, _ = decoder.raw_decode(value)
+        found, _ = decoder.raw_decode(value, value.index("{"))
+    except (ValueError, RecursionError):
+        refuse("metadata", f"a text with a line of patch.metadata(), {NAME}: …", text)
+    try:
+        return content(found).config
+    except ConfigError as error:
+        raise ConfigError(f"metadata: {error}") from error
+
+
 def content(found: Any) -> SavedSettings:
     """Return the settings in the content of a JSON file.
 
@@ -176,7 +220,7 @@ def content(found: Any) -> SavedSettings:
     """
     if isinstance(found, dict) and found.keys() - {"measured"} == {"version", "speedup", "plan", "for"}:
         _check_version(found, VERSION_OF_PLANS)
-        speedup = _SPEEDUP("speedup", found["speedup"])
+        speedup = at_least_1("speedup", found["speedup"])
         return SavedSettings(_settings(found, "plan"), _found_for(found["for"]), speedup)
     if not isinstance(found, dict) or found.keys() != {"version", "settings"}:
         keys = list(found) if isinstance(found, dict) else found
@@ -201,12 +245,11 @@ def _settings(found: dict[str, Any], key: str) -> ToMeConfig:
 
 
 def _found_for(given: Any) -> FoundFor:
-    fields = dataclasses.fields(FoundFor)
-    names = {field.name for field in fields}
-    needed = {field.name for field in fields if field.default is dataclasses.MISSING}
-    if not isinstance(given, dict) or not needed <= given.keys() <= names:
-        refuse("for", f"an object with the keys {', '.join(field.name for field in fields)}", given)
-    return FoundFor(**given)
+    try:
+        return FoundFor(**given)
+    except TypeError:
+        names = ", ".join(field.name for field in dataclasses.fields(FoundFor))
+        refuse("for", f"an object with the keys {names}", given)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -179,10 +179,15 @@ class StepReuse(Value):
 
         >>> StepReuse(every=4, shallow_every=2).steps_of(8)
         StepsOfReuse(full=(0, 1, 7), shallow=(0, 1, 3, 5, 7))
+        >>> StepReuse(full_steps=(0, 0.5, 1)).steps_of(20).full
+        (0, 10, 19)
         """
         if self.full_steps:
-            full = _at_places(self.full_steps, steps)
-            return StepsOfReuse(full, tuple(sorted({*full, *_at_places(self.shallow_steps, steps)})))
+            full, others = (
+                {round(place * (steps - 1)) for place in places}
+                for places in (self.full_steps, self.shallow_steps)
+            )
+            return StepsOfReuse(tuple(sorted(full)), tuple(sorted(full | others)))
         shallow = _evenly(tuple(range(steps)), steps, self.shallow_every)
         return StepsOfReuse(_evenly(shallow, steps, self.every), shallow)
 
@@ -200,23 +205,8 @@ class StepsOfReuse:
     shallow: tuple[int, ...]
 
 
-def _at_places(places: tuple[float, ...], steps: int) -> tuple[int, ...]:
-    """Return the indices of the steps at these places of a generation.
-
-    >>> _at_places((0, 0.5, 1), 20)
-    (0, 10, 19)
-    """
-    return tuple(sorted({round(place * (steps - 1)) for place in places}))
-
-
 def _evenly(among: tuple[int, ...], steps: int, every: float) -> tuple[int, ...]:
-    """Return the first two of some steps, and evenly spaced ones of the others, with the last.
-
-    Args:
-        among: the steps to choose from, of a generation of ``steps`` steps.
-        steps: number of steps of the generation.
-        every: how many steps of the generation there are for each that is chosen after the first two.
-    """
+    """Return the first two of some of the steps, and evenly spaced ones of the others, with the last."""
     others = among[2:]
     if every <= 1 or not others:
         return among

@@ -84,13 +84,21 @@ class ToMeConfig(MergeSettings):
         """
         return _at_step(self, index, steps) if self.rules else self
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 - settings are few and small
     def at_level(self, level: int) -> MergeSettings:
         """Return the settings of a level by the rules that hold at all steps."""
-        return _at_level(self, level)
+        changes, _ = resolved(self.rules, lambda rule: rule.at_level(level))
+        return MergeSettings(**{name: changes.get(name, getattr(self, name)) for name in CHECKS})
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019
     def stages(self) -> tuple[ToMeConfig, ...]:
         """Return the settings of every kind of step, from the first step on."""
-        return _stages(self)
+        starts = {0.0, *(share for rule in self.rules for share in (rule.start, rule.until))} - {1}
+        found = (
+            _with(self, *resolved(self.rules, functools.partial(Rule.at_share, done=done)))
+            for done in sorted(starts)
+        )
+        return tuple(dict.fromkeys(found))
 
     @property
     def follows_steps(self) -> bool:
@@ -179,22 +187,6 @@ def _with(config: ToMeConfig, changes: Mapping[str, Any], rules: Rules) -> ToMeC
 @functools.lru_cache(maxsize=1024)
 def _at_step(config: ToMeConfig, index: int, steps: int) -> ToMeConfig:
     return _with(config, *resolved(config.rules, lambda rule: rule.at_step(index, steps)))
-
-
-@functools.lru_cache(maxsize=1024)
-def _at_level(config: ToMeConfig, level: int) -> MergeSettings:
-    changes, _ = resolved(config.rules, lambda rule: rule.at_level(level))
-    return MergeSettings(**{name: changes.get(name, getattr(config, name)) for name in CHECKS})
-
-
-@functools.lru_cache(maxsize=256)
-def _stages(config: ToMeConfig) -> tuple[ToMeConfig, ...]:
-    starts = {0.0, *(share for rule in config.rules for share in (rule.start, rule.until))} - {1}
-    found = (
-        _with(config, *resolved(config.rules, functools.partial(Rule.at_share, done=done)))
-        for done in sorted(starts)
-    )
-    return tuple(dict.fromkeys(found))
 
 
 def _check_together(config: ToMeConfig) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tokenmerge.models.layout import PLAIN, Grid, Layout
 
 GridShape = tuple[int, int, int]  # frames, rows, columns, in tokens
-References = Callable[[Any, Mapping[str, Any], Grid], tuple[GridShape, ...]]
+Grids = tuple[GridShape, ...]  # of the pictures in a sequence of tokens
 
 KINDS = {
     "attn1": "self-attention",
@@ -109,9 +109,17 @@ class Block:
 
 
 def listed(root: Any, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:
-    """Describe the blocks of one module list, all with the same layers and other fields of :class:`Block`."""
-    blocks = enumerate(getattr(root, name))
-    return tuple(Block(f"{name}.{i}", block, layers, **facts) for i, block in blocks)
+    """Describe the blocks of one module list, each with the layers that it has and further facts."""
+    blocks = []
+    for i, block in enumerate(getattr(root, name)):
+        own = tuple(layer for layer in layers if getattr(block, layer.name, None) is not None)
+        blocks.append(Block(f"{name}.{i}", block, own, **facts))
+    return tuple(blocks)
+
+
+def is_called(module: object, text: str) -> bool:
+    """Return whether the name of the class of an object, or of a base class, has this part."""
+    return any(text in cls.__name__ for cls in type(module).__mro__)
 
 
 def _all_of_it(root: Any, sample: Any) -> Any:
@@ -126,12 +134,10 @@ class ModelCall:
         sample: name of the argument for the sample.
         timestep: name of the argument for the timestep. For a model without one, a function: (root, arguments
             of a call by name) → a number that differs between denoising steps.
-        grid: (root, arguments of a call by name, grid of the last call) → (frames, rows, columns) of the
-            finest token grid, that of the picture being made. Raises UnsupportedModelError for a call whose
-            tokens have none.
-        references: (root, arguments of a call by name, grid of the last call) → the token grids of the
-            reference pictures that follow the picture being made in the same sequence. None: the model takes
-            none.
+        grids: (root, arguments of a call by name, grids of the last call) → (frames, rows, columns) of the
+            finest token grid of each picture in the sequence, the picture being made first. Raises
+            UnsupportedModelError for a call whose tokens have none.
+        takes_references: whether reference pictures may follow the picture being made.
         latents: (root, sample) → the part of the sample that is the same for all prompts of guidance.
         patch: side of the square of latent positions that makes one token.
         parameters: names of all arguments, in order.
@@ -139,8 +145,8 @@ class ModelCall:
 
     sample: str
     timestep: str | Callable[[Any, Mapping[str, Any]], Tensor]
-    grid: Callable[[Any, Mapping[str, Any], Grid], GridShape]
-    references: References | None = None
+    grids: Callable[[Any, Mapping[str, Any], Grid], Grids]
+    takes_references: bool = False
     latents: Callable[[Any, Any], Any] = _all_of_it
     patch: int = 1
     parameters: tuple[str, ...] = ()
@@ -155,7 +161,7 @@ class Host(ModelCall):
         blocks: its transformer blocks in the order in which they run.
         sample_size: height and width of the sample that the model was made for; None if it does not say.
         example: ``(height, width, batch)`` → arguments by name of a call with a sample of that size. Models
-            with ``references`` take their heights and widths as a fourth argument.
+            that take references get their heights and widths as a fourth argument.
         controlnet: whether it is a ControlNet. It may stay dense next to a denoiser that merges.
         frames: number of frames in the token grid that the model was made for; 1 for pictures.
         limits: what users should know before merging in this model, as text.

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.models.base import Block, Layer
-from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.layout import KEY_MASK, Layout
 
-_SELF_ATTENTION = Layout(token_arguments=(TokenArgument("attention_mask", axes=(-1,), batched=True),))
+_SELF_ATTENTION = Layout(token_arguments=(KEY_MASK,))
 # The attention mask of cross-attention covers the text, so it has no entries for image tokens.
 _CROSS_ATTENTION = Layout(dense_if=("ip_adapter_masks",))
 # A block gets the masks of an IP-Adapter inside ``cross_attention_kwargs``.

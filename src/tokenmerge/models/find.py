@@ -13,24 +13,13 @@ from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models import families
-from tokenmerge.models.base import Host, is_a
+from tokenmerge.models.base import Host, is_a, is_called
 from tokenmerge.models.unsupported import refuse
 
 FAMILIES = tuple(
     importlib.import_module(f"{families.__name__}.{module.name}")
     for module in pkgutil.iter_modules(families.__path__)
 )
-
-# ControlNets that run several others.
-_SEVERAL = (
-    "MultiControlNetModel",
-    "MultiControlNetUnionModel",
-    "FluxMultiControlNetModel",
-    "SD3MultiControlNetModel",
-    "QwenImageMultiControlNetModel",
-    "HunyuanDiT2DMultiControlNetModel",
-)
-
 
 # Attributes of diffusers' pipelines that hold the denoiser.
 DENOISERS = ("unet", "transformer")
@@ -109,7 +98,7 @@ def parts(model: Any) -> Iterator[nn.Module]:
             for member in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(member, nn.Module):
                     yield from parts(member)
-    elif is_a(model, *_SEVERAL):
+    elif is_called(model, "MultiControlNet"):  # it runs several others
         nets: Any = model.nets
         for net in nets:
             yield from parts(net)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import GridShape
+from tokenmerge.models.base import Grids, GridShape
 from tokenmerge.models.layout import Grid
 
 
@@ -33,23 +33,23 @@ def in_tokens(sides: Sequence[int], config: Any) -> GridShape:
     return frames, rows, columns
 
 
-def picture_grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    """Return the token grid of pictures, from the last two axes of ``hidden_states``: height and width."""
+def picture_grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+    """Return the token grid of a picture, from the last two axes of ``hidden_states``: height and width."""
     height, width = arguments["hidden_states"].shape[-2:]
     _, rows, columns = patch_of(root.config)
-    return 1, height // rows, width // columns
+    return ((1, height // rows, width // columns),)
 
 
-def video_grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    """Return the token grid of videos ``hidden_states`` ``[b, c, f, h, w]``."""
-    return in_tokens(arguments["hidden_states"].shape[2:], root.config)
+def video_grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+    """Return the token grid of a video ``hidden_states`` ``[b, c, f, h, w]``."""
+    return (in_tokens(arguments["hidden_states"].shape[2:], root.config),)
 
 
 _known: Any = WeakTensorKeyDictionary()
 
 
-def grid_of_ids(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    """Return the token grid of the picture being made, which the argument ``img_ids`` describes.
+def grids_of_ids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+    """Return the token grids of the pictures that the argument ``img_ids`` describes.
 
     ``img_ids`` are ``[n, d]`` or ``[b, n, d]``: for each of the n tokens of ``hidden_states`` the number of
     its picture, its row, its column, and further columns that depend on the model. The picture being made is
@@ -60,15 +60,6 @@ def grid_of_ids(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShap
         UnsupportedModelError: the tokens are not those of pictures in a row, or the model is being compiled
             and ``last`` has another number of tokens.
     """
-    return _grids_of_ids(arguments, last)[0]
-
-
-def references_of_ids(root: Any, arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, ...]:
-    """Return the token grids of the reference pictures: see :func:`grid_of_ids`."""
-    return _grids_of_ids(arguments, last)[1:]
-
-
-def _grids_of_ids(arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, ...]:
     ids, tokens = arguments["img_ids"], arguments["hidden_states"].shape[1]
     if torch.compiler.is_compiling():
         if _tokens_in(last.shapes) != tokens:
@@ -95,7 +86,7 @@ def _grids_of_ids(arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, 
     )
 
 
-def grid_of_coordinates(coordinates: Tensor) -> GridShape:
+def grids_of_coordinates(coordinates: Tensor) -> Grids:
     """Return the token grid of a video from the times, rows and columns of its tokens, ``[b, 3, n]``.
 
     Frames that were given for later times may stand before those of the video, which start with time 0.
@@ -111,10 +102,10 @@ def grid_of_coordinates(coordinates: Tensor) -> GridShape:
             "video_coords: expected the times, rows and columns of the tokens of frames of one size, got "
             f"others, of shape {tuple(coordinates.shape)}; call remove_token_merging(pipe) first"
         )
-    return grid[0]
+    return grid
 
 
-def _read_coordinates(values: Tensor) -> tuple[GridShape, ...]:
+def _read_coordinates(values: Tensor) -> Grids:
     """Return the grid of the video at the end of coordinates ``[3, n]``; nothing if there is none."""
     rows, columns = (len(side.unique()) for side in values[1:])
     if values.shape[1] % (rows * columns):
@@ -133,7 +124,7 @@ def _tokens_in(pictures: Sequence[GridShape]) -> int:
     return sum(rows * columns for _, rows, columns in pictures)
 
 
-def _read(ids: Tensor) -> tuple[GridShape, ...]:
+def _read(ids: Tensor) -> Grids:
     """Return the grids of the pictures whose positions follow one another; empty if the ids are others.
 
     A picture ends where the number of the picture changes, or where its first row and column come again.

@@ -117,5 +117,8 @@ class Layout:
 
 
 PLAIN = Layout()  # image tokens only, and no argument with an entry for each
-# Rotary positions with an entry for each image token, which the whole batch shares.
-ROTARY = Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)),))
+# Rotary positions with an entry for each image token, which the whole batch shares or each sample has.
+POSITIONS = TokenArgument("image_rotary_emb", axes=(0,))
+OWN_POSITIONS = TokenArgument("image_rotary_emb", axes=(1,), batched=True)
+KEY_MASK = TokenArgument("attention_mask", axes=(-1,), batched=True)
+ROTARY = Layout(token_arguments=(POSITIONS,))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tokenmerge.models.base import Block
 
@@ -61,38 +60,3 @@ def _width(block: Block) -> tuple[int, int] | None:
         if isinstance(projection, nn.Linear) and isinstance(heads, int):
             found.append((projection.out_features, heads))
     return min(found, default=None)
-
-
-def blank(root: Any, batch: int) -> Callable[..., Tensor]:
-    """Return a function that makes zeros ``[batch, *shape]`` on the device and in the dtype of a model."""
-    first = next(root.parameters())
-    # Models of diffusers keep some weights in float32, for example the first of Wan.
-    dtype = getattr(root, "dtype", first.dtype)
-    if not dtype.is_floating_point:  # weights that are only stored in integers
-        dtype = dtype_of(root)
-    return lambda *shape: torch.zeros(batch, *shape, device=first.device, dtype=dtype)
-
-
-def full_mask(root: Any, batch: int, tokens: int) -> Tensor:
-    """Return a mask ``[batch, tokens]`` of ones with values: models read the length of a text from it."""
-    return torch.ones(batch, tokens, device=device_of_values(root), dtype=torch.bool)
-
-
-def device_of_values(root: Any) -> torch.device:
-    """Return the device for inputs whose values a model reads: the CPU for weights on the meta device."""
-    device = next(root.parameters()).device
-    return torch.device("cpu") if device.type == "meta" else device
-
-
-def example_of(
-    root: Any, example: Callable[..., dict[str, Any]], timestep: str = "timestep"
-) -> Callable[..., dict[str, Any]]:
-    """Add the timestep, and the guidance scale of a model that takes one, to the ``example`` of a call."""
-
-    def arguments(height: int, width: int, batch: int, *references: Any) -> dict[str, Any]:
-        given = {timestep: torch.full_like(blank(root, batch)(), 500)}
-        if getattr(root.config, "guidance_embeds", False):
-            given["guidance"] = torch.full_like(given[timestep], 3.5)
-        return {**given, **example(root, height, width, batch, *references)}
-
-    return arguments

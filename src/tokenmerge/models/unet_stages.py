@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Block, GridShape, Host, is_a
+from tokenmerge.models.base import Block, Grids, Host, is_a
 from tokenmerge.models.basic_block import basic_block
+from tokenmerge.models.family import Example, example_of
 from tokenmerge.models.layout import Grid
-from tokenmerge.models.placement import example_of
 
 # Their first argument is [b, c, h, w]; for a video the batch holds its frames. Attention over time is in
 # other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other lists of blocks.
 _TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "DreamLiteTransformer2DModel")
 
 
-def describe_stages(
-    root: Any, example: Callable[[Any, int, int, int], dict[str, Any]], *, controlnet: bool = False
-) -> Host:
+def describe_stages(root: Any, example: Example, *, controlnet: bool = False) -> Host:
     """Find the blocks of a model with ``down_blocks``, ``mid_block`` and, if it has them, ``up_blocks``.
 
     The last axes of its sample are height and width. ``example`` is that of
-    :func:`tokenmerge.models.transformer.transformer_host`.
+    :func:`tokenmerge.models.family.transformer_host`.
 
     Raises:
         UnsupportedModelError: its attention is not in transformer blocks.
@@ -32,19 +30,19 @@ def describe_stages(
     blocks = [block for path, stage, level in stages_of(root) for block in _blocks(stage, path, level)]
     if not blocks:
         _refuse_other_attention(root)
-
+    deep_stages, shallow_stages = _skipped_stages(root)
     return Host(
         root=root,
         blocks=tuple(blocks),
         sample="sample",
         timestep="timestep",
-        grid=_grid,
+        grids=_grids,
         latents=_latents,
         sample_size=_sample_size(root),
         controlnet=controlnet,
         example=example_of(root, example),
-        deep_stages=_deep_stages(root),
-        shallow_stages=_shallow_stages(root),
+        deep_stages=deep_stages,
+        shallow_stages=shallow_stages,
     )
 
 
@@ -63,18 +61,15 @@ def stages_of(root: Any) -> Iterator[tuple[str, Any, int]]:
             level //= 2
 
 
-def _deep_stages(root: Any) -> tuple[str, ...]:
-    """Return the paths of the stages between the first one on the way down and the last one on the way up."""
-    down, up = len(root.down_blocks), len(getattr(root, "up_blocks", ()))
-    if up < 2 or root.mid_block is None:  # such as a ControlNet, which returns the result of every level
-        return ()
-    ways = [f"down_blocks.{i}" for i in range(1, down)], [f"up_blocks.{i}" for i in range(up - 1)]
-    return (*ways[0], "mid_block", *ways[1])
+def _skipped_stages(root: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the paths of the stages below the finest level, and of those at it: the first and the last one.
 
-
-def _shallow_stages(root: Any) -> tuple[str, ...]:
-    """Return the paths of the stages at the finest level: the first one down and the last one up."""
-    return ("down_blocks.0", f"up_blocks.{len(root.up_blocks) - 1}") if _deep_stages(root) else ()
+    A model that returns the result of every level, such as a ControlNet, has none.
+    """
+    if len(getattr(root, "up_blocks", ())) < 2 or root.mid_block is None:
+        return (), ()
+    first, *deep, last = (path for path, _, _ in stages_of(root))
+    return tuple(deep), (first, last)
 
 
 def _sample_size(root: Any) -> tuple[int, int] | None:
@@ -105,11 +100,10 @@ def _transformers(module: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_other_attention(root: Any) -> None:
-    stages = [*root.down_blocks, root.mid_block, *getattr(root, "up_blocks", ())]
     found = {
-        type(s).__name__: None
-        for s in stages
-        if s is not None and any(is_a(m, "Attention") for m in s.modules())
+        type(stage).__name__: None
+        for _, stage, _ in stages_of(root)
+        if any(is_a(module, "Attention") for module in stage.modules())
     }
     if found:
         raise UnsupportedModelError(
@@ -119,10 +113,10 @@ def _refuse_other_attention(root: Any) -> None:
         )
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     # The batch holds the frames of a video, so each merges on its own.
     rows, columns = arguments["sample"].shape[-2:]
-    return 1, rows, columns
+    return ((1, rows, columns),)
 
 
 def _latents(root: Any, sample: Tensor) -> Tensor:

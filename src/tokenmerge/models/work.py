@@ -223,13 +223,10 @@ def _attention(host: Host, block: Block, words: int) -> Iterator[tuple[Amount, f
         if layer.kind == "attn2":
             amount = Amount(per_token=pair * words)
         else:
-            joint = words if _joins_text(host, block) or _has_text(module) else 0
+            has_text = any(_is_on_text(None, name) for name, _ in module.named_modules())
+            joint = words if has_text or _joins_text(host, block) else 0
             amount = Amount(pair * joint**2, 2 * pair * joint, pair)
         yield amount, _scopes(block, f"{block.path}.{layer.name}.")
-
-
-def _has_text(attention: nn.Module) -> bool:
-    return any(_is_on_text(None, name) for name, _ in attention.named_modules())
 
 
 def _channels(attention: Any) -> int:

@@ -4,7 +4,6 @@ They know neither models nor settings, and import nothing else of the package.
 """
 
 from tokenmerge.ops.arithmetic import bits
-from tokenmerge.ops.join import join_plans
 from tokenmerge.ops.matching import (
     bipartite_soft_matching,
     by_similarity,
@@ -12,6 +11,7 @@ from tokenmerge.ops.matching import (
     most_similar,
     own_cell,
     shared_features,
+    unit_tokens,
 )
 from tokenmerge.ops.partition import (
     num_destinations,
@@ -25,6 +25,7 @@ from tokenmerge.ops.plan import (
     IndexPlan,
     Plan,
     add_unmerged,
+    join_plans,
     keep_destinations,
     make_plan,
     merge,
@@ -67,6 +68,7 @@ __all__ = [
     "tiled_matching",
     "tiled_plan",
     "uniform_noise",
+    "unit_tokens",
     "unmerge",
     "whole_cells",
 ]

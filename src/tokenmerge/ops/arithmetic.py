@@ -21,7 +21,11 @@ class Arithmetic:
         return value.view(torch.int32).to(torch.int64)
 
     def remainders(self, size: int, draw: Draw, n: int, device: torch.device | str | None) -> Tensor:
-        """Return the hashes of n places modulo ``size``: ``[n]``."""
+        """Return the hashes of n places modulo ``size``: ``[n]``.
+
+        >>> Arithmetic().remainders(4, (0, torch.tensor(7)), 8, "cpu").tolist()
+        [0, 2, 2, 2, 0, 1, 2, 2]
+        """
         return hash_of(*draw, first_numbers(n, device)) % size
 
     def upper_bits(self, draw: Draw, n: int, device: torch.device | str | None) -> Tensor:

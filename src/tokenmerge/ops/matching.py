@@ -60,12 +60,7 @@ def by_similarity(similarity: Tensor) -> Tensor:
 
 
 def compared(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return what matching multiplies, in float32 at least.
-
-    Args:
-        features: as for :func:`bipartite_soft_matching`.
-        src: likewise.
-        dst: likewise.
+    """Return what :func:`bipartite_soft_matching` multiplies, in float32 at least.
 
     Returns:
         Features of the sources ``[b, s, c]``, their lengths ``[b, s]``, and features of the destinations,

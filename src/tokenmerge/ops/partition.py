@@ -139,16 +139,7 @@ def strided_partition(
     if draw is None:
         return torch.cat([inside[1:].flatten(), outside]), inside[0]
     size, count = inside.shape
-    return partition_at(inside, outside, below(size, draw, count, device))
-
-
-def below(size: int, draw: Draw, n: int, device: torch.device | str | None = None) -> Tensor:
-    """``[n]`` pseudo-random integers, 0 ≤ x < size.
-
-    >>> below(4, (0, torch.tensor(7)), 8).tolist()
-    [0, 2, 2, 2, 0, 1, 2, 2]
-    """
-    return arithmetic().remainders(size, draw, n, device)
+    return partition_at(inside, outside, arithmetic().remainders(size, draw, count, device))
 
 
 def uniform_noise(draw: Draw, n: int, device: torch.device | str | None = None) -> Tensor:

@@ -195,16 +195,17 @@ def _alone(n: int, t: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return shares, place.expand(b, -1), (token + t * k).expand(b, -1)
 
 
+def _inverse(index: Tensor, size: int) -> Tensor:
+    """Return for each of ``size`` numbers its place in ``index`` ``[b, n]``, 0 where it is not there."""
+    every = torch.arange(index.shape[1], device=index.device).expand_as(index)
+    return index.new_zeros(len(index), size).scatter(1, index, every)
+
+
 def _in_rows(keep: Tensor, shares: Tensor, places: Tensor, slots: Tensor) -> SoftPlan:
     """Make the plan with rows over all images and all derived fields, from indices within each image."""
     (b, t, k, p), n, m = shares.shape, places.shape[1], slots.shape[1]
     image = torch.arange(b, device=keep.device).unsqueeze(1)
-    tokens = torch.zeros(b, t * p, dtype=torch.int64, device=keep.device).scatter(
-        1, places, torch.arange(n, device=keep.device).expand(b, -1)
-    )
-    merged = torch.zeros(b, t * k, dtype=torch.int64, device=keep.device).scatter(
-        1, slots, torch.arange(m, device=keep.device).expand(b, -1)
-    )
+    tokens, merged = _inverse(places, t * p), _inverse(slots, t * k)
     largest = shares.argmax(dim=2) + torch.arange(t, device=keep.device).unsqueeze(1) * k  # [b, t, p]
     return SoftPlan(
         keep=keep + image * n,

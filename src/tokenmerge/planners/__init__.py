@@ -28,10 +28,11 @@ from tokenmerge.planners._grid import (
     TokenSequence,
     num_removed,
     on_whole_grids,
+    part_bounds,
     plan_pictures,
     sequence_of,
+    sequence_of_part,
 )
-from tokenmerge.planners._parts import part_bounds, sequence_of_part
 
 __all__ = [
     "PLANNERS",

@@ -1,13 +1,15 @@
 """What all planners share: the steps from the settings and token grids of a sequence to its plan.
 
-They are in the order of a call. The settings say how many tokens one grid loses and which parts it has. A
-sequence of pictures is then planned picture by picture; a planner plans one part of a grid at a time.
+They are in the order of a call. The settings say how many tokens one grid loses and which parts it has. Where
+a sequence is split between devices, each plans for the part that it has. A sequence of pictures is then
+planned picture by picture; a planner plans one part of a grid at a time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -88,8 +90,23 @@ class TokenSequence(NamedTuple):
         return cls(pictures, tokens, sum(picture.r for picture in pictures))
 
 
+def _remembered(make: Callable[..., TokenSequence]) -> Callable[..., TokenSequence]:
+    """Cache a function of a sequence and of numbers, since every block asks for its results."""
+    known = functools.lru_cache(maxsize=1024)(make)
+
+    @functools.wraps(make)
+    def get(sequence: Sequence[Any], *others: Any) -> TokenSequence:
+        # torch.compile warns about cached functions, and the sides of a grid may be symbolic in its graphs.
+        if torch.compiler.is_compiling():
+            return make(tuple(sequence), *others)
+        return known(tuple(sequence), *others)
+
+    return get
+
+
+@_remembered
 def sequence_of(grids: Sequence[tuple[int, int, int]], settings: MergeSettings) -> TokenSequence:
-    """Return the sequence of pictures with these grids. It is cached, since every block asks for it.
+    """Return the sequence of pictures with these grids.
 
     Args:
         grids: (frames, rows, columns) of each picture, the picture being made first.
@@ -98,20 +115,82 @@ def sequence_of(grids: Sequence[tuple[int, int, int]], settings: MergeSettings) 
     >>> [picture.r for picture in sequence_of(((1, 4, 4), (1, 2, 4)), MergeSettings(ratio=0.5)).pictures]
     [8, 4]
     """
-    # torch.compile warns about cached functions, and the sides of a grid may be symbolic in its graphs.
-    if torch.compiler.is_compiling():
-        return _sequence_of(tuple(grids), settings)
-    return _remembered(tuple(grids), settings)
-
-
-def _sequence_of(grids: tuple[tuple[int, int, int], ...], settings: MergeSettings) -> TokenSequence:
     own = (settings, *[settings.of_references] * (len(grids) - 1))
     return TokenSequence.of(
         Picture(grid, one, num_removed(grid, one)) for grid, one in zip(grids, own, strict=True)
     )
 
 
-_remembered = functools.lru_cache(maxsize=1024)(_sequence_of)
+def part_bounds(n: int, index: int, parts: int) -> tuple[int, int]:
+    """Return where a part of n tokens starts and ends, as in ``torch.tensor_split``: the first may be longer.
+
+    >>> [part_bounds(7, index, 3) for index in range(3)]
+    [(0, 3), (3, 5), (5, 7)]
+    """
+    each, longer = divmod(n, parts)
+    return index * each + min(index, longer), (index + 1) * each + min(index + 1, longer)
+
+
+@_remembered
+def sequence_of_part(pictures: Sequence[Picture], index: int, parts: int) -> TokenSequence:
+    """Return one of several equally long parts of a sequence.
+
+    Tokens keep their order. So a part of a picture has some whole rows, with pieces of rows before and after
+    them, and a part of a video has some whole frames, with pieces of frames. Each piece has its own grid. All
+    devices must continue with the same number of tokens, so every part loses as many as the part that can
+    lose the fewest. ``min_tokens`` is compared with whole pictures.
+
+    >>> sequence = sequence_of_part([Picture((1, 4, 8), MergeSettings(ratio=0.5), 16)], 1, 2)
+    >>> [(grid, r) for grid, _, r in sequence.pictures]
+    [((1, 2, 8), 8)]
+    """
+    every = [TokenSequence.of(_pieces(pictures, one, parts)) for one in range(parts)]
+    return TokenSequence.of(_removing(every[index], min(one.removed for one in every)))
+
+
+def _pieces(pictures: Sequence[Picture], index: int, parts: int) -> Iterator[Picture]:
+    start, stop = part_bounds(sum(num_tokens(picture.grid) for picture in pictures), index, parts)
+    before = 0
+    for grid, settings, removed in pictures:
+        n = num_tokens(grid)
+        anywhere = dataclasses.replace(settings, min_tokens=0)
+        for f, h, w in _cut(grid, max(0, start - before), min(n, stop - before)):
+            yield Picture((f, h, w), settings, num_removed((f, h, w), anywhere) if removed else 0)
+        before += n
+
+
+def _cut(sides: Sequence[int], start: int, stop: int) -> list[tuple[int, ...]]:
+    """Return the grids of the pieces that hold tokens ``start`` to ``stop`` of a grid, in their order."""
+    if start >= stop:
+        return []
+    if len(sides) == 1:
+        return [(stop - start,)]
+    inner = num_tokens(sides[1:])
+    first, last = -(-start // inner), stop // inner  # those between them are whole
+    if first > last:
+        ends = _cut(sides[1:], start - last * inner, stop - last * inner)
+        return [(1, *end) for end in ends]
+    head = _cut(sides[1:], start - (first - 1) * inner, inner) if start % inner else []
+    whole = [(last - first, *sides[1:])] if first < last else []
+    return [*((1, *end) for end in head), *whole, *((1, *end) for end in _cut(sides[1:], 0, stop % inner))]
+
+
+def _removing(pieces: TokenSequence, wanted: int) -> Iterator[Picture]:
+    """Yield the pieces so that they lose ``wanted`` tokens together, in proportion.
+
+    Frames of one piece that lose different numbers of tokens become two pieces.
+    """
+    removed = pieces.removed
+    end = done = 0
+    for grid, settings, r in pieces.pictures:
+        end += r
+        own = end * wanted // removed - done if removed else 0
+        done += own
+        frames, _ = split(grid, settings)
+        each, more = divmod(own, frames)
+        for count, r_of_frame in ((more, each + 1), (frames - more, each)):
+            if count:
+                yield Picture((grid[0] * count // frames, *grid[1:]), settings, count * r_of_frame)
 
 
 def plan_pictures(

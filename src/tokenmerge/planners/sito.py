@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tokenmerge.config import MergeSettings
 from tokenmerge.ops import (
@@ -15,6 +14,7 @@ from tokenmerge.ops import (
     make_plan,
     partition_at,
     uniform_noise,
+    unit_tokens,
     whole_cells,
 )
 from tokenmerge.planners._grid import cell_of
@@ -28,8 +28,7 @@ def similarity_scores(features: Tensor) -> Tensor:
 
     The cost is linear in n: each normalised token is multiplied by the sum of all of them.
     """
-    exact = features.to(torch.promote_types(features.dtype, torch.float32))
-    unit = F.normalize(exact, dim=-1, eps=torch.finfo(exact.dtype).tiny)
+    unit = unit_tokens(features)
     return (unit @ unit.sum(dim=1).unsqueeze(2)).squeeze(2)
 
 

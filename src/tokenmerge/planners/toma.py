@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, make_soft_plan, tile
+from tokenmerge.ops import Plan, make_soft_plan, tile, unit_tokens
 from tokenmerge.planners._grid import cell_of
 
 # Factor of the cosines in the softmax. With 1000, a destination that is more similar by 0.01 takes nearly
@@ -60,9 +59,8 @@ def plan_toma(features: Tensor, grid: Sequence[int], r: int, settings: MergeSett
     """
     n = features.shape[1]
     tiles = tile(grid, cell_of(grid, settings), features.device)
-    exact = features.to(torch.promote_types(features.dtype, torch.float32))
-    unit = F.normalize(exact, dim=-1, eps=torch.finfo(exact.dtype).tiny)
-    unit = unit.index_select(1, tiles.token.flatten()).unflatten(1, tiles.token.shape)  # [b, t, p, c]
+    unit = unit_tokens(features).index_select(1, tiles.token.flatten())
+    unit = unit.unflatten(1, tiles.token.shape)  # [b, t, p, c]
     similarity = (unit @ unit.transpose(2, 3)) * tiles.real.unsqueeze(1) * tiles.real.unsqueeze(2)
     # A token that is no number is like no other, so the shares of tokens that have this plan too stay finite.
     similarity = similarity.nan_to_num(nan=0.0)

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, make_plan, num_tokens, own_cell, whole_cells
+from tokenmerge.ops import Plan, make_plan, num_tokens, own_cell, unit_tokens, whole_cells
 from tokenmerge.planners._grid import cell_of, partition
 
 OWN_NUMBER = True
@@ -21,9 +20,8 @@ def uniformity(features: Tensor, windows: Tensor) -> Tensor:
     ``windows`` are ``[k, d]`` indices of the k ≥ 2 tokens of each of d windows. The cost is linear in n.
     """
     k = len(windows)
-    exact = features.to(torch.promote_types(features.dtype, torch.float32))
-    unit = F.normalize(exact, dim=-1, eps=torch.finfo(exact.dtype).tiny)
-    unit = unit.index_select(1, windows.flatten()).unflatten(1, windows.shape)  # [b, k, d, c]
+    unit = unit_tokens(features).index_select(1, windows.flatten())
+    unit = unit.unflatten(1, windows.shape)  # [b, k, d, c]
     # The square of the sum counts every pair twice, and each token's product with itself once.
     alone = unit.square().sum(dim=(1, 3))
     return (unit.sum(dim=1).square().sum(dim=2) - alone) / (k * (k - 1))

@@ -1,9 +1,9 @@
 """The generation plan: facts about a generation, a wanted speed-up, and the policy decide what its steps do.
 
-:func:`choose` is a pure function. Nothing here knows a library of models or runs one.
+:func:`plan_for` is a pure function. Nothing here knows a library of models or runs one.
 """
 
-from tokenmerge.plans.choose import ROUNDING, Plan, choose, highest_speedup, plan_for
+from tokenmerge.plans.choose import ROUNDING, Plan, highest_speedup, plan_for
 from tokenmerge.plans.cost import correction_bytes, speedup_of
 from tokenmerge.plans.estimate import Estimate, Shown, estimate_closeness, noise_of
 from tokenmerge.plans.facts import Facts, facts_of
@@ -16,7 +16,6 @@ __all__ = [
     "Plan",
     "Shown",
     "Tolerance",
-    "choose",
     "correction_bytes",
     "estimate_closeness",
     "facts_of",

@@ -53,19 +53,6 @@ class Plan:
     harm: float
 
 
-def choose(facts: Facts, speedup: float) -> ToMeConfig:
-    """Return the least harmful settings whose counted operations reach a speed-up, or the fastest ones.
-
-    The settings are explicit: they give the same pictures when they are applied by themselves. A higher
-    speed-up never expects less harm. :func:`highest_speedup` says what can be reached.
-
-    Args:
-        facts: about the generation.
-        speedup: dense operations over those with merging and step reuse, ≥ 1; 1: everything is dense.
-    """
-    return plan_for(facts, speedup).config
-
-
 def highest_speedup(facts: Facts) -> float:
     """Return the highest speed-up that any mix reaches in a generation."""
     return max(plan.speedup for plan in plans_of(facts))
@@ -73,7 +60,15 @@ def highest_speedup(facts: Facts) -> float:
 
 @functools.lru_cache(maxsize=128)
 def plan_for(facts: Facts, speedup: float) -> Plan:
-    """Return the plan of :func:`choose`, with its speed-up and its harm."""
+    """Return the least harmful plan whose counted operations reach a speed-up, or the fastest one.
+
+    Its settings are explicit: they give the same pictures when they are applied by themselves. A higher
+    speed-up never expects less harm. :func:`highest_speedup` says what can be reached.
+
+    Args:
+        facts: about the generation.
+        speedup: dense operations over those with merging and step reuse, ≥ 1; 1: everything is dense.
+    """
     plans = plans_of(facts)
     reaching = [plan for plan in plans if plan.speedup + ROUNDING >= speedup]
     if reaching:
@@ -233,13 +228,8 @@ def reaches_of(runs: Sequence[int], steps: int) -> list[float]:
         if step in runs:
             before, last = last, step
         else:
-            reaches.append(reach(step, last, before) * (_REFERENCE / steps) ** 2)
+            reaches.append((step - last) * (step - before) / 2 * (_REFERENCE / steps) ** 2)
     return reaches
-
-
-def reach(step: int, last: int, before: int) -> float:
-    """Return half the product of the distances of a step to the last two runs of a part."""
-    return (step - last) * (step - before) / 2
 
 
 def distance(steps: int, complete: int) -> float:

@@ -81,16 +81,13 @@ def influence_of(sigmas: Sequence[float], noise: float = 1.0) -> list[float]:
     """Return which share of an error of each step's predicted picture is left in the picture.
 
     A step keeps a share of the noise in its sample, and the predicted picture takes the place of the rest.
-    Later steps take an error for a part of the picture by as much as there is more picture than noise.
+    Later steps take an error for a part of the picture by as much as there is more picture than noise. The
+    arguments are those of :class:`Shown`.
 
     >>> [round(share, 2) for share in influence_of([3.0, 1.0, 0.0])]
     [0.33, 1.0]
     >>> [round(share, 2) for share in influence_of([3.0, 1.0, 0.0], noise=2.0)]
     [0.44, 1.0]
-
-    Args:
-        sigmas: as in :class:`Shown`.
-        noise: as in :class:`Shown`.
     """
     left, shares = 1.0, []
     for before, after in reversed(list(pairwise(sigmas))):
@@ -105,15 +102,12 @@ def influence_of(sigmas: Sequence[float], noise: float = 1.0) -> list[float]:
 
 
 def noise_of(kept: float, before: float, after: float) -> float:
-    """Return the ``noise`` of :class:`Shown`.
+    """Return the ``noise`` of :class:`Shown`, from the share of the noise in its sample that a step keeps.
+
+    The noise levels are those before and after the step.
 
     >>> round(noise_of(0.25, 4.0, 2.0), 3)
     2.0
-
-    Args:
-        kept: share of the noise in its sample that a step keeps.
-        before: noise level before the step.
-        after: noise level after it, lower.
     """
     if not math.isfinite(kept):
         return 1.0

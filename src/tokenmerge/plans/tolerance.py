@@ -55,8 +55,7 @@ class Tolerance:
     def asks(self, done: int) -> bool:
         """Return whether :meth:`follow` is due: a complete step has just run, and a later one may skip.
 
-        Args:
-            done: number of steps of the generation before the running one.
+        ``done`` is the number of steps of the generation before the running one.
         """
         complete, steps = self.config.reuse.steps_of(self._facts.steps).full, self._facts.steps
         # The last step is complete in any case.
@@ -64,12 +63,7 @@ class Tolerance:
         return self._seen < done < last and done - 1 in complete and len(complete) < steps
 
     def follow(self, done: int, shown: Shown) -> None:
-        """Choose what the steps to come run.
-
-        Args:
-            done: number of steps of the generation before the running one.
-            shown: what the generation has shown so far.
-        """
+        """Choose what the steps to come run, by what the ``done`` steps before them have shown."""
         self._seen = done
         if shown.errors:
             self.config = next(self._candidates(done, shown))
@@ -97,8 +91,7 @@ class Tolerance:
         ]
         if ran == [before.full, before.shallow]:
             return self.config
-        places = (tuple(step / (steps - 1) for step in own) for own in ran)
-        full, shallow = places
+        full, shallow = (tuple(step / (steps - 1) for step in own) for own in ran)
         return dataclasses.replace(self.config, reuse=StepReuse(full_steps=full, shallow_steps=shallow))
 
     def _keeps(self, psnr: float) -> bool:

@@ -14,8 +14,7 @@ from tokenmerge.report.prediction import (
     saved,
     slower_than_dense,
 )
-from tokenmerge.report.run_steps import RunSteps
-from tokenmerge.report.summary import Conditions, summary, title
+from tokenmerge.report.summary import Conditions, RunSteps, summary, title
 from tokenmerge.text_table import Tabled, TextTable
 
 __all__ = [

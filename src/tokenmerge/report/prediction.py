@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any
 
 from torch import nn
@@ -20,11 +20,10 @@ from tokenmerge.models.base import KINDS, Block, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners.calibration import SIDES
 from tokenmerge.report.flops import count_flops, weightless
-from tokenmerge.report.steps import kept_bytes, mean_flops, merging_most, notes_on_steps
+from tokenmerge.report.steps import kept_bytes, mean_flops, merging_most, notes_on_steps, patched
 from tokenmerge.runtime.memory.state import Kept
-from tokenmerge.runtime.patching.patch import check_host, hosts_that_merge, new_state, patch_host, restore
+from tokenmerge.runtime.patching.patch import check_host, hosts_that_merge
 from tokenmerge.runtime.patching.select import layers_to_merge, merges
-from tokenmerge.runtime.steps.pipeline import Pipeline
 from tokenmerge.text_table import Tabled, TextTable
 
 
@@ -57,10 +56,6 @@ class Row:
     flops_merged: int
     blocks: int = 1
     references: tuple[tuple[int, ...], ...] = ()
-
-    def grids(self) -> str:
-        """Return the grids as text."""
-        return " + ".join(" × ".join(map(str, grid)) for grid in (self.grid, *self.references))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -104,16 +99,13 @@ class Report(Tabled):
 
     def joined_rows(self) -> Iterator[Row]:
         """Yield the rows, with equal consecutive blocks of one list in one row, such as ``….blocks.0-9``."""
-
-        def all_but_the_number(row: Row) -> Row:
-            return dataclasses.replace(row, path=row.path.rpartition(".")[0])
-
-        for _, group in groupby(self.rows, key=all_but_the_number):
-            rows = list(group)
-            last = rows[-1].path.rpartition(".")[2]
+        without_numbers = (dataclasses.replace(row, path=row.path.rpartition(".")[0]) for row in self.rows)
+        for _, group in groupby(zip(without_numbers, self.rows, strict=True), key=itemgetter(0)):
+            rows = [row for _, row in group]
+            last = "" if len(rows) == 1 else f"-{rows[-1].path.rpartition('.')[2]}"
             yield dataclasses.replace(
                 rows[0],
-                path=rows[0].path if len(rows) == 1 else f"{rows[0].path}-{last}",
+                path=f"{rows[0].path}{last}",
                 flops_dense=sum(row.flops_dense for row in rows),
                 flops_merged=sum(row.flops_merged for row in rows),
                 blocks=len(rows),
@@ -129,7 +121,7 @@ class Report(Tabled):
             (
                 row.path if " + " not in self.model else f"{row.model}: {row.path}",
                 str(row.level),
-                row.grids(),
+                " + ".join(" × ".join(map(str, grid)) for grid in (row.grid, *row.references)),
                 f"{row.tokens} → {row.merged_tokens}",
                 row.merged,
                 *gflops(row.flops_dense, row.flops_merged),
@@ -206,11 +198,18 @@ def predict(
         name if classes.count(name) == 1 else f"{name} {classes[:i].count(name) + 1}"
         for i, name in enumerate(classes)
     ]
-    with _counting_at(hosts, height, width):
+    try:
         reports = [
             _predict_host(host, name, config, (height, width, batch), steps, references, dense or {})
             for host, name in zip(merging, labels, strict=True)
         ]
+    except TokenMergingError:
+        raise
+    except Exception as error:  # whatever a model raises for a sample of this size
+        raise ConfigError(
+            f"height, width: operations of {_names(hosts)} cannot be counted for a sample of {height} × "
+            f"{width} ({reason_of(error)}); pass the height and width that it is called with"
+        ) from error
     rows = tuple(chain.from_iterable(report.rows for report in reports))
     kept = sum(report.kept_bytes for report in reports)
     means = [report.flops_mean for report in reports if report.flops_mean is not None]
@@ -290,20 +289,6 @@ def slower_than_dense(report: Report, fewest_tokens: Callable[[], int]) -> str |
     )
 
 
-@contextlib.contextmanager
-def _counting_at(hosts: Sequence[Host], height: int, width: int) -> Iterator[None]:
-    """Turn an error of a model that cannot be called with a sample of this size into a ConfigError."""
-    try:
-        yield
-    except TokenMergingError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"height, width: operations of {_names(hosts)} cannot be counted for a sample of {height} × "
-            f"{width} ({reason_of(error)}); pass the height and width that it is called with"
-        ) from error
-
-
 def _names(hosts: Sequence[Host]) -> str:
     return ", ".join(type(host.root).__name__ for host in hosts)
 
@@ -322,7 +307,7 @@ def _check_references(hosts: Sequence[Host], references: Sequence[tuple[int, int
     for size in references:
         if len(size) != 2 or not all(isinstance(side, int) and side >= 1 for side in size):
             raise ConfigError(f"references: expected (height, width), integers ≥ 1, got {shown(size)}")
-    if references and all(host.references is None for host in hosts):
+    if references and not any(host.takes_references for host in hosts):
         raise ConfigError(
             f"references: {_names(hosts)} takes no reference pictures in the sequence of the sample, got "
             f"{shown(list(references))}; leave it out"
@@ -339,23 +324,18 @@ def _predict_host(
     dense_paths: Mapping[nn.Module, Collection[str]],
 ) -> Report:
     height, width, batch = size
-    kept = Kept(dense=frozenset(dense_paths.get(host.root, ())))
+    kept, whole = Kept(dense=frozenset(dense_paths.get(host.root, ()))), type(host.root).__name__
     (copied,) = find_hosts(weightless(host.root, host.on_cpu))
-    arguments = partial(copied.example, *size, *([] if host.references is None else [tuple(references)]))
+    arguments = partial(copied.example, *size, *([tuple(references)] if host.takes_references else []))
     dense = count_flops(copied.root, arguments())
     # Keep step reuse, because step reuse alone is allowed if no token merges.
     most = merging_most(config)
     sharing = dataclasses.replace(config.plans, every=1)
     counted_config = dataclasses.replace(most, plans=sharing, correction=Correction(), reuse=config.reuse)
-    state = new_state(copied, counted_config, Pipeline())
-    state.kept = kept
-    patch_host(copied, state)
-    state.pipeline.set_step(0, 1)  # for planners that read the previous step
-    with state.recording() as recorded:
+    with patched(copied, counted_config, kept) as state, state.recording() as recorded:
+        state.pipeline.set_step(0, 1)  # for planners that read the previous step
         merged = count_flops(copied.root, arguments())
-    restore(copied.root)
 
-    whole = type(host.root).__name__
     rows = []
     for block in copied.blocks:
         if block.path in recorded:
@@ -375,9 +355,6 @@ def _predict_host(
             )
             rows.append(row)
     free = [block for block in copied.blocks if block.path not in kept.dense]
-    mean = None
-    if steps and config.follows_steps:
-        mean = mean_flops(copied, config, steps, arguments, kept)
     return Report(
         model=name,
         height=height,
@@ -388,7 +365,9 @@ def _predict_host(
         flops_merged=merged[whole],
         notes=(*_notes(free, rows, config), *host.limits),
         kept_bytes=kept_bytes(copied, config, arguments, kept),
-        flops_mean=mean,
+        flops_mean=mean_flops(copied, config, steps, arguments, kept)
+        if steps and config.follows_steps
+        else None,
     )
 
 
@@ -408,15 +387,10 @@ def _notes(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeConfig) -> 
     kinds = config.merged_layers if config.scope == "layers" else ()
     merging = {row.path for row in rows}
     too_deep = Counter(block.level for block in blocks if block.level > config.max_downsample)
-    without = 0
-    too_small: list[str] = []
-    for block in blocks:
-        if block.level > config.max_downsample:
-            continue
-        if not merges(block, config):
-            without += not block.dense.keys() & set(kinds)
-        elif block.path not in merging:
-            too_small.append(block.path)
+    within = [block for block in blocks if block.level <= config.max_downsample]
+    able = [block for block in within if merges(block, config)]
+    without = sum(block not in able and not block.dense.keys() & set(kinds) for block in within)
+    too_small = [block.path for block in able if block.path not in merging]
     notes = [
         f"{_stay_dense(count)} at level {level}: max_downsample={config.max_downsample}"
         for level, count in sorted(too_deep.items())

@@ -32,7 +32,7 @@ def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments,
     name = type(host.root).__name__
     counts: dict[tuple[object, ...], int] = {}
     total = 0
-    with _patched(host, config, kept) as state:
+    with patched(host, config, kept) as state:
 
         def stop_if_known(root: nn.Module, args: tuple) -> None:
             kind.append(_kind_of_call(state))
@@ -83,7 +83,7 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept 
         correction=config.correction,
         reuse=_with_long_distances(config.reuse),
     )
-    with _patched(host, keeping, kept) as state:
+    with patched(host, keeping, kept) as state:
         for index in range(2):
             state.pipeline.set_step(index, _STEPS_TO_KEEP_MOST)
             count_flops(host.root, arguments())
@@ -109,7 +109,8 @@ def _with_long_distances(reuse: StepReuse) -> StepReuse:
 
 
 @contextlib.contextmanager
-def _patched(host: Host, config: ToMeConfig, kept: Kept) -> Iterator[ModelState]:
+def patched(host: Host, config: ToMeConfig, kept: Kept) -> Iterator[ModelState]:
+    """Within the context, patch a host that is not patched."""
     state = new_state(host, config, Pipeline())
     state.kept = kept
     patch_host(host, state)
@@ -173,21 +174,17 @@ def _notes_on_reuse(reuse: StepReuse) -> list[str]:
 
 def _where(rule: Rule) -> str:
     """Describe the level and the steps in which a rule holds."""
-    level = [f"level {rule.level}"] * (rule.level is not None)
-    if rule.start > 0 and rule.until < 1:
-        level.append(f"from {_percent(rule.start)} to {_percent(rule.until)} of the steps")
-    elif rule.start > 0:
-        level.append(f"from {_percent(rule.start)} of the steps on")
+    where = [] if rule.level is None else [f"level {rule.level}"]
+    start, until = (f"{100 * share:.3g} %" for share in (rule.start, rule.until))
+    if rule.start > 0:
+        end = "of the steps on" if rule.until == 1 else f"to {until} of the steps"
+        where.append(f"from {start} {end}")
     elif rule.until < 1:
-        level.append(f"in the first {_percent(rule.until)} of the steps")
-    return ", ".join(level)
+        where.append(f"in the first {until} of the steps")
+    return ", ".join(where)
 
 
 def _what(rule: Rule) -> str:
     if rule.level is None and rule.changes.get("ratio") == 0 and "reuse.every" in rule.changes:
         return "nothing merges, and nothing is skipped"
     return ", ".join(f"{name}={value}" for name, value in rule.changes.items())
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"

@@ -1,8 +1,11 @@
-"""What a patch does, in a few lines."""
+"""What a patch does, in a few lines, and what each step of a run did, as a table."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import RATIO, is_default
@@ -12,6 +15,8 @@ from tokenmerge.plans.generation import GenerationPlan, Merging, Runs, StepPlan,
 from tokenmerge.report.cache_limit import in_words
 from tokenmerge.report.prediction import Report, saved
 from tokenmerge.runtime.memory.run_log import RunLog, in_kinds
+from tokenmerge.runtime.memory.step_log import StepRow
+from tokenmerge.text_table import Tabled, TextTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +59,10 @@ def summary(
     if config.reuse.on:
         lines.append(f"  step reuse: {_reuse(config, report)}")
     if report is not None and report.steps is not None and config.follows_steps:
-        lines += [f"  {line}" for line in _plan(config, report, bool(conditions.denoiser.deep_stages))]
+        plan, is_unet = plan_generation(config, report.steps), bool(conditions.denoiser.deep_stages)
+        signs = signs_of(plan, bool(report.rows), is_unet)
+        lines.append(f"  plan: {signs}")
+        lines += [f"        {sign} {what}" for sign, what in SIGNS.items() if sign in signs]
     if report is not None:
         lines += [f"  {_counted(conditions, report)}", f"  {_kept(conditions, report)}"]
     if conditions.slower is not None:
@@ -88,13 +96,6 @@ SIGNS = {
     "f": "only the finest level of the UNet runs, the one with the most pixels",
     "·": "all blocks are skipped",
 }
-
-
-def _plan(config: ToMeConfig, report: Report, is_unet: bool) -> list[str]:
-    """Return the generation plan as one sign for each step, and what the signs mean."""
-    assert report.steps is not None
-    signs = signs_of(plan_generation(config, report.steps), bool(report.rows), is_unet)
-    return [f"plan: {signs}", *(f"      {sign} {what}" for sign, what in SIGNS.items() if sign in signs)]
 
 
 def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
@@ -172,3 +173,50 @@ def _happened(run: RunLog) -> str:
     done = kinds.total()
     steps = f"{done} steps" if done == run.steps else f"{done} of {run.steps} steps"
     return f"{steps} in {run.seconds:.1f} s ({in_kinds(kinds)}), {run.tokens} tokens"
+
+
+_NOTES_ON_STEPS = (
+    "tokens: of the largest block that merged, before and after; blocks: calls of blocks that merged",
+    "change: ‖x_t − x_{t−1}‖ / ‖x_{t−1}‖ of the model's result x; seconds: in the model",
+)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RunSteps(Tabled):
+    """The denoising steps of a run: what ran and merged, how much the result changed, and how long it took.
+
+    Iterate over it for the rows. ``print`` shows them as a table.
+    """
+
+    rows: tuple[StepRow, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[StepRow]:
+        return iter(self.rows)
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the rows as plain values, for records."""
+        return [dataclasses.asdict(row) for row in self.rows]
+
+    def summary(self) -> str:
+        """Return the number of steps of each kind, and their time, in a line."""
+        kinds = Counter(row.kind for row in self.rows)
+        seconds = sum(row.seconds for row in self.rows)
+        return f"{len(self.rows)} steps ({in_kinds(kinds)}), {seconds:.2f} s in the model"
+
+    def _table(self) -> TextTable:
+        header = ("step", "kind", "tokens", "blocks", "change", "seconds")
+        lines = [
+            (
+                str(row.step),
+                row.kind,
+                "" if row.tokens is None else f"{row.tokens} → {row.merged_tokens}",
+                str(row.blocks),
+                "" if row.change is None else f"{100 * row.change:.1f} %",
+                f"{row.seconds:.3f}",
+            )
+            for row in self.rows
+        ]
+        return TextTable(self.summary(), [header, *lines], _NOTES_ON_STEPS)

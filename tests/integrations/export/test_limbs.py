@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tokenmerge.integrations.export import hash_in_limbs
-from tokenmerge.ops.arithmetic import hash_of
-from tokenmerge.ops.partition import below, uniform_noise
+from tokenmerge.ops import uniform_noise
+from tokenmerge.ops.arithmetic import arithmetic, hash_of
 
 STEPS = (0, 1, 981, 0x447A0000, 2**31 - 1, -1, -(2**31))
 
@@ -42,7 +42,9 @@ def test_limbs_and_all_that_leads_to_them_fit_in_24_bits(monkeypatch):
 
 class Draws(torch.nn.Module):
     def forward(self, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return below(4, (3, step), 600), below(6, (3, step), 600), uniform_noise((3, step), 600)
+        draw, ours = (3, step), arithmetic()
+        below_4, below_6 = (ours.remainders(size, draw, 600, None) for size in (4, 6))
+        return below_4, below_6, uniform_noise(draw, 600)
 
 
 def test_an_exported_program_draws_what_pytorch_draws():

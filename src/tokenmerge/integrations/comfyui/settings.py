@@ -103,11 +103,11 @@ class Settings:
     def for_sampling(
         self, grid: tuple[int, int, int], steps: int, guidance: float | None, ends_clean: bool = False
     ) -> Settings:
-        """Return the settings of one sampling; the arguments are those of :meth:`DefaultMethod.settings`."""
+        """Return the settings of one sampling; the arguments are those of :meth:`DefaultMethod.facts_at`."""
         if self.default is None:
             return self
-        config = self.default.settings(grid, steps, guidance, ends_clean)
-        return dataclasses.replace(self, config=config)
+        facts = self.default.facts_at(grid, steps, guidance, ends_clean)
+        return dataclasses.replace(self, config=self.default.settings(facts))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # nothing in it changes, and it holds the model
@@ -158,7 +158,7 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
         number_bytes=2 * dtype.itemsize,
         fewest_tokens=fewest_tokens(device, dtype, 2 if target.is_unet else 1, *attention),
     )
-    default = DefaultMethod.for_facts(asked.speedup, facts, lambda config: _changed(config, asked))
+    default = DefaultMethod(asked.speedup, facts, (lambda config: _changed(config, asked),))
     config = default.default_settings
     if target.is_unet:
         _for_unet(config, target, asked, [])

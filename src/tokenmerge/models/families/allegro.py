@@ -7,28 +7,15 @@ from typing import Any
 import torch
 
 from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.grids import video_grid
-from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.models.placement import blank, full_mask
-from tokenmerge.models.transformer import transformer_host
+from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.layout import KEY_MASK, Layout, TokenArgument
 
 CLASSES = ("AllegroTransformer3DModel",)
 
 # The argument for positions is (tables, for each token its indices in time, height and width).
-_LAYERS = (
-    Layer(
-        "attn1",
-        "attn1",
-        Layout(
-            token_arguments=(
-                TokenArgument("image_rotary_emb", axes=(1,), batched=True, element=1),
-                TokenArgument("attention_mask", axes=(-1,), batched=True),
-            )
-        ),
-    ),
-    Layer("attn2", "attn2"),
-    Layer("ff", "ff"),
-)
+_POSITIONS = TokenArgument("image_rotary_emb", axes=(1,), batched=True, element=1)
+_ATTENTION = Layout(token_arguments=(_POSITIONS, KEY_MASK))
+_LAYERS = (Layer("attn1", "attn1", _ATTENTION), Layer("attn2", "attn2"), Layer("ff", "ff"))
 
 
 def describe(root: Any) -> Host:
@@ -37,14 +24,13 @@ def describe(root: Any) -> Host:
         root,
         _example,
         listed(root, "transformer_blocks", _LAYERS),
-        grid=video_grid,
         sample_size=(root.config.sample_height, root.config.sample_width),
         latent_frames=root.config.sample_frames,
     )
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros, words = root.config, blank(root, batch), 512
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config, words = root.config, 512
     frames = config.sample_frames // config.patch_size_t
     rows, columns = height // config.patch_size, width // config.patch_size
     axis = config.attention_head_dim // 3
@@ -53,6 +39,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     return {
         "hidden_states": zeros(config.in_channels, config.sample_frames, height, width),
         "encoder_hidden_states": zeros(words, config.caption_channels),
-        "encoder_attention_mask": full_mask(root, batch, words),
+        "encoder_attention_mask": zeros.full_mask(words),
         "image_rotary_emb": (tuple(tables), (places,) * 3),
     }

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.models.base import Host, Layer, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.layout import Layout
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("AuraFlowTransformer2DModel",)
 
@@ -26,8 +25,8 @@ def describe(root: Any) -> Host:
     )
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     return {
         "hidden_states": zeros(config.in_channels, height, width),
         "encoder_hidden_states": zeros(256, config.joint_attention_dim),

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tokenmerge.models.base import Host, is_a
 from tokenmerge.models.basic_block import basic_block
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
+from tokenmerge.models.family import Blank, transformer_host
 
 CLASSES = ("DiTTransformer2DModel", "PixArtTransformer2DModel", "LatteTransformer3DModel")
 
@@ -22,13 +19,13 @@ def describe(root: Any) -> Host:
     return transformer_host(root, _example, blocks)
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     video = (config.video_length,) if is_a(root, "LatteTransformer3DModel") else ()
     sample = zeros(config.in_channels, *video, height, width)
     arguments: dict[str, Any] = {"hidden_states": sample}
     if is_a(root, "DiTTransformer2DModel"):
-        arguments["class_labels"] = torch.zeros(batch, device=sample.device, dtype=torch.int64)
+        arguments["class_labels"] = zeros.integers()
         return arguments
     arguments["encoder_hidden_states"] = zeros(
         120 if video else 300, config.caption_channels or config.cross_attention_dim

@@ -6,13 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from tokenmerge.models.base import GridShape, Host, Layer, listed
+from tokenmerge.models.base import Grids, Host, Layer, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import patch_of
 from tokenmerge.models.layout import PLAIN, ROTARY, Grid
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel")
 
@@ -26,16 +23,16 @@ def describe(root: Any) -> Host:
         root,
         _example,
         listed(root, "transformer_blocks", layers),
-        grid=_grid,
+        grids=_grids,
         sample_size=(config.sample_height, config.sample_width),
         latent_frames=_frames(root),
     )
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     patch_t, rows, columns = patch_of(root.config)
     _, frames, _, height, width = arguments["hidden_states"].shape
-    return -(-frames // patch_t), height // rows, width // columns
+    return ((-(-frames // patch_t), height // rows, width // columns),)
 
 
 def _frames(root: Any) -> int:
@@ -44,18 +41,18 @@ def _frames(root: Any) -> int:
     return frames + frames % patch_of(root.config)[0]
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     sample = zeros(_frames(root), config.in_channels, height, width)
     arguments: dict[str, Any] = {
         "hidden_states": sample,
         "encoder_hidden_states": zeros(config.max_text_seq_length, config.text_embed_dim),
     }
     if config.use_rotary_positional_embeddings:
-        tokens = math.prod(_grid(root, arguments, Grid()))
+        tokens = math.prod(_grids(root, arguments, Grid())[0])
         arguments["image_rotary_emb"] = (sample.new_zeros(tokens, config.attention_head_dim),) * 2
     if getattr(config, "ofs_embed_dim", None):
-        arguments["ofs"] = torch.full_like(zeros(), 2)
+        arguments["ofs"] = zeros().fill_(2)
     if getattr(config, "is_train_face", False):
         face = root.local_facial_extractor
         arguments["id_cond"] = zeros(config.LFE_id_dim)

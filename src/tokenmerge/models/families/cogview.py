@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
-from tokenmerge.models.grids import picture_grid
+from tokenmerge.models.base import Grids, Host, Layer, is_a, listed
+from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.grids import picture_grids
 from tokenmerge.models.layout import ROTARY, Grid
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel")
 
@@ -27,24 +24,24 @@ def describe(root: Any) -> Host:
         blocks = listed(root, "transformer_blocks", _FOUR, dense={"ff": _SHARED})
     else:
         blocks = listed(root, "transformer_blocks", _PLUS)
-    return transformer_host(root, _example, blocks, grid=_grid)
+    return transformer_host(root, _example, blocks, grids=_grids)
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     if "batch_flag" in (arguments.get("attention_kwargs") or {}):
         raise UnsupportedModelError(
             "attention_kwargs: batch_flag packs samples into one sequence, which has no token grid; train "
             "without packing, or call remove_token_merging(model) first"
         )
-    return picture_grid(root, arguments, last)
+    return picture_grids(root, arguments, last)
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     return {
         "hidden_states": zeros(config.in_channels, height, width),
         "encoder_hidden_states": zeros(224, config.text_embed_dim),
-        "original_size": torch.full_like(zeros(2), 1024),
-        "target_size": torch.full_like(zeros(2), 1024),
+        "original_size": zeros(2).fill_(1024),
+        "target_size": zeros(2).fill_(1024),
         "crop_coords": zeros(2),
     }

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from tokenmerge.models.base import Block, GridShape, Host, is_a
+from tokenmerge.models.base import Block, Grids, Host, is_a
 from tokenmerge.models.basic_block import basic_block
+from tokenmerge.models.family import Blank
 from tokenmerge.models.layout import Grid
 
 CLASSES = ("UNetModel", "ControlNet")
@@ -37,10 +37,10 @@ def describe(root: Any) -> Host:
         blocks=tuple(blocks),
         sample="x",
         timestep="timesteps",
-        grid=_grid,
+        grids=_grids,
         sample_size=(size, size) if isinstance(size, int) else None,
         controlnet=is_a(root, "ControlNet"),
-        example=lambda height, width, batch: _example(root, context, height, width, batch),
+        example=lambda height, width, batch: _example(root, context, Blank(root, batch), height, width),
     )
 
 
@@ -56,26 +56,22 @@ def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
                 )
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     rows, columns = arguments["x"].shape[-2:]
-    return 1, rows, columns
+    return ((1, rows, columns),)
 
 
-def _example(root: Any, context: int | None, height: int, width: int, batch: int) -> dict[str, Any]:
-    like = next(root.parameters())
+def _example(root: Any, context: int | None, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     arguments: dict[str, Any] = {
-        "x": torch.zeros(batch, root.in_channels, height, width, device=like.device, dtype=like.dtype),
-        "timesteps": torch.ones(batch, device=like.device),
+        "x": zeros(root.in_channels, height, width),
+        "timesteps": zeros().fill_(1),
     }
     if context is not None:
-        arguments["context"] = torch.zeros(batch, 77, context, device=like.device, dtype=like.dtype)
+        arguments["context"] = zeros(77, context)
     if isinstance(embedding := getattr(root, "label_emb", None), nn.Module):
-        first = next(m for m in embedding.modules() if isinstance(m, nn.Linear | nn.Embedding))
-        arguments["y"] = (
-            torch.zeros(batch, dtype=torch.int64, device=like.device)
-            if isinstance(first, nn.Embedding)
-            else torch.zeros(batch, first.in_features, device=like.device, dtype=like.dtype)
-        )
+        first: Any = next(m for m in embedding.modules() if isinstance(m, nn.Linear | nn.Embedding))
+        is_class = isinstance(first, nn.Embedding)
+        arguments["y"] = zeros.integers() if is_class else zeros(first.in_features)
     if is_a(root, "ControlNet"):
-        arguments["hint"] = torch.zeros(batch, 3, height * 8, width * 8, device=like.device, dtype=like.dtype)
+        arguments["hint"] = zeros(3, height * 8, width * 8)
     return arguments

@@ -5,19 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.grids import video_grid
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.layout import ROTARY
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("CosmosTransformer3DModel",)
 
 _FRAMES = 16  # latent frames: 121 frames of video
-_LAYERS = (
-    Layer("attn1", "attn1", ROTARY),
-    Layer("attn2", "attn2"),
-    Layer("ff", "ff"),
-)
+_LAYERS = (Layer("attn1", "attn1", ROTARY), Layer("attn2", "attn2"), Layer("ff", "ff"))
 
 
 def describe(root: Any) -> Host:
@@ -26,14 +20,13 @@ def describe(root: Any) -> Host:
         root,
         _example,
         listed(root, "transformer_blocks", _LAYERS),
-        grid=video_grid,
         sample_size=(88, 160),
         latent_frames=_FRAMES,
     )
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     text_dim = config.crossattn_proj_in_channels if config.use_crossattn_projection else config.text_embed_dim
     # One of `in_channels` is the mask of frames that are given. The padding mask is an extra channel.
     arguments: dict[str, Any] = {

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.models.base import Block, Host, Layer
-from tokenmerge.models.grids import video_grid
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.layout import ROTARY
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("EasyAnimateTransformer3DModel",)
 
@@ -23,7 +21,6 @@ def describe(root: Any) -> Host:
         root,
         _example,
         tuple(_block(f"transformer_blocks.{i}", block) for i, block in enumerate(root.transformer_blocks)),
-        grid=video_grid,
         sample_size=(root.config.sample_height, root.config.sample_width),
         latent_frames=_FRAMES,
     )
@@ -35,8 +32,8 @@ def _block(path: str, block: Any) -> Block:
     return Block(path, block, (_ATTENTION, Layer("ff", "ff")))
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     arguments = {
         "hidden_states": zeros(config.in_channels, _FRAMES, height, width),
         "encoder_hidden_states": zeros(256, config.text_embed_dim),

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.grids import grid_of_ids, references_of_ids
-from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.models.placement import blank, device_of_values, full_mask
-from tokenmerge.models.transformer import transformer_host
+from tokenmerge.models.family import Blank, device_of_values, transformer_host
+from tokenmerge.models.grids import grids_of_ids
+from tokenmerge.models.layout import POSITIONS, Layout, TokenArgument
 
-_CONTROLNET = "FluxControlNetModel"
 CLASSES = (
     "FluxTransformer2DModel",
-    _CONTROLNET,
+    "FluxControlNetModel",
     "ChromaTransformer2DModel",
     "BriaTransformer2DModel",
     "BriaFiboTransformer2DModel",
@@ -32,14 +30,13 @@ CLASSES = (
 
 # In both kinds of block, position tables and masks cover text and image. An IP-Adapter adds a third result,
 # which belongs to the image.
-_POSITIONS = TokenArgument("image_rotary_emb", axes=(0,))
 MASK = TokenArgument("attention_mask", axes=(-2, -1), batched=True, broadcasts_to=4)
-_ATTENTION = Layout(text="first", token_arguments=(_POSITIONS, MASK), outputs=(0, 2))
+_ATTENTION = Layout(text="first", token_arguments=(POSITIONS, MASK), outputs=(0, 2))
 # Users pass a mask to all attention in a dictionary. Blocks of Chroma get another mask as [b, n]. Blocks
 # return (text, image); single blocks of Chroma return one sequence.
 _BLOCK = Layout(
     token_arguments=(
-        _POSITIONS,
+        POSITIONS,
         TokenArgument("attention_mask", axes=(1,), batched=True),
         replace(MASK, name="joint_attention_kwargs", element=MASK.name),
         replace(MASK, name="attention_kwargs", element=MASK.name),
@@ -63,10 +60,9 @@ def describe(root: Any) -> Host:
         root,
         _example,
         blocks,
-        grid=grid_of_ids,
-        references=references_of_ids,
+        grids=grids_of_ids,
+        takes_references=True,
         sample_size=(128, 128),
-        controlnet=is_a(root, _CONTROLNET),
         patch=2,
     )
 
@@ -87,9 +83,9 @@ def packed_ids(root: Any, sizes: Sequence[tuple[int, int]], axes: int) -> Tensor
 
 
 def _example(
-    root: Any, height: int, width: int, batch: int, references: Sequence[tuple[int, int]] = ()
+    root: Any, zeros: Blank, height: int, width: int, references: Sequence[tuple[int, int]] = ()
 ) -> dict[str, Any]:
-    config, zeros, words = root.config, blank(root, batch), 512
+    config, words = root.config, 512
     ids = packed_ids(root, [(height, width), *references], 3)
     tokens = zeros(len(ids), config.in_channels)
     arguments: dict[str, Any] = {
@@ -98,7 +94,7 @@ def _example(
         "img_ids": ids,
         "txt_ids": ids.new_zeros(words, 3),
         "controlnet_cond": tokens,
-        "attention_mask": full_mask(root, batch, words + len(ids)),
+        "attention_mask": zeros.full_mask(words + len(ids)),
     }
     if pooled := getattr(config, "pooled_projection_dim", None):
         arguments["pooled_projections"] = zeros(pooled)
@@ -107,6 +103,6 @@ def _example(
     if getattr(root, "input_hint_block", None) is not None:  # a ControlNet that takes the picture itself
         arguments["controlnet_cond"] = zeros(3, height * 8, width * 8)
     if getattr(root, "union", False):
-        arguments["controlnet_mode"] = torch.zeros(batch, 1, device=root.device, dtype=torch.int64)
+        arguments["controlnet_mode"] = zeros.integers(1)
     known = signature(type(root).forward).parameters
     return {name: value for name, value in arguments.items() if name in known}

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tokenmerge.models.base import Host, Layer, is_a, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.layout import ROTARY
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 _CONTROLNET = "HunyuanDiT2DControlNetModel"
 CLASSES = ("HunyuanDiT2DModel", _CONTROLNET)
@@ -20,16 +17,11 @@ _LAYERS = (Layer("attn1", "attn1", ROTARY), Layer("attn2", "attn2", ROTARY), Lay
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    return transformer_host(
-        root,
-        _example,
-        listed(root, "blocks", _LAYERS),
-        controlnet=is_a(root, _CONTROLNET),
-    )
+    return transformer_host(root, _example, listed(root, "blocks", _LAYERS))
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     sample = zeros(config.in_channels, height, width)
     tokens = (height // config.patch_size) * (width // config.patch_size)
     arguments = {
@@ -42,7 +34,7 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     }
     if config.use_style_cond_and_image_meta_size:
         arguments["image_meta_size"] = zeros(6)
-        arguments["style"] = torch.zeros(batch, device=sample.device, dtype=torch.int64)
+        arguments["style"] = zeros.integers()
     if is_a(root, _CONTROLNET):
-        arguments["controlnet_cond"] = torch.zeros_like(sample)
+        arguments["controlnet_cond"] = zeros(*sample.shape[1:])
     return arguments

@@ -5,15 +5,12 @@ Only the image has rotary positions, which the whole batch shares.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-import torch
-
 from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.grids import picture_grid, video_grid
-from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.models.placement import blank, device_of_values, full_mask
-from tokenmerge.models.transformer import transformer_host
+from tokenmerge.models.family import Blank, device_of_values, transformer_host
+from tokenmerge.models.layout import KEY_MASK, POSITIONS, ROTARY, Layout
 
 # Height and width of the latents, for 720p and for 2048 × 2048 pixels. Later autoencoders compress more.
 _SIZES = {
@@ -24,14 +21,11 @@ _SIZES = {
 CLASSES = tuple(_SIZES)
 
 _FRAMES = 33  # latent frames: 129 frames of video
-_POSITIONS = TokenArgument("image_rotary_emb", axes=(0,))
-_ATTENTION = Layout(
-    text="last", token_arguments=(_POSITIONS, TokenArgument("attention_mask", axes=(-1,), batched=True))
-)
+_ATTENTION = Layout(text="last", token_arguments=(POSITIONS, KEY_MASK))
 _DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 _SINGLE = (Layer("attn1", "attn", _ATTENTION),)
 # The mask of 1.5 covers the text only.
-_DOUBLE_15 = (Layer("attn1", "attn", Layout(text="last", token_arguments=(_POSITIONS,))), Layer("ff", "ff"))
+_DOUBLE_15 = (Layer("attn1", "attn", replace(ROTARY, text="last")), Layer("ff", "ff"))
 _FUSED = "single-stream blocks project attention and MLP together; merge_mlp leaves their MLP dense"
 
 
@@ -48,7 +42,6 @@ def describe(root: Any) -> Host:
         root,
         _example,
         blocks,
-        grid=picture_grid if _of_pictures(root) else video_grid,
         sample_size=next(size for name, size in _SIZES.items() if is_a(root, name)),
         latent_frames=1 if _of_pictures(root) else _FRAMES,
     )
@@ -60,13 +53,13 @@ def _of_pictures(root: Any) -> bool:
     return not isinstance(patch, int) and len(patch) == 2
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros, words = root.config, blank(root, batch), 256
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config, words = root.config, 256
     frames = () if _of_pictures(root) else (_FRAMES,)
     arguments: dict[str, Any] = {
         "hidden_states": zeros(config.in_channels, *frames, height, width),
         "encoder_hidden_states": zeros(words, config.text_embed_dim),
-        "encoder_attention_mask": full_mask(root, batch, words),
+        "encoder_attention_mask": zeros.full_mask(words),
     }
     if is_a(root, "HunyuanVideoTransformer3DModel"):
         arguments["pooled_projections"] = zeros(config.pooled_projection_dim)
@@ -74,9 +67,9 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
         arguments["timestep_r"] = zeros()
     if getattr(config, "text_embed_2_dim", None):
         arguments["encoder_hidden_states_2"] = zeros(words, config.text_embed_2_dim)
-        arguments["encoder_attention_mask_2"] = full_mask(root, batch, words)
+        arguments["encoder_attention_mask_2"] = zeros.full_mask(words)
     if is_a(root, "HunyuanVideo15Transformer3DModel"):
         # All zeros mean that no start picture is given; the model reads the values to find out.
-        like = {"device": device_of_values(root), "dtype": root.dtype}
-        arguments["image_embeds"] = torch.zeros(batch, 729, config.image_embed_dim, **like)
+        picture = zeros(729, config.image_embed_dim)
+        arguments["image_embeds"] = picture.new_zeros(picture.shape, device=device_of_values(root))
     return arguments

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
+from tokenmerge.models.base import Grids, GridShape, Host, Layer, is_a, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import in_tokens, patch_of
-from tokenmerge.models.layout import Grid, Layout, TokenArgument
-from tokenmerge.models.placement import blank, full_mask
-from tokenmerge.models.transformer import transformer_host
+from tokenmerge.models.layout import KEY_MASK, OWN_POSITIONS, Grid, Layout, TokenArgument
 
 _PLUS = "JoyImageEditPlusTransformer3DModel"
 _WORDS = 1024  # text tokens, and those that the text encoder makes of the reference pictures
@@ -21,13 +20,7 @@ CLASSES = ("JoyImageEditTransformer3DModel", _PLUS)
 
 # Positions are (those of the pictures, those of the text), or in Edit-Plus (cosine, sine) of the pictures.
 _EDIT = Layout(text="last", token_arguments=(TokenArgument("image_rotary_emb", axes=(0,), element=0),))
-_EDIT_PLUS = Layout(
-    text="last",
-    token_arguments=(
-        TokenArgument("image_rotary_emb", axes=(1,), batched=True),
-        TokenArgument("attention_mask", axes=(-1,), batched=True),
-    ),
-)
+_EDIT_PLUS = Layout(text="last", token_arguments=(OWN_POSITIONS, KEY_MASK))
 
 
 def describe(root: Any) -> Host:
@@ -39,22 +32,13 @@ def describe(root: Any) -> Host:
         root,
         _example_plus if plus else _example,
         listed(root, "double_blocks", layers, layout=Layout(text="last"), block_layout=layout),
-        grid=_grid,
-        references=_references,
+        grids=_grids,
+        takes_references=True,
         sample_size=(128, 128),
     )
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    return _pictures(root, arguments)[0]
-
-
-def _references(root: Any, arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, ...]:
-    return _pictures(root, arguments)[1:]
-
-
-def _pictures(root: Any, arguments: Mapping[str, Any]) -> tuple[GridShape, ...]:
-    """Return the grids in the order of the sequence, in which the picture being made is first."""
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     if is_a(root, _PLUS):
         return _listed_pictures(arguments["shape_list"])
     # Pictures [b, picture, c, f, h, w] of one size, or one picture [b, c, f, h, w].
@@ -62,7 +46,7 @@ def _pictures(root: Any, arguments: Mapping[str, Any]) -> tuple[GridShape, ...]:
     return (in_tokens(shape[-3:], root.config),) * (shape[1] if len(shape) == 6 else 1)
 
 
-def _listed_pictures(shapes: Sequence[Sequence[GridShape]]) -> tuple[GridShape, ...]:
+def _listed_pictures(shapes: Sequence[Sequence[GridShape]]) -> Grids:
     first, *others = (tuple((frames, rows, columns) for frames, rows, columns in own) for own in shapes)
     if any(own != first for own in others):
         raise UnsupportedModelError(
@@ -73,7 +57,7 @@ def _listed_pictures(shapes: Sequence[Sequence[GridShape]]) -> tuple[GridShape, 
 
 
 def _example(
-    root: Any, height: int, width: int, batch: int, references: Sequence[tuple[int, int]] = ()
+    root: Any, zeros: Blank, height: int, width: int, references: Sequence[tuple[int, int]] = ()
 ) -> dict[str, Any]:
     if any(size != (height, width) for size in references):
         raise UnsupportedModelError(
@@ -82,26 +66,19 @@ def _example(
         )
     frames = patch_of(root.config)[0]
     pictures = (1 + len(references), root.config.in_channels, frames, height, width)
-    return _arguments(root, batch, pictures)
+    return {"hidden_states": zeros(*pictures), "encoder_hidden_states": zeros(_WORDS, root.config.text_dim)}
 
 
 def _example_plus(
-    root: Any, height: int, width: int, batch: int, references: Sequence[tuple[int, int]] = ()
+    root: Any, zeros: Blank, height: int, width: int, references: Sequence[tuple[int, int]] = ()
 ) -> dict[str, Any]:
     patch = patch_of(root.config)
     sizes = [(height, width), *references]
     shapes = [(1, rows // patch[1], columns // patch[2]) for rows, columns in sizes]
     patches = sum(rows * columns for _, rows, columns in shapes)
     return {
-        **_arguments(root, batch, (patches, root.config.in_channels, *patch)),
-        "encoder_hidden_states_mask": full_mask(root, batch, _WORDS),
-        "shape_list": [shapes] * batch,
-    }
-
-
-def _arguments(root: Any, batch: int, sample: tuple[int, ...]) -> dict[str, Any]:
-    zeros = blank(root, batch)
-    return {
-        "hidden_states": zeros(*sample),
+        "hidden_states": zeros(patches, root.config.in_channels, *patch),
         "encoder_hidden_states": zeros(_WORDS, root.config.text_dim),
+        "encoder_hidden_states_mask": zeros.full_mask(_WORDS),
+        "shape_list": [shapes] * zeros.batch,
     }

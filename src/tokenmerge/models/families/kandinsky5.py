@@ -8,21 +8,17 @@ from typing import Any
 import torch
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import GridShape, Host, Layer, listed
+from tokenmerge.models.base import Grids, Host, Layer, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.grids import in_tokens
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("Kandinsky5Transformer3DModel",)
 
 _FRAMES = 31  # latent frames: 121 frames of video
+_ATTENTION = Layout(token_arguments=(TokenArgument("rotary_emb", axes=(1,), batched=True),))
 _LAYERS = (
-    Layer(
-        "attn1",
-        "self_attention",
-        Layout(token_arguments=(TokenArgument("rotary_emb", axes=(1,), batched=True),)),
-    ),
+    Layer("attn1", "self_attention", _ATTENTION),
     Layer("attn2", "cross_attention"),
     Layer("ff", "feed_forward"),
 )
@@ -34,23 +30,23 @@ def describe(root: Any) -> Host:
         root,
         _example,
         listed(root, "visual_transformer_blocks", _LAYERS),
-        grid=_grid,
+        grids=_grids,
         sample_size=(64, 96),
         latent_frames=_FRAMES,
     )
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     if arguments.get("sparse_params") is not None:
         raise UnsupportedModelError(
             "sparse_params: the mask of sparse attention is made for the full token grid, which merging "
             "shortens; use a checkpoint with full attention, or call remove_token_merging(pipe) first"
         )
-    return in_tokens(arguments["hidden_states"].shape[1:4], root.config)
+    return (in_tokens(arguments["hidden_states"].shape[1:4], root.config),)
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros, words = root.config, blank(root, batch), 256
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config, words = root.config, 256
     sides = in_tokens((_FRAMES, height, width), config)
     channels = 2 * config.in_visual_dim + 1 if config.visual_cond else config.in_visual_dim
     return {

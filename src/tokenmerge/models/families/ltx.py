@@ -8,25 +8,17 @@ from typing import Any
 import torch
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import GridShape, Host, Layer, listed
-from tokenmerge.models.grids import grid_of_coordinates, in_tokens
-from tokenmerge.models.layout import Grid, Layout, TokenArgument
-from tokenmerge.models.placement import blank, full_mask
-from tokenmerge.models.transformer import transformer_host
+from tokenmerge.models.base import Grids, Host, Layer, listed
+from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.grids import grids_of_coordinates, in_tokens
+from tokenmerge.models.layout import OWN_POSITIONS, Grid, Layout
 
 CLASSES = ("LTXVideoTransformer3DModel",)
 
 _FRAMES = 21  # latent frames: 161 frames of video
 # Tokens of given pictures stand before the tokens of the video.
-_LAYERS = (
-    Layer(
-        "attn1",
-        "attn1",
-        Layout(text="first", token_arguments=(TokenArgument("image_rotary_emb", axes=(1,), batched=True),)),
-    ),
-    Layer("attn2", "attn2"),
-    Layer("ff", "ff"),
-)
+_ATTENTION = Layout(text="first", token_arguments=(OWN_POSITIONS,))
+_LAYERS = (Layer("attn1", "attn1", _ATTENTION), Layer("attn2", "attn2"), Layer("ff", "ff"))
 
 
 def describe(root: Any) -> Host:
@@ -35,34 +27,34 @@ def describe(root: Any) -> Host:
         root,
         _example,
         listed(root, "transformer_blocks", _LAYERS),
-        grid=_grid,
+        grids=_grids,
         sample_size=(16, 22),
         latent_frames=_FRAMES,
     )
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     sides: list[Any] = [arguments.get(name) for name in ("num_frames", "height", "width")]
     coordinates = arguments.get("video_coords")
     # Where coordinates are given, some pipelines leave the sides out, and others set them to 1.
     if coordinates is not None and set(sides) <= {None, 1} and not torch.compiler.is_compiling():
-        return grid_of_coordinates(coordinates)
+        return grids_of_coordinates(coordinates)
     if None in sides:
         raise UnsupportedModelError(
             "num_frames, height, width: expected the size of the latents, got "
             f"{', '.join(map(str, sides))}; pass them. The token grid is read from video_coords only outside "
             "torch.compile: compile the blocks of the model, with transformer.compile_repeated_blocks()"
         )
-    return in_tokens(sides, root.config)
+    return (in_tokens(sides, root.config),)
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     return {
         "hidden_states": zeros(_FRAMES * height * width, config.in_channels),
-        "timestep": torch.full_like(zeros(1), 500),
+        "timestep": zeros(1).fill_(500),
         "encoder_hidden_states": zeros(128, config.caption_channels),
-        "encoder_attention_mask": full_mask(root, batch, 128),
+        "encoder_attention_mask": zeros.full_mask(128),
         "num_frames": _FRAMES,
         "height": height,
         "width": width,

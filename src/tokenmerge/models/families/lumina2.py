@@ -5,29 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.models.placement import blank, full_mask
-from tokenmerge.models.transformer import transformer_host
+from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.layout import OWN_POSITIONS, Layout, TokenArgument
 
 CLASSES = ("Lumina2Transformer2DModel",)
 
 # Sequences are as long as their texts; shorter ones are padded at the end.
 _BLOCK = Layout(text="first", padding="attention_mask")
-_LAYERS = (
-    Layer(
-        "attn1",
-        "attn",
-        Layout(
-            text="first",
-            token_arguments=(
-                TokenArgument("image_rotary_emb", axes=(1,), batched=True),
-                TokenArgument("attention_mask", axes=(1,), batched=True),
-            ),
-            same_as_tokens="encoder_hidden_states",
-        ),
-    ),
-    Layer("ff", "feed_forward"),
+_ATTENTION = Layout(
+    text="first",
+    token_arguments=(OWN_POSITIONS, TokenArgument("attention_mask", axes=(1,), batched=True)),
+    same_as_tokens="encoder_hidden_states",
 )
+_LAYERS = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "feed_forward"))
 
 
 def describe(root: Any) -> Host:
@@ -39,10 +29,10 @@ def describe(root: Any) -> Host:
     )
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     return {
         "hidden_states": zeros(config.in_channels, height, width),
         "encoder_hidden_states": zeros(256, config.cap_feat_dim),
-        "encoder_attention_mask": full_mask(root, batch, 256),
+        "encoder_attention_mask": zeros.full_mask(256),
     }

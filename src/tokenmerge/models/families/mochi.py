@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.grids import video_grid
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.models.placement import blank, full_mask
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("MochiTransformer3DModel",)
 
@@ -24,18 +22,17 @@ def describe(root: Any) -> Host:
         root,
         _example,
         listed(root, "transformer_blocks", _LAYERS),
-        grid=video_grid,
         sample_size=(60, 106),
         latent_frames=_FRAMES,
         on_cpu=("pos_frequencies",),  # the model enters autocast for the device of this parameter
     )
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     words = config.max_sequence_length
     return {
         "hidden_states": zeros(config.in_channels, _FRAMES, height, width),
         "encoder_hidden_states": zeros(words, config.text_embed_dim),
-        "encoder_attention_mask": full_mask(root, batch, words),
+        "encoder_attention_mask": zeros.full_mask(words),
     }

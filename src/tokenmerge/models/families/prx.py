@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.models.base import Host, Layer, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.models.placement import blank, full_mask
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("PRXTransformer2DModel",)
 
@@ -27,10 +26,10 @@ def describe(root: Any) -> Host:
     )
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     return {
         "hidden_states": zeros(config.in_channels, height, width),
         "encoder_hidden_states": zeros(256, config.context_in_dim),
-        "attention_mask": full_mask(root, batch, 256),
+        "attention_mask": zeros.full_mask(256),
     }

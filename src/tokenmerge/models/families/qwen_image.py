@@ -8,24 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
+from tokenmerge.models.base import Grids, Host, Layer, is_a, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 _CONTROLNET = "QwenImageControlNetModel"
 CLASSES = ("QwenImageTransformer2DModel", _CONTROLNET)
 
 _MADE = 5  # pictures that QwenImage-Layered makes: four layers, and all of them together
-_LAYERS = (
-    Layer(
-        "attn1", "attn", Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,), element=0),))
-    ),
-    Layer("ff", "img_mlp"),
-)
+_ATTENTION = Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,), element=0),))
+_LAYERS = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "img_mlp"))
 
 
 def describe(root: Any) -> Host:
@@ -34,48 +27,36 @@ def describe(root: Any) -> Host:
         root,
         _example,
         listed(root, "transformer_blocks", _LAYERS, layout=Layout(outputs=(1,))),
-        grid=_grid,
-        references=_references,
+        grids=_grids,
+        takes_references=True,
         sample_size=(128, 128),
-        controlnet=is_a(root, _CONTROLNET),
         patch=2,
         latent_frames=_MADE if _is_layered(root) else 1,
     )
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    made, _ = _pictures(root, arguments)
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+    # QwenImage-Layered splits a picture into several layers. The picture that it splits is the last one.
+    first = arguments["img_shapes"][0]
+    pictures = [tuple(picture) for picture in (first if isinstance(first, list) else [first])]
+    count = max(1, len(pictures) - 1) if _is_layered(root) else 1
+    made, references = pictures[:count], pictures[count:]
     frames, rows, columns = made[0]
     if any(layer != made[0] for layer in made):
         raise UnsupportedModelError(
             f"img_shapes: expected layers of one size, got {made}; call remove_token_merging(pipe) first"
         )
-    return len(made) * frames, rows, columns
-
-
-def _references(root: Any, arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, ...]:
-    return tuple(_pictures(root, arguments)[1])
+    return (len(made) * frames, rows, columns), *references
 
 
 def _is_layered(root: Any) -> bool:
     return getattr(root.config, "use_layer3d_rope", False)
 
 
-def _pictures(root: Any, arguments: Mapping[str, Any]) -> tuple[list[GridShape], list[GridShape]]:
-    """Return (frames, rows, columns) of the pictures being made, and of the references that follow them.
-
-    QwenImage-Layered splits a picture into several layers. The picture that it splits is the last one.
-    """
-    first = arguments["img_shapes"][0]
-    pictures = [tuple(picture) for picture in (first if isinstance(first, list) else [first])]
-    made = max(1, len(pictures) - 1) if _is_layered(root) else 1
-    return pictures[:made], pictures[made:]
-
-
 def _example(
-    root: Any, height: int, width: int, batch: int, references: Sequence[tuple[int, int]] = ()
+    root: Any, zeros: Blank, height: int, width: int, references: Sequence[tuple[int, int]] = ()
 ) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+    config = root.config
     made = [(height, width)]
     if _is_layered(root):
         made, references = made * _MADE, references or made  # there is always a picture to split
@@ -84,10 +65,10 @@ def _example(
     arguments: dict[str, Any] = {
         "hidden_states": tokens,
         "encoder_hidden_states": zeros(512, config.joint_attention_dim),
-        "img_shapes": [shapes] * batch,
+        "img_shapes": [shapes] * zeros.batch,
     }
     if getattr(config, "use_additional_t_cond", False):
-        arguments["additional_t_cond"] = torch.zeros(batch, device=tokens.device, dtype=torch.int64)
+        arguments["additional_t_cond"] = zeros.integers()
     if is_a(root, _CONTROLNET):
         arguments["controlnet_cond"] = zeros(
             tokens.shape[1], config.in_channels + config.extra_condition_channels

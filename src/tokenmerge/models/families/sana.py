@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
+from tokenmerge.models.family import Blank, transformer_host
 
 _CONTROLNET = "SanaControlNetModel"
 CLASSES = ("SanaTransformer2DModel", _CONTROLNET)
@@ -22,13 +21,12 @@ def describe(root: Any) -> Host:
         root,
         _example,
         listed(root, "transformer_blocks", _LAYERS, dense={"ff": _CONVOLUTIONS}),
-        controlnet=is_a(root, _CONTROLNET),
         limits=(_LITTLE_TO_GAIN,),
     )
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     arguments = {
         "hidden_states": zeros(config.in_channels, height, width),
         "encoder_hidden_states": zeros(300, config.caption_channels),

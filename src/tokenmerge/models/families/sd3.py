@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmerge.models.base import Block, GridShape, Host, Layer, is_a
+from tokenmerge.models.base import Grids, Host, Layer, is_a, listed
+from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.grids import picture_grids
 from tokenmerge.models.layout import Grid, Layout
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 _CONTROLNET = "SD3ControlNetModel"
 CLASSES = ("SD3Transformer2DModel", _CONTROLNET)
@@ -20,27 +20,18 @@ _BLOCK = Layout(outputs=(1,))  # a block returns (text, image)
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    blocks = tuple(
-        Block(
-            f"transformer_blocks.{i}",
-            block,
-            tuple(layer for layer in _LAYERS if getattr(block, layer.name, None) is not None),
-            block_layout=_BLOCK,
-        )
-        for i, block in enumerate(root.transformer_blocks)
-    )
-    return transformer_host(root, _example, blocks, grid=_grid, controlnet=is_a(root, _CONTROLNET))
+    blocks = listed(root, "transformer_blocks", _LAYERS, block_layout=_BLOCK)
+    return transformer_host(root, _example, blocks, grids=_grids)
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     # A ControlNet without position embeddings takes tokens as its sample; its condition is always latents.
     latents = arguments["controlnet_cond" if is_a(root, _CONTROLNET) else "hidden_states"]
-    height, width = latents.shape[-2:]
-    return 1, height // root.config.patch_size, width // root.config.patch_size
+    return picture_grids(root, {"hidden_states": latents}, last)
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     arguments = {
         "hidden_states": zeros(config.in_channels, height, width),
         "pooled_projections": zeros(config.pooled_projection_dim),

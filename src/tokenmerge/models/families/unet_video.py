@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tokenmerge.models.base import Host, is_a
 from tokenmerge.models.families.unet import added_conditions, condition_picture
-from tokenmerge.models.placement import blank
+from tokenmerge.models.family import Blank
 from tokenmerge.models.unet_stages import describe_stages
 
 _SPARSECTRL = "SparseControlNetModel"
@@ -33,8 +31,8 @@ def describe(root: Any) -> Host:
     )
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     motion = is_a(root, "UNetMotionModel", _SPARSECTRL)
     frames = min(_FRAMES, config.motion_max_seq_length) if motion else _FRAMES
     sample = zeros(config.in_channels, frames, height, width)
@@ -53,14 +51,14 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
         arguments["controlnet_cond"] = zeros(config.conditioning_channels, frames, *size)
         arguments["conditioning_mask"] = zeros(1, frames, *size)
     if is_a(root, "I2VGenXLUNet"):
-        arguments["fps"] = torch.full((batch,), 16, device=sample.device)
-        arguments["image_latents"] = torch.zeros_like(sample)
+        arguments["fps"] = zeros.integers().fill_(16)
+        arguments["image_latents"] = zeros(*sample.shape[1:])
         arguments["image_embeddings"] = zeros(config.cross_attention_dim)
     return arguments
 
 
-def _example_of_stable_video(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example_of_stable_video(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     sample = zeros(config.num_frames, config.in_channels, height, width)
     picture = config.cross_attention_dim
     return {

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tokenmerge.models.base import Block, GridShape, Host, Layer
+from tokenmerge.models.base import Block, Grids, Host, Layer
 from tokenmerge.models.basic_block import basic_block
+from tokenmerge.models.family import Blank
 from tokenmerge.models.layout import Grid
-from tokenmerge.models.placement import blank
 
 CLASSES = ("UVit2DModel",)
 
@@ -28,9 +26,9 @@ def describe(root: Any) -> Host:
         blocks=(*_outer_blocks(root, "down_block"), *middle, *_outer_blocks(root, "up_block")),
         sample="input_ids",
         timestep=_masked,
-        grid=_grid,
+        grids=_grids,
         sample_size=(root.config.sample_size,) * 2,
-        example=partial(_example, root),
+        example=lambda height, width, batch: _example(root, Blank(root, batch), height, width),
         patch=2 if root.config.downsample else 1,
     )
 
@@ -40,10 +38,10 @@ def _outer_blocks(root: Any, name: str) -> Iterator[Block]:
         yield Block(f"{name}.attention_blocks.{i}", block, _OUTER)
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     stride = 2 if root.config.downsample else 1
     rows, columns = (-(-side // stride) for side in arguments["input_ids"].shape[-2:])
-    return 1, rows, columns
+    return ((1, rows, columns),)
 
 
 def _masked(root: Any, arguments: Mapping[str, Any]) -> Tensor:
@@ -51,12 +49,11 @@ def _masked(root: Any, arguments: Mapping[str, Any]) -> Tensor:
     return (arguments["input_ids"] == root.config.vocab_size - 1).sum(dim=(1, 2)).max()
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
-    text = zeros(77, config.encoder_hidden_size)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     return {
-        "input_ids": torch.zeros(batch, height, width, device=text.device, dtype=torch.int64),
-        "encoder_hidden_states": text,
+        "input_ids": zeros.integers(height, width),
+        "encoder_hidden_states": zeros(77, config.encoder_hidden_size),
         "pooled_text_emb": zeros(config.cond_embed_dim),
         "micro_conds": zeros(config.micro_cond_embed_dim // config.micro_cond_encode_dim),
     }

@@ -8,10 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.grids import video_grid
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = (
     "WanTransformer3DModel",
@@ -22,25 +20,13 @@ CLASSES = (
 )
 
 _FRAMES = 21  # latent frames: 81 frames of video
-_BLOCK = Layout(
-    token_arguments=(
-        TokenArgument("rotary_emb", axes=(1,), batched=True),
-        # Image-to-video models of Wan 2.2 have a timestep for each token.
-        TokenArgument("temb", axes=(1,), batched=True, ndim=4),
-    )
-)
-_ATTENTION = Layout(
-    token_arguments=(
-        TokenArgument("rotary_emb", axes=(1,), batched=True),
-        # SkyReels-V2 can mask later frames.
-        TokenArgument("attention_mask", axes=(-2, -1), batched=True),
-    )
-)
-_LAYERS = (
-    Layer("attn1", "attn1", _ATTENTION),
-    Layer("attn2", "attn2"),
-    Layer("ff", "ffn"),
-)
+_POSITIONS = TokenArgument("rotary_emb", axes=(1,), batched=True)
+# Image-to-video models of Wan 2.2 have a timestep for each token.
+_BLOCK = Layout(token_arguments=(_POSITIONS, TokenArgument("temb", axes=(1,), batched=True, ndim=4)))
+# SkyReels-V2 can mask later frames.
+_MASK = TokenArgument("attention_mask", axes=(-2, -1), batched=True)
+_ATTENTION = Layout(token_arguments=(_POSITIONS, _MASK))
+_LAYERS = (Layer("attn1", "attn1", _ATTENTION), Layer("attn2", "attn2"), Layer("ff", "ffn"))
 _CONTROL = Layout(tokens="control_hidden_states", outputs=(1,))
 
 
@@ -55,14 +41,13 @@ def describe(root: Any) -> Host:
         root,
         _example,
         blocks,
-        grid=video_grid,
         sample_size=(60, 104),
         latent_frames=_FRAMES,
     )
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     frames = _FRAMES - _FRAMES % getattr(config, "num_frame_per_block", 1)
     arguments: dict[str, Any] = {
         "hidden_states": zeros(config.in_channels, frames, height, width),
@@ -78,5 +63,5 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
         side = config.motion_encoder_size
         arguments["face_pixel_values"] = zeros(3, 4 * (frames - 2) + 1, side, side)
     if getattr(config, "inject_sample_info", False):
-        arguments["fps"] = [0] * batch
+        arguments["fps"] = [0] * zeros.batch
     return arguments

@@ -6,28 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import GridShape, Host, Layer, listed
+from tokenmerge.models.base import Grids, Host, Layer, listed
+from tokenmerge.models.family import Blank, transformer_host
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
-from tokenmerge.models.placement import blank
-from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("ZImageTransformer2DModel",)
 
 _BLOCK = Layout(text="last")
-_LAYERS = (
-    Layer(
-        "attn1",
-        "attention",
-        Layout(
-            text="last",
-            token_arguments=(
-                TokenArgument("freqs_cis", axes=(1,), batched=True),
-                TokenArgument("attention_mask", axes=(1,), batched=True),
-            ),
-        ),
-    ),
-    Layer("ff", "feed_forward", _BLOCK),
-)
+_PER_TOKEN = (TokenArgument(name, axes=(1,), batched=True) for name in ("freqs_cis", "attention_mask"))
+_ATTENTION = Layout(text="last", token_arguments=tuple(_PER_TOKEN))
+_LAYERS = (Layer("attn1", "attention", _ATTENTION), Layer("ff", "feed_forward", _BLOCK))
 
 
 def describe(root: Any) -> Host:
@@ -41,13 +29,13 @@ def describe(root: Any) -> Host:
         ),
         sample="x",
         timestep="t",
-        grid=_grid,
+        grids=_grids,
         sample_size=(128, 128),
         patch=root.config.all_patch_size[0],
     )
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     images = arguments["x"]
     if isinstance(images[0], list):
         raise UnsupportedModelError(
@@ -61,11 +49,11 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
         )
     patch, patch_t = arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
     frames, height, width = sizes.pop()
-    return frames // patch_t, height // patch, width // patch
+    return ((frames // patch_t, height // patch, width // patch),)
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     return {
         "x": list(zeros(config.in_channels, config.all_f_patch_size[0], height, width)),
         "cap_feats": list(zeros(256, config.cap_feat_dim)),

@@ -21,7 +21,7 @@ from tokenmerge.errors import ConfigError, shown
 from tokenmerge.models.base import GridShape, Layer, ModelCall
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.ops import Plan
-from tokenmerge.plans import Tolerance
+from tokenmerge.plans import Facts, Tolerance
 from tokenmerge.runtime.memory.caches import Call, EmptyWhenCopied, Memory, RecordedCalls
 from tokenmerge.runtime.memory.context import CallContext, PartState, ThreadState
 from tokenmerge.runtime.memory.run_log import RunLog
@@ -55,23 +55,20 @@ class Memories(EmptyWhenCopied, weakref.WeakKeyDictionary[Generation, Memory]):
 
 
 class ChoosesSettings(Protocol):
-    """A method that chooses the settings of each generation.
+    """A method that chooses the settings of each generation from the facts about it."""
 
-    The arguments are (frames, rows, columns) of the finest token grid, the number of steps, and the scale of
-    classifier-free guidance; None: unknown.
-    """
+    def facts_at(
+        self, grid: GridShape | None, steps: int | None, guidance: float | None, ends_clean: bool
+    ) -> Facts:
+        """Return the facts, see :meth:`tokenmerge.default_method.DefaultMethod.facts_at`."""
 
-    def settings(
-        self, grid: GridShape | None, steps: int | None, guidance: float | None, ends_clean: bool = False
-    ) -> ToMeConfig:
-        """Return the settings; ``ends_clean``: almost no noise is left before the last step."""
+    def settings(self, facts: Facts) -> ToMeConfig:
+        """Return the settings of one generation."""
 
-    def tolerance(
-        self, grid: GridShape | None, steps: int | None, guidance: float | None, ends_clean: bool = False
-    ) -> Tolerance | None:
+    def tolerance(self, facts: Facts) -> Tolerance | None:
         """Return what changes the settings while the generation runs; None: nothing does."""
 
-    def shortfall(self, grid: GridShape | None, steps: int | None, guidance: float | None) -> str:
+    def shortfall(self, facts: Facts) -> str:
         """Return what the settings do not reach of what was asked for; empty: they reach it."""
 
 

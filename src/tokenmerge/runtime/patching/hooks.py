@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import instead
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge.models.base import GridShape
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import part_of
-from tokenmerge.plans import Tolerance
+from tokenmerge.plans import Facts, Tolerance
 from tokenmerge.plans.generation import Merging, Runs
 from tokenmerge.runtime.blocks.attention_kernels import reach_kernels
 from tokenmerge.runtime.blocks.block_runs import finish_run
@@ -41,7 +40,13 @@ from tokenmerge.runtime.steps.guidance import copies_are_equal
 from tokenmerge.runtime.steps.noise_levels import noise_levels
 from tokenmerge.runtime.steps.per_thread import PerThread
 from tokenmerge.runtime.steps.pipeline import guidance_copies, guidance_scale, running_pipeline
-from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync, number_of_steps, scheduler_of
+from tokenmerge.runtime.steps.scheduler import (
+    DenoisingStep,
+    Generation,
+    needs_sync,
+    number_of_steps,
+    scheduler_of,
+)
 from tokenmerge.runtime.steps.step_seed import same_step
 from tokenmerge.runtime.steps.step_tracker import StepTracker
 
@@ -179,8 +184,7 @@ def _check_call(state: ModelState, root: nn.Module, arguments: dict[str, Any]) -
     thread.part = part_of(root)
     if state.merges:
         last = state.given_grid or thread.grid
-        references = () if call.references is None else call.references(root, arguments, last)
-        grids = (call.grid(root, arguments, last), *references)
+        grids = call.grids(root, arguments, last)
         if compiling or grids != thread.grid.shapes:  # those of the last call have been checked
             check_size(state, *grids)
             thread.grid.shapes = grids
@@ -251,10 +255,11 @@ def _config_of(call: _Call, memory: Memory) -> ToMeConfig:
     config, tolerance = state.config, None
     on_meta = call.seed.is_meta  # the operations of single steps are counted
     if step is not None and state.default is not None:
-        known = state.threads.value.grid.shape, step.steps, guidance_scale(call.pipe)
-        state.warn_once(state.default.shortfall(*known))
-        config = state.default.settings(*known, step.generation.ends_clean)
-        tolerance = None if on_meta else _tolerance_of(state, step, *known)
+        grid, clean = state.threads.value.grid.shape, step.generation.ends_clean
+        facts = state.default.facts_at(grid, step.steps, guidance_scale(call.pipe), clean)
+        state.warn_once(state.default.shortfall(facts))
+        config = state.default.settings(facts)
+        tolerance = None if on_meta else _tolerance_of(state, step.generation, facts)
         config = config if tolerance is None else tolerance.config
     if on_meta:
         state.keep_dense(memory)
@@ -276,19 +281,16 @@ def _config_of(call: _Call, memory: Memory) -> ToMeConfig:
     return config
 
 
-def _tolerance_of(
-    state: ModelState, step: DenoisingStep, grid: GridShape, steps: int, guidance: float | None
-) -> Tolerance | None:
+def _tolerance_of(state: ModelState, generation: Generation, facts: Facts) -> Tolerance | None:
     """Return what changes the settings of a generation while it runs; None: nothing does.
 
     The models of a pipeline share it. The first one that is called makes it.
     """
     assert state.default is not None
     tolerances = state.pipeline.tolerances
-    if step.generation not in tolerances:
-        clean = step.generation.ends_clean
-        tolerances[step.generation] = state.default.tolerance(grid, steps, guidance, clean)
-    found: Tolerance | None = tolerances[step.generation]
+    if generation not in tolerances:
+        tolerances[generation] = state.default.tolerance(facts)
+    found: Tolerance | None = tolerances[generation]
     return found
 
 

@@ -88,7 +88,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
         rows, columns = (-(-side // host.patch) for side in size)
         grid = host.frames, rows, columns
         # Settings for reference pictures are for calls that have some.
-        grids = (grid,) if host.references is None else (grid, grid)
+        grids = (grid,) if not host.takes_references else (grid, grid)
         check_grid(_stages([block for block, _ in parts], config), *grids, method=method)
     for block, layers in parts:
         check_swappable(block.module, block.path, block.method)

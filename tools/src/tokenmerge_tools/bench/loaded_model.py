@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.models.base import is_a
+from tokenmerge.models.family import Blank
 from tokenmerge.models.find import find_hosts
-from tokenmerge.models.placement import blank
 from tokenmerge_tools.bench.geometry import PREFIX, build_denoiser, find_geometry
 from tokenmerge_tools.pipelines.call import latent_scale
 from tokenmerge_tools.pipelines.loading import denoiser_of, find_model, guides, load_pipeline
@@ -50,7 +50,7 @@ def _noisy(arguments: dict[str, Any], seed: int) -> dict[str, Any]:
 
 def _wan(model: Any, latent: tuple[int, int], samples: int, frames: int) -> dict[str, Any]:
     """Return the arguments of Wan for a number of frames."""
-    zeros = blank(model, samples)
+    zeros = Blank(model, samples)
     latent_frames = (frames - 1) // 4 + 1
     return {
         "hidden_states": zeros(model.config.in_channels, latent_frames, *latent),

@@ -1,0 +1,106 @@
+"""What the files of families are written with: an example of a call, and what most transformers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenmerge.models.base import Block, Host, is_called
+from tokenmerge.models.grids import patch_of, picture_grids, video_grids
+from tokenmerge.models.placement import dtype_of
+
+Example = Callable[..., dict[str, Any]]
+
+
+class Blank:
+    """Makes inputs of zeros for a batch, on the device and in the dtype of a model."""
+
+    def __init__(self, root: Any, batch: int) -> None:
+        first = next(root.parameters())
+        # Models of diffusers keep some weights in float32, for example the first of Wan.
+        dtype = getattr(root, "dtype", first.dtype)
+        # Weights may only be stored in integers.
+        self._dtype = dtype if dtype.is_floating_point else dtype_of(root)
+        self._root, self.batch, self._device = root, batch, first.device
+
+    def __call__(self, *shape: int) -> Tensor:
+        """Return zeros ``[batch, *shape]``."""
+        return torch.zeros(self.batch, *shape, device=self._device, dtype=self._dtype)
+
+    def integers(self, *shape: int) -> Tensor:
+        """Return integers ``[batch, *shape]``, all zero."""
+        return torch.zeros(self.batch, *shape, device=self._device, dtype=torch.int64)
+
+    def full_mask(self, tokens: int) -> Tensor:
+        """Return a mask ``[batch, tokens]`` of ones with values: models read the length of a text from it."""
+        return torch.ones(self.batch, tokens, device=device_of_values(self._root), dtype=torch.bool)
+
+
+def device_of_values(root: Any) -> torch.device:
+    """Return the device for inputs whose values a model reads: the CPU for weights on the meta device."""
+    device = next(root.parameters()).device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def example_of(root: Any, example: Example, timestep: str = "timestep") -> Example:
+    """Return the example of a :class:`Host` from that of a family, which gets :class:`Blank` for the batch.
+
+    It adds the timestep, and the guidance scale of a model that takes one.
+    """
+
+    def arguments(height: int, width: int, batch: int, *references: Any) -> dict[str, Any]:
+        zeros = Blank(root, batch)
+        given = {timestep: zeros().fill_(500)}
+        if getattr(root.config, "guidance_embeds", False):
+            given["guidance"] = zeros().fill_(3.5)
+        return {**given, **example(root, zeros, height, width, *references)}
+
+    return arguments
+
+
+def transformer_host(
+    root: Any,
+    example: Example,
+    blocks: tuple[Block, ...],
+    *,
+    sample_size: tuple[int, int] | None = None,
+    patch: int | None = None,
+    latent_frames: int = 1,
+    **particulars: Any,
+) -> Host:
+    """Describe a diffusion transformer.
+
+    Args:
+        root: the model. Its sample is called ``hidden_states`` and its timestep ``timestep``, unless
+            ``particulars`` name others.
+        example: (root, zeros, height, width) → arguments by name of a call with latents of that size, without
+            the timestep. ``zeros`` is a :class:`Blank`.
+        blocks: its transformer blocks in the order in which they run.
+        sample_size: height and width of the latents that the model was made for; by default a square with
+            the side ``config.sample_size``.
+        patch: side of the square of latent positions that makes one token; by default from
+            ``config.patch_size``.
+        latent_frames: number of latent frames that the model was made for; 1 for pictures.
+        particulars: other fields of :class:`Host`. ``grids`` is by default that of a picture or a video. A
+            class whose name has "ControlNet" is one.
+    """
+    size = sample_size or (root.config.sample_size,) * 2
+    facts: dict[str, Any] = {
+        "sample": "hidden_states",
+        "timestep": "timestep",
+        "grids": picture_grids if latent_frames == 1 else video_grids,
+        "controlnet": is_called(root, "ControlNet"),
+        **particulars,
+    }
+    return Host(
+        root=root,
+        blocks=blocks,
+        example=example_of(root, example, facts["timestep"]),
+        sample_size=size,
+        patch=patch or patch_of(root.config)[2],
+        frames=latent_frames // patch_of(root.config)[0] if latent_frames > 1 else 1,
+        **facts,
+    )
