@@ -155,12 +155,9 @@ class _Wrappers:
             return executor(*arguments, **named)
         *first, options = arguments
         arguments = *first, {**options, "patches": unet.innermost(options.get("patches", {}))}
-        if target.cut is None or not step.sampling.residuals.decision.caches:
+        if target.cut is None or not step.sampling.decision.caches:
             return executor(*arguments, **named)
-        reuse = self.settings.config.reuse
-        return stages.call(
-            executor, target.cut, reuse.skips_finest, step.sampling.residuals, arguments, named
-        )
+        return stages.call(executor, target.cut, step.sampling, arguments, named)
 
     def _step(
         self,

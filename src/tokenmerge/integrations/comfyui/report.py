@@ -87,23 +87,15 @@ def _blocks(blocks: Sequence[Block]) -> str:
 
 def _operations(blocks: Sequence[Block], settings: MergeSettings, n: int, m: int) -> tuple[float, float]:
     """Multiply-accumulates of the merged parts of blocks, on the tokens of one image, dense and merged."""
-    dense = merged = 0.0
+    whole, keys = settings.scope == "block", settings.scope == "keys"
+    # With scope "keys", queries and the output have all tokens: half of the weights, all rows of pairs.
+    rows, dense, merged = n if keys else m, 0.0, 0.0
     for block in blocks:
-        weights, pairs = _work(block, settings)
+        weights, pairs = 0, 2 * block.channels if whole or keys or settings.merge_attn else 0
+        if pairs:
+            weights += weights_of(block.module if whole else block.module.attn1)
+        if settings.scope == "layers" and settings.merge_crossattn and block.module.attn2 is not None:
+            weights += weights_of(block.module.attn2.to_q) + weights_of(block.module.attn2.to_out)
         dense += weights * n + pairs * n * n
-        # With scope "keys", queries and the output have all tokens: half of the weights, all rows of pairs.
-        rows = n if settings.scope == "keys" else m
         merged += weights * (rows + m) / 2 + pairs * rows * m
     return dense, merged
-
-
-def _work(block: Block, settings: MergeSettings) -> tuple[int, int]:
-    """In the merged parts of a block: weights that multiply each token, and operations per pair of tokens."""
-    module = block.module
-    if block.layout is not None:
-        return weights_of(module), 2 * block.channels
-    own, other = settings.scope == "keys" or settings.merge_attn, settings.scope == "layers"
-    weights = weights_of(module.attn1) if own else 0
-    if other and settings.merge_crossattn and module.attn2 is not None:
-        weights += weights_of(module.attn2.to_q) + weights_of(module.attn2.to_out)
-    return weights, 2 * block.channels * own

@@ -132,12 +132,7 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
     config = _changed(getattr(presets, asked.method)(asked.ratio), asked)
     if asked.step_reuse == "on" and _can_skip(target):
         config = dataclasses.replace(config, reuse=StepReuse(every=_EVERY))
-    notes: list[str] = []
-    if target.is_unet:
-        config = _for_unet(config, target, asked, notes)
-    else:
-        config = _for_transformer(config, asked, notes)
-    return Settings(config, target, asked.start, asked.end, tuple(notes))
+    return _applied(config, target, asked)
 
 
 def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> Settings:
@@ -160,11 +155,16 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
     )
     default = DefaultMethod.for_facts(asked.speedup, facts, lambda config: _changed(config, asked))
     config = default.default_settings
-    if target.is_unet:
-        _for_unet(config, target, asked, [])
-    else:
-        _for_transformer(config, asked, [])
+    _applied(config, target, asked)
     return Settings(config, target, asked.start, asked.end, default=default)
+
+
+def _applied(config: ToMeConfig, target: Target, asked: Asked) -> Settings:
+    """Return the settings as far as ComfyUI lets a node apply them, with notes about the rest."""
+    notes: list[str] = []
+    change = _for_unet if target.is_unet else _for_transformer
+    config = change(config, target, asked, notes)
+    return Settings(config, target, asked.start, asked.end, tuple(notes))
 
 
 def _can_skip(target: Target) -> bool:
@@ -205,7 +205,7 @@ def _for_unet(config: ToMeConfig, target: Target, asked: Asked, notes: list[str]
     return config
 
 
-def _for_transformer(config: ToMeConfig, asked: Asked, notes: list[str]) -> ToMeConfig:
+def _for_transformer(config: ToMeConfig, target: Target, asked: Asked, notes: list[str]) -> ToMeConfig:
     if config.scope == "block":
         return config
     if asked.scope != OF_METHOD or config.scope == "keys":
@@ -220,25 +220,20 @@ def _for_transformer(config: ToMeConfig, asked: Asked, notes: list[str]) -> ToMe
     return dataclasses.replace(config, scope="block")
 
 
-def others_in(options: Mapping[str, Any]) -> Others:
-    """Return the other nodes that have changed ComfyUI's ``transformer_options``."""
-    replaced, cache = options.get("patches_replace", {}), options.get("easycache")
-    return Others(
-        _nodes_of(options.get("patches", {}).get("attn1_patch", ())),
-        _nodes_of(replaced.get("attn1", {}).values()),
-        None if cache is None else cache.name,
-    )
-
-
 def beside(settings: Settings, options: Mapping[str, Any]) -> Settings:
     """Return the settings beside the other nodes in ComfyUI's ``transformer_options``.
 
     The last notes say what they change.
     """
-    config, target, others, notes = settings.config, settings.target, others_in(options), []
-    default = settings.default
-    if not target.is_unet:
-        others = Others(cache=others.cache)  # ComfyUI calls the patches of attention in UNets only
+    config, target, default, notes = settings.config, settings.target, settings.default, []
+    replaced, cache = options.get("patches_replace", {}), options.get("easycache")
+    others = Others(cache=None if cache is None else cache.name)
+    if target.is_unet:  # ComfyUI calls the patches of attention in UNets only
+        others = dataclasses.replace(
+            others,
+            before_attention=_nodes_of(options.get("patches", {}).get("attn1_patch", ())),
+            self_attention=_nodes_of(replaced.get("attn1", {}).values()),
+        )
     attention = " and ".join(others.self_attention)
     if config.reuse.on and (attention or others.cache):
         config = dataclasses.replace(config, reuse=StepReuse())
@@ -250,7 +245,7 @@ def beside(settings: Settings, options: Mapping[str, Any]) -> Settings:
         notes.append(f"No part of the model is skipped, {why}.")
     if attention:
         notes.append(f"Self-attention that {attention} replaced stays dense.")
-    blocks = options.get("patches_replace", {}).get("dit", {})
+    blocks = replaced.get("dit", {})
     later = " and ".join(_nodes_of(blocks[own.key] for own in target.blocks if own.key in blocks))
     if later:
         notes.append(
