@@ -18,19 +18,12 @@ from tokenmerge.models.work import Amount, Part, Share, Work
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
-    """A block that can merge.
+    """A block that can merge."""
 
-    Attributes:
-        key: ComfyUI's name and number for it.
-        module: the block.
-        level: resolution level; 1 in transformers.
-        layout: layout of the block's call in a transformer; None in a UNet.
-    """
-
-    key: tuple[Any, ...]
+    key: tuple[Any, ...]  # ComfyUI's name and number for it
     module: Any
-    level: int
-    layout: Layout | None = None
+    level: int  # resolution level; 1 in transformers
+    layout: Layout | None = None  # layout of the block's call in a transformer; None in a UNet
 
     @property
     def channels(self) -> int:
@@ -57,17 +50,11 @@ class Stage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Where a UNet is cut between its finest level, which runs, and its deep stages, which are skipped.
+    """Where a UNet is cut between its finest level, which runs, and its deep stages, which are skipped."""
 
-    Attributes:
-        inputs: number of ``input_blocks`` that run.
-        output: index of the first of the ``output_blocks`` that run; it gets the result of what is skipped.
-        transformers: number of transformers up to there.
-    """
-
-    inputs: int
-    output: int
-    transformers: int
+    inputs: int  # number of ``input_blocks`` that run
+    output: int  # index of the first of the ``output_blocks`` that run; it gets the result of what is skipped
+    transformers: int  # number of transformers up to there
 
     def runs(self, way: str, number: int) -> bool:
         """Return whether a block, by ComfyUI's name and number, is at the finest level."""
@@ -76,21 +63,14 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Target:
-    """A model in which tokens can merge.
+    """A model in which tokens can merge."""
 
-    Attributes:
-        name: name of its class.
-        blocks: blocks that can merge, in the order in which they run.
-        patch: frames, rows and columns of latent positions that make one token at level 1.
-        cut: in a UNet with several levels, for steps that skip its deep stages.
-        work: how the work of a dense call is shared.
-    """
-
-    name: str
-    blocks: tuple[Block, ...]
+    name: str  # name of its class
+    blocks: tuple[Block, ...]  # blocks that can merge, in the order in which they run
+    # Frames, rows and columns of latent positions that make one token at level 1.
     patch: tuple[int, int, int] = (1, 1, 1)
-    cut: Cut | None = None
-    work: Work = dataclasses.field(default_factory=lambda: Work(()))
+    cut: Cut | None = None  # in a UNet with several levels, for steps that skip its deep stages
+    work: Work = dataclasses.field(default_factory=lambda: Work(()))  # how the work of a dense call is shared
 
     @property
     def is_unet(self) -> bool:

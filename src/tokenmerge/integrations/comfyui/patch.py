@@ -50,12 +50,9 @@ def patched(model: Any, settings: Settings) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class WeighedAttention:
-    """Proportional attention: a merged token counts for as many keys as it stands for (arXiv 2210.09461).
+    """Proportional attention: a merged token counts for as many keys as it stands for (arXiv 2210.09461)."""
 
-    Attributes:
-        before: the attention function of another node; None: the function that ComfyUI has chosen.
-    """
-
+    # The attention function of another node; None: the function that ComfyUI has chosen.
     before: Callable[..., Any] | None = None
 
     def __call__(

@@ -21,17 +21,13 @@ Sums = tuple[Tensor | None, ...]
 
 @dataclasses.dataclass(eq=False)
 class OpenRun:
-    """Consecutive blocks that have run in this call, each on the very tensors that the last one returned.
+    """Consecutive blocks that have run in this call, each on the very tensors that the last one returned."""
 
-    Attributes:
-        blocks: keys of the blocks.
-        returned: the image and text tokens that the last block returned; None: it returned no text.
-        added: what the blocks added to image and text, in float32, since half precision would lose some of
-            it; None for a text that the last block does not return.
-    """
-
-    blocks: list[Hashable]
+    blocks: list[Hashable]  # keys of the blocks
+    # The image and text tokens that the last block returned; None: it returned no text.
     returned: tuple[Tensor, Tensor | None]
+    # What the blocks added to image and text, in float32, since half precision would lose some of it; None
+    # for a text that the last block does not return.
     added: Sums
 
     def continues_with(self, image: Tensor, text: Tensor | None, has_text: bool) -> bool:

@@ -208,22 +208,15 @@ class Step:
 
 @dataclasses.dataclass(eq=False)
 class Running:
-    """What the running block merges.
+    """What the running block merges."""
 
-    Attributes:
-        plan: which tokens merge; None: this is a correction, and the block runs dense.
-        settings: settings of its level.
-        text_first: whether text comes before the image if they share a sequence.
-        block: ComfyUI's name and numbers for a block of a UNet.
-        merged: name of the running layer, if its tokens are merged or would be; None otherwise.
-        weighs: whether the next attention weighs each key by the number of tokens that it stands for.
-    """
-
-    plan: Plan | None
-    settings: MergeSettings
-    text_first: bool = True
-    block: tuple[Any, ...] = ()
+    plan: Plan | None  # which tokens merge; None: this is a correction, and the block runs dense
+    settings: MergeSettings  # settings of its level
+    text_first: bool = True  # whether text comes before the image if they share a sequence
+    block: tuple[Any, ...] = ()  # ComfyUI's name and numbers for a block of a UNet
+    # Name of the running layer, if its tokens are merged or would be; None otherwise.
     merged: str | None = None
+    # Whether the next attention weighs each key by the number of tokens that it stands for.
     weighs: bool = False
 
     def bias(self, keys: Tensor, tokens: int) -> Tensor | None:

@@ -29,45 +29,29 @@ LEVELS = (OF_METHOD, "1", "2", "4", "8")
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """The inputs of the node.
+    """The inputs of the node."""
 
-    Attributes:
-        method: ``"auto"`` for the default method, or the name of a preset.
-        speedup: of the default method, the wanted speed-up, ≥ 1.
-        ratio: of a preset, the fraction of tokens removed, 0 ≤ ratio ≤ 0.75.
-        start: share of the sampling, by noise, before which nothing merges.
-        end: share of the sampling after which nothing merges.
-        scope, proportional, levels: settings that replace those of the method.
-        seed: seed of the random draws.
-        step_reuse: whether parts of the model are skipped on some steps.
-    """
-
-    method: str = AUTO
-    ratio: float = 0.5
-    start: float = 0.0
-    end: float = 1.0
+    method: str = AUTO  # or the name of a preset
+    ratio: float = 0.5  # of a preset, the fraction of tokens removed, 0 ≤ ratio ≤ 0.75
+    start: float = 0.0  # share of the sampling, by noise, before which nothing merges
+    end: float = 1.0  # share of the sampling after which nothing merges
     scope: str = OF_METHOD
     proportional: str = OF_METHOD
     levels: str = OF_METHOD
-    seed: int = 0
-    step_reuse: str = OF_METHOD
-    speedup: float = 2.0
+    seed: int = 0  # of the random draws
+    step_reuse: str = OF_METHOD  # whether parts of the model are skipped on some steps
+    speedup: float = 2.0  # of the default method, ≥ 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Others:
-    """Names of other nodes that matter to merging and step reuse.
+    """Names of other nodes that matter to merging and step reuse."""
 
-    Attributes:
-        before_attention: those with a patch before self-attention, which may regroup its tokens, as HyperTile
-            and TomePatchModel do.
-        self_attention: those that replace self-attention, which may read it, as SelfAttentionGuidance does.
-        cache: the one that skips whole steps; None: there is none.
-    """
-
+    # Those with a patch before self-attention, which may regroup its tokens, as HyperTile does.
     before_attention: tuple[str, ...] = ()
+    # Those that replace self-attention, which may read it, as SelfAttentionGuidance does.
     self_attention: tuple[str, ...] = ()
-    cache: str | None = None
+    cache: str | None = None  # the one that skips whole steps; None: there is none
 
     @property
     def regroup(self) -> str:
@@ -80,24 +64,16 @@ class Others:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings while a model samples.
+    """The settings while a model samples."""
 
-    Attributes:
-        config: which tokens merge, where and how; of the default method, for a size and a number of steps.
-        target: the model.
-        start: share of the sampling, by noise, before which nothing merges.
-        end: share of the sampling after which nothing merges.
-        notes: how the method differs in ComfyUI, as sentences.
-        others: what other nodes do to the model.
-        default: the default method, which chooses the settings of each sampling; None: ``config`` has them.
-    """
-
+    # Which tokens merge, where and how; of the default method, for a size and a number of steps.
     config: ToMeConfig
     target: Target
-    start: float = 0.0
-    end: float = 1.0
-    notes: tuple[str, ...] = ()
-    others: Others = dataclasses.field(default_factory=Others)
+    start: float = 0.0  # share of the sampling, by noise, before which nothing merges
+    end: float = 1.0  # share of the sampling after which nothing merges
+    notes: tuple[str, ...] = ()  # how the method differs in ComfyUI, as sentences
+    others: Others = dataclasses.field(default_factory=Others)  # what other nodes do to the model
+    # The default method, which chooses the settings of each sampling; None: ``config`` has them.
     default: DefaultMethod | None = None
 
     def for_sampling(

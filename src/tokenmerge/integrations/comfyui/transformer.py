@@ -19,17 +19,11 @@ from tokenmerge.runtime.memory.reuse import Residual
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplacedBlock:
-    """What ComfyUI calls instead of a block.
+    """What ComfyUI calls instead of a block."""
 
-    Attributes:
-        key: ComfyUI's name and number of the block.
-        layout: layout of its call.
-        inner: the replacement by another node; None: there is none.
-    """
-
-    key: tuple[Any, ...]
-    layout: Layout
-    inner: Callable[..., Any] | None = None
+    key: tuple[Any, ...]  # ComfyUI's name and number of the block
+    layout: Layout  # layout of its call
+    inner: Callable[..., Any] | None = None  # the replacement by another node; None: there is none
 
     def __call__(self, arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         """Return the result of the block, which runs on merged tokens."""

@@ -19,19 +19,12 @@ _NOT_DENOISERS = ("vae", "vqvae")
 
 @dataclasses.dataclass(frozen=True)
 class PaddleBlock:
-    """A ``BasicTransformerBlock``.
+    """A ``BasicTransformerBlock``."""
 
-    Attributes:
-        layer: the block.
-        path: its qualified name in the model.
-        transformer: the ``Transformer2DModel`` around it, which makes its tokens.
-        level: resolution level: 1, 2, 4 …
-    """
-
-    layer: Any
-    path: str
-    transformer: Any
-    level: int
+    layer: Any  # the block
+    path: str  # its qualified name in the model
+    transformer: Any  # the ``Transformer2DModel`` around it, which makes its tokens
+    level: int  # resolution level: 1, 2, 4 …
 
     @property
     def sub_layers(self) -> tuple[str, ...]:
@@ -52,17 +45,11 @@ class PaddleBlock:
 
 @dataclasses.dataclass(frozen=True)
 class PaddleModel:
-    """A model that tokens can be merged in: a UNet, a ControlNet, or a transformer such as DiT.
+    """A model that tokens can be merged in: a UNet, a ControlNet, or a transformer such as DiT."""
 
-    Attributes:
-        root: the model.
-        blocks: its blocks, in the order of its layers.
-        parameters: names of the parameters of its ``forward``: the sample comes first.
-    """
-
-    root: Any
-    blocks: tuple[PaddleBlock, ...]
-    parameters: tuple[str, ...]
+    root: Any  # the model
+    blocks: tuple[PaddleBlock, ...]  # its blocks, in the order of its layers
+    parameters: tuple[str, ...]  # names of the parameters of its ``forward``: the sample comes first
 
     @property
     def name(self) -> str:

@@ -53,6 +53,9 @@ class _Now(threading.local):
         self.size: tuple[int, int] | None = None  # height and width of the sample; None: no call was seen
         self.merge: Merge | None = None  # None: the running block is dense, or no block runs
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Now, ()  # a copy of the model begins anew
+
 
 class Run:
     """State that the layers of a patched model share. A copy of the model gets its own.
@@ -67,25 +70,13 @@ class Run:
         self.blocks = blocks
         self.now = _Now()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "now"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, now=_Now())
-
 
 class State(NamedTuple):
-    """State of a patched layer.
+    """State of a patched layer."""
 
-    Attributes:
-        run: state that it shares with the other layers.
-        block: the block that it is or belongs to; None for a model.
-        name: name of a sub-layer in its block.
-    """
-
-    run: Run
-    block: PaddleBlock | None = None
-    name: str = ""
+    run: Run  # state that it shares with the other layers
+    block: PaddleBlock | None = None  # the block that it is or belongs to; None for a model
+    name: str = ""  # name of a sub-layer in its block
 
 
 def merged_layers(block: PaddleBlock, settings: MergeSettings) -> tuple[str, ...]:
