@@ -35,21 +35,12 @@ class Sampling:
         settings: settings of the model.
         sigmas: noise levels of the steps; empty: unknown.
         guidance: scale of classifier-free guidance; None: unknown.
-
-    Attributes:
-        settings: the settings of the sampling; the default method chooses them in its first step.
-        steps: number of steps.
-        decision: what the running call of the model runs and merges.
-        plans: plans by block, made for the images of one prompt.
-        guidance_change: what guidance changed in the last step; None: unknown.
-        residuals: what parts of the model added in the last step that ran them, by call in the step and part.
-        runs: runs of blocks that are skipped together.
     """
 
     def __init__(
         self, settings: Settings, sigmas: Sequence[float] = (), guidance: float | None = None
     ) -> None:
-        self.settings = self._asked = settings
+        self.settings = self._asked = settings  # the default method chooses them in the first step
         self.steps = max(1, len(sigmas) - 1)
         self._sigmas, self._guidance = sigmas, guidance
         self._grid: Grid | None = None
@@ -59,9 +50,11 @@ class Sampling:
 
     def forget(self) -> None:
         """Drop everything that is cached."""
-        self._tracker, self.decision = StepTracker(), Decision()
-        self.plans: dict[Hashable, Plan] = {}
-        self.guidance_change: Tensor | None = None
+        self._tracker = StepTracker()
+        self.decision = Decision()  # what the running call of the model runs and merges
+        self.plans: dict[Hashable, Plan] = {}  # by block, made for the images of one prompt
+        self.guidance_change: Tensor | None = None  # of the last step; None: unknown
+        # What parts of the model added in the last step that ran them, by call in the step and part.
         self.residuals: dict[Hashable, Residual] = {}
         self.runs = BlockRuns()
 
@@ -123,11 +116,6 @@ class Step:
         whole: whether every prompt is for the whole picture, so that all prompts get the same latents.
         replaced: (``"attn1"`` or ``"attn2"``, ComfyUI's name and numbers of a block) of the layers of a UNet
             that another node replaces; they stay dense.
-
-    Attributes:
-        grid: (frames, rows, columns) of the tokens at level 1 in the running call.
-        has_references: whether reference pictures stand beside the tokens of the running call.
-        running: what the running block merges; None: it is dense.
     """
 
     def __init__(
@@ -141,9 +129,9 @@ class Step:
     ) -> None:
         self._index = sampling.begin_step(sigma, latent)
         self.sampling, self.settings, self._replaced = sampling, sampling.settings, replaced
-        self.grid = self.settings.target.grid(latent)
-        self.has_references = False
-        self.running: Running | None = None
+        # Of the running call: the tokens at level 1, and whether reference pictures stand beside them.
+        self.grid, self.has_references = self.settings.target.grid(latent), False
+        self.running: Running | None = None  # what the running block merges; None: it is dense
         self._seed = bits(timestep.float().max())
         self._whole = whole and self.settings.config.plans.guidance
         self._calls = -1
@@ -153,8 +141,8 @@ class Step:
     def begin_call(self, latent: Sequence[int], options: Mapping[str, Any] | None = None) -> None:
         """Prepare a call of the model. ComfyUI may call it for each prompt, and for parts of the picture."""
         self._calls += 1
-        self.grid = self.settings.target.grid(latent)
-        self.has_references, self.running = False, None
+        self.grid, self.has_references = self.settings.target.grid(latent), False
+        self.running = None
         options = options or {}
         window = getattr(options.get("context_window"), "index_list", ())
         same = (*latent, *options.get("uuids", ()), *window)
