@@ -24,7 +24,6 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
     config = settings.config
     side = f"{latent[-2]} × {latent[-1]}"
     lines, dense, merged = [], 0.0, 0.0
-    others = " and ".join(settings.others.before_attention)
     for level in target.levels:
         blocks = [block for block in target.blocks if block.level == level]
         grid = (frames, -(-rows // level), -(-columns // level))
@@ -37,7 +36,7 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
             continue
         own_dense, own_merged = _operations(blocks, own, n, n - r)
         dense, merged = dense + own_dense, merged + own_merged
-        unless = f", unless regrouped by {others}" if others else ""
+        unless = f", unless regrouped by {settings.regroup}" if settings.regroup else ""
         lines.append(f"{at}{_blocks(blocks)} merged, {n} → {n - r} tokens{unless}")
     where = _WHERE[config.scope]
     asked = f"planner {config.planner}, ratio {config.ratio:g}"
@@ -51,8 +50,8 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
         )
     elif not config.reuse.on:
         lines.append("Nothing merges at this size; take a larger picture or a higher ratio.")
-    if dense and others:
-        lines.append(settings.others.regroup)
+    if dense and settings.regroup:
+        lines.append(settings.regrouped)
     if dense and config.correction.every:
         lines.append(
             f"Of the steps that run everything, one in {config.correction.every} merges nothing and corrects "
@@ -69,9 +68,7 @@ def _step_reuse(settings: Settings) -> list[str]:
     """Return what steps skip, as sentences."""
     config, target = settings.config, settings.target
     if not config.reuse.on:
-        if settings.others.cache or settings.others.self_attention:
-            return []  # the notes say why
-        return ["All steps run the whole model."]
+        return ["All steps run the whole model."] if settings.alone else []
     ran = Counter(step.runs for step in plan_generation(config, _STEPS))
     what = "the deep stages" if target.is_unet else "the blocks"
     complete, least = ran[Runs.EVERYTHING], ran[Runs.LEAST]

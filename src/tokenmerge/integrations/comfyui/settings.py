@@ -44,25 +44,6 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Others:
-    """Names of other nodes that matter to merging and step reuse."""
-
-    # Those with a patch before self-attention, which may regroup its tokens, as HyperTile does.
-    before_attention: tuple[str, ...] = ()
-    # Those that replace self-attention, which may read it, as SelfAttentionGuidance does.
-    self_attention: tuple[str, ...] = ()
-    cache: str | None = None  # the one that skips whole steps; None: there is none
-
-    @property
-    def regroup(self) -> str:
-        """What happens where tokens are regrouped before they could merge, as a sentence."""
-        names = " and ".join(self.before_attention)
-        return (
-            f"Self-attention does not merge where its tokens are regrouped by {names}; keep one of the nodes."
-        )
-
-
-@dataclasses.dataclass(frozen=True)
 class Settings:
     """The settings while a model samples."""
 
@@ -72,7 +53,8 @@ class Settings:
     start: float = 0.0  # share of the sampling, by noise, before which nothing merges
     end: float = 1.0  # share of the sampling after which nothing merges
     notes: tuple[str, ...] = ()  # how the method differs in ComfyUI, as sentences
-    others: Others = dataclasses.field(default_factory=Others)  # what other nodes do to the model
+    regroup: str = ""  # other nodes before self-attention, which may regroup its tokens, as HyperTile does
+    alone: bool = True  # whether no other node skips whole steps, or may read self-attention in every step
     # The default method, which chooses the settings of each sampling; None: ``config`` has them.
     default: DefaultMethod | None = None
 
@@ -84,6 +66,14 @@ class Settings:
             return self
         config = self.default.settings(grid, steps, guidance, ends_clean)
         return dataclasses.replace(self, config=config)
+
+    @property
+    def regrouped(self) -> str:
+        """What happens where tokens are regrouped before they could merge, as a sentence."""
+        return (
+            "Self-attention does not merge where its tokens are regrouped by "
+            f"{self.regroup}; keep one of the nodes."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # nothing in it changes, and it holds the model
@@ -203,40 +193,37 @@ def beside(settings: Settings, options: Mapping[str, Any]) -> Settings:
     """
     config, target, default, notes = settings.config, settings.target, settings.default, []
     replaced, cache = options.get("patches_replace", {}), options.get("easycache")
-    others = Others(cache=None if cache is None else cache.name)
+    regroup = attention = ""
     if target.is_unet:  # ComfyUI calls the patches of attention in UNets only
-        others = dataclasses.replace(
-            others,
-            before_attention=_nodes_of(options.get("patches", {}).get("attn1_patch", ())),
-            self_attention=_nodes_of(replaced.get("attn1", {}).values()),
-        )
-    attention = " and ".join(others.self_attention)
-    if config.reuse.on and (attention or others.cache):
+        regroup = _nodes_of(options.get("patches", {}).get("attn1_patch", ()))
+        attention = _nodes_of(replaced.get("attn1", {}).values())
+    alone = cache is None and not attention
+    if config.reuse.on and not alone:
         config = dataclasses.replace(config, reuse=StepReuse())
         default = default and default.without_reuse()
-        if others.cache:
-            why = f"since {others.cache} skips whole steps; keep one of the nodes"
-        else:
-            why = f"since {attention} may read self-attention in every step"
-        notes.append(f"No part of the model is skipped, {why}.")
+        why = f"{attention} may read self-attention in every step"
+        if cache is not None:
+            why = f"{cache.name} skips whole steps; keep one of the nodes"
+        notes.append(f"No part of the model is skipped, since {why}.")
     if attention:
         notes.append(f"Self-attention that {attention} replaced stays dense.")
     blocks = replaced.get("dit", {})
-    later = " and ".join(_nodes_of(blocks[own.key] for own in target.blocks if own.key in blocks))
+    later = _nodes_of(blocks[own.key] for own in target.blocks if own.key in blocks)
     if later:
         notes.append(
             f"Blocks that {later} replaced after Token Merging may not merge; place Token Merging after it."
         )
+    notes = [*settings.notes, *notes]
     return dataclasses.replace(
-        settings, config=config, default=default, others=others, notes=(*settings.notes, *notes)
+        settings, config=config, default=default, regroup=regroup, alone=alone, notes=tuple(notes)
     )
 
 
-def _nodes_of(patches: Iterable[Any]) -> tuple[str, ...]:
+def _nodes_of(patches: Iterable[Any]) -> str:
     """Return the names of the other nodes that made patches, which are mostly functions in their methods."""
     names = (
         str(getattr(patch, "__qualname__", type(patch).__qualname__)).partition(".")[0]
         for patch in patches
         if not str(getattr(patch, "__module__", "")).startswith("tokenmerge.")
     )
-    return tuple(dict.fromkeys(name if name.isidentifier() else "another node" for name in names))
+    return " and ".join(dict.fromkeys(name if name.isidentifier() else "another node" for name in names))

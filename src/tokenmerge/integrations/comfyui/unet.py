@@ -90,8 +90,8 @@ def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
     way, number = options["block"]
     block = way, number, options.get("block_index", 0)
     if n.shape[:2] != (batch, rows * columns):
-        if step.settings.others.before_attention:
-            step.sampling.say(step.settings.others.regroup)
+        if step.settings.regroup:
+            step.sampling.say(step.settings.regrouped)
         return None
     if step.is_replaced("attn1", block):
         return None

@@ -58,16 +58,12 @@ class _Now(threading.local):
 
 
 class Run:
-    """State that the layers of a patched model share. A copy of the model gets its own.
-
-    ``settings`` are those of each level at which ``blocks`` of the model ``host`` merge.
-    """
+    """State that the layers of a patched model share. A copy of the model gets its own."""
 
     def __init__(self, config: ToMeConfig, host: PaddleModel, blocks: tuple[PaddleBlock, ...]) -> None:
-        self.config = config
+        self.config, self.host = config, host
+        self.blocks = blocks  # those that merge
         self.settings: Mapping[int, MergeSettings] = {b.level: config.at_level(b.level) for b in blocks}
-        self.host = host
-        self.blocks = blocks
         self.now = _Now()
 
 
