@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import Part
 from tokenmerge.ops import Plan
@@ -26,7 +26,6 @@ class CallContext:
     Blocks that are called without their model have that of its last call in their thread.
 
     Attributes:
-        config: settings of the generation.
         settings: settings of the running step, by level.
         step: number of the step that draws depend on, int64.
         call: number of the call in its step.
@@ -40,7 +39,6 @@ class CallContext:
         step_log: where blocks note what they merge; None: nobody asked for it.
     """
 
-    config: ToMeConfig
     settings: Mapping[int, MergeSettings]
     step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     call: int = 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.config.origin import instead, named
+from tokenmerge.config.origin import instead
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.base import GridShape
 from tokenmerge.models.layout import Grid
@@ -103,7 +103,6 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         settings = {level: now.at_level(level) for level in settings}
     merges = any(own.merges for own in settings.values())
     state.threads.value.context = CallContext(
-        config=config,
         settings=settings,
         step=call.seed,
         call=tracker.call,
@@ -208,13 +207,13 @@ def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Te
     """Return the denoising step of a call, of a model whose settings follow the steps."""
     if torch.compiler.is_compiling():
         raise UnsupportedModelError(
-            f"{_over_steps(state)}: what follows the denoising steps cannot be compiled into one graph with "
+            f"{state.over_steps}: what follows the denoising steps cannot be compiled into one graph with "
             "the whole model; compile its blocks: model.compile_repeated_blocks()"
         )
     step = state.pipeline.step(pipe, timestep)
     if step is None:
         raise ConfigError(
-            f"{_over_steps(state)}: it has to be known which denoising step it is, and no scheduler says so: "
+            f"{state.over_steps}: it has to be known which denoising step it is, and no scheduler says so: "
             "apply token merging to the pipeline that runs instead of its model, call "
             "patch.at_step(i, steps) before each step of a loop of your own, or "
             f"{instead(state.method, 'leave that setting out')}"
@@ -229,11 +228,6 @@ def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Te
             "the very pipeline that runs: others that share its models have schedulers of their own"
         )
     return step
-
-
-def _over_steps(state: ModelState) -> str:
-    """Return the settings that follow the steps, for a message."""
-    return named(state.method, " and ".join(state.config.over_steps))
 
 
 def _begin_in_memory(state: ModelState, step: DenoisingStep | None, seed: Tensor) -> Memory:
