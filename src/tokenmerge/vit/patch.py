@@ -49,16 +49,6 @@ def checked_encoders(model: object, config: ViTConfig) -> dict[nn.Module, Encode
     return encoders
 
 
-def new_vit_state(encoder: Encoder, config: ViTConfig) -> EncoderState:
-    """Return the state that the layers of an encoder share.
-
-    Raises:
-        ConfigError: ``config.r`` is a sequence with another length than the list of layers.
-    """
-    r = config.per_layer(len(encoder.layers))
-    return EncoderState(config, encoder, r, unmerge=config.unmerge or encoder.averages)
-
-
 def patch_encoder(root: nn.Module, state: EncoderState) -> None:
     """Patch an encoder from :func:`checked_encoders` that is not patched yet."""
     for index, layer in enumerate(state.facts.layers):

@@ -106,15 +106,22 @@ class EncoderCall:
 
 @dataclasses.dataclass(eq=False)
 class EncoderState:
-    """State that all layers of a patched model share."""
+    """State that all layers of a patched model share.
+
+    Raises:
+        ConfigError: ``config.r`` is a sequence with another length than the list of layers.
+    """
 
     config: ViTConfig
     facts: Encoder
-    r: tuple[int, ...]  # number of tokens to remove in each layer
-    unmerge: bool  # whether the last layer gives each input token a result
     # What the tokens after each layer stand for, by path, while :meth:`Patch.record` collects it.
     record: dict[str, RecordedTokens] | None = None
     threads: PerThread[EncoderCall] = dataclasses.field(default_factory=lambda: PerThread(EncoderCall))
+
+    def __post_init__(self) -> None:
+        self.r = self.config.per_layer(len(self.facts.layers))  # number of tokens to remove in each layer
+        # Whether the last layer gives each input token a result.
+        self.unmerge = self.config.unmerge or self.facts.averages
 
     @property
     def running(self) -> EncoderCall:
