@@ -34,9 +34,9 @@ from tokenmerge.runtime.steps.pipeline import Pipeline
 from tokenmerge.tuned_method import TunedMethod
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
-from tokenmerge.vit.patch import checked_encoders, new_vit_state, patch_encoder
+from tokenmerge.vit.patch import checked_encoders, patch_encoder
 from tokenmerge.vit.report import ViTReport
-from tokenmerge.vit.runtime import RecordedTokens
+from tokenmerge.vit.runtime import EncoderState, RecordedTokens
 
 __all__ = ["Patch", "apply_token_merging", "remove_token_merging", "token_merging"]
 
@@ -303,7 +303,7 @@ def merge_in_hosts(
 def _merge_in_encoders(model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]:
     encoders = checked_encoders(model, config)
     refuse_in_use(list(encoders))
-    states = {root: new_vit_state(encoder, config) for root, encoder in encoders.items()}
+    states = {root: EncoderState(config, encoder) for root, encoder in encoders.items()}
     for root, state in states.items():
         restore(root)
         patch_encoder(root, state)

@@ -15,33 +15,20 @@ from tokenmerge.models.find import parts
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Models with the same structure.
+    """Models with the same structure."""
 
-    Attributes:
-        model: class of the encoder.
-        around: classes of models that contain the encoder and use only its class token or pooled output.
-        averaging: classes of models that contain the encoder and average over its patches.
-        layer: class of a layer.
-        post_norm: class of a layer whose norms come after attention and MLP; empty: there is none.
-        layers: path of the list of layers.
-        keys: path, in a layer, of the module that returns the keys.
-        norm: path, in a layer, of the norm before or after the MLP.
-        collector: method of the model that returns the tokens of several layers; empty: its call does.
-        mask: name of the layer's argument that is added to the attention logits.
-        class_tokens: number of class tokens before the patches.
-    """
-
-    model: str
-    layer: str
-    layers: str
-    keys: str
-    norm: str
+    model: str  # class of the encoder
+    layer: str  # class of a layer
+    layers: str  # path of the list of layers
+    keys: str  # path, in a layer, of the module that returns the keys
+    norm: str  # path, in a layer, of the norm before or after the MLP
+    # Classes of models that contain the encoder and use only its class token or pooled output.
     around: tuple[str, ...] = ()
-    averaging: tuple[str, ...] = ()
-    post_norm: str = ""
-    collector: str = ""
-    mask: str = "attention_mask"
-    class_tokens: int = 1
+    averaging: tuple[str, ...] = ()  # classes of models that contain the encoder and average over its patches
+    post_norm: str = ""  # class of a layer whose norms come after attention and MLP; empty: there is none
+    collector: str = ""  # method of the model that returns the tokens of several layers; empty: its call does
+    mask: str = "attention_mask"  # name of the layer's argument that is added to the attention logits
+    class_tokens: int = 1  # number of class tokens before the patches
 
 
 _VIT = ("layers", "attention.k_proj", "layernorm_after")
@@ -90,50 +77,26 @@ FAMILIES = (
 
 @dataclasses.dataclass(frozen=True)
 class EncoderLayer:
-    """One layer of an encoder. It takes the tokens ``[b, n, c]`` as its first argument and returns tokens.
+    """One layer of an encoder. It takes the tokens ``[b, n, c]`` as its first argument and returns tokens."""
 
-    Attributes:
-        path: its qualified name in the encoder.
-        keys: path of the module that returns the keys, ``[b, n, heads * d]`` or ``[b, heads, n, d]``.
-        first: path of the module with which the branch of the MLP starts: the norm before it, or itself.
-        last: path of the module with which it ends: the MLP, or the norm after it. What is between the result
-            of this module and the sum treats each token alike.
-        head_dim: d for keys ``[b, n, heads * d]``; None for ``[b, heads, n, d]``.
-    """
-
-    path: str
-    keys: str
-    first: str
-    last: str
-    head_dim: int | None
-
-    @property
-    def parts(self) -> tuple[str, str, str]:
-        """Paths of the modules whose methods change."""
-        return self.keys, self.first, self.last
+    path: str  # its qualified name in the encoder
+    # Paths of the modules whose methods change. The first one returns the keys, ``[b, n, heads * d]`` or
+    # ``[b, heads, n, d]``. The branch of the MLP begins with the second, the norm before it or itself, and
+    # ends with the third, the MLP or the norm after it. All up to the sum treats each token alike.
+    parts: tuple[str, str, str]
+    head_dim: int | None  # d for keys ``[b, n, heads * d]``; None for ``[b, heads, n, d]``
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """Facts about a vision transformer.
+    """Facts about a vision transformer."""
 
-    Attributes:
-        layers: its layers in the order in which they run.
-        protected: number of tokens before the patches: class, distillation and register tokens.
-        mask: name of the layers' argument that is added to the attention logits.
-        collector: method of the model that returns the tokens of several layers; empty: its call does.
-        by_keyword: whether the model passes unknown keyword arguments to every layer.
-        averages: whether its head, or that of the model around it, averages over the patches.
-        image_size: height and width of the pictures that it was made for, in pixels.
-    """
-
-    layers: tuple[EncoderLayer, ...]
-    protected: int
-    mask: str
-    collector: str
-    by_keyword: bool
-    averages: bool
-    image_size: tuple[int, int]
+    layers: tuple[EncoderLayer, ...]  # its layers in the order in which they run
+    protected: int  # number of tokens before the patches: class, distillation and register tokens
+    family: Family
+    by_keyword: bool  # whether the model passes unknown keyword arguments to every layer
+    averages: bool  # whether its head, or that of the model around it, averages over the patches
+    image_size: tuple[int, int]  # height and width of the pictures that it was made for, in pixels
 
     def example(self, model: nn.Module, height: int, width: int, batch: int) -> dict[str, Any]:
         """Return the arguments by name of a call with ``batch`` pictures of ``height`` × ``width`` pixels."""
@@ -186,7 +149,7 @@ def _describe(model: Any, family: Family, averages: bool) -> Encoder:
         size = config.image_size
         image_size = (size, size) if isinstance(size, int) else tuple(size)
         averages = averages or getattr(model, "use_head", False)
-    return Encoder(layers, protected, family.mask, family.collector, by_keyword, averages, image_size)
+    return Encoder(layers, protected, family, by_keyword, averages, image_size)
 
 
 def _layer(path: str, module: Any, family: Family) -> EncoderLayer:
@@ -211,4 +174,4 @@ def _layer(path: str, module: Any, family: Family) -> EncoderLayer:
             f"timm 1.0, got: {error}; install one of these versions, or pass a model whose layers were not "
             "changed"
         ) from error
-    return EncoderLayer(path, family.keys, first, last, head_dim)
+    return EncoderLayer(path, (family.keys, first, last), head_dim)

@@ -41,22 +41,12 @@ def checked_encoders(model: object, config: ViTConfig) -> dict[nn.Module, Encode
         if not encoder.layers:
             raise NothingToMergeError(f"nothing to merge: {name} has no layers; pass a model with layers")
         check_attention(root, config)
-        if encoder.collector:
-            check_swappable(root, name, encoder.collector)
+        if encoder.family.collector:
+            check_swappable(root, name, encoder.family.collector)
         for layer in encoder.layers:
             for path in (layer.path, *(f"{layer.path}.{part}" for part in layer.parts)):
                 check_swappable(root.get_submodule(path), path, "forward")
     return encoders
-
-
-def new_vit_state(encoder: Encoder, config: ViTConfig) -> EncoderState:
-    """Return the state that the layers of an encoder share.
-
-    Raises:
-        ConfigError: ``config.r`` is a sequence with another length than the list of layers.
-    """
-    r = config.per_layer(len(encoder.layers))
-    return EncoderState(config, encoder, r, unmerge=config.unmerge or encoder.averages)
 
 
 def patch_encoder(root: nn.Module, state: EncoderState) -> None:
@@ -65,6 +55,6 @@ def patch_encoder(root: nn.Module, state: EncoderState) -> None:
         module, layer_state = root.get_submodule(layer.path), EncoderLayerState(state, index, layer)
         swap(module, "forward", layer_call, layer_state)
         swap_parts(module, layer_state)
-    if state.facts.collector:
-        swap(root, state.facts.collector, collecting_call, state)
+    if state.facts.family.collector:
+        swap(root, state.facts.family.collector, collecting_call, state)
     add_hook(root, begin, state)

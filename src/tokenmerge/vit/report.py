@@ -11,7 +11,8 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.report import Tabled, TextTable, gflops
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.vit.config import ViTConfig
-from tokenmerge.vit.patch import checked_encoders, new_vit_state, patch_encoder
+from tokenmerge.vit.patch import checked_encoders, patch_encoder
+from tokenmerge.vit.runtime import EncoderState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,8 @@ def predict_vit(
             "size: patch.report(height=…, width=…)"
         ) from error
 
-    state = dataclasses.replace(new_vit_state(encoder, config), unmerge=False)
+    state = EncoderState(config, encoder)
+    state.unmerge = False
     patch_encoder(root, state)
     with state.recording() as recorded:
         merged = count_flops(root, arguments)

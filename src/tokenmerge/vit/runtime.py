@@ -93,42 +93,35 @@ class RecordedTokens:
 
 @dataclasses.dataclass(eq=False)
 class EncoderCall:
-    """A call of the model that one thread runs.
+    """A call of the model that one thread runs."""
 
-    Attributes:
-        collects: whether it is a method that collects the tokens of its layers, if ``by_keyword`` is False.
-        sizes: token sizes at the input of each layer, if ``by_keyword`` is False.
-        r: number of tokens to remove in the running layer; 0 outside a layer.
-        tokens: what the tokens at the input of the running layer stand for.
-        plan: plan of the running layer, once the keys are known.
-    """
-
+    # Whether it is a method that collects the tokens of its layers, if ``by_keyword`` is False.
     collects: bool = False
+    # Token sizes at the input of each layer, if ``by_keyword`` is False.
     sizes: list[Tokens | None] | None = None
-    r: int = 0
-    tokens: Tokens | None = None
-    plan: SizedPlan | None = None
+    r: int = 0  # number of tokens to remove in the running layer; 0 outside a layer
+    tokens: Tokens | None = None  # what the tokens at the input of the running layer stand for
+    plan: SizedPlan | None = None  # plan of the running layer, once the keys are known
 
 
 @dataclasses.dataclass(eq=False)
 class EncoderState:
     """State that all layers of a patched model share.
 
-    Attributes:
-        config: the settings.
-        facts: what is known about the encoder.
-        r: number of tokens to remove in each layer.
-        unmerge: whether the last layer gives each input token a result.
-        record: what the tokens after each layer stand for, by path, while :meth:`Patch.record` collects it.
-        threads: the running call of each thread.
+    Raises:
+        ConfigError: ``config.r`` is a sequence with another length than the list of layers.
     """
 
     config: ViTConfig
     facts: Encoder
-    r: tuple[int, ...]
-    unmerge: bool
+    # What the tokens after each layer stand for, by path, while :meth:`Patch.record` collects it.
     record: dict[str, RecordedTokens] | None = None
     threads: PerThread[EncoderCall] = dataclasses.field(default_factory=lambda: PerThread(EncoderCall))
+
+    def __post_init__(self) -> None:
+        self.r = self.config.per_layer(len(self.facts.layers))  # number of tokens to remove in each layer
+        # Whether the last layer gives each input token a result.
+        self.unmerge = self.config.unmerge or self.facts.averages
 
     @property
     def running(self) -> EncoderCall:
@@ -148,16 +141,10 @@ class EncoderState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EncoderLayerState:
-    """State of a layer and of its parts.
-
-    Attributes:
-        encoder: state of the encoder.
-        index: number of the layer, from 0.
-        layer: what is known about the layer.
-    """
+    """State of a layer and of its parts."""
 
     encoder: EncoderState
-    index: int
+    index: int  # number of the layer, from 0
     layer: EncoderLayer
 
 
@@ -165,7 +152,8 @@ def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple,
     """Start a call in which nothing has merged yet; a hook before the model's forward."""
     encoder: EncoderState = model.__dict__[STATE]
     check_attention(model, encoder.config)
-    mask = HostCall(model.forward, parameters(type(model).forward), args, kwargs).argument(encoder.facts.mask)
+    call = HostCall(model.forward, parameters(type(model).forward), args, kwargs)
+    mask = call.argument(encoder.facts.family.mask)
     if mask is not None and any(encoder.r):
         raise _mask_error(encoder, mask)
     if not encoder.facts.by_keyword:
@@ -204,7 +192,7 @@ def layer_call(original: HostMethod) -> Callable:
         tokens_of_layers = _tokens_of_call(state) if given is None else given
         swap_parts(self, state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
-        x, mask = call.argument(call.names[0]), call.argument(encoder.facts.mask)
+        x, mask = call.argument(call.names[0]), call.argument(encoder.facts.family.mask)
         if any(encoder.r):
             # In a call of the whole model, a mask at this point is the host's own, which hides nothing.
             if mask is not None and given is None:
@@ -215,7 +203,7 @@ def layer_call(original: HostMethod) -> Callable:
             if collects:
                 x = tokens.remerge(x)
                 call = call.replaced(call.names[0], x)
-            call = call.replaced(encoder.facts.mask, _log_sizes(tokens, encoder, x.dtype))
+            call = call.replaced(encoder.facts.family.mask, _log_sizes(tokens, encoder, x.dtype))
         running.r, running.tokens = _num_removed(state, x), tokens
         try:
             y = call.result()
@@ -339,7 +327,7 @@ def _log_sizes(tokens: Tokens, encoder: EncoderState, dtype: torch.dtype) -> Ten
 
 
 def _mask_error(encoder: EncoderState, mask: Tensor) -> UnsupportedModelError:
-    name = encoder.facts.mask
+    name = encoder.facts.family.mask
     return UnsupportedModelError(
         f"{name}: a mask of shape {tuple(mask.shape)} is for all tokens and does not fit merged ones; call "
         f"the model without {name}, or remove_token_merging(model) first"

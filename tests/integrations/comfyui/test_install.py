@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import importlib.util
+import inspect
 import json
 import re
 import shutil
@@ -17,6 +19,7 @@ import tokenmerge
 from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.comfyui.install import NAME, SOURCE, install
 from tokenmerge.integrations.comfyui.nodes import TokenMerging
+from tokenmerge.integrations.comfyui.settings import Asked
 
 try:
     import tomllib
@@ -205,8 +208,8 @@ def test_the_links_of_a_workflow_fit_its_nodes(file):
 
 
 def test_inputs_of_the_node_are_those_of_its_function():
-    import inspect
-
-    names = [*inspect.signature(TokenMerging.merge).parameters][1:]
+    *names, more = [*inspect.signature(TokenMerging.merge).parameters][1:]
+    assert more == "more"
+    names += [field.name for field in dataclasses.fields(Asked)][4:]  # the first four have names of their own
     known = TokenMerging.INPUT_TYPES()
     assert names == [*known["required"], *known["optional"]]

@@ -133,7 +133,7 @@ def test_where_nothing_changes_between_steps_nothing_is_lost(unet, shallow, cont
             assert torch.allclose(here, dense, atol=1e-5 * float(dense.abs().max())), i
             if i == 0:
                 whole = list(seen)
-            due = sampling.residuals.decision
+            due = sampling.decision
             if due.finest is not None:
                 assert not seen
             else:
@@ -183,7 +183,7 @@ def test_a_cancelled_sampling_leaves_nothing(unet):
         patch.setattr(Sampling, "forget", lambda self: kept.append(self) or forget(self))
         with pytest.raises(InterruptedError):
             hosts.sample(clone, steps=6, callback=cancel)
-    assert kept[-1].residuals._kept == {}
+    assert kept[-1].residuals == {}
     assert torch.equal(hosts.sample(clone, steps=6), whole)
     assert torch.equal(hosts.sample(unet, steps=6), dense)
 
@@ -222,5 +222,5 @@ def test_a_window_or_a_prompt_of_its_own_is_not_extrapolated_from_another(unet):
         step = Step(sampling, 1 - i / 10, torch.tensor([1.0]), latent, True, frozenset())
         with torch.inference_mode():
             step.begin_call(latent, {"context_window": Window(*window), "uuids": ["a"]})
-        skipped.append(sampling.residuals.decision.deep is not None)
+        skipped.append(sampling.decision.deep is not None)
     assert skipped == [False, False, True, False, False, True]

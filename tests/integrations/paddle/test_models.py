@@ -111,7 +111,7 @@ def test_proportional_attention_counts_a_merged_token_as_often_as_it_stands_for_
         apply_token_merging(unet, config)
         state = attention.__dict__[STATE]
         plan = plan_tokens(PaddleArrays(), x, (16, 16), config, 0)
-        state.run.now.merge = Merge(state.path, plan, (2, 256), config)
+        state.run.now.merge = Merge(state.block.path, plan, (2, 256), config)
         results.append(attention(x).numpy())
     assert close(results[0], dense)
     assert not close(results[1], dense)
@@ -151,7 +151,7 @@ def test_a_mask_of_the_keys_leaves_self_attention_dense():
     state = block.attn1.__dict__[STATE]
     x, mask = hosts.tensor(2, 256, 32), paddle.zeros([2, 1, 256])
     plan = plan_tokens(PaddleArrays(), x, (16, 16), ToMeConfig(ratio=0.5), 0)
-    state.run.now.merge = Merge(state.path, plan, (2, 256), ToMeConfig(ratio=0.5))
+    state.run.now.merge = Merge(state.block.path, plan, (2, 256), ToMeConfig(ratio=0.5))
     masked, merged = block.attn1(x, attention_mask=mask).numpy(), block.attn1(x).numpy()
     remove_patch(unet)
     assert close(masked, block.attn1(x).numpy())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -18,19 +18,12 @@ from tokenmerge.models.work import Amount, Part, Share, Work
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
-    """A block that can merge.
+    """A block that can merge."""
 
-    Attributes:
-        key: ComfyUI's name and number for it.
-        module: the block.
-        level: resolution level; 1 in transformers.
-        layout: layout of the block's call in a transformer; None in a UNet.
-    """
-
-    key: tuple[Any, ...]
+    key: tuple[Any, ...]  # ComfyUI's name and number for it
     module: Any
-    level: int
-    layout: Layout | None = None
+    level: int  # resolution level; 1 in transformers
+    layout: Layout | None = None  # layout of the block's call in a transformer; None in a UNet
 
     @property
     def channels(self) -> int:
@@ -46,38 +39,38 @@ class Block:
         return next((heads for heads in found if isinstance(heads, int)), 0)
 
 
+class Stage(NamedTuple):
+    """A stage of a UNet, by ComfyUI's name and number for it."""
+
+    way: str
+    number: int
+    module: nn.Module
+    level: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Where a UNet is cut between its finest level, which runs, and its deep stages, which are skipped.
+    """Where a UNet is cut between its finest level, which runs, and its deep stages, which are skipped."""
 
-    Attributes:
-        inputs: number of ``input_blocks`` that run.
-        output: index of the first of the ``output_blocks`` that run; it gets the result of what is skipped.
-        transformers: number of transformers up to there.
-    """
+    inputs: int  # number of ``input_blocks`` that run
+    output: int  # index of the first of the ``output_blocks`` that run; it gets the result of what is skipped
+    transformers: int  # number of transformers up to there
 
-    inputs: int
-    output: int
-    transformers: int
+    def runs(self, way: str, number: int) -> bool:
+        """Return whether a block, by ComfyUI's name and number, is at the finest level."""
+        return number >= self.output if way == "output" else way == "input" and number < self.inputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Target:
-    """A model in which tokens can merge.
+    """A model in which tokens can merge."""
 
-    Attributes:
-        name: name of its class.
-        blocks: blocks that can merge, in the order in which they run.
-        patch: frames, rows and columns of latent positions that make one token at level 1.
-        cut: in a UNet with several levels, for steps that skip its deep stages.
-        work: how the work of a dense call is shared.
-    """
-
-    name: str
-    blocks: tuple[Block, ...]
+    name: str  # name of its class
+    blocks: tuple[Block, ...]  # blocks that can merge, in the order in which they run
+    # Frames, rows and columns of latent positions that make one token at level 1.
     patch: tuple[int, int, int] = (1, 1, 1)
-    cut: Cut | None = None
-    work: Work = dataclasses.field(default_factory=lambda: Work(()))
+    cut: Cut | None = None  # in a UNet with several levels, for steps that skip its deep stages
+    work: Work = dataclasses.field(default_factory=lambda: Work(()))  # how the work of a dense call is shared
 
     @property
     def is_unet(self) -> bool:
@@ -142,8 +135,8 @@ def find_target(model: Any) -> Target:
             if not getattr(block.module, "disable_self_attn", False)
         ]
         if blocks:
-            cut = _cut(root)
-            return Target(name, tuple(blocks), cut=cut, work=_work_of_unet(root, blocks, cut))
+            cut = _cut(stages := _stages(root))
+            return Target(name, tuple(blocks), cut=cut, work=_work_of_unet(stages, blocks, cut))
     for classes, lists in _REPLACEABLE.items():
         if is_a(root, *classes):
             found = tuple(
@@ -160,58 +153,51 @@ def find_target(model: Any) -> Target:
 
 
 def _unet_key(path: str) -> tuple[str, int, int]:
-    """ComfyUI's (way, number, number within) of a block, from its path."""
+    """Return ComfyUI's (way, number, number within) of a block, from its path."""
     way, *within = path.split(".")
     return _WAYS[way], 0 if way == "middle_block" else int(within[0]), int(within[-1])
 
 
-def _cut(unet: Any) -> Cut | None:
-    """Return the cut above the deep stages; None: there is one level alone."""
-    inputs, outputs = unet.input_blocks, unet.output_blocks
-    down = next((i for i, block in enumerate(inputs) if _has(block, "Downsample")), 0)
-    up = max((i for i, block in enumerate(outputs) if _has(block, "Upsample")), default=-1)
-    if not down or not 0 <= up < len(outputs) - 1:
-        return None
-    return Cut(down, up + 1, _transformers(unet, up + 1))
+def _stages(unet: Any) -> list[Stage]:
+    """Return the stages in the order in which they run. Downsamplers and upsamplers change the level."""
+    found, level = [], 1
+    for number, stage in enumerate(unet.input_blocks):
+        level *= 1 + _has(stage, "Downsample")
+        found.append(Stage("input", number, stage, level))
+    found.append(Stage("middle", 0, unet.middle_block, level))
+    for number, stage in enumerate(unet.output_blocks):
+        found.append(Stage("output", number, stage, level))
+        level //= 1 + _has(stage, "Upsample")
+    return found
 
 
 def _has(module: Any, name: str) -> bool:
     return any(is_a(part, name) for part in module.modules())
 
 
-def _transformers(unet: Any, output: int) -> int:
-    """Return the number of transformers before one of the output blocks."""
-    stages = [*unet.input_blocks, unet.middle_block, *unet.output_blocks[:output]]
-    return sum(is_a(part, "SpatialTransformer") for stage in stages for part in stage.modules())
+def _cut(stages: Sequence[Stage]) -> Cut | None:
+    """Return the cut above the deep stages; None: there is one level alone."""
+    inputs = sum(stage.level == 1 for stage in stages if stage.way == "input")
+    outputs = [stage.number for stage in stages if stage.way == "output" and stage.level == 1]
+    if not inputs or not outputs or all(stage.level == 1 for stage in stages):
+        return None
+    before = [stage.module for stage in stages if stage.way != "output" or stage.number < outputs[0]]
+    transformers = sum(is_a(part, "SpatialTransformer") for module in before for part in module.modules())
+    return Cut(inputs, outputs[0], transformers)
 
 
-def _work_of_unet(unet: Any, blocks: Sequence[Block], cut: Cut | None) -> Work:
+def _work_of_unet(stages: Sequence[Stage], blocks: Sequence[Block], cut: Cut | None) -> Work:
     """Return how the work of a UNet's call is shared."""
     shares: list[Share] = []
-    level = 1
-
-    def part_of(way: str, number: int) -> Part:
-        if cut is None:
-            return "always"
-        if way == "middle" or (number >= cut.inputs if way == "input" else number < cut.output):
-            return "deep"
-        return "finest"
-
-    def add(way: str, number: int, module: nn.Module) -> None:
-        part, own = part_of(way, number), [block for block in blocks if block.key[:2] == (way, number)]
-        merging = sum(weights_of(block.module.attn1) for block in own)
-        pairs = sum(2 * block.channels for block in own)
-        rest = Amount(per_token=weights_of(module) - merging)
-        shares.append(Share(part, level, frozenset(), rest))
-        shares.append(Share(part, level, frozenset({"layers"}), Amount(per_token=merging, per_pair=pairs)))
-
-    for number, block in enumerate(unet.input_blocks):
-        level *= 1 + _has(block, "Downsample")
-        add("input", number, block)
-    add("middle", 0, unet.middle_block)
-    for number, block in enumerate(unet.output_blocks):
-        add("output", number, block)
-        level //= 1 + _has(block, "Upsample")
+    for way, number, module, level in stages:
+        part: Part = "always" if cut is None else "finest" if cut.runs(way, number) else "deep"
+        own = [block for block in blocks if block.key[:2] == (way, number)]
+        merging = Amount(
+            per_token=sum(weights_of(block.module.attn1) for block in own),
+            per_pair=sum(2 * block.channels for block in own),
+        )
+        rest = Amount(per_token=weights_of(module) - merging.per_token)
+        shares += [Share(part, level, frozenset(), rest), Share(part, level, frozenset({"layers"}), merging)]
     return Work(tuple(shares))
 
 

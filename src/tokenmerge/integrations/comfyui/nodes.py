@@ -23,8 +23,11 @@ def _choice(values: tuple[str, ...], tooltip: str) -> tuple[list[str], dict[str,
     return list(values), {"default": values[0], "tooltip": tooltip, "advanced": values[0] == OF_METHOD}
 
 
-def _share(default: float, tooltip: str, highest: float = 1.0) -> tuple[str, dict[str, Any]]:
-    return "FLOAT", {"default": default, "min": 0.0, "max": highest, "step": 0.01, "tooltip": tooltip}
+def _number(
+    default: float, tooltip: str, allowed: tuple[float, float, float] = (0.0, 1.0, 0.01)
+) -> tuple[str, dict[str, Any]]:
+    lowest, highest, step = allowed
+    return "FLOAT", {"default": default, "min": lowest, "max": highest, "step": step, "tooltip": tooltip}
 
 
 class TokenMerging:
@@ -56,16 +59,16 @@ class TokenMerging:
                     "auto merges where that saves time, and skips parts of the model on some steps, to "
                     "reach the wanted speed-up. The others are published methods, and take the ratio.",
                 ),
-                "ratio": _share(
+                "ratio": _number(
                     0.5,
                     "Share of the tokens that the other methods remove. Raising it is faster, and the "
                     "picture less close to the dense one.",
-                    0.75,
+                    (0.0, 0.75, 0.01),
                 ),
-                "start_percent": _share(
+                "start_percent": _number(
                     0.0, "Nothing merges and nothing is skipped before this share of the sampling."
                 ),
-                "end_percent": _share(
+                "end_percent": _number(
                     1.0,
                     "Nothing merges and nothing is skipped after this share. Lowering it keeps fine detail.",
                 ),
@@ -88,16 +91,11 @@ class TokenMerging:
                     "Whether parts of the model are skipped on some steps. Only auto skips some by itself.",
                 ),
                 # It comes last, since saved workflows have the values in this order.
-                "speedup": (
-                    "FLOAT",
-                    {
-                        "default": 2.0,
-                        "min": 1.0,
-                        "max": 10.0,
-                        "step": 0.1,
-                        "tooltip": "Wanted speed-up of method auto, by counted operations of the "
-                        "sampling. Raising it makes the picture less like the dense one.",
-                    },
+                "speedup": _number(
+                    2.0,
+                    "Wanted speed-up of method auto, by counted operations of the sampling. Raising it makes "
+                    "the picture less like the dense one.",
+                    (1.0, 10.0, 0.1),
                 ),
             },
         }
@@ -110,17 +108,10 @@ class TokenMerging:
         start_percent: float,
         end_percent: float,
         latent: dict[str, Any] | None = None,
-        scope: str = OF_METHOD,
-        proportional: str = OF_METHOD,
-        levels: str = OF_METHOD,
-        seed: int = 0,
-        step_reuse: str = OF_METHOD,
-        speedup: float = 2.0,
+        **more: Any,
     ) -> tuple[Any, str]:
-        """Return a clone of the model that merges tokens, and what it merges."""
-        asked = Asked(
-            method, ratio, start_percent, end_percent, scope, proportional, levels, seed, step_reuse, speedup
-        )
+        """Return a clone of the model that merges tokens, and what it merges; ``more``: as in ``Asked``."""
+        asked = Asked(method, ratio, start_percent, end_percent, **more)
         settings = settings_for(find_target(model), asked, model.load_device, model.model_dtype())
         shape = _usual_size(model) if latent is None else tuple(latent["samples"].shape)
         clone = patched(model, settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import Tensor
@@ -50,12 +50,9 @@ def patched(model: Any, settings: Settings) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class WeighedAttention:
-    """Proportional attention: a merged token counts for as many keys as it stands for (arXiv 2210.09461).
+    """Proportional attention: a merged token counts for as many keys as it stands for (arXiv 2210.09461)."""
 
-    Attributes:
-        before: the attention function of another node; None: the function that ComfyUI has chosen.
-    """
-
+    # The attention function of another node; None: the function that ComfyUI has chosen.
     before: Callable[..., Any] | None = None
 
     def __call__(
@@ -114,22 +111,19 @@ class _Wrappers:
         finally:
             sampling.forget()
 
-    def calc_cond_batch(
-        self,
-        executor: Any,
-        model: Any,
-        conds: list[Any],
-        x: Tensor,
-        sigma: Tensor,
-        model_options: dict[str, Any],
-    ) -> Any:
+    def calc_cond_batch(self, executor: Any, *arguments: Any) -> Any:
         """One evaluation of all prompts. Its options carry the running step."""
+        model, conds, x, sigma, model_options = arguments
         options = model_options["transformer_options"]
         known = options.get(KEY)
         sampling = known if isinstance(known, Sampling) else Sampling(self.settings)
-        step = self._step(sampling, model, conds, x, sigma, options)
-        options = {**options, KEY: step}
-        results = executor(model, conds, x, sigma, {**model_options, "transformer_options": options})
+        noise, now, step = model.model_sampling, float(sigma.max()), None
+        start, end = (noise.percent_to_sigma(share) for share in (self.settings.start, self.settings.end))
+        if end < now <= start:
+            whole = all("area" not in cond for prompt in conds for cond in prompt or ())
+            step = Step(sampling, now, noise.timestep(sigma), x.shape, whole, _replaced_in(options))
+        given = {**model_options, "transformer_options": {**options, KEY: step}}
+        results = executor(model, conds, x, sigma, given)
         if self.settings.config.asks_guidance and len(results) > 1:
             sampling.guidance_change = results[0] - results[1]
         return results
@@ -155,30 +149,12 @@ class _Wrappers:
             return executor(*arguments, **named)
         *first, options = arguments
         arguments = *first, {**options, "patches": unet.innermost(options.get("patches", {}))}
-        if target.cut is None or not step.sampling.residuals.decision.caches:
+        if target.cut is None or not step.sampling.decision.caches:
             return executor(*arguments, **named)
-        reuse = self.settings.config.reuse
-        return stages.call(
-            executor, target.cut, reuse.skips_finest, step.sampling.residuals, arguments, named
-        )
+        return stages.call(executor, target.cut, step.sampling, arguments, named)
 
-    def _step(
-        self,
-        sampling: Sampling,
-        model: Any,
-        conds: list[Any],
-        x: Tensor,
-        sigma: Tensor,
-        options: dict[str, Any],
-    ) -> Step | None:
-        """Return the running step; None before ``start`` and after ``end``, where nothing merges."""
-        noise, now = model.model_sampling, float(sigma.max())
-        if not noise.percent_to_sigma(self.settings.end) < now <= noise.percent_to_sigma(self.settings.start):
-            return None
-        whole = all("area" not in cond for prompt in conds for cond in prompt or ())
-        replaced = frozenset(
-            (kind, *block)
-            for kind in ("attn1", "attn2")
-            for block in options.get("patches_replace", {}).get(kind, {})
-        )
-        return Step(sampling, now, noise.timestep(sigma), x.shape, whole, replaced)
+
+def _replaced_in(options: dict[str, Any]) -> frozenset[Hashable]:
+    """Return (kind, ComfyUI's name and numbers) of each attention of a UNet that another node replaces."""
+    replaced = options.get("patches_replace", {})
+    return frozenset((kind, *block) for kind in ("attn1", "attn2") for block in replaced.get(kind, {}))

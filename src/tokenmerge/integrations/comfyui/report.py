@@ -24,7 +24,6 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
     config = settings.config
     side = f"{latent[-2]} × {latent[-1]}"
     lines, dense, merged = [], 0.0, 0.0
-    others = " and ".join(settings.others.before_attention)
     for level in target.levels:
         blocks = [block for block in target.blocks if block.level == level]
         grid = (frames, -(-rows // level), -(-columns // level))
@@ -37,7 +36,7 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
             continue
         own_dense, own_merged = _operations(blocks, own, n, n - r)
         dense, merged = dense + own_dense, merged + own_merged
-        unless = f", unless regrouped by {others}" if others else ""
+        unless = f", unless regrouped by {settings.regroup}" if settings.regroup else ""
         lines.append(f"{at}{_blocks(blocks)} merged, {n} → {n - r} tokens{unless}")
     where = _WHERE[config.scope]
     asked = f"planner {config.planner}, ratio {config.ratio:g}"
@@ -51,8 +50,8 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
         )
     elif not config.reuse.on:
         lines.append("Nothing merges at this size; take a larger picture or a higher ratio.")
-    if dense and others:
-        lines.append(settings.others.regroup)
+    if dense and settings.regroup:
+        lines.append(settings.regrouped)
     if dense and config.correction.every:
         lines.append(
             f"Of the steps that run everything, one in {config.correction.every} merges nothing and corrects "
@@ -69,9 +68,7 @@ def _step_reuse(settings: Settings) -> list[str]:
     """Return what steps skip, as sentences."""
     config, target = settings.config, settings.target
     if not config.reuse.on:
-        if settings.others.cache or settings.others.self_attention:
-            return []  # the notes say why
-        return ["All steps run the whole model."]
+        return ["All steps run the whole model."] if settings.alone else []
     ran = Counter(step.runs for step in plan_generation(config, _STEPS))
     what = "the deep stages" if target.is_unet else "the blocks"
     complete, least = ran[Runs.EVERYTHING], ran[Runs.LEAST]
@@ -87,23 +84,15 @@ def _blocks(blocks: Sequence[Block]) -> str:
 
 def _operations(blocks: Sequence[Block], settings: MergeSettings, n: int, m: int) -> tuple[float, float]:
     """Multiply-accumulates of the merged parts of blocks, on the tokens of one image, dense and merged."""
-    dense = merged = 0.0
+    whole, keys = settings.scope == "block", settings.scope == "keys"
+    # With scope "keys", queries and the output have all tokens: half of the weights, all rows of pairs.
+    rows, dense, merged = n if keys else m, 0.0, 0.0
     for block in blocks:
-        weights, pairs = _work(block, settings)
+        weights, pairs = 0, 2 * block.channels if whole or keys or settings.merge_attn else 0
+        if pairs:
+            weights += weights_of(block.module if whole else block.module.attn1)
+        if settings.scope == "layers" and settings.merge_crossattn and block.module.attn2 is not None:
+            weights += weights_of(block.module.attn2.to_q) + weights_of(block.module.attn2.to_out)
         dense += weights * n + pairs * n * n
-        # With scope "keys", queries and the output have all tokens: half of the weights, all rows of pairs.
-        rows = n if settings.scope == "keys" else m
         merged += weights * (rows + m) / 2 + pairs * rows * m
     return dense, merged
-
-
-def _work(block: Block, settings: MergeSettings) -> tuple[int, int]:
-    """In the merged parts of a block: weights that multiply each token, and operations per pair of tokens."""
-    module = block.module
-    if block.layout is not None:
-        return weights_of(module), 2 * block.channels
-    own, other = settings.scope == "keys" or settings.merge_attn, settings.scope == "layers"
-    weights = weights_of(module.attn1) if own else 0
-    if other and settings.merge_crossattn and module.attn2 is not None:
-        weights += weights_of(module.attn2.to_q) + weights_of(module.attn2.to_out)
-    return weights, 2 * block.channels * own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -10,13 +11,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tokenmerge.config import GUIDED_PLANNERS, MergeSettings
-from tokenmerge.integrations.comfyui.reuse import BlockRuns, Residuals
+from tokenmerge.integrations.comfyui.reuse import BlockRuns
 from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.ops import Plan, bits, shared_features
 from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge.plans.generation import Merging
+from tokenmerge.runtime.memory.reuse import Residual
+from tokenmerge.runtime.steps.decide import Decision, decide
 from tokenmerge.runtime.steps.guidance import importance_of_tokens
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, ends_clean
+from tokenmerge.runtime.steps.step_tracker import StepTracker
 
 # Key of this package's entry in ComfyUI's ``transformer_options``, and of its wrappers.
 KEY = "tokenmerge"
@@ -31,34 +35,28 @@ class Sampling:
         settings: settings of the model.
         sigmas: noise levels of the steps; empty: unknown.
         guidance: scale of classifier-free guidance; None: unknown.
-
-    Attributes:
-        settings: the settings of the sampling; the default method chooses them in its first step.
-        plans: plans by block, made for the images of one prompt.
-        guidance_change: what guidance changed in the last step; None: unknown.
-        residuals: residuals of parts of the model, cached for steps that skip them.
-        runs: runs of blocks that are skipped together.
-        generation: stands for the sampling in its steps.
     """
 
     def __init__(
         self, settings: Settings, sigmas: Sequence[float] = (), guidance: float | None = None
     ) -> None:
-        self._asked, self._guidance = settings, guidance
+        self.settings = self._asked = settings  # the default method chooses them in the first step
+        self.steps = max(1, len(sigmas) - 1)
+        self._sigmas, self._guidance = sigmas, guidance
         self._grid: Grid | None = None
-        self.settings = settings
-        self.sigmas = sigmas
         self._said: set[str] = set()
-        self.generation = Generation(0)
+        self._generation = Generation(0)
         self.forget()
 
     def forget(self) -> None:
         """Drop everything that is cached."""
-        self.plans: dict[Hashable, Plan] = {}
-        self.guidance_change: Tensor | None = None
-        self.residuals = Residuals()
-        self.runs = BlockRuns(self.residuals)
-        self._planned: tuple[int, object] | None = None
+        self._tracker = StepTracker()
+        self.decision = Decision()  # what the running call of the model runs and merges
+        self.plans: dict[Hashable, Plan] = {}  # by block, made for the images of one prompt
+        self.guidance_change: Tensor | None = None  # of the last step; None: unknown
+        # What parts of the model added in the last step that ran them, by call in the step and part.
+        self.residuals: dict[Hashable, Residual] = {}
+        self.runs = BlockRuns()
 
     def say(self, note: str) -> None:
         """Write a note to the log, once for the sampling."""
@@ -66,30 +64,45 @@ class Sampling:
             _log.warning("Token Merging: %s", note)
         self._said.add(note)
 
-    @property
-    def steps(self) -> int:
-        """Number of steps."""
-        return max(1, len(self.sigmas) - 1)
+    def begin_step(self, sigma: float, latent: Sequence[int]) -> int:
+        """Return the index of the step at a noise level; a solver may evaluate the model between steps.
 
-    def use_size(self, grid: Grid) -> None:
-        """Choose the settings for a token grid, that of the latents of the first step."""
+        The first step chooses the settings, for the token grid of its latents.
+        """
+        grid = self.settings.target.grid(latent)
         if self._grid is None or (self._grid != grid and self._asked.default is not None):
             self._grid = grid
-            clean = ends_clean(self.sigmas)
+            clean = ends_clean(self._sigmas)
             self.settings = self._asked.for_sampling(grid, self.steps, self._guidance, clean)
-
-    def begin_step(self, index: int, purpose: object) -> None:
-        """Drop plans that are older than ``plans.every`` steps or have another purpose."""
-        if index < self.residuals.index:
+        index = min(max(0, sum(sigma <= known for known in self._sigmas) - 1), self.steps - 1)
+        if index < self._tracker.index:
             self.forget()  # the solver begins anew
-        due = self._planned is None or self._planned[1] != purpose
-        if due or index - self._planned[0] >= self.settings.config.plans.every:  # type: ignore[index]
-            self.plans.clear()
-            self._planned = index, purpose
+        return index
 
-    def index(self, sigma: float) -> int:
-        """Return the index of the step at a noise level; a solver may evaluate the model between steps."""
-        return max(0, sum(sigma <= known for known in self.sigmas) - 1)
+    def begin_call(self, index: int, plan_for: object, same: tuple[object, ...]) -> None:
+        """Decide what a call of the model runs and merges in a step.
+
+        Plans of another purpose than ``plan_for`` are dropped, and so are those that are too old. ``same`` is
+        what residuals depend on: prompts, and shape and place of the latents. Those of a call with another
+        value are not reused.
+        """
+        config, tracker = self.settings.config, self._tracker
+        tracker.begin_call(DenoisingStep(index, self.steps, self._generation))
+        if tracker.call == 0 and tracker.plans(config.plans.every, plan_for):
+            self.plans.clear()
+        self.decision = decide(config, tracker, same)
+
+    def in_call(self, part: Hashable) -> Hashable:
+        """Return the key of a part of the model in the running call."""
+        return self._tracker.call, part
+
+    def of(self, part: Hashable) -> Residual | None:
+        """Return the residual of a part of the model, from the same call of an earlier step."""
+        return self.residuals.get(self.in_call(part))
+
+    def keep(self, part: Hashable, residual: Residual) -> None:
+        """Cache the residual of a part in the running call."""
+        self.residuals[self.in_call(part)] = residual
 
 
 class Step:
@@ -103,11 +116,6 @@ class Step:
         whole: whether every prompt is for the whole picture, so that all prompts get the same latents.
         replaced: (``"attn1"`` or ``"attn2"``, ComfyUI's name and numbers of a block) of the layers of a UNet
             that another node replaces; they stay dense.
-
-    Attributes:
-        latent: shape of the latents of the running call.
-        has_references: whether reference pictures stand beside the tokens of the running call.
-        running: what the running block merges; None: it is dense.
     """
 
     def __init__(
@@ -119,47 +127,40 @@ class Step:
         whole: bool,
         replaced: frozenset[Hashable],
     ) -> None:
-        sampling.use_size(sampling.settings.target.grid(latent))
-        self.sampling, self.settings = sampling, sampling.settings
-        self.latent, self.replaced = latent, replaced
-        self.has_references = False
-        self.running: Running | None = None
+        self._index = sampling.begin_step(sigma, latent)
+        self.sampling, self.settings, self._replaced = sampling, sampling.settings, replaced
+        # Of the running call: the tokens at level 1, and whether reference pictures stand beside them.
+        self.grid, self.has_references = self.settings.target.grid(latent), False
+        self.running: Running | None = None  # what the running block merges; None: it is dense
         self._seed = bits(timestep.float().max())
         self._whole = whole and self.settings.config.plans.guidance
         self._calls = -1
-        self._steps = sampling.steps
-        self._index = min(sampling.index(sigma), self._steps - 1)
-        self._config = self.settings.config.at_step(self._index, self._steps)
-        sampling.begin_step(self._index, (tuple(latent), self._config))
+        self._config = self.settings.config.at_step(self._index, sampling.steps)
+        self._plan_for = tuple(latent), self._config
 
     def begin_call(self, latent: Sequence[int], options: Mapping[str, Any] | None = None) -> None:
         """Prepare a call of the model. ComfyUI may call it for each prompt, and for parts of the picture."""
         self._calls += 1
-        self.latent = latent
-        self.has_references, self.running = False, None
+        self.grid, self.has_references = self.settings.target.grid(latent), False
+        self.running = None
         options = options or {}
         window = getattr(options.get("context_window"), "index_list", ())
         same = (*latent, *options.get("uuids", ()), *window)
-        step = DenoisingStep(self._index, self._steps, generation=self.sampling.generation)
-        self.sampling.residuals.begin_call(self.settings.config, step, same)
+        self.sampling.begin_call(self._index, self._plan_for, same)
 
     def is_replaced(self, layer: str, block: tuple[Any, ...]) -> bool:
         """Return whether another node replaces a layer of a block, or all of its transformer."""
-        return not self.replaced.isdisjoint(((layer, *block), (layer, *block[:2])))
+        return not self._replaced.isdisjoint(((layer, *block), (layer, *block[:2])))
 
     def at(self, level: int) -> MergeSettings:
         """Return the settings of a level in this step."""
         return self._config.at_level(level)
 
-    def grid(self) -> Grid:
-        """(frames, rows, columns) of the tokens at level 1 in the running call."""
-        return self.settings.target.grid(self.latent)
-
     def merges(self, grid: Grid, level: int) -> bool:
         """Return whether tokens of a grid merge at a level in this step, unless it is a correction step."""
         settings = self.at(level)
         within = level <= self.settings.config.max_downsample
-        dense = self.sampling.residuals.decision.merging is Merging.DENSE
+        dense = self.sampling.decision.merging is Merging.DENSE
         return within and not dense and bool(settings.ratio) and num_removed(grid, settings) > 0
 
     def plan(self, place: Hashable, features: Tensor, grid: Grid, level: int, prompts: int) -> Plan:
@@ -174,7 +175,7 @@ class Step:
         """
         copies = prompts if self._whole and len(features) % prompts == 0 else 1
         images = len(features) // copies
-        key = (place, images, features.shape[1], None if self._whole else self._calls)
+        key = (place, images, grid, None if self._whole else self._calls)
         plans = self.sampling.plans
         if key not in plans:
             alike = shared_features(features, copies) if copies > 1 else features
@@ -193,30 +194,18 @@ class Step:
         return PLANNERS[name](features, grid, num_removed(grid, settings), settings, seed, *more)
 
 
+@dataclasses.dataclass(eq=False)
 class Running:
-    """What the running block merges.
+    """What the running block merges."""
 
-    Args:
-        plan: which tokens merge; None: this is a correction, and the block runs dense.
-        settings: settings of its level.
-        text_first: whether text comes before the image if they share a sequence.
-        block: ComfyUI's name and numbers for a block of a UNet.
-
-    Attributes:
-        merged: name of the running layer, if its tokens are merged or would be; None otherwise.
-        weighs: whether the next attention weighs each key by the number of tokens that it stands for.
-    """
-
-    def __init__(
-        self,
-        plan: Plan | None,
-        settings: MergeSettings,
-        text_first: bool = True,
-        block: tuple[Any, ...] = (),
-    ) -> None:
-        self.plan, self.settings, self.text_first, self.block = plan, settings, text_first, block
-        self.merged: str | None = None
-        self.weighs = False
+    plan: Plan | None  # which tokens merge; None: this is a correction, and the block runs dense
+    settings: MergeSettings  # settings of its level
+    text_first: bool = True  # whether text comes before the image if they share a sequence
+    block: tuple[Any, ...] = ()  # ComfyUI's name and numbers for a block of a UNet
+    # Name of the running layer, if its tokens are merged or would be; None otherwise.
+    merged: str | None = None
+    # Whether the next attention weighs each key by the number of tokens that it stands for.
+    weighs: bool = False
 
     def bias(self, keys: Tensor, tokens: int) -> Tensor | None:
         """``[b, 1, tokens]`` bias for the logits of ``tokens`` keys; None: these are not the merged keys.

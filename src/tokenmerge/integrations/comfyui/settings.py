@@ -29,75 +29,33 @@ LEVELS = (OF_METHOD, "1", "2", "4", "8")
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """The inputs of the node.
+    """The inputs of the node."""
 
-    Attributes:
-        method: ``"auto"`` for the default method, or the name of a preset.
-        speedup: of the default method, the wanted speed-up, ≥ 1.
-        ratio: of a preset, the fraction of tokens removed, 0 ≤ ratio ≤ 0.75.
-        start: share of the sampling, by noise, before which nothing merges.
-        end: share of the sampling after which nothing merges.
-        scope, proportional, levels: settings that replace those of the method.
-        seed: seed of the random draws.
-        step_reuse: whether parts of the model are skipped on some steps.
-    """
-
-    method: str = AUTO
-    ratio: float = 0.5
-    start: float = 0.0
-    end: float = 1.0
+    method: str = AUTO  # or the name of a preset
+    ratio: float = 0.5  # of a preset, the fraction of tokens removed, 0 ≤ ratio ≤ 0.75
+    start: float = 0.0  # share of the sampling, by noise, before which nothing merges
+    end: float = 1.0  # share of the sampling after which nothing merges
     scope: str = OF_METHOD
     proportional: str = OF_METHOD
     levels: str = OF_METHOD
-    seed: int = 0
-    step_reuse: str = OF_METHOD
-    speedup: float = 2.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Others:
-    """Names of other nodes that matter to merging and step reuse.
-
-    Attributes:
-        before_attention: those with a patch before self-attention, which may regroup its tokens, as HyperTile
-            and TomePatchModel do.
-        self_attention: those that replace self-attention, which may read it, as SelfAttentionGuidance does.
-        cache: the one that skips whole steps; None: there is none.
-    """
-
-    before_attention: tuple[str, ...] = ()
-    self_attention: tuple[str, ...] = ()
-    cache: str | None = None
-
-    @property
-    def regroup(self) -> str:
-        """What happens where tokens are regrouped before they could merge, as a sentence."""
-        names = " and ".join(self.before_attention)
-        return (
-            f"Self-attention does not merge where its tokens are regrouped by {names}; keep one of the nodes."
-        )
+    seed: int = 0  # of the random draws
+    step_reuse: str = OF_METHOD  # whether parts of the model are skipped on some steps
+    speedup: float = 2.0  # of the default method, ≥ 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings while a model samples.
+    """The settings while a model samples."""
 
-    Attributes:
-        config: which tokens merge, where and how; of the default method, for a size and a number of steps.
-        target: the model.
-        start: share of the sampling, by noise, before which nothing merges.
-        end: share of the sampling after which nothing merges.
-        notes: how the method differs in ComfyUI, as sentences.
-        others: what other nodes do to the model.
-        default: the default method, which chooses the settings of each sampling; None: ``config`` has them.
-    """
-
+    # Which tokens merge, where and how; of the default method, for a size and a number of steps.
     config: ToMeConfig
     target: Target
-    start: float = 0.0
-    end: float = 1.0
-    notes: tuple[str, ...] = ()
-    others: Others = dataclasses.field(default_factory=Others)
+    start: float = 0.0  # share of the sampling, by noise, before which nothing merges
+    end: float = 1.0  # share of the sampling after which nothing merges
+    notes: tuple[str, ...] = ()  # how the method differs in ComfyUI, as sentences
+    regroup: str = ""  # other nodes before self-attention, which may regroup its tokens, as HyperTile does
+    alone: bool = True  # whether no other node skips whole steps, or may read self-attention in every step
+    # The default method, which chooses the settings of each sampling; None: ``config`` has them.
     default: DefaultMethod | None = None
 
     def for_sampling(
@@ -108,6 +66,14 @@ class Settings:
             return self
         facts = self.default.facts_at(grid, steps, guidance, ends_clean)
         return dataclasses.replace(self, config=self.default.settings(facts))
+
+    @property
+    def regrouped(self) -> str:
+        """What happens where tokens are regrouped before they could merge, as a sentence."""
+        return (
+            "Self-attention does not merge where its tokens are regrouped by "
+            f"{self.regroup}; keep one of the nodes."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # nothing in it changes, and it holds the model
@@ -132,12 +98,7 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
     config = _changed(getattr(presets, asked.method)(asked.ratio), asked)
     if asked.step_reuse == "on" and _can_skip(target):
         config = dataclasses.replace(config, reuse=StepReuse(every=_EVERY))
-    notes: list[str] = []
-    if target.is_unet:
-        config = _for_unet(config, target, asked, notes)
-    else:
-        config = _for_transformer(config, asked, notes)
-    return Settings(config, target, asked.start, asked.end, tuple(notes))
+    return _applied(config, target, asked)
 
 
 def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> Settings:
@@ -160,11 +121,16 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
     )
     default = DefaultMethod(asked.speedup, facts, (lambda config: _changed(config, asked),))
     config = default.default_settings
-    if target.is_unet:
-        _for_unet(config, target, asked, [])
-    else:
-        _for_transformer(config, asked, [])
+    _applied(config, target, asked)
     return Settings(config, target, asked.start, asked.end, default=default)
+
+
+def _applied(config: ToMeConfig, target: Target, asked: Asked) -> Settings:
+    """Return the settings as far as ComfyUI lets a node apply them, with notes about the rest."""
+    notes: list[str] = []
+    change = _for_unet if target.is_unet else _for_transformer
+    config = change(config, target, asked, notes)
+    return Settings(config, target, asked.start, asked.end, tuple(notes))
 
 
 def _can_skip(target: Target) -> bool:
@@ -205,7 +171,7 @@ def _for_unet(config: ToMeConfig, target: Target, asked: Asked, notes: list[str]
     return config
 
 
-def _for_transformer(config: ToMeConfig, asked: Asked, notes: list[str]) -> ToMeConfig:
+def _for_transformer(config: ToMeConfig, target: Target, asked: Asked, notes: list[str]) -> ToMeConfig:
     if config.scope == "block":
         return config
     if asked.scope != OF_METHOD or config.scope == "keys":
@@ -220,52 +186,44 @@ def _for_transformer(config: ToMeConfig, asked: Asked, notes: list[str]) -> ToMe
     return dataclasses.replace(config, scope="block")
 
 
-def others_in(options: Mapping[str, Any]) -> Others:
-    """Return the other nodes that have changed ComfyUI's ``transformer_options``."""
-    replaced, cache = options.get("patches_replace", {}), options.get("easycache")
-    return Others(
-        _nodes_of(options.get("patches", {}).get("attn1_patch", ())),
-        _nodes_of(replaced.get("attn1", {}).values()),
-        None if cache is None else cache.name,
-    )
-
-
 def beside(settings: Settings, options: Mapping[str, Any]) -> Settings:
     """Return the settings beside the other nodes in ComfyUI's ``transformer_options``.
 
     The last notes say what they change.
     """
-    config, target, others, notes = settings.config, settings.target, others_in(options), []
-    default = settings.default
-    if not target.is_unet:
-        others = Others(cache=others.cache)  # ComfyUI calls the patches of attention in UNets only
-    attention = " and ".join(others.self_attention)
-    if config.reuse.on and (attention or others.cache):
+    config, target, default, notes = settings.config, settings.target, settings.default, []
+    replaced, cache = options.get("patches_replace", {}), options.get("easycache")
+    regroup = attention = ""
+    if target.is_unet:  # ComfyUI calls the patches of attention in UNets only
+        regroup = _nodes_of(options.get("patches", {}).get("attn1_patch", ()))
+        attention = _nodes_of(replaced.get("attn1", {}).values())
+    alone = cache is None and not attention
+    if config.reuse.on and not alone:
         config = dataclasses.replace(config, reuse=StepReuse())
         default = default and default.without_reuse()
-        if others.cache:
-            why = f"since {others.cache} skips whole steps; keep one of the nodes"
-        else:
-            why = f"since {attention} may read self-attention in every step"
-        notes.append(f"No part of the model is skipped, {why}.")
+        why = f"{attention} may read self-attention in every step"
+        if cache is not None:
+            why = f"{cache.name} skips whole steps; keep one of the nodes"
+        notes.append(f"No part of the model is skipped, since {why}.")
     if attention:
         notes.append(f"Self-attention that {attention} replaced stays dense.")
-    blocks = options.get("patches_replace", {}).get("dit", {})
-    later = " and ".join(_nodes_of(blocks[own.key] for own in target.blocks if own.key in blocks))
+    blocks = replaced.get("dit", {})
+    later = _nodes_of(blocks[own.key] for own in target.blocks if own.key in blocks)
     if later:
         notes.append(
             f"Blocks that {later} replaced after Token Merging may not merge; place Token Merging after it."
         )
+    notes = [*settings.notes, *notes]
     return dataclasses.replace(
-        settings, config=config, default=default, others=others, notes=(*settings.notes, *notes)
+        settings, config=config, default=default, regroup=regroup, alone=alone, notes=tuple(notes)
     )
 
 
-def _nodes_of(patches: Iterable[Any]) -> tuple[str, ...]:
+def _nodes_of(patches: Iterable[Any]) -> str:
     """Return the names of the other nodes that made patches, which are mostly functions in their methods."""
     names = (
         str(getattr(patch, "__qualname__", type(patch).__qualname__)).partition(".")[0]
         for patch in patches
         if not str(getattr(patch, "__module__", "")).startswith("tokenmerge.")
     )
-    return tuple(dict.fromkeys(name if name.isidentifier() else "another node" for name in names))
+    return " and ".join(dict.fromkeys(name if name.isidentifier() else "another node" for name in names))

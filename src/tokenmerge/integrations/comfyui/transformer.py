@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.integrations.comfyui.reuse import Residuals
-from tokenmerge.integrations.comfyui.sampling import Grid, Running, Step, prompts_in, step_in
+from tokenmerge.integrations.comfyui.sampling import Grid, Running, Sampling, Step, prompts_in, step_in
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
 from tokenmerge.ops import num_tokens
@@ -20,17 +19,11 @@ from tokenmerge.runtime.memory.reuse import Residual
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplacedBlock:
-    """What ComfyUI calls instead of a block.
+    """What ComfyUI calls instead of a block."""
 
-    Attributes:
-        key: ComfyUI's name and number of the block.
-        layout: layout of its call.
-        inner: the replacement by another node; None: there is none.
-    """
-
-    key: tuple[Any, ...]
-    layout: Layout
-    inner: Callable[..., Any] | None = None
+    key: tuple[Any, ...]  # ComfyUI's name and number of the block
+    layout: Layout  # layout of its call
+    inner: Callable[..., Any] | None = None  # the replacement by another node; None: there is none
 
     def __call__(self, arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         """Return the result of the block, which runs on merged tokens."""
@@ -41,9 +34,11 @@ class ReplacedBlock:
 
         if step is None:
             return block(arguments)
-        if step.sampling.residuals.decision.caches:
-            return step.sampling.runs.call(self.key, arguments, lambda given: self._full(step, given, block))
-        return self._full(step, arguments, block)
+        sampling = step.sampling
+        if not sampling.decision.caches:
+            return self._full(step, arguments, block)
+        key, distance = sampling.in_call(self.key), sampling.decision.deep
+        return sampling.runs.call(key, distance, arguments, lambda given: self._full(step, given, block))
 
     def _full(
         self, step: Step, arguments: dict[str, Any], block: Callable[[dict[str, Any]], dict[str, Any]]
@@ -55,28 +50,27 @@ class ReplacedBlock:
             result = block({**given, "img": given["img"].clone()})
             return result["img"], result.get("txt")
 
-        call, grid = HostCall(run, (), (), arguments), step.grid()
+        call, grid = HostCall(run, (), (), arguments), step.grid
         if not self._can_merge(step, call, grid) or not step.merges(grid, 1):
             return block(arguments)
-        tokens, n, residuals = self.layout.tokens_of(call), num_tokens(grid), step.sampling.residuals
-        if residuals.decision.merging is Merging.MEASURES:
+        tokens, n, sampling = self.layout.tokens_of(call), num_tokens(grid), step.sampling
+        if sampling.decision.merging is Merging.MEASURES:
             image, text = call.result()
-            self._keep(residuals, image - tokens, n)
+            self._keep(sampling, image - tokens, n)
             return {"img": image, "txt": text}
         place = "transformer" if step.settings.config.plans.blocks else self.key
         prompts = prompts_in(arguments["transformer_options"])
         plan = step.plan(place, self.layout.image(tokens, n), grid, 1, prompts)
-        settings, lost = step.at(1), residuals.of(self.key)
+        settings, lost = step.at(1), sampling.of(self.key)
         combine = COMBINE[settings.combine]
-        step.running = Running(plan, settings, self.layout.text == "first")
-        step.running.weighs = settings.proportional
+        step.running = Running(plan, settings, self.layout.text == "first", weighs=settings.proportional)
         try:
             image, text = merged_call(call, self.layout, plan, combine, change_only=True)
         finally:
             step.running = None
         if lost is not None:
             image = add_lost(self.layout, plan, image, lost.latest, combine)
-            self._keep(residuals, image - tokens, n)
+            self._keep(sampling, image - tokens, n)
         return {"img": image, "txt": text}  # None if a block returns no text, like the last one of SD 3
 
     def _can_merge(self, step: Step, call: HostCall, grid: Grid) -> bool:
@@ -88,8 +82,8 @@ class ReplacedBlock:
             step.has_references or call.has(self.layout.dense_if) or _differs_by_frame(call.argument("vec"))
         )
 
-    def _keep(self, residuals: Residuals, added: Tensor, n: int) -> None:
-        residuals.keep(self.key, of_image(self.layout, Residual(True, (added,)), n))
+    def _keep(self, sampling: Sampling, added: Tensor, n: int) -> None:
+        sampling.keep(self.key, of_image(self.layout, Residual(True, (added,)), n))
 
 
 def _differs_by_frame(modulation: Any) -> bool:

@@ -59,16 +59,16 @@ def after_attention(n: Tensor, options: dict[str, Any]) -> Tensor:
     if step is None or running is None or running.merged is None:
         return n
     layer, running.merged, running.weighs = (running.block, running.merged), None, False
-    plan, residuals = running.plan, step.sampling.residuals
+    plan, sampling = running.plan, step.sampling
     if plan is None:
-        residuals.keep(layer, residual_of(n, [0.0]))
+        sampling.keep(layer, residual_of(n, [0.0]))
         return n
-    result, lost = unmerge(plan, n), residuals.of(layer)
+    result, lost = unmerge(plan, n), sampling.of(layer)
     # A node that scales the deep levels changes their size during a sampling.
     if lost is not None and getattr(lost.latest[0], "shape", None) == result.shape:
         combine = COMBINE[running.settings.combine]
         result = add_lost(PLAIN, plan, result, lost.latest, combine)
-        residuals.keep(layer, residual_of(result, [0.0]))
+        sampling.keep(layer, residual_of(result, [0.0]))
     return result
 
 
@@ -90,8 +90,8 @@ def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
     way, number = options["block"]
     block = way, number, options.get("block_index", 0)
     if n.shape[:2] != (batch, rows * columns):
-        if step.settings.others.before_attention:
-            step.sampling.say(step.settings.others.regroup)
+        if step.settings.regroup:
+            step.sampling.say(step.settings.regrouped)
         return None
     if step.is_replaced("attn1", block):
         return None
@@ -99,7 +99,7 @@ def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
     if not step.merges((1, rows, columns), level):
         return None
     plan = None
-    if step.sampling.residuals.decision.merging is not Merging.MEASURES:
+    if step.sampling.decision.merging is not Merging.MEASURES:
         place = (level, way) if step.settings.config.plans.blocks else block
         plan = step.plan(place, n, (1, rows, columns), level, prompts_in(options))
     return Running(plan, step.at(level), block=block)

@@ -19,25 +19,23 @@ _NOT_DENOISERS = ("vae", "vqvae")
 
 @dataclasses.dataclass(frozen=True)
 class PaddleBlock:
-    """A ``BasicTransformerBlock``.
+    """A ``BasicTransformerBlock``."""
 
-    Attributes:
-        layer: the block.
-        path: its qualified name in the model.
-        transformer: qualified name of the ``Transformer2DModel`` around it, whose input has its grid.
-        level: resolution level: 1, 2, 4 …
-    """
-
-    layer: Any
-    path: str
-    transformer: str
-    level: int
+    layer: Any  # the block
+    path: str  # its qualified name in the model
+    transformer: Any  # the ``Transformer2DModel`` around it, which makes its tokens
+    level: int  # resolution level: 1, 2, 4 …
 
     @property
     def sub_layers(self) -> tuple[str, ...]:
         """Which of ``attn1``, ``attn2`` and ``ff`` can merge; not ``ff`` if it runs in chunks of tokens."""
         there = [name for name in ("attn1", "attn2", "ff") if getattr(self.layer, name, None) is not None]
         return tuple(name for name in there if name != "ff" or not self.layer._chunk_size)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of its tokens for a sample of this size."""
+        patch = self.transformer.patch_size if self.transformer.is_input_patches else 1
+        return -(-height // self.level) // patch, -(-width // self.level) // patch
 
     @property
     def own_keys(self) -> bool:
@@ -47,25 +45,11 @@ class PaddleBlock:
 
 @dataclasses.dataclass(frozen=True)
 class PaddleModel:
-    """A model that tokens can be merged in: a UNet, a ControlNet, or a transformer such as DiT.
+    """A model that tokens can be merged in: a UNet, a ControlNet, or a transformer such as DiT."""
 
-    Attributes:
-        root: the model.
-        transformers: qualified name and layer of each ``Transformer2DModel`` in it.
-        blocks: its blocks, in the order of its layers.
-        parameters: names of the parameters of its ``forward``: the sample comes first.
-    """
-
-    root: Any
-    transformers: tuple[tuple[str, Any], ...]
-    blocks: tuple[PaddleBlock, ...]
-    parameters: tuple[str, ...]
-
-    def grid(self, block: PaddleBlock, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of a block's tokens for a sample of this size."""
-        if block.transformer == "":  # the model is the transformer
-            return grid_of(self.root, (height, width))
-        return -(-height // block.level), -(-width // block.level)
+    root: Any  # the model
+    blocks: tuple[PaddleBlock, ...]  # its blocks, in the order of its layers
+    parameters: tuple[str, ...]  # names of the parameters of its ``forward``: the sample comes first
 
     @property
     def name(self) -> str:
@@ -99,13 +83,6 @@ def find_hosts(pipe_or_layer: Any) -> tuple[PaddleModel, ...]:
     return tuple(found.values())
 
 
-def grid_of(transformer: Any, size: tuple[int, int]) -> tuple[int, int]:
-    """Return the rows and columns of the tokens that a transformer makes of an input of this size."""
-    rows, columns = size
-    patch = transformer.patch_size if transformer.is_input_patches else 1
-    return rows // patch, columns // patch
-
-
 def size_of(layer: Any, shape: Sequence[int]) -> tuple[int, int]:
     """Return the height and width of an input of a layer, which may have its channels last."""
     rows, columns = shape[1:3] if getattr(layer, "data_format", None) == "NHWC" else shape[-2:]
@@ -127,7 +104,7 @@ def _hosts(layer: nn.Layer) -> Iterator[PaddleModel]:
     names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
     transformers = {path: part for path, part in layer.named_sublayers(include_self=True) if _has_grid(part)}
     if isinstance(layer, ConfigMixin) and "timestep" in names and transformers:
-        yield PaddleModel(layer, tuple(transformers.items()), tuple(_blocks(layer, transformers)), names)
+        yield PaddleModel(layer, tuple(_blocks(layer, transformers)), names)
     elif transformers:
         for child in layer.children():
             yield from _hosts(child)
@@ -147,7 +124,7 @@ def _blocks(root: Any, transformers: dict[str, Any]) -> Iterator[PaddleBlock]:
         for i, layer in enumerate(transformer.transformer_blocks):
             if isinstance(layer, BasicTransformerBlock):
                 name = f"{path}.transformer_blocks.{i}".lstrip(".")
-                yield PaddleBlock(layer, name, path, level)
+                yield PaddleBlock(layer, name, transformer, level)
 
 
 def _stages(root: Any) -> Iterator[tuple[str, int]]:

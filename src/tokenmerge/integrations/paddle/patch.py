@@ -2,7 +2,7 @@
 
 The class of a block or of its sub-layer is swapped for a subclass of the same name. Its ``forward`` looks up
 and calls that of the original class at each call. Parameters keep their names; hooks, adapters and attention
-processors stay where they are. Models and transformers keep their classes and get hooks.
+processors stay where they are. Models keep their classes and get a hook.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ from tokenmerge.integrations.paddle.runtime import (
     layer_call,
     merged_layers,
     note_call,
-    note_grid,
 )
 
 
 def patch_host(host: PaddleModel, run: Run) -> None:
     """Patch a model that :func:`check_swappable` accepts and that is not patched."""
-    for path, transformer in host.transformers:
-        _note(transformer, note_grid, State(run, path))
     for block in run.blocks:
-        _swap(block.layer, block_call, State(run, block.path, block))
+        _swap(block.layer, block_call, State(run, block))
         for name in merged_layers(block, run.settings[block.level]):
-            _swap(getattr(block.layer, name), layer_call, State(run, block.path, block, name))
-    _note(host.root, note_call, State(run, ""))
+            _swap(getattr(block.layer, name), layer_call, State(run, block, name))
+    host.root.__dict__[STATE] = State(run)
+    host.root.register_forward_pre_hook(note_call, with_kwargs=True)
 
 
 def restore(root: nn.Layer) -> None:
@@ -45,7 +43,7 @@ def restore(root: nn.Layer) -> None:
             layer.__class__ = getattr(type(layer), "_tokenmerge_base", type(layer))
             # Find the hook by its function, because the handle of a hook does not work on a copied layer.
             for key, hook in list(layer._forward_pre_hooks.items()):
-                if hook in (note_call, note_grid):
+                if hook is note_call:
                     del layer._forward_pre_hooks[key]
                     layer._forward_pre_hooks_with_kwargs_flag.pop(key, None)
 
@@ -112,8 +110,3 @@ def _swap(layer: nn.Layer, call: Callable, state: State) -> None:
     layer.__dict__[STATE] = state
     base: Any = type(layer)
     layer.__class__ = _swapped_class(base, call)
-
-
-def _note(layer: nn.Layer, hook: Callable, state: State) -> None:
-    layer.__dict__[STATE] = state
-    layer.register_forward_pre_hook(hook, with_kwargs=True)

@@ -93,7 +93,7 @@ def predict(
 
 def _rows(host: PaddleModel, config: ToMeConfig, height: int, width: int, batch: int) -> Iterator[PaddleRow]:
     for block in blocks_to_merge(host, config):
-        settings, grid = config.at_level(block.level), host.grid(block, height, width)
+        settings, grid = config.at_level(block.level), block.grid(height, width)
         n, r = grid[0] * grid[1], num_removed(grid, settings)
         names = merged_layers(block, settings)
         if not r:

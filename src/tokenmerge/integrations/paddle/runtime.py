@@ -14,7 +14,7 @@ from paddle import Tensor
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.integrations.paddle.arrays import PaddleArrays
-from tokenmerge.integrations.paddle.models import PaddleBlock, PaddleModel, grid_of, size_of
+from tokenmerge.integrations.paddle.models import PaddleBlock, PaddleModel, size_of
 from tokenmerge.integrations.portable import (
     Plan,
     keep_destinations,
@@ -50,44 +50,29 @@ class _Now(threading.local):
     def __init__(self) -> None:
         self.step = 0
         self.parts = 1  # number of images of the batch that share a plan
-        self.grids: dict[str, tuple[int, int]] = {}  # by qualified name of the transformer around the tokens
+        self.size: tuple[int, int] | None = None  # height and width of the sample; None: no call was seen
         self.merge: Merge | None = None  # None: the running block is dense, or no block runs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Now, ()  # a copy of the model begins anew
 
 
 class Run:
-    """State that the layers of a patched model share. A copy of the model gets its own.
-
-    ``settings`` are those of each level at which ``blocks`` of the model ``host`` merge.
-    """
+    """State that the layers of a patched model share. A copy of the model gets its own."""
 
     def __init__(self, config: ToMeConfig, host: PaddleModel, blocks: tuple[PaddleBlock, ...]) -> None:
-        self.config = config
+        self.config, self.host = config, host
+        self.blocks = blocks  # those that merge
         self.settings: Mapping[int, MergeSettings] = {b.level: config.at_level(b.level) for b in blocks}
-        self.host = host
-        self.blocks = blocks
         self.now = _Now()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "now"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, now=_Now())
 
 
 class State(NamedTuple):
-    """State of a patched layer.
+    """State of a patched layer."""
 
-    Attributes:
-        run: state that it shares with the other layers.
-        path: path of the block or the transformer.
-        block: the block that it is or belongs to; None for a transformer or a model.
-        name: name of a sub-layer in its block.
-    """
-
-    run: Run
-    path: str
-    block: PaddleBlock | None = None
-    name: str = ""
+    run: Run  # state that it shares with the other layers
+    block: PaddleBlock | None = None  # the block that it is or belongs to; None for a model
+    name: str = ""  # name of a sub-layer in its block
 
 
 def merged_layers(block: PaddleBlock, settings: MergeSettings) -> tuple[str, ...]:
@@ -112,36 +97,29 @@ def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     run: Run = root.__dict__[STATE].run
     arguments = {**dict(zip(run.host.parameters, args, strict=False)), **kwargs}
     sample, timestep = arguments[run.host.parameters[0]], arguments.get("timestep")
-    _check_size(run, *size_of(root, sample.shape))
+    run.now.size = size_of(root, sample.shape)
+    _check_size(run, *run.now.size)
     if isinstance(timestep, Tensor):
         timestep = float(timestep.cast("float32").max())
     run.now.step = 0 if timestep is None else step_number(timestep)
     run.now.parts = _parts(root, sample) if run.config.plans.guidance else 1
 
 
-def note_grid(transformer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Note the token grid of the blocks of a transformer before it runs."""
-    state: State = transformer.__dict__[STATE]
-    x = args[0] if args else kwargs["hidden_states"]
-    state.run.now.grids[state.path] = grid_of(transformer, size_of(transformer, x.shape))
-
-
 def block_call(block: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a transformer block, whose sub-layers merge by a plan made from its input."""
-    state: State = block.__dict__[STATE]
-    assert state.block is not None
-    now, settings = state.run.now, state.run.settings[state.block.level]
+    run, here, _ = block.__dict__[STATE]
+    now, settings = run.now, run.settings[here.level]
     x = _arguments(forward, args, kwargs)["hidden_states"]
     b, n = x.shape[:2]
-    grid = now.grids.get(state.block.transformer)
+    grid = here.grid(*now.size) if now.size else None
     if grid is None or grid[0] * grid[1] != n:
         raise UnsupportedModelError(
-            f"{state.path}: expected the tokens of the grid {grid}, got an input of shape {tuple(x.shape)}; "
+            f"{here.path}: expected the tokens of the grid {grid}, got an input of shape {tuple(x.shape)}; "
             "call the model and not a part of it, or restore it with remove_token_merging(model)"
         )
     with paddle.no_grad():
         plan = plan_tokens(_XP, x, grid, settings, now.step, now.parts if b % now.parts == 0 else 1)
-    now.merge = None if plan is None else Merge(state.path, plan, (b, n), settings)
+    now.merge = None if plan is None else Merge(here.path, plan, (b, n), settings)
     try:
         return forward(*args, **kwargs)
     finally:
@@ -150,20 +128,19 @@ def block_call(block: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]
 
 def layer_call(layer: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run attention or the feed-forward layer on merged tokens, and return a result for all tokens."""
-    state: State = layer.__dict__[STATE]
-    assert state.block is not None
-    active = state.run.now.merge
+    run, block, name = layer.__dict__[STATE]
+    active = run.now.merge
     arguments = _arguments(forward, args, kwargs)
     x = arguments["hidden_states"]
-    own_keys = state.name == "attn1" and state.block.own_keys
+    own_keys = name == "attn1" and block.own_keys
     # Chunks do not fit the plan, and a mask for all keys does not fit merged keys.
     masked = own_keys and arguments.get("attention_mask") is not None
-    if active is None or active.path != state.path or tuple(x.shape[:2]) != active.size or masked:
+    if active is None or active.path != block.path or tuple(x.shape[:2]) != active.size or masked:
         return forward(*args, **kwargs)
     plan, settings = active.plan, active.settings
     merged = _COMBINE[settings.combine](_XP, plan, x)
     if own_keys and settings.proportional:
-        _check_masked(state, layer)
+        _check_masked(block.path, layer)
         # An additive mask [b, 1, m] weighs each key by the tokens that it stands for (arXiv 2210.09461).
         arguments["attention_mask"] = paddle.log(plan.sizes).cast(x.dtype).unsqueeze(1)
     if settings.scope == "keys":
@@ -199,7 +176,7 @@ def _parts(root: Any, sample: Tensor) -> int:
 def _check_size(run: Run, height: int, width: int) -> None:
     """Check that some block has tokens to merge in a sample of this size."""
     asked = [block for block in run.blocks if run.settings[block.level].ratio]
-    grids = {block.path: run.host.grid(block, height, width) for block in asked}
+    grids = {block.path: block.grid(height, width) for block in asked}
     if asked and not any(num_removed(grids[b.path], run.settings[b.level]) for b in asked):
         block, settings = asked[0], run.settings[asked[0].level]
         rows, columns = grids[block.path]
@@ -211,10 +188,10 @@ def _check_size(run: Run, height: int, width: int) -> None:
         )
 
 
-def _check_masked(state: State, attention: Any) -> None:
+def _check_masked(path: str, attention: Any) -> None:
     processor = type(attention.processor)
     if processor.__module__ != _MASKED:
         raise UnsupportedModelError(
-            f"{state.path}: proportional=True needs an attention processor that takes a mask; expected one "
+            f"{path}: proportional=True needs an attention processor that takes a mask; expected one "
             f"of ppdiffusers' own, got {processor.__name__}; take one of these, or proportional=False"
         )

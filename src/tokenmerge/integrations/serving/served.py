@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenmerge.api import Patch, apply_token_merging, remove_token_merging
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.integrations.serving.asked import DENSE, REQUESTED, speedup
+from tokenmerge.integrations.serving import DENSE, REQUESTED, speedup
 
 
 class ServedPipeline:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tokenmerge.integrations.serving.asked import REQUESTED, by_environment, is_asked
+from tokenmerge.integrations.serving import REQUESTED, by_environment, is_asked
 
 _SERVER = "sglang.multimodal_gen.runtime.pipelines.diffusers_pipeline"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from tokenmerge.integrations.serving.asked import REQUESTED, by_environment, is_asked
+from tokenmerge.integrations.serving import REQUESTED, by_environment, is_asked
 
 
 def register() -> None:
