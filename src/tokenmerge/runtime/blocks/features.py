@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenmerge.config import MergeSettings
 from tokenmerge.models.call import HostCall
 from tokenmerge.runtime.memory.reuse import Residual
 from tokenmerge.runtime.memory.state import BlockState
@@ -70,21 +71,23 @@ def _image(state: BlockState, call: HostCall, n: int, x: Tensor) -> Tensor:
     return state.layout.image(x, n, None if mask is None else mask.sum(dim=1) - n)
 
 
-def compared(state: BlockState, x: Tensor, image: Tensor, start: Tensor | None) -> Tensor:
+def compared(
+    state: BlockState, settings: MergeSettings, x: Tensor, image: Tensor, start: Tensor | None
+) -> Tensor:
     """Return what planners compare: the cached features, or the image tokens where nothing is cached yet.
 
     ``x`` ``[b, text + n + padding, c]`` is the input of a block, and ``image`` ``[b, n, c]`` the image in it,
     which begins at ``start`` ``[b]``; None: where the layout says.
     """
-    added = None if torch.compiler.is_compiling() else _cached(state)
+    added = None if torch.compiler.is_compiling() else _cached(state, settings.features)
     if added is not None and added.shape == x.shape:
         added = state.layout.image(added, image.shape[1], start)
     return image if added is None or added.shape != image.shape else added
 
 
-def _cached(state: BlockState) -> Tensor | None:
+def _cached(state: BlockState, features: str) -> Tensor | None:
     """Return the features of the step before; None: there are none."""
-    features, memory = state.settings.features, state.model.threads.value.memory
+    memory = state.model.threads.value.memory
     # Under gradients nothing is cached, and what was cached before is not used.
     if (state.level, features) not in state.model.context.caches_features:
         return None

@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from tokenmerge.config import CACHED_FEATURES, GUIDED_PLANNERS
+from tokenmerge.config import CACHED_FEATURES, GUIDED_PLANNERS, MergeSettings
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops import Plan, features_if_shared, shared_features
@@ -27,9 +27,9 @@ from tokenmerge.runtime.memory.state import BlockState, RecordedPlan
 from tokenmerge.runtime.steps.guidance import importance_of_tokens
 
 
-def sequence_in(state: BlockState) -> TokenSequence:
+def sequence_in(state: BlockState, settings: MergeSettings) -> TokenSequence:
     """Return the pictures in the tokens of a block: those of the sequence, or of this device's part."""
-    part, sequence = state.model.threads.value.part, sequence_of(state.grids, state.settings)
+    part, sequence = state.model.threads.value.part, sequence_of(state.grids, settings)
     return sequence if part is None else sequence_of_part(sequence.pictures, part.index, part.parts)
 
 
@@ -43,7 +43,7 @@ def active_call(state: BlockState, call: HostCall) -> RecordedCall:
     whole = state.block_layout
     if settings.scope == "block" and (whole is None or call.has(whole.dense_if)):
         return RecordedCall(settings, None)
-    x, sequence = layout.tokens_of(call), sequence_in(state)
+    x, sequence = layout.tokens_of(call), sequence_in(state, settings)
     if x.shape[1] < sequence.tokens:
         shown = " + ".join(" × ".join(map(str, picture.grid)) for picture in sequence.pictures)
         raise UnsupportedModelError(
@@ -55,43 +55,43 @@ def active_call(state: BlockState, call: HostCall) -> RecordedCall:
     if merging is Merging.DENSE or not sequence.removed or state.threads.value.cache.dense:
         return RecordedCall(settings, None)
     mask = call.argument(layout.padding) if layout.padding else None
-    plan = None if merging is Merging.MEASURES else _plan_of(state, context, sequence, x, mask)
+    plan = None if merging is Merging.MEASURES else _plan_of(state, settings, sequence, x, mask)
     padded = sequence.tokens if mask is None else x.shape[1]
-    return RecordedCall(settings, ActiveMerge(x.shape[0], padded, plan))
+    return RecordedCall(settings, ActiveMerge(x.shape[0], padded, plan, context.corrects))
 
 
 def _plan_of(
-    state: BlockState, context: CallContext, sequence: TokenSequence, x: Tensor, mask: Tensor | None
+    state: BlockState, settings: MergeSettings, sequence: TokenSequence, x: Tensor, mask: Tensor | None
 ) -> Plan:
     """Return the plan for a block's input, of which some tokens merge: a cached one, or a new one.
 
     The mask tells the tokens from padding behind them; None: there is no padding.
     """
-    n = sequence.tokens
+    n, model, context = sequence.tokens, state.model, state.model.context
     start = None if mask is None else mask.sum(dim=1) - n
-    plans = state.threads.value.cache.plans
-    plan = plans.get(state.plan_call) if context.caches_plans else None
+    plans, number = state.threads.value.cache.plans, state.plan_call
+    plan = plans.get(number) if context.caches_plans else None
     if plan is None or plan.inverse.shape != (x.shape[0], n):
         with torch.no_grad():  # gradient checkpointing does not plan again, and must save as many tensors
             features = state.layout.image(x, n, start)
-            if state.settings.features in CACHED_FEATURES:
-                features = compared(state, x, features, start)
-            plan = _new_plan(state, context, sequence, features)
-            if state.model.revise_plan is not None:
-                plan = state.model.revise_plan(features, plan)
+            if settings.features in CACHED_FEATURES:
+                features = compared(state, settings, x, features, start)
+            plan = _new_plan(state, settings, sequence, features)
+            if model.revise_plan is not None:
+                plan = model.revise_plan(features, plan)
         if context.caches_plans:
-            plans[state.plan_call] = plan
-    if state.model.record is not None:
+            plans[number] = plan
+    if model.record is not None:
         first, *others = (picture.grid for picture in sequence.pictures)
-        state.model.record[state.path] = RecordedPlan(plan, first, tuple(others))
+        model.record[state.path] = RecordedPlan(plan, first, tuple(others))
     if context.step_log is not None and not torch.compiler.is_compiling():
         context.step_log.note_plan(n, plan.keep.shape[1])
     return plan if start is None else plan.within(start, x.shape[1])
 
 
-def _new_plan(state: BlockState, context: CallContext, sequence: TokenSequence, features: Tensor) -> Plan:
+def _new_plan(state: BlockState, settings: MergeSettings, sequence: TokenSequence, features: Tensor) -> Plan:
     """Plan for the tokens of a block: once for the copies of a sample that guidance compares."""
-    b, planner = len(features), state.settings.planner
+    b, planner, context = len(features), settings.planner, state.model.context
     copies = context.guidance_copies if b % context.guidance_copies == 0 else 1
     if not state.batched:
         copies = b

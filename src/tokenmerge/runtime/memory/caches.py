@@ -110,8 +110,8 @@ class Memory:
 
 def _drop(cached: dict[Any, Any], first: int, last: int) -> None:
     """Drop the entries of some calls; keys are their numbers, or begin with them."""
-    numbers = {key: key if isinstance(key, int) else key[0] for key in cached}
-    for key, number in numbers.items():
+    for key in tuple(cached):
+        number = key if isinstance(key, int) else key[0]
         if first <= number <= last:
             del cached[key]
 

@@ -31,6 +31,7 @@ class CallContext:
         step: number of the step that draws depend on, int64.
         call: number of the call in its step.
         plan_call: number of the call whose plans this one uses.
+        corrects: whether what merging loses is measured and added back.
         caches_plans: whether plans are cached for later calls.
         caches_features: level and kind of features that are cached, for the plans of a later step.
         decision: what runs and what merges.
@@ -45,6 +46,7 @@ class CallContext:
     step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     call: int = 0
     plan_call: int = 0
+    corrects: bool = False
     caches_plans: bool = False
     caches_features: frozenset[tuple[int, str]] = frozenset()
     decision: Decision = dataclasses.field(default_factory=Decision)
@@ -90,11 +92,13 @@ class ActiveMerge:
         images: number of images in its input.
         tokens: number of tokens of each, padding included.
         plan: which tokens merge; None on a correction step, which measures what merging would lose.
+        corrects: whether later steps of the generation are corrected by what this one adds.
     """
 
     images: int
     tokens: int
     plan: Plan | None
+    corrects: bool
 
 
 class PartState:

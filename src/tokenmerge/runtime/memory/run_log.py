@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
+from tokenmerge.ops import num_tokens
 from tokenmerge.plans import Shown, noise_of
 from tokenmerge.runtime.steps.noise_levels import NoiseLevels
 
@@ -114,11 +115,10 @@ class RunLog:
         levels: NoiseLevels | None = None,
     ) -> None:
         self.config, self.batch, self.steps, self.guidance = config, batch, steps, guidance
-        sizes = tuple((rows * patch, columns * patch) for _, rows, columns in grids)
-        self.height = sizes[0][0] if sizes else None
-        self.width = sizes[0][1] if sizes else None
-        self.references = sizes[1:]
-        self.tokens = sum(frames * rows * columns for frames, rows, columns in grids)
+        sizes = [(rows * patch, columns * patch) for _, rows, columns in grids]
+        self.height, self.width = sizes[0] if sizes else (None, None)
+        self.references = tuple(sizes[1:])
+        self.tokens = sum(map(num_tokens, grids))
         self.levels = levels
         self.sample: Tensor | None = None
         self.missed: list[tuple[str, int, Tensor]] = []

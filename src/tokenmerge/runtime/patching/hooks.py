@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge.models.base import GridShape
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import part_of
-from tokenmerge.plans import Tolerance
 from tokenmerge.plans.generation import Merging, Runs
 from tokenmerge.runtime.blocks.attention_kernels import reach_kernels
 from tokenmerge.runtime.blocks.block_runs import finish_run
@@ -49,15 +47,9 @@ from tokenmerge.runtime.steps.step_tracker import StepTracker
 class _Call(NamedTuple):
     """A call of a patched model, as the hook before it sees it.
 
-    Attributes:
-        state: state of the model.
-        root: the model.
-        sample: the sample, a tensor or a list of tensors.
-        timestep: what tells the steps apart.
-        seed: number of the step that draws depend on.
-        pipe: the pipeline that runs; None: unknown.
-        step: the denoising step; None: the settings do not follow the steps.
-        shape: shape of the inputs; what is cached for one shape does not fit another.
+    ``seed`` is the number of the step that draws depend on. ``running`` is the pipeline on the call stack,
+    and ``pipe`` that of the call, with its ``scheduler``; None: unknown. ``step`` is None where the settings
+    do not follow the steps. What is cached for one ``shape`` of the inputs does not fit another.
     """
 
     state: ModelState
@@ -65,14 +57,11 @@ class _Call(NamedTuple):
     sample: Any
     timestep: Any
     seed: Tensor
+    running: Any
     pipe: Any
+    scheduler: Any
     step: DenoisingStep | None
     shape: tuple[int, ...]
-
-    @property
-    def scheduler(self) -> Any:
-        """The scheduler that the timestep is from; None: there is none."""
-        return scheduler_of(self.pipe, self.timestep)
 
 
 def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -101,20 +90,20 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if step is not None:
         now = config.at_step(step.done, step.steps)
         settings = {level: now.at_level(level) for level in settings}
-    merges = any(own.merges for own in settings.values())
     state.threads.value.context = CallContext(
         config=config,
         settings=settings,
         step=call.seed,
         call=tracker.call,
         plan_call=tracker.plan_call,
+        corrects=config.correction.on,
         caches_plans=caches_plans(config, memory),
         caches_features=features_to_cache(config, tracker, settings),
         decision=decision,
         guidance_copies=copies,
         copies_equal=equal,
         guidance_difference=memory.guidance_differences.get(tracker.plan_call),
-        step_log=None if compiling else _note_call(call, memory, config, decision, merges),
+        step_log=None if compiling else _note_call(call, memory, config, decision, settings),
     )
 
 
@@ -123,9 +112,8 @@ def before_blocks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
     state: PerThread[Grid] | StageState = module.__dict__[STATE]
     grids = state.grid if isinstance(state, StageState) else state
     assert grids is not None
-    x = args[0] if args else kwargs["hidden_states"]
-    rows, columns = x.shape[-2:]
-    grids.value.shape = 1, rows, columns
+    rows, columns = (args[0] if args else kwargs["hidden_states"]).shape[-2:]
+    grids.value.shapes = ((1, rows, columns),)
 
 
 def after_model(root: nn.Module, args: tuple, result: Any) -> None:
@@ -193,25 +181,28 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
     """Return what is known of a call with these arguments, by name."""
     sample, by = arguments[state.call.sample], state.call.timestep
     timestep = arguments[by] if isinstance(by, str) else by(root, arguments)
-    device = sample[0].device if isinstance(sample, list) else sample.device
-    seed = state.threads.value.seed.of(timestep, device)
-    pipe = state.pipeline.running()
-    step = _step(state, root, pipe, timestep, seed) if state.follows_steps else None
-    shape = (len(sample), *sample[0].shape)
-    text = None if step is None else arguments.get("encoder_hidden_states")
-    if isinstance(text, Tensor):  # joint blocks change it too, and its length may differ at the next step
-        shape = (*shape, *text.shape)
-    return _Call(state, root, sample, timestep, seed, pipe, step, shape)
-
-
-def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Tensor) -> DenoisingStep:
-    """Return the denoising step of a call, of a model whose settings follow the steps."""
+    seed = state.threads.value.seed.of(timestep, sample[0].device)
+    running = running_pipeline()
+    pipe, shape = state.pipeline.of_call(running), (len(sample), *sample[0].shape)
     if torch.compiler.is_compiling():
-        raise UnsupportedModelError(
-            f"{_over_steps(state)}: what follows the denoising steps cannot be compiled into one graph with "
-            "the whole model; compile its blocks: model.compile_repeated_blocks()"
-        )
-    step = state.pipeline.step(pipe, timestep)
+        if state.follows_steps:
+            raise UnsupportedModelError(
+                f"{_over_steps(state)}: what follows the denoising steps cannot be compiled into one graph "
+                "with the whole model; compile its blocks: model.compile_repeated_blocks()"
+            )
+        return _Call(state, root, sample, timestep, seed, running, pipe, None, None, shape)
+    scheduler, step = scheduler_of(pipe, timestep), None
+    if state.follows_steps:
+        step = state.pipeline.step(scheduler, timestep, pipe is running)
+        _check_step(state, root, step, seed)
+        text = arguments.get("encoder_hidden_states")
+        if isinstance(text, Tensor):  # joint blocks change it too, and its length may differ at the next step
+            shape = (*shape, *text.shape)
+    return _Call(state, root, sample, timestep, seed, running, pipe, scheduler, step, shape)
+
+
+def _check_step(state: ModelState, root: nn.Module, step: DenoisingStep | None, seed: Tensor) -> None:
+    """Refuse a call whose denoising step is not known, or is over."""
     if step is None:
         raise ConfigError(
             f"{_over_steps(state)}: it has to be known which denoising step it is, and no scheduler says so: "
@@ -228,7 +219,6 @@ def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Te
             "call patch.at_step(i, steps) before each step of a loop of your own, or apply token merging to "
             "the very pipeline that runs: others that share its models have schedulers of their own"
         )
-    return step
 
 
 def _over_steps(state: ModelState) -> str:
@@ -259,13 +249,17 @@ def _config_of(call: _Call, memory: Memory) -> ToMeConfig:
     if step is not None and state.default is not None:
         known = state.threads.value.grid.shape, step.steps, guidance_scale(call.pipe)
         state.warn_once(state.default.shortfall(*known))
-        config = state.default.settings(*known, step.generation.ends_clean)
-        tolerance = None if on_meta else _tolerance_of(state, step, *known)
-        config = config if tolerance is None else tolerance.config
+        generation, tolerances = step.generation, state.pipeline.tolerances
+        config = state.default.settings(*known, generation.ends_clean)
+        if not on_meta:
+            if generation not in tolerances:  # the pipeline's models share it
+                tolerances[generation] = state.default.tolerance(*known, generation.ends_clean)
+            tolerance = tolerances[generation]
+            config = config if tolerance is None else tolerance.config
     if on_meta:
         state.keep_dense(memory)
     elif not torch.compiler.is_compiling():
-        pipe = call.pipe or running_pipeline()
+        pipe = call.pipe or call.running
         scheduler = None if step is not None else scheduler_of(pipe, call.timestep)
         timesteps = getattr(scheduler, "timesteps", None)
         if memory.config is None or memory.timesteps is not timesteps:  # a generation begins
@@ -282,22 +276,6 @@ def _config_of(call: _Call, memory: Memory) -> ToMeConfig:
     return config
 
 
-def _tolerance_of(
-    state: ModelState, step: DenoisingStep, grid: GridShape, steps: int, guidance: float | None
-) -> Tolerance | None:
-    """Return what changes the settings of a generation while it runs; None: nothing does.
-
-    The models of a pipeline share it. The first one that is called makes it.
-    """
-    assert state.default is not None
-    tolerances = state.pipeline.tolerances
-    if step.generation not in tolerances:
-        clean = step.generation.ends_clean
-        tolerances[step.generation] = state.default.tolerance(grid, steps, guidance, clean)
-    found: Tolerance | None = tolerances[step.generation]
-    return found
-
-
 def _within_tolerance(state: ModelState, memory: Memory, step: DenoisingStep) -> ToMeConfig:
     """Return the settings of a generation with a tolerance. After a complete step, this waits once."""
     tolerance = memory.tolerance
@@ -311,21 +289,11 @@ def _within_tolerance(state: ModelState, memory: Memory, step: DenoisingStep) ->
     return memory.config
 
 
-def _kind(decision: Decision, merges: bool) -> StepKind:
-    """Return what a call does, in a word; ``merges``: by its settings."""
-    if decision.runs is not Runs.EVERYTHING:
-        return "reused"
-    return "merged" if merges and decision.merging is Merging.MERGES else "unmerged"
-
-
 def _note_call(
-    call: _Call, memory: Memory, config: ToMeConfig, decision: Decision, merges: bool
+    call: _Call, memory: Memory, config: ToMeConfig, decision: Decision, settings: Mapping[int, MergeSettings]
 ) -> StepLog | None:
-    """Note what a call does, for the handle. Return the log of its steps; None: they are not recorded.
-
-    ``merges`` says whether the settings of the step merge.
-    """
-    state, step, sample, kind = call.state, call.step, call.sample, _kind(decision, merges)
+    """Note what a call does, for the handle. Return the log of its steps; None: they are not recorded."""
+    state, step, sample = call.state, call.step, call.sample
     if memory.log is None or step is None:
         guidance = guidance_scale(call.pipe)
         grids = state.threads.value.grid.shapes if state.merges else ()
@@ -334,13 +302,17 @@ def _note_call(
         memory.log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels)
     state.last_run = memory.log
     memory.log.sample = sample if decision.caches and isinstance(sample, Tensor) else None
+    kind: StepKind = "reused"
+    if decision.runs is Runs.EVERYTHING:
+        merges = decision.merging is Merging.MERGES and any(own.merges for own in settings.values())
+        kind = "merged" if merges else "unmerged"
     if step is not None:
         memory.log.note_step(step.index, kind)
     if state.recorder is None:
         return None
     if step is None:
         with contextlib.suppress(ConfigError):  # settings that follow no step run without one
-            step = state.pipeline.step(call.pipe, call.timestep)
+            step = state.pipeline.step(call.scheduler, call.timestep, call.pipe is call.running)
     return None if step is None else state.recorder.begin_call(step, kind, call.seed.device)
 
 

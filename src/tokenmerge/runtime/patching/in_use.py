@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.errors import ModelInUseError
-from tokenmerge.runtime.steps.pipeline import is_pipeline, owners
+from tokenmerge.runtime.steps.pipeline import is_pipeline
 
 
 def refuse_in_use(models: Collection[nn.Module]) -> None:
@@ -23,16 +23,17 @@ def refuse_in_use(models: Collection[nn.Module]) -> None:
         ModelInUseError: a call of one of the models runs, or a pipeline that has it.
     """
     own = threading.get_ident()
-    for thread, frame in sys._current_frames().items():
-        if thread == own:
-            continue
-        for owner in owners(frame):
+    for thread, innermost in sys._current_frames().items():
+        frame = None if thread == own else innermost
+        while frame is not None:
+            owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
             if used := next((model for model in models if _uses(owner, model)), None):
                 raise ModelInUseError(
                     f"a generation with this {type(used).__name__} runs in another thread, and its settings "
                     "would change under it; wait until it has ended, with a lock around applying and "
                     "generating, or give each thread a copy of the model that shares its weights"
                 )
+            frame = frame.f_back
 
 
 def _uses(owner: Any, model: nn.Module) -> bool:

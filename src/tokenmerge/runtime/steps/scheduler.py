@@ -78,11 +78,10 @@ def scheduler_of(pipe: Any, timestep: Tensor | float) -> Any:
 
     Some pipelines have an ``inverse_scheduler`` too, which turns a picture into noise.
     """
-    others = (value for name, value in getattr(pipe, "__dict__", {}).items() if name.endswith("_scheduler"))
-    first = getattr(pipe, "scheduler", None)
-    return next(
-        (one for one in others if _offset(timestep, getattr(one, "timesteps", None)) is not None), first
-    )
+    for name, value in getattr(pipe, "__dict__", {}).items():
+        if name.endswith("_scheduler") and _offset(timestep, getattr(value, "timesteps", None)) is not None:
+            return value
+    return getattr(pipe, "scheduler", None)
 
 
 def number_of_steps(scheduler: Any, step: DenoisingStep | None) -> int | None:
