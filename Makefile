@@ -15,8 +15,9 @@ SERVING_PIP = $(BIN)/python -m pip --python $(SERVING) --disable-pip-version-che
 # Triton, beside the packages of the main environment.
 TRITON := .venv-triton
 TRITON_PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENMERGE_TRITON=1 $(TRITON)/bin/python -m pytest -c tests/ops/in_triton/pytest.ini --numprocesses auto --dist worksteal
-# The oldest PyTorch that pyproject.toml allows.
-OLDEST := .venv-oldest
+# The oldest PyTorch that pyproject.toml allows; `make test-oldest OLDER_TORCH=2.11.0` tests one in the middle.
+OLDER_TORCH := 2.7.0
+OLDEST := $(if $(filter 2.7.0,$(OLDER_TORCH)),.venv-oldest,.venv-torch-$(OLDER_TORCH))
 OLDEST_PIP = $(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(OLDEST)/constraints.txt
 
 # A module's tests run on one worker, so that its fixtures are made once. A thread for each worker.
@@ -68,8 +69,8 @@ test-oldest: $(OLDEST)/ready
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(OLDEST)/bin/python -m pytest --numprocesses auto --dist loadscope -m "not slow" \
 		--ignore tests/runtime/test_calls.py tests/test_api.py tests/test_default_method.py tests/runtime tests/integrations/export/test_arithmetic.py
 
-# What `make test-paddle` and `make test-comfyui` build first.
-environments: $(PADDLE)/ready $(COMFYUI)/ready
+# What `make test-paddle`, `make test-comfyui` and `make test-oldest` build first.
+environments: $(PADDLE)/ready $(COMFYUI)/ready $(OLDEST)/ready
 
 # The site, in docs/_build/html: open index.html. A warning, such as a broken link, is an error.
 docs: $(VENV)/documented
@@ -80,7 +81,7 @@ format: $(VENV)/tested
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(PADDLE) $(COMFYUI) $(SERVING) $(TRITON) $(OLDEST) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
+	rm -rf $(VENV) $(PADDLE) $(COMFYUI) $(SERVING) $(TRITON) .venv-oldest .venv-torch-* outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
 
 $(VENV)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -138,7 +139,7 @@ $(TRITON)/ready: $(VENV)/tested
 $(OLDEST)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet "pip>=25.1"
-	sed "s/^torch==.*/torch==2.7.0/" constraints.txt > $(OLDEST)/constraints.txt
+	sed "s/^torch==.*/torch==$(OLDER_TORCH)/" constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST_PIP) torch
 	$(OLDEST_PIP) --editable . --editable ./tools --group oldest-test
 	$(OLDEST_PIP) --no-deps cache-dit

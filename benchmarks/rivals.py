@@ -3,7 +3,7 @@
 `draw` draws prompts that no rule was fitted on, dense, with `auto`, fewer steps and all settings of all
 rivals, and counts the operations of each picture. It begins with one prompt and the default settings, goes on
 with settings that may come near the speeds compared, and draws other prompts only with those that did.
-`time` times one picture of each of these variants.
+`time` times the same prompts with each variant of the speeds compared.
 `page` writes docs/rivals.md, its charts and its tables. An interrupted run continues.
 
     python benchmarks/rivals.py draw       # about 45 minutes on one core that does nothing else
@@ -58,10 +58,10 @@ def draw(prompts: Iterable[int]) -> None:
         evaluate_scene(scene, count, DRAWN, near(scene))
 
 
-def time() -> None:
-    """Time one picture of each variant of the speeds compared."""
-    for scene in SCENES:
-        evaluate_scene(scene, 1, TIMED, near(scene), timed=True)
+def time(prompts: Iterable[int]) -> None:
+    """Time pictures of each variant of the speeds compared."""
+    for count, scene in itertools.product(prompts, SCENES):
+        evaluate_scene(scene, count, TIMED, near(scene), timed=True)
 
 
 def evaluate_scene(
@@ -126,27 +126,33 @@ def records_of(file: Path) -> dict[tuple[str, float], list[QualityRecord]]:
     return {scene: list(own.values()) for scene, own in best.items()}
 
 
-def points(records: Sequence[QualityRecord]) -> Iterator[tuple[float, QualityRecord]]:
-    """Return records by their counted speed-ups, without those of fewer pictures than dense has."""
+def points(
+    records: Sequence[QualityRecord], times: Mapping[str, QualityRecord] | None = None
+) -> Iterator[tuple[float, QualityRecord]]:
+    """Return records by their speed-ups, without those of fewer pictures than dense has.
+
+    The speed-ups are counted, or measured where ``times`` has the timed records by label.
+    """
     most = max(record.images for record in records)
     for record in records:
         if record.images == most and record.variant != "dense" and "psnr" in record.figures:
-            yield record.cost["counted"], record
+            timed = None if times is None else times.get(record.label)
+            speed = record.cost["counted"] if times is None else timed and timed.speedup
+            if speed:
+                yield speed, record
 
 
-def own_line(records: Sequence[QualityRecord]) -> tuple[list[float], list[float]]:
-    """Return the counted speed-ups of `auto`, rising, and its closeness."""
-    own = sorted((speed, one.figures["psnr"]) for speed, one in points(records) if one.variant == "auto")
-    return [speed for speed, _ in own], [psnr for _, psnr in own]
-
-
-def leads(records: Sequence[QualityRecord]) -> dict[str, float]:
+def leads(
+    records: Sequence[QualityRecord], times: Mapping[str, QualityRecord] | None = None
+) -> dict[str, float]:
     """Return by how much each variant is closer than `auto` at its speed, in dB: one cell for each."""
-    speeds, psnr = own_line(records)
+    found = list(points(records, times))
+    own = sorted((speed, record.figures["psnr"]) for speed, record in found if record.variant == "auto")
+    speeds, psnr = zip(*own, strict=True)
     low, high = max(COMPARED[0], speeds[0]), min(COMPARED[1], speeds[-1])
     return {
         record.label: record.figures["psnr"] - float(np.interp(speed, speeds, psnr))
-        for speed, record in points(records)
+        for speed, record in found
         if record.variant != "auto" and low <= speed <= high
     }
 
@@ -168,15 +174,15 @@ def table(records: Sequence[QualityRecord], times: Mapping[str, QualityRecord]) 
         yield f"| {' | '.join(row)} |"
 
 
-def chart(model: str, guidance: float, records: Sequence[QualityRecord]) -> Chart:
-    """Return closeness over counted speed-up, with a line for each variant and a point for each setting."""
+def chart(title: str, axis: str, found: Iterable[tuple[float, QualityRecord]]) -> Chart:
+    """Return closeness over speed-up, with a line for each variant and a point for each setting."""
     families: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for speed, record in points(records):
+    for speed, record in found:
         families[record.variant].append((speed, record.figures["psnr"]))
     order = sorted(families, key=lambda name: (name not in OWN, name))
     return Chart(
-        f"{model}, {SIZE} px, {STEPS} steps, guidance {guidance:g}",
-        "speed-up, counted operations",
+        title,
+        f"speed-up, {axis}",
         "PSNR to dense, dB",
         tuple(Line(name, tuple(sorted(families[name]))) for name in order),
     )
@@ -185,40 +191,52 @@ def chart(model: str, guidance: float, records: Sequence[QualityRecord]) -> Char
 def text() -> str:
     """Return the generated part of the page."""
     drawn = records_of(DRAWN)
-    parts, above, count, behind = [], [], 0, 0
+    parts = [verdict(drawn, "counted")]
+    if TIMED.exists():
+        parts.append(verdict(drawn, "measured"))
     for scene in filter(drawn.get, SCENES):
-        model, guidance = scene
-        records = drawn[scene]
-        found = leads(records)
-        count += len(found)
-        closer = [name for name, dB in found.items() if dB > NOISE]
-        behind += len(found) - len(closer)
-        above.append(f"- {model}, guidance {guidance:g}: {', '.join(closer) or 'none'}")
-        dense = next(record for record in records if record.variant == "dense")
-        title = f"{model}, guidance {guidance:g}"
+        title = f"{scene[0]}, guidance {scene[1]:g}"
+        dense = next(record for record in drawn[scene] if record.variant == "dense")
         parts += [
             f"## {title}",
-            f"![Closeness over counted speed-up, {title}]({picture(scene).name})",
+            *(f"![Closeness over {axis} speed-up, {title}]({file.name})" for axis, file in pictures(scene)),
             f"{SIZE} px, {STEPS} steps, {dense.images} prompt{'s' * (dense.images > 1)}.",
             left_out(scene),
         ]
+    return "\n\n".join(filter(None, parts))
+
+
+def verdict(drawn: Mapping[tuple[str, float], Sequence[QualityRecord]], axis: str) -> str:
+    """Return how many settings are not closer than `auto` at the same speed, and the names of the others."""
+    count, lines = 0, []
+    for scene in filter(drawn.get, SCENES):
+        found = leads(drawn[scene], times_of(scene) if axis == "measured" else None)
+        closer = [f"{name} ({dB:+.1f} dB)" for name, dB in found.items() if dB > NOISE]
+        count += len(found) - len(closer)
+        lines.append((len(found), f"- {scene[0]}, guidance {scene[1]:g}: {', '.join(closer) or 'none'}"))
     first = (
-        f"Of {count} settings between {COMPARED[0]:g}× and {COMPARED[1]:g}×, {behind} are not closer than "
-        f"`auto` at the same counted speed by more than {NOISE} dB. The others are:"
+        f"Of {sum(cells for cells, _ in lines)} settings between {COMPARED[0]:g}× and {COMPARED[1]:g}×, "
+        f"{count} are not closer than `auto` at the same {axis} speed by more than {NOISE} dB. "
+        "The others are:"
     )
-    return "\n\n".join([first, "\n".join(above), *filter(None, parts)])
+    return "\n\n".join([first, "\n".join(line for _, line in lines)])
+
+
+def times_of(scene: tuple[str, float]) -> dict[str, QualityRecord]:
+    """Return the timed records by label."""
+    return {record.label: record for record in records_of(TIMED).get(scene, [])}
 
 
 def tables() -> str:
     """Return the file of tables: for each model and guidance a row for each variant."""
-    drawn, timed = records_of(DRAWN), records_of(TIMED)
+    drawn = records_of(DRAWN)
     parts = [
         "# Other packages and papers",
         "[The page on them](../../docs/rivals.md) has charts, and says how these figures were measured.",
     ]
     for scene in filter(drawn.get, SCENES):
-        times = {record.label: record for record in timed.get(scene, [])}
-        parts += [f"## {scene[0]}, guidance {scene[1]:g}", "\n".join(table(drawn[scene], times))]
+        title = f"## {scene[0]}, guidance {scene[1]:g}"
+        parts += [title, "\n".join(table(drawn[scene], times_of(scene)))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -231,8 +249,11 @@ def left_out(scene: tuple[str, float]) -> str:
     return f"Left out, since they do not run on this model: {', '.join(names)}." if names else ""
 
 
-def picture(scene: tuple[str, float]) -> Path:
-    return PAGE.with_name(f"rivals-{scene[0]}-{scene[1]:g}.png")
+def pictures(scene: tuple[str, float]) -> Iterator[tuple[str, Path]]:
+    """Return what the speeds of each chart are, and its file."""
+    yield "counted", PAGE.with_name(f"rivals-{scene[0]}-{scene[1]:g}.png")
+    if times_of(scene):
+        yield "measured", PAGE.with_name(f"rivals-{scene[0]}-{scene[1]:g}-measured.png")
 
 
 def written(page: str) -> str:
@@ -244,8 +265,12 @@ def written(page: str) -> str:
 
 def write_page() -> None:
     for scene, records in records_of(DRAWN).items():
-        with matplotlib.rc_context({"axes.grid": True, "grid.color": "#e4e4e4"}):
-            figure_of(chart(*scene, records)).savefig(picture(scene), dpi=110, metadata={"Software": None})
+        title = f"{scene[0]}, {SIZE} px, {STEPS} steps, guidance {scene[1]:g}"
+        for axis, file in pictures(scene):
+            found = points(records, times_of(scene) if axis == "measured" else None)
+            drawn = chart(title, {"counted": "counted operations", "measured": "measured"}[axis], found)
+            with matplotlib.rc_context({"axes.grid": True, "grid.color": "#e4e4e4"}):
+                figure_of(drawn).savefig(file, dpi=110, metadata={"Software": None})
     TABLES.write_text(tables(), encoding="utf-8")
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
@@ -255,12 +280,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("draw", "time", "page"))
-    parser.add_argument("--prompts", type=int, nargs="+", default=[4], help="of draw, one run for each")
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", default=[4], help="of draw and time, one run for each"
+    )
     options = parser.parse_args()
-    if options.what == "draw":
-        draw(options.prompts)
+    if options.what == "page":
+        write_page()
     else:
-        {"time": time, "page": write_page}[options.what]()
+        {"draw": draw, "time": time}[options.what](options.prompts)
 
 
 if __name__ == "__main__":

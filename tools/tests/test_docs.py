@@ -272,6 +272,10 @@ def test_a_rival_is_compared_with_the_line_between_two_speeds():
         record("sada", 2.0, 60.0, images=1),
     ]
     assert leads([*ours, *others]) == pytest.approx({"seacache 1.8": 1.0, "seacache 2": -0.5})
+    # Measured, ours are at 2× and 1.4×, and ours has 42 dB where the first rival is; the second was not timed.
+    times = {"auto 2.2": 2.0, "auto 1.4": 1.4, "seacache 1.8": 1.85, "sada 2": 2.0}
+    timed = {label: SimpleNamespace(speedup=speedup) for label, speedup in times.items()}
+    assert leads([*ours, *others], timed) == pytest.approx({"seacache 1.8": 3.0})
 
 
 @pytest.mark.usefixtures("large_grids_alone")

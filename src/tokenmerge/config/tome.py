@@ -106,7 +106,7 @@ class ToMeConfig(MergeSettings):
         given += [self.reuse.given] * self.reuse.on
         found = {"planner": self.guided_planner, "features": self.cached_features}
         given += [f"{name}={value!r}" for name, value in found.items() if value is not None]
-        return tuple(dict.fromkeys(given))
+        return tuple(given)
 
     @property
     def cached_features(self) -> str | None:

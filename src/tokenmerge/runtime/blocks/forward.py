@@ -74,7 +74,7 @@ def layer_call(original: HostMethod) -> Callable:
                     return keyed_call(self, call, state, plan, combine)
                 return merged_call(call, layer.layout, plan, combine)
 
-        if active.plan is not None and not active.corrects:
+        if active.plan is not None and not state.block.model.context.decision.corrected:
             return merged(active.plan)
         residuals, number = state.threads.value.cache.residuals, state.block.call
         return corrected(residuals, number, active, layer.layout, combine, call, merged, (0.0, 0.0))
@@ -140,7 +140,7 @@ def _block(state: BlockState, call: HostCall) -> Any:
         def merged(plan: Plan) -> Any:
             return merged_call(call, layout, plan, combine, change_only=True)
 
-        if active.plan is not None and not active.corrects:
+        if active.plan is not None and not state.model.context.decision.corrected:
             return merged(active.plan)
         added_to = state.layout.tokens_of(call), call.argument("encoder_hidden_states")
         return corrected(block.cache.residuals, state.call, active, layout, combine, call, merged, added_to)

@@ -55,19 +55,24 @@ def active_call(state: BlockState, call: HostCall) -> RecordedCall:
     if merging is Merging.DENSE or not sequence.removed or state.threads.value.cache.dense:
         return RecordedCall(settings, None)
     mask = call.argument(layout.padding) if layout.padding else None
-    plan = None if merging is Merging.MEASURES else _plan_of(state, settings, sequence, x, mask)
+    plan = None if merging is Merging.MEASURES else _plan_of(state, context, settings, sequence, x, mask)
     padded = sequence.tokens if mask is None else x.shape[1]
-    return RecordedCall(settings, ActiveMerge(x.shape[0], padded, plan, context.corrects))
+    return RecordedCall(settings, ActiveMerge(x.shape[0], padded, plan))
 
 
 def _plan_of(
-    state: BlockState, settings: MergeSettings, sequence: TokenSequence, x: Tensor, mask: Tensor | None
+    state: BlockState,
+    context: CallContext,
+    settings: MergeSettings,
+    sequence: TokenSequence,
+    x: Tensor,
+    mask: Tensor | None,
 ) -> Plan:
     """Return the plan for a block's input, of which some tokens merge: a cached one, or a new one.
 
     The mask tells the tokens from padding behind them; None: there is no padding.
     """
-    n, model, context = sequence.tokens, state.model, state.model.context
+    n, model = sequence.tokens, state.model
     start = None if mask is None else mask.sum(dim=1) - n
     plans, number = state.threads.value.cache.plans, state.plan_call
     plan = plans.get(number) if context.caches_plans else None
@@ -76,7 +81,7 @@ def _plan_of(
             features = state.layout.image(x, n, start)
             if settings.features in CACHED_FEATURES:
                 features = compared(state, settings, x, features, start)
-            plan = _new_plan(state, settings, sequence, features)
+            plan = _new_plan(state, context, settings.planner, sequence, features)
             if model.revise_plan is not None:
                 plan = model.revise_plan(features, plan)
         if context.caches_plans:
@@ -89,9 +94,11 @@ def _plan_of(
     return plan if start is None else plan.within(start, x.shape[1])
 
 
-def _new_plan(state: BlockState, settings: MergeSettings, sequence: TokenSequence, features: Tensor) -> Plan:
+def _new_plan(
+    state: BlockState, context: CallContext, planner: str, sequence: TokenSequence, features: Tensor
+) -> Plan:
     """Plan for the tokens of a block: once for the copies of a sample that guidance compares."""
-    b, planner, context = len(features), settings.planner, state.model.context
+    b = len(features)
     copies = context.guidance_copies if b % context.guidance_copies == 0 else 1
     if not state.batched:
         copies = b

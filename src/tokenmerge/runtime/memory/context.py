@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import Part
 from tokenmerge.ops import Plan
@@ -26,12 +26,10 @@ class CallContext:
     Blocks that are called without their model have that of its last call in their thread.
 
     Attributes:
-        config: settings of the generation.
         settings: settings of the running step, by level.
         step: number of the step that draws depend on, int64.
         call: number of the call in its step.
         plan_call: number of the call whose plans this one uses.
-        corrects: whether what merging loses is measured and added back.
         caches_plans: whether plans are cached for later calls.
         caches_features: level and kind of features that are cached, for the plans of a later step.
         decision: what runs and what merges.
@@ -41,12 +39,10 @@ class CallContext:
         step_log: where blocks note what they merge; None: nobody asked for it.
     """
 
-    config: ToMeConfig
     settings: Mapping[int, MergeSettings]
     step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     call: int = 0
     plan_call: int = 0
-    corrects: bool = False
     caches_plans: bool = False
     caches_features: frozenset[tuple[int, str]] = frozenset()
     decision: Decision = dataclasses.field(default_factory=Decision)
@@ -92,13 +88,11 @@ class ActiveMerge:
         images: number of images in its input.
         tokens: number of tokens of each, padding included.
         plan: which tokens merge; None on a correction step, which measures what merging would lose.
-        corrects: whether later steps of the generation are corrected by what this one adds.
     """
 
     images: int
     tokens: int
     plan: Plan | None
-    corrects: bool
 
 
 class PartState:

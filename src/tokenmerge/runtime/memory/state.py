@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.config.checks import integer
-from tokenmerge.config.origin import is_default
+from tokenmerge.config.origin import is_default, named
 from tokenmerge.errors import ConfigError, shown
 from tokenmerge.models.base import GridShape, Layer, ModelCall
 from tokenmerge.models.layout import Grid, Layout
@@ -114,6 +114,7 @@ class ModelState:
         kept: what others looked at when a generation last began; before the first, when it was patched.
         settings: what holds for each level that merges, at the first step.
         follows_steps: whether it has to be known which denoising step it is.
+        over_steps: the settings that follow the steps, for messages.
         caches_results: whether what blocks add is cached at some step, to skip them or to plan by it.
         merges: whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
         threads: the state of each thread that calls the model.
@@ -140,9 +141,10 @@ class ModelState:
     def __post_init__(self) -> None:
         self.settings: Mapping[int, MergeSettings] = dict(reversed(self.stages))  # the first phase
         self.follows_steps = self.config.follows_steps
+        self.over_steps = named(self.method, " and ".join(self.config.over_steps))
         self.caches_results = self.config.reuse.on or self.config.cached_features is not None
         self.merges = self.config.reuse.on or any(own.merges for _, own in self.stages)
-        context = CallContext(self.config, self.settings)
+        context = CallContext(self.settings)
         self.threads = PerThread(functools.partial(ThreadState, context, self.groups))
 
     def warn_once(self, message: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.config import MergeSettings, ToMeConfig
-from tokenmerge.config.origin import instead, named
+from tokenmerge.config.origin import instead
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import part_of
@@ -91,12 +91,10 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         now = config.at_step(step.done, step.steps)
         settings = {level: now.at_level(level) for level in settings}
     state.threads.value.context = CallContext(
-        config=config,
         settings=settings,
         step=call.seed,
         call=tracker.call,
         plan_call=tracker.plan_call,
-        corrects=config.correction.on,
         caches_plans=caches_plans(config, memory),
         caches_features=features_to_cache(config, tracker, settings),
         decision=decision,
@@ -187,7 +185,7 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
     if torch.compiler.is_compiling():
         if state.follows_steps:
             raise UnsupportedModelError(
-                f"{_over_steps(state)}: what follows the denoising steps cannot be compiled into one graph "
+                f"{state.over_steps}: what follows the denoising steps cannot be compiled into one graph "
                 "with the whole model; compile its blocks: model.compile_repeated_blocks()"
             )
         return _Call(state, root, sample, timestep, seed, running, pipe, None, None, shape)
@@ -205,7 +203,7 @@ def _check_step(state: ModelState, root: nn.Module, step: DenoisingStep | None, 
     """Refuse a call whose denoising step is not known, or is over."""
     if step is None:
         raise ConfigError(
-            f"{_over_steps(state)}: it has to be known which denoising step it is, and no scheduler says so: "
+            f"{state.over_steps}: it has to be known which denoising step it is, and no scheduler says so: "
             "apply token merging to the pipeline that runs instead of its model, call "
             "patch.at_step(i, steps) before each step of a loop of your own, or "
             f"{instead(state.method, 'leave that setting out')}"
@@ -219,11 +217,6 @@ def _check_step(state: ModelState, root: nn.Module, step: DenoisingStep | None, 
             "call patch.at_step(i, steps) before each step of a loop of your own, or apply token merging to "
             "the very pipeline that runs: others that share its models have schedulers of their own"
         )
-
-
-def _over_steps(state: ModelState) -> str:
-    """Return the settings that follow the steps, for a message."""
-    return named(state.method, " and ".join(state.config.over_steps))
 
 
 def _begin_in_memory(state: ModelState, step: DenoisingStep | None, seed: Tensor) -> Memory:

@@ -21,6 +21,7 @@ class Decision:
         runs: what runs in it.
         merging: what merges in it.
         caches: whether what runs is cached, for steps that skip it.
+        corrected: whether this or another step of the generation measures the error of merging.
         deep: how far blocks or deep stages are extrapolated; None: they run. It is a tensor, so that compiled
             blocks need no graph for each value.
         finest: the same for the finest level of a UNet.
@@ -30,6 +31,7 @@ class Decision:
     runs: Runs = Runs.EVERYTHING
     merging: Merging = Merging.MERGES
     caches: bool = False
+    corrected: bool = False
     deep: Tensor | None = None
     finest: Tensor | None = None
     forecasts: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
@@ -41,7 +43,7 @@ def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) 
     ``shape`` is that of the call's inputs, and what else cached results depend on.
     """
     if tracker.index < 0:
-        return Decision()
+        return Decision(corrected=config.correction.on)
     planned = plan_generation(config, tracker.steps)[tracker.done]
     runs, merging, deep, finest = planned.runs, planned.merging, None, None
     forecasts: dict[str, tuple[float, int]] = {}
@@ -61,7 +63,8 @@ def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) 
         # As planned, unless the model joins late, or the shape of its sample changes.
         due = tracker.corrects(config.correction.every, shape)
         merging = merging_to_correct(config, tracker.done, tracker.steps) if due else Merging.MERGES
-    return Decision(runs, merging, planned.caches, _tensor(deep), _tensor(finest), forecasts)
+    cached = planned.caches, config.correction.on
+    return Decision(runs, merging, *cached, _tensor(deep), _tensor(finest), forecasts)
 
 
 def _tensor(distance: float | None) -> Tensor | None:

@@ -161,4 +161,3 @@ def is_pipeline(owner: Any) -> bool:
     """Return whether an object has a diffusers scheduler, and is no module."""
     scheduler = getattr(owner, "__dict__", {}).get("scheduler")
     return scheduler is not None and hasattr(scheduler, "timesteps") and not isinstance(owner, nn.Module)
-
