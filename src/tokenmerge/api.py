@@ -27,8 +27,14 @@ from tokenmerge.models.find import DENOISERS, find_hosts
 from tokenmerge.ops import Plan
 from tokenmerge.report import Change, Report, bytes_of, change_within
 from tokenmerge.runtime.memory.state import RecordedPlan
-from tokenmerge.runtime.patching.in_use import refuse_in_use
-from tokenmerge.runtime.patching.patch import hosts_that_merge, new_state, patch_host, restore, state_of
+from tokenmerge.runtime.patching.patch import (
+    hosts_that_merge,
+    new_state,
+    patch_host,
+    refuse_in_use,
+    restore,
+    state_of,
+)
 from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.pipeline import Pipeline
 from tokenmerge.tuned_method import TunedMethod

@@ -20,8 +20,7 @@ from tokenmerge.planners.calibration import fewest_tokens
 from tokenmerge.plans import Estimate
 from tokenmerge.report import Conditions, Report, RunSteps, predict, saved, slower_than_dense, summary, title
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
-from tokenmerge.runtime.patching.in_use import refuse_in_use
-from tokenmerge.runtime.patching.patch import record_steps, restore, state_of
+from tokenmerge.runtime.patching.patch import record_steps, refuse_in_use, restore, state_of
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies
 from tokenmerge.vit.report import ViTReport, predict_vit
 from tokenmerge.vit.runtime import RecordedTokens

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
-from tokenmerge.runtime.steps.decide import Decision, decide
 from tokenmerge.runtime.steps.scheduler import DenoisingStep
-from tokenmerge.runtime.steps.step_tracker import StepTracker
+from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
 
 
 class Residuals:

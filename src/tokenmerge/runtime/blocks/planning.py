@@ -21,8 +21,8 @@ from tokenmerge.planners import (
 )
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.blocks.features import compared
-from tokenmerge.runtime.memory.caches import RecordedCall
-from tokenmerge.runtime.memory.context import ActiveMerge, CallContext
+from tokenmerge.runtime.memory.caches import BlockMerge
+from tokenmerge.runtime.memory.context import CallContext
 from tokenmerge.runtime.memory.state import BlockState, RecordedPlan
 from tokenmerge.runtime.steps.guidance import importance_of_tokens
 
@@ -33,7 +33,7 @@ def sequence_in(state: BlockState, settings: MergeSettings) -> TokenSequence:
     return sequence if part is None else sequence_of_part(sequence.pictures, part.index, part.parts)
 
 
-def active_call(state: BlockState, call: HostCall) -> RecordedCall:
+def active_call(state: BlockState, call: HostCall) -> BlockMerge:
     """Find out what the running call of a block merges.
 
     Raises:
@@ -42,7 +42,7 @@ def active_call(state: BlockState, call: HostCall) -> RecordedCall:
     layout, context, settings = state.layout, state.model.context, state.settings
     whole = state.block_layout
     if settings.scope == "block" and (whole is None or call.has(whole.dense_if)):
-        return RecordedCall(settings, None)
+        return BlockMerge(settings)
     x, sequence = layout.tokens_of(call), sequence_in(state, settings)
     if x.shape[1] < sequence.tokens:
         shown = " + ".join(" × ".join(map(str, picture.grid)) for picture in sequence.pictures)
@@ -53,11 +53,11 @@ def active_call(state: BlockState, call: HostCall) -> RecordedCall:
         )
     merging = context.decision.merging
     if merging is Merging.DENSE or not sequence.removed or state.threads.value.cache.dense:
-        return RecordedCall(settings, None)
+        return BlockMerge(settings)
     mask = call.argument(layout.padding) if layout.padding else None
     plan = None if merging is Merging.MEASURES else _plan_of(state, context, settings, sequence, x, mask)
     padded = sequence.tokens if mask is None else x.shape[1]
-    return RecordedCall(settings, ActiveMerge(x.shape[0], padded, plan))
+    return BlockMerge(settings, True, x.shape[0], padded, plan)
 
 
 def _plan_of(

@@ -60,7 +60,7 @@ def note_output(log: RunLog, thread: ThreadState, tracker: StepTracker, result: 
     if sample is None or tracker.index < 0 or not decision.caches or not isinstance(output, Tensor):
         return
     if sample.ndim != output.ndim or not (
-        log.noise.waits or decision.deep is None or decision.finest is None
+        log.noise.kept is None or decision.deep is None or decision.finest is None
     ):
         return  # such as a sample of token ids, or a step that skips all parts
     copies = thread.context.guidance_copies
@@ -69,7 +69,7 @@ def note_output(log: RunLog, thread: ThreadState, tracker: StepTracker, result: 
         sample = sample.narrow(axis, 0, min(size, sample.shape[axis]))
         output = output.narrow(axis, 0, sample.shape[axis])
     picture, weight = output, 1.0
-    if log.levels is not None and (missed or log.noise.waits):
+    if log.levels is not None and (missed or log.noise.kept is None):
         picture, weight = log.levels.picture(sample, output, tracker.index), log.levels.weight(tracker.index)
         if tracker.call == 0:
             log.noise.note(log.levels, sample, picture, tracker.index)

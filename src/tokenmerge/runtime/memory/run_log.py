@@ -46,29 +46,18 @@ class AddedNoise:
     Attributes:
         kept: this share, one number; None: not measured yet.
         levels: noise level before and after that step.
+        before: what the next step is compared with: index, sample and picture.
     """
 
     def __init__(self) -> None:
         self.kept: Tensor | None = None
         self.levels = 1.0, 1.0
-        self._before: tuple[int, Tensor, Tensor] | None = None
-
-    @property
-    def waits(self) -> bool:
-        """Whether the measurement needs the next step."""
-        return self.kept is None
+        self.before: tuple[int, Tensor, Tensor] | None = None
 
     def note(self, levels: NoiseLevels, sample: Tensor, picture: Tensor, index: int) -> None:
-        """Note the sample of a step, and the picture that the model predicts from it.
-
-        Args:
-            levels: of the generation.
-            sample: that the model gets.
-            picture: as :meth:`NoiseLevels.picture` returns it.
-            index: of the step.
-        """
-        before, self._before = self._before, None
-        if not self.waits:
+        """Note the sample that the model gets in a step, and the picture that it predicts from it."""
+        before, self.before = self.before, None
+        if self.kept is not None:
             return
         sample = levels.scaled(sample, index)
         if before is not None and before[0] == index - 1 and before[1].shape == sample.shape:
@@ -76,22 +65,16 @@ class AddedNoise:
             self.kept = torch.dot(noise, (sample - before[2]).flatten()) / noise.square().sum()
             self.levels = levels.sigmas[index - 1], levels.sigmas[index]
         elif index and levels.lowers(index):
-            self._before = index, sample, picture
-
-    def forget(self) -> None:
-        """Drop what the next step would be compared with."""
-        self._before = None
+            self.before = index, sample, picture
 
 
 class RunLog:
     """What happened in one generation so far. Noting it does not wait for the device.
 
     Attributes:
-        config: settings of the generation.
         guidance: scale of classifier-free guidance; None: unknown.
         batch: batch size of a call of the model.
-        height: height of the sample (for latent diffusion, of the latents); None: nothing reads it.
-        width: width of the sample, likewise.
+        height, width: of the sample (for latent diffusion, of the latents); None: nothing reads them.
         references: height and width of each reference picture in the sequence of the sample.
         tokens: number of tokens at the finest level, over all frames of a video and all references.
         steps: number of denoising steps of the generation; None: unknown.
@@ -100,8 +83,6 @@ class RunLog:
         missed: of the running call: part, steps since it ran, and the length of the forecast's error divided
             by that of the part's change, for each image.
         outputs: of the model, by call in its step and part: when the part last ran.
-        errors: of the forecasts of step reuse.
-        noise: that the solver adds.
     """
 
     def __init__(
@@ -139,7 +120,7 @@ class RunLog:
     def forget_outputs(self, call: int) -> None:
         """Drop what later steps would be compared with, of the calls with this number."""
         self.outputs = {key: output for key, output in self.outputs.items() if key[0] != call}
-        self.noise.forget()
+        self.noise.before = None
 
     @property
     def seconds(self) -> float:

@@ -34,14 +34,12 @@ from tokenmerge.runtime.patching.call_checks import (
 )
 from tokenmerge.runtime.patching.plan_life import begin_plans, caches_plans, features_to_cache
 from tokenmerge.runtime.patching.watched import look
-from tokenmerge.runtime.steps.decide import Decision, decide
 from tokenmerge.runtime.steps.guidance import copies_are_equal
 from tokenmerge.runtime.steps.noise_levels import noise_levels
-from tokenmerge.runtime.steps.per_thread import PerThread
-from tokenmerge.runtime.steps.pipeline import guidance_copies, guidance_scale, running_pipeline
+from tokenmerge.runtime.steps.pipeline import PerThread, guidance_copies, guidance_scale, running_pipeline
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync, number_of_steps, scheduler_of
 from tokenmerge.runtime.steps.step_seed import same_step
-from tokenmerge.runtime.steps.step_tracker import StepTracker
+from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
 
 
 class _Call(NamedTuple):

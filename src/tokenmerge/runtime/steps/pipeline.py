@@ -1,22 +1,46 @@
-"""Reads the denoising step and the batching of guidance from a diffusers pipeline."""
+"""Reads the denoising step and the batching of guidance from a diffusers pipeline, in each thread."""
 
 from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.runtime.steps.per_thread import PerThread
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, step_of
+
+Value = TypeVar("Value")
 
 _STEPS = 20  # where a pipeline has no default
 # Their batches hold the picture guided by text and image, by the image alone, and by nothing.
 _GUIDED_TWICE = ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLInstructPix2PixPipeline")
+
+
+class PerThread(threading.local, Generic[Value]):
+    """Holds one value for each thread, made when the thread first asks for it.
+
+    Copies and pickles of a model begin with new values.
+
+    The value itself is an ordinary object whose attributes change. ``torch.compile`` follows such changes,
+    and it would lose assignments to attributes of a ``threading.local``.
+    """
+
+    def __init__(self, make: Callable[[], Value]) -> None:
+        # Python calls this in every thread that uses the object, with the arguments of the first call.
+        self._make = make
+        self.value = make()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PerThread[Value]:
+        return PerThread(self._make)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PerThread, (self._make,)
 
 
 class Pipeline:
