@@ -281,21 +281,12 @@ def merge_in_hosts(
     merging, _ = hosts_that_merge(hosts, config, size=None, check_size=check_size, method=method)
     refuse_in_use([host.root for host in hosts])
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
-    told: set[str] = set()
+    facts = {"dense_if_too_small": dense_if_too_small, "told": set(), "method": method, "default": default}
     denoiser = next((host for host in merging if not host.controlnet), merging[0])
     first = config if default is None else default.default_settings
     states = {}
     for host in merging:
-        state = new_state(
-            host,
-            config,
-            pipeline,
-            dense_if_too_small=dense_if_too_small,
-            told=told,
-            method=method,
-            default=default,
-        )
-        states[host.root] = state
+        states[host.root] = state = new_state(host, config, pipeline, **facts)
         state.kept = look(state, host.root, pipeline.given, first)
         state.keep_dense(state.threads.value.own_memory)
     for host in hosts:

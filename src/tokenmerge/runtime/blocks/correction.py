@@ -27,15 +27,8 @@ def corrected(
 ) -> Any:
     """Return the result of a block or layer: exact where it is measured what merging loses, else corrected.
 
-    Args:
-        residuals: residuals of the block or layer, by call; the new one is cached.
-        number: the running call.
-        running: what merges in it; without a plan, the call is dense and measures.
-        layout: layout of the tokens.
-        combine: makes merged tokens from (plan, tokens).
-        call: the call, with all tokens.
-        merged: returns the result on merged tokens for a plan.
-        added_to: what the image and the text of the result are added to.
+    Its new residual takes the place of that of the same ``number`` in ``residuals``. ``merged`` returns the
+    result on merged tokens for a plan, and ``added_to`` is what image and text of the result are added to.
     """
     before, plan = residuals.get(number), running.plan
     if plan is None:

@@ -23,11 +23,7 @@ COMBINE: Mapping[str, Combine] = {"mean": merge, "keep": keep_destinations}
 
 
 def merged_call(
-    call: HostCall,
-    layout: Layout,
-    plan: Plan,
-    combine: Combine,
-    change_only: bool = False,
+    call: HostCall, layout: Layout, plan: Plan, combine: Combine, change_only: bool = False
 ) -> Any:
     """Return the result of a call with merged tokens, unmerged.
 
@@ -100,7 +96,7 @@ def add_lost(
 ) -> Any:
     """Add back the detail lost by merging: how the residual of a token differs from that of its group.
 
-    ``residuals`` are those of the same call on a step without merging, one for each tensor of the result.
+    ``residuals`` are those of a step without merging, one for each tensor of the result.
     """
     n = plan.inverse.shape[1]
 

@@ -80,7 +80,7 @@ def _plan_of(
         with torch.no_grad():  # gradient checkpointing does not plan again, and must save as many tensors
             features = state.layout.image(x, n, start)
             if settings.features in CACHED_FEATURES:
-                features = compared(state, settings, x, features, start)
+                features = compared(state, settings.features, x, features, start)
             plan = _new_plan(state, context, settings.planner, sequence, features)
             if model.revise_plan is not None:
                 plan = model.revise_plan(features, plan)
@@ -122,17 +122,17 @@ def _importance(state: BlockState, context: CallContext, features: Tensor) -> Te
     if change is None:
         return None
     importance = importance_of_tokens(change, *state.grids)
-    if importance is not None and part is not None:
-        start, stop = part_bounds(importance.shape[1], part.index, part.parts)
-        importance = importance[:, start:stop]
-    if importance is not None and len(features) == 1:
-        importance = importance.mean(dim=0, keepdim=True)
-    if importance is None or len(importance) != len(features):
-        warnings.warn(
-            f"{state.path}: planner={state.settings.planner!r} looks at what guidance changed, whose shape "
-            f"{tuple(change.shape)} does not fit {len(features)} × {features.shape[1]} tokens; it plans as "
-            "'tome' does",
-            stacklevel=2,
-        )
-        return None
-    return importance.to(features.device)
+    if importance is not None:
+        if part is not None:
+            importance = importance[:, slice(*part_bounds(importance.shape[1], part.index, part.parts))]
+        if len(features) == 1:
+            importance = importance.mean(dim=0, keepdim=True)
+        if len(importance) == len(features):
+            return importance.to(features.device)
+    warnings.warn(
+        f"{state.path}: planner={state.settings.planner!r} looks at what guidance changed, whose shape "
+        f"{tuple(change.shape)} does not fit {len(features)} × {features.shape[1]} tokens; it plans as "
+        "'tome' does",
+        stacklevel=2,
+    )
+    return None

@@ -115,8 +115,8 @@ class EmptyWhenCopied:
 class BlockMerge(NamedTuple):
     """What a block merges in its running call, with the settings of the step.
 
-    If it ``merges``, its input has ``images`` of ``tokens``, padding included. The plan is None on a correction
-    step, which measures what merging would lose.
+    If it ``merges``, its input has ``images`` of ``tokens``, padding included. The plan is None on a
+    correction step, which measures what merging would lose.
     """
 
     settings: MergeSettings

@@ -29,9 +29,7 @@ class CallContext:
         step: number of the step that draws depend on, int64.
         call: number of the call in its step.
         plan_call: number of the call whose plans this one uses.
-        caches_plans: whether plans are cached for later calls.
         caches_features: level and kind of features that are cached, for the plans of a later step.
-        decision: what runs and what merges.
         guidance_copies: how many times the batch holds each sample, for as many prompts.
         copies_equal: in a graph and on accelerators, whether it does hold equal samples; None: it does.
         guidance_difference: what guidance changed in the result of the last step; None: unknown.

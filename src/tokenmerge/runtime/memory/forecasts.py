@@ -45,14 +45,7 @@ def note_forecast(thread: ThreadState, part: str, before: Residual | None, now: 
 
 
 def note_output(log: RunLog, thread: ThreadState, tracker: StepTracker, result: Any) -> None:
-    """Compare the output of a call with those of earlier steps. Nothing waits for the device.
-
-    Args:
-        log: of the generation.
-        thread: of the running call.
-        tracker: of the generation; its running call.
-        result: of the model.
-    """
+    """Compare the model's result with those of earlier steps. Nothing waits for the device."""
     missed, log.missed = log.missed, []
     sample, log.sample = log.sample, None
     decision = thread.context.decision

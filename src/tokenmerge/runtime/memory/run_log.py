@@ -24,12 +24,9 @@ StepKind = Literal["merged", "unmerged", "reused"]
 class ForecastError(NamedTuple):
     """How wrong a forecast of step reuse would have been, in a step that ran the part.
 
-    Attributes:
-        step: number of steps of the generation before it.
-        part: ``"deep"`` for blocks and deep stages, ``"finest"`` for the finest level of a UNet.
-        gap: steps since the part ran before.
-        error: expected error of the picture that the model predicts in the step, divided by the contrast of
-            that picture, for each image, float32.
+    The part is ``"deep"`` for blocks and deep stages, ``"finest"`` for the finest level of a UNet. It ran
+    ``gap`` steps before. The error is expected in the picture that the model predicts in the step, divided by
+    the contrast of that picture, for each image, float32.
     """
 
     step: int
@@ -41,12 +38,9 @@ class ForecastError(NamedTuple):
 class AddedNoise:
     """How much noise a solver adds, measured once in a generation, from two steps without a setting of it.
 
-    A step keeps a share of the noise in its sample: that of the noise levels where the solver adds none.
-
-    Attributes:
-        kept: this share, one number; None: not measured yet.
-        levels: noise level before and after that step.
-        before: what the next step is compared with: index, sample and picture.
+    A step keeps a share of the noise in its sample: that of the noise levels where the solver adds none. The
+    share ``kept`` is None until it is measured, in a step with these ``levels`` before and after it. The next
+    step is compared with ``before``: index, sample and picture.
     """
 
     def __init__(self) -> None:
@@ -97,7 +91,8 @@ class RunLog:
     ) -> None:
         self.config, self.batch, self.steps, self.guidance = config, batch, steps, guidance
         sizes = [(rows * patch, columns * patch) for _, rows, columns in grids]
-        self.height, self.width = sizes[0] if sizes else (None, None)
+        size: tuple[int | None, int | None] = sizes[0] if sizes else (None, None)
+        self.height, self.width = size
         self.references = tuple(sizes[1:])
         self.tokens = sum(map(num_tokens, grids))
         self.levels = levels

@@ -167,13 +167,6 @@ class ModelState:
         """The blocks that merge."""
         return tuple(part for part in self.parts if isinstance(part, BlockState))
 
-    def memory_of(self, generation: Generation) -> Memory:
-        """Return what is cached in a generation."""
-        memory = self.memories.get(generation)
-        if memory is None:
-            memory = self.memories[generation] = Memory(self.groups)
-        return memory
-
     def use(self, memory: Memory) -> None:
         """Cache in ``memory`` from now on, in this thread."""
         for part, cache in zip(self.parts, memory.caches, strict=True):

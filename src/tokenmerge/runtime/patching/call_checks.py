@@ -18,6 +18,7 @@ from tokenmerge.ops import num_tokens
 from tokenmerge.planners import sequence_of, sequence_of_part
 from tokenmerge.plans.generation import Runs, plan_generation
 from tokenmerge.runtime.memory.state import ModelState, warn_caller
+from tokenmerge.runtime.patching.select import stages_at
 from tokenmerge.runtime.steps.scheduler import DenoisingStep
 
 Stages = Sequence[tuple[int, MergeSettings]]
@@ -176,7 +177,7 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
         return
     steps, grids = step.steps, state.threads.value.grid.shapes
     counted = f"{steps} step{'s' if steps > 1 else ''}"
-    stages = [(level, stage.at_level(level)) for level in state.settings for stage in config.stages()]
+    stages = stages_at(config, *state.settings)
     of_steps = [rule for rule in config.rules if rule.of_steps]
     each = (config.at_step(index, steps) for index in range(steps))
     if of_steps and not any(own.merges or own.reuse.on for own in each):

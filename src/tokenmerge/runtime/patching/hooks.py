@@ -37,7 +37,7 @@ from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.guidance import copies_are_equal
 from tokenmerge.runtime.steps.noise_levels import noise_levels
 from tokenmerge.runtime.steps.pipeline import PerThread, guidance_copies, guidance_scale, running_pipeline
-from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync, number_of_steps, scheduler_of
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync, scheduler_of
 from tokenmerge.runtime.steps.step_seed import same_step
 from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
 
@@ -220,7 +220,10 @@ def _check_step(state: ModelState, root: nn.Module, step: DenoisingStep | None, 
 def _begin_in_memory(state: ModelState, step: DenoisingStep | None, seed: Tensor) -> Memory:
     """Begin a call in the memory of its generation, and drop what is stale there."""
     thread = state.threads.value
-    memory = thread.own_memory if step is None else state.memory_of(step.generation)
+    memory = thread.own_memory
+    if step is not None:
+        known = state.memories.get(step.generation)
+        memory = state.memories.setdefault(step.generation, known or Memory(state.groups))
     memory.seed = seed
     if step is not None and (stale := memory.tracker.begin_call(step)) is not None:
         memory.forget(stale)
@@ -288,8 +291,10 @@ def _note_call(
     if memory.log is None or step is None:
         guidance = guidance_scale(call.pipe)
         grids = state.threads.value.grid.shapes if state.merges else ()
-        steps = number_of_steps(call.scheduler, None) if step is None else step.steps
-        levels = None if step is None else noise_levels(call.scheduler, step)
+        steps, levels = getattr(call.scheduler, "num_inference_steps", None), None
+        if step is not None:
+            steps, levels = step.steps, noise_levels(call.scheduler, step)
+        steps = steps if isinstance(steps, int) else None
         memory.log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels)
     state.last_run = memory.log
     memory.log.sample = sample if decision.caches and isinstance(sample, Tensor) else None

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
 
-from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ModelInUseError, NothingToMergeError, UnsupportedModelError
-from tokenmerge.models.base import Block, Host, modules_in
+from tokenmerge.models.base import Host, modules_in
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import part_of
 from tokenmerge.runtime.blocks.attention_kernels import leave_kernels, reach_kernels
@@ -33,7 +33,7 @@ from tokenmerge.runtime.patching.hooks import (
     compare_guidance,
     record_result,
 )
-from tokenmerge.runtime.patching.select import parts_to_merge, skipped_parts, why_nothing_merges
+from tokenmerge.runtime.patching.select import parts_to_merge, skipped_parts, stages_at, why_nothing_merges
 from tokenmerge.runtime.patching.swap import add_hook, check_swappable, remove_hooks, swap, undo
 from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline, is_pipeline
 
@@ -45,11 +45,10 @@ def hosts_that_merge(
     check_size: bool = True,
     method: str = "",
 ) -> tuple[list[Host], list[NothingToMergeError]]:
-    """Check all models of a pipeline before any is changed.
+    """Return the models of a pipeline that merge, and why ControlNets stay dense, before any is changed.
 
     The size is the height and width of the sample; None stands for what each model was made for. It is not
-    checked if ``check_size`` is False. The second result says why ControlNets stay dense beside a denoiser
-    that merges.
+    checked if ``check_size`` is False.
 
     Raises:
         NothingToMergeError: the denoiser, or a ControlNet without a denoiser, would merge nothing.
@@ -86,11 +85,10 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
             f"a step; {instead(method, 'take reuse.every=1')}"
         )
     if size is not None and not config.reuse.on:
-        rows, columns = (-(-side // host.patch) for side in size)
-        grid = host.frames, rows, columns
         # Settings for reference pictures are for calls that have some.
-        grids = (grid,) if host.references is None else (grid, grid)
-        check_grid(_stages([block for block, _ in parts], config), *grids, method=method)
+        grids = [host.grid_at(*size)] * (1 if host.references is None else 2)
+        levels = sorted({block.level for block, _ in parts})
+        check_grid(stages_at(config, *levels), *grids, method=method)
     for block, layers in parts:
         check_swappable(block.module, block.path, block.method)
         for layer in layers:
@@ -98,12 +96,6 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
             check_swappable(module, f"{block.path}.{layer.name}", "forward")
     for path, _, _ in skipped_parts(host, config):
         check_swappable(host.root.get_submodule(path), path, "forward")
-
-
-def _stages(blocks: Iterable[Block], config: ToMeConfig) -> tuple[tuple[int, MergeSettings], ...]:
-    """Return (level, what holds there) for each level of the blocks and each phase."""
-    levels = sorted({block.level for block in blocks})
-    return tuple((level, stage.at_level(level)) for level in levels for stage in config.stages())
 
 
 def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) -> ModelState:
@@ -117,10 +109,10 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
     plan_groups = [block.plan_group if config.plans.blocks else block.path for block in blocks]
     others = sum(len(layers) for _, layers in merging) + len(skipped)  # layers and stages have no plans
     groups = (*plan_groups, *[None] * others)
-    state = ModelState(config, host.call, _stages(blocks, config), groups, pipeline, **facts)
-
-    grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}
     levels = [block.level for block in blocks]
+    stages = stages_at(config, *sorted(set(levels)))
+    state = ModelState(config, host.call, stages, groups, pipeline, **facts)
+    grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}
     skips_blocks = config.reuse.on and not host.deep_stages
     block_states = [
         BlockState(
@@ -200,10 +192,9 @@ def restore(root: nn.Module) -> None:
 
 
 def refuse_in_use(models: Collection[nn.Module]) -> None:
-    """Refuse to change models that other threads run.
+    """Refuse to change models that other threads run, as their call stacks say.
 
-    It looks at the call stacks of these threads, so that a cancelled generation never counts. Between two
-    steps, a pipeline of diffusers is seen to use a model, and a loop of another kind is not.
+    Between two steps, a pipeline of diffusers is seen to use a model, and a loop of another kind is not.
 
     Raises:
         ModelInUseError: a call of one of the models runs, or a pipeline that has it.

@@ -75,17 +75,6 @@ def scheduler_of(pipe: Any, timestep: Tensor | float) -> Any:
     return getattr(pipe, "scheduler", None)
 
 
-def number_of_steps(scheduler: Any, step: DenoisingStep | None) -> int | None:
-    """Return the denoising steps as a user counts them; None: unknown.
-
-    A scheduler may call the model several times in one of them. ``step`` counts where it does not say.
-    """
-    number = getattr(scheduler, "num_inference_steps", None)
-    if isinstance(number, int):
-        return number
-    return None if step is None else step.total
-
-
 def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) -> DenoisingStep | None:
     """Return the step that a scheduler of diffusers is at; None: it does not say.
 

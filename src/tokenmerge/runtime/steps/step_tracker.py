@@ -100,12 +100,8 @@ class StepTracker:
     ) -> float | None:
         """Return how far the running call extrapolates a part of the model; None: the part runs, as is noted.
 
-        Args:
-            part: the part of the model.
-            runs: whether it is one of the steps that run the part.
-            shape: shape of the sample, and what else must be as it was.
-            holds: whether the part can be skipped after a single run. Its residual then stays as it is, with
-                a distance of 0, because it takes two runs to know how it changes.
+        A part that ``holds`` can be skipped after a single run. Its residual then stays as it is, with a
+        distance of 0, because it takes two runs to know how it changes.
         """
         _, last, seen = self.ran.get((self.call, part), (None, None, None))
         if seen == shape and not runs:
@@ -138,7 +134,7 @@ class Decision:
         runs: what runs in it.
         merging: what merges in it.
         caches: whether what runs is cached, for steps that skip it.
-        corrected: whether this or another step of the generation measures the error of merging.
+        corrected: whether some step of the generation measures the error of merging.
         deep: how far blocks or deep stages are extrapolated; None: they run. It is a tensor, so that compiled
             blocks need no graph for each value.
         finest: the same for the finest level of a UNet.
