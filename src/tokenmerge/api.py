@@ -141,9 +141,9 @@ def apply_token_merging(
         ConfigError: ``config`` is not a configuration, or does not fit the model.
         ModelInUseError: another thread runs the model.
     """
-    if isinstance(config, ViTConfig) and ratio is speedup is start is until is max_cache is min_psnr is None:
-        return _merge_in_encoders(pipe_or_model, config)
     if isinstance(config, ViTConfig) and ratio is speedup is max_cache is min_psnr is None:
+        if start is until is None:
+            return _merge_in_encoders(pipe_or_model, config)
         raise ConfigError("start, until: a vision transformer has no denoising steps; leave them out")
     asked = _asked(pipe_or_model, config, speedup, ratio, min_psnr)
     if start is not None or until is not None:
@@ -273,8 +273,7 @@ def merge_in_hosts(
             each size. Otherwise such a call raises NothingToMergeError.
         method: name of the settings, for the handle's text.
         hosts: the models in ``model``, if they are known. Finding them takes a third of the time of patching.
-        check_size: whether settings are refused that merge nothing at the model's default size. A call whose
-            sample is too small raises NothingToMergeError in any case.
+        check_size: whether settings are refused that merge nothing at the model's default size.
         default: the default method, which chooses the settings of each generation; None: ``config`` has them.
     """
     hosts = hosts or _hosts(model)

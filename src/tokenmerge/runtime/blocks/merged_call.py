@@ -62,11 +62,7 @@ def merged_call(
 
 
 def keyed_call(attention: nn.Module, call: HostCall, state: LayerState, plan: Plan, combine: Combine) -> Any:
-    """Return the result of self-attention in which all tokens attend to merged keys and values.
-
-    Raises:
-        UnsupportedModelError: keys, values and queries are projected by one layer.
-    """
+    """Return the result of self-attention in which all tokens attend to merged keys and values."""
     if getattr(attention, "fused_projections", False):
         raise UnsupportedModelError(
             f"{state.path}: scope='keys' needs keys and values projected apart from the queries, and "

@@ -34,11 +34,7 @@ def sequence_in(state: BlockState, settings: MergeSettings) -> TokenSequence:
 
 
 def active_call(state: BlockState, call: HostCall) -> BlockMerge:
-    """Find out what the running call of a block merges.
-
-    Raises:
-        UnsupportedModelError: its input has fewer tokens than its grid.
-    """
+    """Find out what the running call of a block merges, and refuse an input of fewer tokens than its grid."""
     layout, context, settings = state.layout, state.model.context, state.settings
     whole = state.block_layout
     if settings.scope == "block" and (whole is None or call.has(whole.dense_if)):
@@ -98,11 +94,9 @@ def _new_plan(
     state: BlockState, context: CallContext, planner: str, sequence: TokenSequence, features: Tensor
 ) -> Plan:
     """Plan for the tokens of a block: once for the copies of a sample that guidance compares."""
-    b = len(features)
-    copies = context.guidance_copies if b % context.guidance_copies == 0 else 1
-    if not state.batched:
-        copies = b
-    repeats = copies
+    repeats = copies = context.guidance_copies if state.batched else len(features)
+    if len(features) % copies:
+        repeats = copies = 1
     if copies > 1 and state.batched and context.copies_equal is not None:
         features, repeats = features_if_shared(features, copies, context.copies_equal.to(features.device)), 1
     elif copies > 1:

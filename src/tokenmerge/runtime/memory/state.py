@@ -135,11 +135,7 @@ class ModelState:
             warn_caller(message)
 
     def set_size(self, height: int, width: int) -> None:
-        """Give the size of the latents, for calls whose token grid cannot be read.
-
-        Raises:
-            ConfigError: a side is no integer ≥ 1, or no multiple of the model's patch.
-        """
+        """Give the size of the latents, for calls whose token grid cannot be read."""
         patch = self.call.patch
         for name, side in (("height", height), ("width", width)):
             if isinstance(side, bool) or not isinstance(side, int) or side < 1 or side % patch:

@@ -33,12 +33,9 @@ def merges_tokens(stages: Stages, *grids: GridShape) -> bool:
 
 
 def check_grid(stages: Stages, *grids: GridShape, method: str = "") -> None:
-    """Check that a call with these finest grids of (frames, rows, columns) has tokens to merge.
+    """Refuse a call with finest grids of (frames, rows, columns) that have no tokens to merge.
 
     The first is that of the picture being made, the others are those of reference pictures.
-
-    Raises:
-        NothingToMergeError: it has none.
     """
     if merges_tokens(stages, *grids) or not any(settings.merges for _, settings in stages):
         return
@@ -71,7 +68,7 @@ def check_grid(stages: Stages, *grids: GridShape, method: str = "") -> None:
 def check_given(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Refuse a call that leaves out an argument from which the token grid and the step are read."""
     by = state.call.timestep
-    needed = [state.call.sample, *([by] if isinstance(by, str) else [])]
+    needed = [state.call.sample] + [by] * isinstance(by, str)
     missing = [name for name in needed if arguments.get(name) is None]
     if missing:
         raise UnsupportedModelError(
@@ -93,11 +90,7 @@ def refuse_tracing(root: nn.Module) -> None:
 
 
 def check_size(state: ModelState, *grids: GridShape) -> None:
-    """Check that a call with these finest grids has tokens to merge, or may run dense.
-
-    Raises:
-        NothingToMergeError: it has none, and may not run dense.
-    """
+    """Refuse a call with finest grids that have no tokens to merge, unless it may run dense."""
     if state.config.reuse.on:  # it saves time without merging
         return
     try:
@@ -112,12 +105,7 @@ def check_size(state: ModelState, *grids: GridShape) -> None:
 
 
 def check_part(state: ModelState, root: nn.Module, part: Part, grids: Sequence[GridShape]) -> None:
-    """Check that tokens of the whole pictures can merge in the parts that several devices have.
-
-    Raises:
-        UnsupportedModelError: no token of some part can merge, or a planner would not remove equally many
-            tokens from each.
-    """
+    """Refuse parts of pictures, one for each device, from which not equally many tokens can be removed."""
     for _, settings in state.stages:
         whole = sequence_of(grids, settings)
         every = [sequence_of_part(whole.pictures, index, part.parts) for index in range(part.parts)]

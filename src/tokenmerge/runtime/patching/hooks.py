@@ -63,11 +63,7 @@ class _Call(NamedTuple):
 
 
 def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Before the model: check the call, and build what holds for it.
-
-    Raises:
-        UnsupportedModelError, NothingToMergeError, ConfigError: the call does not fit the settings.
-    """
+    """Before the model: check the call, and build what holds for it."""
     refuse_tracing(root)
     state: ModelState = root.__dict__[STATE]
     arguments = {**dict(zip(state.call.parameters[: len(args)], args, strict=True)), **kwargs}
@@ -121,7 +117,7 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     if memory.log is not None and not torch.compiler.is_compiling():
         memory.log.note_end()
         if thread.context.decision.caches:
-            note_output(memory.log, thread, memory.tracker, result)
+            note_output(memory.log, thread, result)
     if memory.tracker.is_last:
         memory.forget_results(memory.tracker.call, memory.tracker.call)
 
@@ -176,10 +172,10 @@ def _check_call(state: ModelState, root: nn.Module, arguments: dict[str, Any]) -
 def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> _Call:
     """Return what is known of a call with these arguments, by name."""
     sample, by = arguments[state.call.sample], state.call.timestep
-    timestep = arguments[by] if isinstance(by, str) else by(root, arguments)
-    seed = state.threads.value.seed.of(timestep, sample[0].device)
+    timestep, first = arguments[by] if isinstance(by, str) else by(root, arguments), sample[0]
+    seed = state.threads.value.seed.of(timestep, first.device)
     running = running_pipeline()
-    pipe, shape = state.pipeline.of_call(running), (len(sample), *sample[0].shape)
+    pipe, shape = state.pipeline.of_call(running), (len(sample), *first.shape)
     if torch.compiler.is_compiling():
         if state.follows_steps:
             raise UnsupportedModelError(

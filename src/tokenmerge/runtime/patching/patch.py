@@ -48,11 +48,8 @@ def hosts_that_merge(
     """Return the models of a pipeline that merge, and why ControlNets stay dense, before any is changed.
 
     The size is the height and width of the sample; None stands for what each model was made for. It is not
-    checked if ``check_size`` is False.
-
-    Raises:
-        NothingToMergeError: the denoiser, or a ControlNet without a denoiser, would merge nothing.
-        UnsupportedModelError: a block cannot be patched.
+    checked if ``check_size`` is False. A denoiser, or a ControlNet without one, that would merge nothing is
+    refused.
     """
     merging, left_dense = [], []
     for host in hosts:
@@ -69,12 +66,7 @@ def hosts_that_merge(
 
 
 def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, method: str = "") -> None:
-    """Check, before anything is changed, that the host would merge; the size is that of the sample, if known.
-
-    Raises:
-        NothingToMergeError: it has no block that would merge.
-        UnsupportedModelError: a block cannot be patched.
-    """
+    """Refuse a host that would not merge, or not at this size of the sample, before anything is changed."""
     parts = parts_to_merge(host, config)
     if not parts:
         raise NothingToMergeError(why_nothing_merges(host, config))
@@ -195,9 +187,6 @@ def refuse_in_use(models: Collection[nn.Module]) -> None:
     """Refuse to change models that other threads run, as their call stacks say.
 
     Between two steps, a pipeline of diffusers is seen to use a model, and a loop of another kind is not.
-
-    Raises:
-        ModelInUseError: a call of one of the models runs, or a pipeline that has it.
     """
     own = threading.get_ident()
     for thread, innermost in sys._current_frames().items():

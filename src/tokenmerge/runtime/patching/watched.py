@@ -81,9 +81,6 @@ def look(
 
     ``pipe`` is the pipeline that runs, or that was patched, and ``grids`` are the finest token grids of the
     next call; None: unknown.
-
-    Raises:
-        UnsupportedModelError: a pipeline of diffusers reads what the settings would leave out.
     """
     if not (found := watchers_in(root)):
         return Kept(config)

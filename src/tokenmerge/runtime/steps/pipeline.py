@@ -85,10 +85,7 @@ class Pipeline:
     def step(self, scheduler: Any, timestep: Tensor | float, runs_here: bool) -> DenoisingStep | None:
         """Return the denoising step of a call with a timestep; None: nothing says which it is.
 
-        ``runs_here`` says whether a pipeline with this scheduler runs in this thread.
-
-        Raises:
-            ConfigError: the scheduler's generation began in another thread, and no pipeline runs in this one.
+        Unless a pipeline with this scheduler ``runs_here``, a generation of another thread is refused.
         """
         if (given := self._given_step.value) is not None:
             return given
