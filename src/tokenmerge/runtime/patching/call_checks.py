@@ -68,7 +68,7 @@ def check_grid(stages: Stages, *grids: GridShape, method: str = "") -> None:
 def check_given(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Refuse a call that leaves out an argument from which the token grid and the step are read."""
     by = state.call.timestep
-    needed = [state.call.sample] + [by] * isinstance(by, str)
+    needed = [state.call.sample, *([by] if isinstance(by, str) else [])]
     missing = [name for name in needed if arguments.get(name) is None]
     if missing:
         raise UnsupportedModelError(
