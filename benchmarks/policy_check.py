@@ -32,6 +32,7 @@ from policy import FIELDS, TRANSFORMER, UNET, Artist, Scene, decibels, prompts_o
 
 from tokenmerge import Correction, ToMeConfig
 from tokenmerge.models.find import find_hosts
+from tokenmerge.plans import ROUNDING as REACHED
 from tokenmerge.plans import Facts, facts_of, plan_for, speedup_of
 from tokenmerge.runtime.steps.scheduler import ends_clean
 
@@ -86,7 +87,7 @@ class Planner:
     def beside(self, former: Mapping[str, Any]) -> tuple[dict[str, Any], ToMeConfig]:
         """Return a line for the default method at the speed-up of `auto`, and the settings to draw."""
         scene = Scene(**{name: former[name] for name in FIELDS})
-        plan = plan_for(self.facts(scene), former["counted"] - ROUNDING)
+        plan = plan_for(self.facts(scene), former["counted"] + REACHED - ROUNDING)
         about = {"aim": former["aim"], "method": OWN, "counted": round(plan.speedup, 3)}
         return {**dataclasses.asdict(scene), **about, "settings": plan.config.changed()}, plan.config
 

@@ -208,16 +208,18 @@ def text() -> str:
 
 def verdict(drawn: Mapping[tuple[str, float], Sequence[QualityRecord]], axis: str) -> str:
     """Return how many settings are not closer than `auto` at the same speed, and the names of the others."""
-    count, lines = 0, []
+    count, lines, fewer = 0, [], []
     for scene in filter(drawn.get, SCENES):
         found = leads(drawn[scene], times_of(scene) if axis == "measured" else None)
         closer = [f"{name} ({dB:+.1f} dB)" for name, dB in found.items() if dB > NOISE]
         count += len(found) - len(closer)
+        fewer += [dB for name, dB in found.items() if name.startswith("fewer-steps")]
         lines.append((len(found), f"- {scene[0]}, guidance {scene[1]:g}: {', '.join(closer) or 'none'}"))
     first = (
         f"Of {sum(cells for cells, _ in lines)} settings between {COMPARED[0]:g}× and {COMPARED[1]:g}×, "
         f"{count} are not closer than `auto` at the same {axis} speed by more than {NOISE} dB. "
-        "The others are:"
+        f"{len(fewer)} of them are fewer steps, of which {sum(dB < 0 for dB in fewer)} are less close than "
+        "`auto`. These are closer:"
     )
     return "\n\n".join([first, "\n".join(line for _, line in lines)])
 

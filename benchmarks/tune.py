@@ -202,7 +202,8 @@ def with_error(values: list[float]) -> str:
     >>> with_error([1.0, 3.0])
     '2.0 ± 1.0 dB'
     """
-    return f"{statistics.fmean(values):.1f} ± {statistics.stdev(values) / math.sqrt(len(values)):.1f} dB"
+    mean = f"{statistics.fmean(values):.1f}".replace("-", "−")
+    return f"{mean} ± {statistics.stdev(values) / math.sqrt(len(values)):.1f} dB"
 
 
 def main() -> None:

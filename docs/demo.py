@@ -1,4 +1,4 @@
-"""Draws docs/demo.png, and writes what README and the quickstart print, from what ``make demo`` drew.
+"""Draws docs/demo.png, and writes its caption and what the run printed, from what ``make demo`` drew.
 
     make docs/demo.png
 
@@ -19,8 +19,11 @@ from tokenmerge_tools.sheets import sample_sheet
 
 PICTURE = Path(__file__).with_name("demo.png")
 KEY = "drawn with"
-PAGES = (Path(__file__).parent.parent / "README.md", Path(__file__).with_name("quickstart.md"))
-BLOCK = re.compile(r"(<!-- printed: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
+PAGES = (Path(__file__).parent.parent / "README.md", *map(PICTURE.with_name, ("index.md", "quickstart.md")))
+BLOCK = re.compile(r"(<!-- (caption|printed): .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
+CAPTION = """\
+*A bundled model, one prompt, one seed: unchanged, and with `speedup={speedup}`, half of the operations and {psnr:.1f} dB.*
+"""
 
 
 def main(folder: Path) -> None:
@@ -40,14 +43,31 @@ def main(folder: Path) -> None:
     info = PngInfo()
     info.add_text(KEY, json.dumps(drawn_with(conditions)))
     pair.save(PICTURE, pnginfo=info)
-    # The seconds are those of this machine, and the estimate follows its rounding.
-    lines = run["summary"].splitlines()
-    lines = [line for line in lines if not line.startswith(("  last run", "  estimated"))]
-    printed = "\n".join(("```text", *lines, "```", ""))
+    blocks = {
+        "caption": CAPTION.format(speedup=float(speedup), psnr=psnr),
+        "printed": printed(run),
+    }
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        page.write_text(BLOCK.sub(lambda found: found[1] + printed + found[2], text), encoding="utf-8")
+        page.write_text(
+            BLOCK.sub(lambda found: found[1] + blocks[found[2]] + found[3], text), encoding="utf-8"
+        )
     print(PICTURE)
+
+
+def printed(run: dict) -> str:
+    """Return what the handle printed after the run, and how far its figures can be trusted."""
+    (psnr,), seconds = run["quality"]["psnr_db"], run["variants"]["dense"]["seconds_per_call"][0]
+    threads = run["conditions"]["environment"]["threads"]
+    expected, within = map(int, re.search(r"estimated: (\d+) ± (\d+) dB", run["summary"]).groups())
+    low, high = expected - within, expected + within
+    told = "the estimate was too low here" if psnr > high else "the estimate was too high here"
+    told = "as estimated" if low <= psnr <= high else told
+    note = (
+        f"*One run on {threads} CPU thread{'s' * (threads > 1)}; seconds vary. The unchanged model took "
+        f"{seconds:.1f} s. The picture has {psnr:.1f} dB: {told}.*"
+    )
+    return "\n".join(("```text", run["summary"], "```", "", note, ""))
 
 
 def drawn_with(conditions: dict) -> dict:

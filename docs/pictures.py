@@ -1,6 +1,6 @@
-"""Draw the pictures of the first page, web UIs, serving, export and the playground with the bundled models.
+"""Draw the pictures of the first page, web UIs, serving, export, the playground and ComfyUI.
 
-    python docs/pictures.py                  # all of them; the last one opens Chromium, driven by playwright
+    python docs/pictures.py                  # all of them; the last two open Chromium, driven by playwright
     python docs/pictures.py tour serving
 
 What stands in them is counted or compared, so that it does not depend on the machine. Only the picture of the
@@ -10,6 +10,7 @@ playground shows times, as they were when it was drawn.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 import subprocess
@@ -66,6 +67,7 @@ def closeness(one: Image.Image, dense: Image.Image) -> str:
 
 
 SMALL, LARGE, STEPS = 128, 256, 20
+PORT = 8197  # of ComfyUI's server
 
 # --- the first page -------------------------------------------------------------------------------------
 
@@ -303,12 +305,73 @@ def playground() -> None:
         server.terminate()
 
 
+# --- ComfyUI --------------------------------------------------------------------------------------------
+
+# Leaves the nodes and their text fields of the page visible, and moves them into the picture.
+GRAPH_ALONE = """() => {
+    const keep = new Set();
+    for (const own of document.querySelectorAll("#graph-canvas, .dom-widget")) {
+        for (let one = own; one; one = one.parentElement) keep.add(one);
+        own.querySelectorAll("*").forEach(one => keep.add(one));
+    }
+    for (const one of document.querySelectorAll("body *"))
+        if (!keep.has(one)) one.style.setProperty("visibility", "hidden", "important");
+    const view = window.app.canvas.ds;
+    [view.scale, view.offset] = [0.85, [-20, 20]];
+    window.app.canvas.show_info = false;
+    window.app.canvas.setDirty(true, true);
+}"""
+COMFYUI = DOCS.parent / ".venv-comfyui" / "bin" / "python"  # by `make environments`
+
+
+def comfyui() -> None:
+    """Show the workflow for Stable Diffusion 1.5 in the page of ComfyUI's server."""
+    from playwright.sync_api import sync_playwright
+
+    from tokenmerge.integrations.comfyui.install import SOURCE, install
+
+    workflow = (SOURCE / "example_workflows" / "tokenmerge-sd15.json").read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as after:
+        checkpoints = Path(folder) / "models" / "checkpoints"
+        checkpoints.mkdir(parents=True)
+        (checkpoints / "v1-5-pruned-emaonly-fp16.safetensors").touch()
+        (Path(folder) / "custom_nodes").mkdir()
+        install(folder)
+        started = [COMFYUI, DOCS.parent / "tests/integrations/comfyui/comfy_server.py", "--port", PORT]
+        started += ["--base-directory", folder, "--disable-api-nodes", "--database-url", "sqlite:///:memory:"]
+        log = after.enter_context((Path(folder) / "log.txt").open("wb"))
+        server = subprocess.Popen([str(word) for word in started], stdout=log, stderr=log, cwd=folder)
+        after.callback(server.wait)
+        after.callback(server.terminate)
+        playwright = after.enter_context(sync_playwright())
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        after.callback(browser.close)
+        page = browser.new_page(viewport={"width": 1440, "height": 560})
+        page.set_default_timeout(600_000)
+        for _ in range(300):
+            with contextlib.suppress(Exception):
+                page.goto(f"http://127.0.0.1:{PORT}")
+                break
+            page.wait_for_timeout(2000)
+        page.wait_for_function("window.app && window.app.graph && window.app.extensionManager")
+        page.wait_for_timeout(5000)
+        page.keyboard.press("Escape")  # the templates, which a first visit opens
+        page.evaluate("workflow => window.app.loadGraphData(workflow)", json.loads(workflow))
+        page.wait_for_timeout(3000)
+        page.evaluate(GRAPH_ALONE)
+        page.wait_for_timeout(3000)
+        file = Path(folder) / "page.png"
+        page.screenshot(path=file)
+        save("comfyui", Image.open(file).convert("RGB"))
+
+
 ALL = {
     "tour": tour,
     "web-uis": web_uis,
     "serving": serving,
     "export": exported,
     "playground": playground,
+    "comfyui": comfyui,
 }
 
 if __name__ == "__main__":

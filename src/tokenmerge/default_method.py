@@ -18,6 +18,7 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
 from tokenmerge.plans import (
+    ROUNDING,
     Estimate,
     Facts,
     Plan,
@@ -168,7 +169,7 @@ class DefaultMethod:
         """Return what the settings do not reach of the speed-up, as a sentence; empty: they reach it."""
         known = self._known(grid, steps, guidance)
         highest = highest_speedup(known)
-        if highest >= self.speedup:
+        if highest + ROUNDING >= self.speedup:
             return ""
         size = " × ".join(map(str, known.grid[known.grid[0] == 1 :]))
         where = f"in {known.steps} step{'s' if known.steps > 1 else ''} on {size} tokens"

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import tiny_pipeline
+import torch
 import vits
-from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
 from PIL import Image
 from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
@@ -23,6 +24,8 @@ from tokenmerge import ConfigError, ToMeConfig, presets
 from tokenmerge.config import SETTINGS, save_config
 from tokenmerge.default_method import settings_for
 from tokenmerge.planners import PLANNERS
+from tokenmerge.plans.generation import plan_generation
+from tokenmerge.report.summary import signs_of
 from tokenmerge_tools import demo
 from tokenmerge_tools.evaluate.metrics import parse_metrics
 from tokenmerge_tools.method_spec import read_setting
@@ -63,8 +66,10 @@ def code(language: str, document: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("document", "snippet"),
     [
-        # README draws 20 steps with a bundled model.
-        pytest.param(name, snippet, marks=pytest.mark.slow if name == "README.md" else ())
+        # These draw many steps, or load a bundled model.
+        pytest.param(
+            name, snippet, marks=pytest.mark.slow if name == "README.md" or "demo.path" in snippet else ()
+        )
         for name in WITH_PYTHON
         for snippet in code("python", ROOT / name)
     ],
@@ -256,6 +261,45 @@ def test_the_page_of_rivals_says_what_its_record_says():
     assert written["tables"]().count("\n| auto speedup=") == 5 * len(written["records_of"](written["DRAWN"]))
 
 
+def test_the_first_page_says_how_the_default_method_compares():
+    written = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))
+    drawn = written["records_of"](written["DRAWN"])
+    found = {scene: written["leads"](records) for scene, records in drawn.items()}
+    leads = [(scene, name, dB) for scene, own in found.items() for name, dB in own.items()]
+    fewer = [dB for _, name, dB in leads if name.startswith("fewer-steps")]
+    page = " ".join((ROOT / "docs/index.md").read_text(encoding="utf-8").split())
+    less = sum(dB < 0 for dB in fewer)
+    assert f"{less} of {len(fewer)} settings with fewer steps are less close" in page
+    closer = [(scene, name) for scene, name, dB in leads if dB > written["NOISE"]]
+    strong = ("emoji-mmdit", 7.0)
+    assert closer == [(strong, "fewer-steps steps=15"), (strong, "easycache threshold=0.3")]
+    assert "15 of 20 steps are closer" in page
+    assert "one setting](rivals.md) of EasyCache" in page
+    own = [one for records in drawn.values() for one in records if one.variant == "auto"]
+    assert {one.config["ratio"] for one in own} == {0}  # docs/rivals.md: `auto` merges none of the tokens
+
+
+def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(
+            sample_size=128,
+            block_out_channels=(320, 640, 1280),
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            transformer_layers_per_block=[1, 2, 10],
+            attention_head_dim=[5, 10, 20],
+            cross_attention_dim=2048,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=256,
+            projection_class_embeddings_input_dim=2816,
+            use_linear_projection=True,
+        )
+    config = settings_for(unet, 2.0, 128, 128, 30, 5.0, follows_steps=True)
+    signs = signs_of(plan_generation(config, 30), config.merges, is_unet=True)
+    assert set(signs) == {"D", "f"}
+    assert "At 1024 × 1024 its plan has `D` in place of `M`" in " ".join(README.split())
+
+
 def test_a_rival_is_compared_with_the_line_between_two_speeds():
     leads = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))["leads"]
 
@@ -272,7 +316,7 @@ def test_a_rival_is_compared_with_the_line_between_two_speeds():
         record("sada", 2.0, 60.0, images=1),
     ]
     assert leads([*ours, *others]) == pytest.approx({"seacache 1.8": 1.0, "seacache 2": -0.5})
-    # Measured, ours are at 2× and 1.4×, and ours has 42 dB where the first rival is; the second was not timed.
+    # Measured, ours are at 2× and 1.4×. Where the first rival is, ours has 42 dB. The second was not timed.
     times = {"auto 2.2": 2.0, "auto 1.4": 1.4, "seacache 1.8": 1.85, "sada 2": 2.0}
     timed = {label: SimpleNamespace(speedup=speedup) for label, speedup in times.items()}
     assert leads([*ours, *others], timed) == pytest.approx({"seacache 1.8": 3.0})

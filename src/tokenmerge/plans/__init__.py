@@ -3,13 +3,14 @@
 :func:`choose` is a pure function. Nothing here knows a library of models or runs one.
 """
 
-from tokenmerge.plans.choose import Plan, choose, highest_speedup, plan_for
+from tokenmerge.plans.choose import ROUNDING, Plan, choose, highest_speedup, plan_for
 from tokenmerge.plans.cost import correction_bytes, speedup_of
 from tokenmerge.plans.estimate import Estimate, Shown, estimate_closeness, noise_of
 from tokenmerge.plans.facts import Facts, facts_of
 from tokenmerge.plans.tolerance import Tolerance
 
 __all__ = [
+    "ROUNDING",
     "Estimate",
     "Facts",
     "Plan",

@@ -81,11 +81,11 @@ def title(config: ToMeConfig, conditions: Conditions) -> str:
 # The names of layers in diffusers, in words.
 _LAYERS = {"attn1": "self-attention", "attn2": "cross-attention"}
 # The sign of each kind of step, and what it does.
-_SIGNS = {
+SIGNS = {
     "M": "the whole model runs, on merged tokens",
     "D": "the whole model runs, and no token merges",
     "C": "the whole model runs, and no token merges; this step corrects what merging loses in the others",
-    "f": "only the finest level of the UNet runs, its blocks with the most tokens",
+    "f": "only the finest level of the UNet runs, the one with the most pixels",
     "·": "all blocks are skipped",
 }
 
@@ -94,7 +94,7 @@ def _plan(config: ToMeConfig, report: Report, is_unet: bool) -> list[str]:
     """Return the generation plan as one sign for each step, and what the signs mean."""
     assert report.steps is not None
     signs = signs_of(plan_generation(config, report.steps), bool(report.rows), is_unet)
-    return [f"plan: {signs}", *(f"      {sign} {what}" for sign, what in _SIGNS.items() if sign in signs)]
+    return [f"plan: {signs}", *(f"      {sign} {what}" for sign, what in SIGNS.items() if sign in signs)]
 
 
 def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:

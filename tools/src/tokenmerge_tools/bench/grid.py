@@ -77,8 +77,8 @@ class BenchOptions:
             "--variant",
         ),
     ] = ("auto", "tome", "tomesd")
-    speedup: Annotated[tuple[float, ...], _axis("Wanted speed-up of auto.")] = (DEFAULT_SPEEDUP,)
-    ratio: Annotated[tuple[float, ...], _axis("Fraction of tokens removed by the others.")] = (0.5,)
+    speedup: Annotated[tuple[float, ...], _axis("Speed-up that auto should reach.")] = (DEFAULT_SPEEDUP,)
+    ratio: Annotated[tuple[float, ...], _axis("Fraction of tokens that the other methods remove.")] = (0.5,)
     compile: tuple[bool, ...] = (False,)
     steps: Annotated[int, _shared("Denoising steps.")] = 25
     guidance: Annotated[

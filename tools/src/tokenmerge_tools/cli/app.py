@@ -58,7 +58,7 @@ def install(
 
 
 app = typer.Typer(
-    help="Faster diffusion models without training: merge redundant tokens.",
+    help="Faster diffusion models without training, by token merging and step reuse.",
     epilog=_examples("generate 'a red apple'", "inspect --size 256", "env"),
     rich_markup_mode="markdown",
 )

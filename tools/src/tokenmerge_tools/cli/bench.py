@@ -25,11 +25,14 @@ def bench(
         str | None, typer.Option(help=f"Repeat the grid of a published table: {', '.join(PRESETS)}.")
     ] = None,
     grid: Annotated[
-        Path | None, typer.Option(help="TOML file with the axes and settings; flags override single values.")
+        Path | None,
+        typer.Option(help="TOML file with the variants, sizes and other values; options override them."),
     ] = None,
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", help="Results file, one JSON line per cell; continued if it exists."),
+        typer.Option(
+            "--out", "-o", help="Results file, one JSON line per measurement; continued if it exists."
+        ),
     ] = Path("outputs/bench.jsonl"),
     *,
     given: dict[str, Any],
@@ -38,12 +41,12 @@ def bench(
         option("Settings", "Use torch.compile, also for dense. Default: no.", "--compile/--no-compile"),
     ] = None,
 ) -> None:
-    """Measure time and memory of the denoiser, dense and merged, over a grid of settings.
+    """Measure time and memory of single calls of the denoiser, dense and merged.
 
-    A cell is one variant at one setting. The calls of all cells of a setting are interleaved, and each cell
-    reports its median and quartiles. A cell that runs out of memory is marked, and the benchmark continues.
-    To continue after Ctrl-C or a kill, run the same command again. The defaults below apply to what a preset
-    or a grid file does not set. tokenmerge evaluate times whole pictures.
+    To time whole pictures, take tokenmerge evaluate. A variant is a method with its settings. At each size,
+    batch and dtype, the calls of all variants take turns, and each variant has its median and quartiles. One
+    that runs out of memory is marked, and the others go on. After Ctrl-C, run the same command again to
+    continue. Defaults below hold for what neither a preset nor a grid file sets.
     """
     if compile is not None:
         given["compile"] = compile

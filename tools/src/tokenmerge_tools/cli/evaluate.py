@@ -33,19 +33,21 @@ def evaluate(
         float | None,
         option(
             "Running",
-            "For --dry-run: seconds of a dense picture. Default: those of an earlier run.",
+            "For --dry-run: how long a dense picture takes. Default: as long as in an earlier run.",
             parser="number",
         ),
     ] = None,
 ) -> None:
-    """Measure closeness to dense and speed-up on many pictures, drawn dense and merged from the same seeds.
+    """Measure how close to dense and how fast methods are, on many pictures.
 
-    Each picture is timed, so that tokenmerge report can draw the price curve from this one run. The variant
-    fewer-steps is a dense run with as many steps as each other variant counts operations.
+    A variant is a method with its settings. Each prompt is drawn dense and by every variant, from the same
+    seed. The variant fewer-steps stands for dense pictures in fewer steps: for each other variant, in as many
+    as need the same operations. Each picture is timed, so that tokenmerge report can plot closeness over
+    speed.
 
-    All metrics are loaded before the first picture: you see which weights are downloaded, and a metric that
-    cannot work here raises an error. After Ctrl-C, finished pictures are kept; run the same command again to
-    continue. For videos, picture metrics are means over the frames, and the motion is compared with dense.
+    Metrics are loaded first. A message says which weights are downloaded, and a metric that cannot work here
+    is an error. After Ctrl-C, run the same command again to continue. For videos, metrics are means over the
+    frames, and the motion is compared with dense.
     """
     given = {**(OF_PRESET if "preset" in given else {}), **given}
     about = [given.get(name) for name in ("size", "steps", "scheduler", "guidance")]

@@ -24,10 +24,10 @@ def export(
 ) -> None:
     """Export a denoiser that merges tokens, at a fixed size, for programs that run without PyTorch.
 
-    The exported model plans and merges by itself in each call. It is one graph for every step, so it cannot
-    reuse steps, and takes a ratio in place of a speed-up: by default half of the tokens merge. Settings that
-    follow the denoising steps are refused. A ratio of 0 exports the dense model.
-    The result is checked against PyTorch, and export.json in the folder describes it.
+    The exported model merges by itself in each call. It is one graph for every step, so no step can skip
+    parts of it: give a ratio and no speed-up. By default half of the tokens merge, and a ratio of 0 exports
+    the dense model. Settings that differ from step to step are refused. The result is checked against
+    PyTorch, and export.json in the folder describes it.
     """
     options = ExportOptions(model=model, **given)
     quiet_libraries("tokenmerge export")

@@ -31,14 +31,14 @@ def generate(
         ),
     ] = None,
     details: Annotated[
-        bool, typer.Option("--details", help="Also print the spread of times, memory, and all settings.")
+        bool, typer.Option("--details", help="Also print memory, all settings, and how much the times vary.")
     ] = False,
     given: dict[str, Any],
 ) -> None:
-    """Generate pictures with and without merging from the same seeds; measure time, memory and closeness.
+    """Draw pictures with and without tokenmerge from the same seeds, and compare them.
 
-    This writes the pictures, a comparison picture and run.json. Times are medians of interleaved pipeline
-    calls after a few untimed steps.
+    This prints times, speed-up and closeness. It writes the pictures, comparison.png with both side by side,
+    and run.json. Calls with and without tokenmerge take turns, and the time is the median.
     """
     if prompt is not None:
         given["prompt"] = prompt

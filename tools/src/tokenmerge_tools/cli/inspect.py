@@ -26,7 +26,7 @@ def inspect(
     batch: Annotated[int, picture("Samples per step; guidance needs two per picture.", parser="integer")] = 2,
     steps: Annotated[
         int | None,
-        picture("Denoising steps, to report the mean operations over them.", parser="integer"),
+        picture("Denoising steps. With them, the mean over a generation is printed.", parser="integer"),
     ] = None,
     guidance: Guidance = None,
     reference: Annotated[
@@ -36,7 +36,10 @@ def inspect(
     merging: MethodSpec,
     as_json: AsJson = False,
 ) -> None:
-    """Show what merging would do to each block of a model. This reads only its configs, no weights."""
+    """Count what merging would save in each block of a model, and over all steps.
+
+    Only the configs of the model are read, and no weights. Nothing is drawn.
+    """
     wanted = None if size is None else parse_size(size)
     quiet_libraries("tokenmerge inspect")
     with terminal.working("reading the configs"):

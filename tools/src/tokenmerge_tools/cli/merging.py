@@ -75,27 +75,29 @@ def _of_model(
 
 def merging(
     method: Annotated[
-        str, _merging(f"{', '.join(METHODS)}. The options below override the method's settings.")
+        str,
+        _merging(f"{', '.join(METHODS)}. auto is the default method. The options below change its settings."),
     ] = MethodSpec.method,
     speedup: Annotated[
         float | None,
         _merging(
-            "Wanted speed-up of the default method (auto), by counted operations. Default: 2.",
+            "Speed-up that auto should reach: operations of the unchanged denoiser, divided by those that "
+            "run. Default: 2.",
             parser="number",
         ),
     ] = None,
     ratio: Annotated[
         float | None,
         _merging(
-            "Fraction of tokens that the other methods remove, from 0 to 1 - 1/(sx*sy). Without --method, "
-            "tokens merge before attention in every step, and nothing is skipped.",
+            "Fraction of tokens to remove, from 0 to 1 - 1/(sx*sy), for all methods but auto. Without "
+            "--method, tokens merge before attention in every step, and nothing is skipped.",
             parser="number",
         ),
     ] = None,
     settings: Annotated[
         list[str] | None,
         _merging(
-            "NAME=VALUE: any setting of ToMeConfig, such as scope=block, reuse.every=2 or seed=none; rules "
+            "NAME=VALUE: any setting of ToMeConfig, such as scope=block, reuse.every=2 or seed=none. Rules "
             'are JSON: rules=[{"level": 2, "ratio": 0.25}]. '
             "May be repeated.",
             "--set",

@@ -17,7 +17,8 @@ from tokenmerge_tools.reporting.page import as_html, content_of
 
 def report(
     results: Annotated[
-        list[Path] | None, typer.Argument(help="Files or folders of tokenmerge bench and evaluate.")
+        list[Path] | None,
+        typer.Argument(help="Files that tokenmerge bench and evaluate wrote, or their folders."),
     ] = None,
     out: Annotated[
         Path,

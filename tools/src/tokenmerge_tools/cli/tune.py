@@ -27,17 +27,21 @@ def tune(
     *,
     given: dict[str, Any],
     within: Annotated[
-        str, option("Search", "How long to measure, such as 90s, 10min or 1h. Continued runs count too.")
+        str,
+        option(
+            "Search",
+            "How long to measure, such as 90s, 10min or 1h. Earlier runs of the same command count too.",
+        ),
     ] = "10min",
 ) -> None:
-    """Find a plan that is closer to dense than that of the default method, at the same speed-up.
+    """Measure the default method on your model and prompts, and look for a closer plan of the same speed-up.
 
-    The search begins with the plan of the default method. It changes which steps run everything, and how many
-    tokens merge, and compares the final latents with dense ones of the same seeds. No plan is slower, by
-    counted operations. Then the best plan draws prompts that were kept back, beside dense, the default
-    method, fewer steps and the installed block caches, and each call is timed. Ctrl-C stops early and reports
-    what was found; run the same command again to continue. The exit code is 3 if the speed-up cannot be
-    reached.
+    A plan says which steps run the whole model, and how many tokens merge. The search begins with the plan of
+    the default method, changes it, and compares the final latents with dense ones of the same seeds. No plan
+    that it tries counts more operations. Then the best plan draws prompts that were kept back, beside dense,
+    the default method, fewer steps and the installed block caches, and each call is timed. On the bundled
+    models, short searches found no closer plan. After Ctrl-C, the results so far are printed; run the same
+    command again to continue. The exit code is 3 if the speed-up cannot be reached.
     """
     options = TuneOptions(within=parse_seconds(within), **given)
     quiet_libraries("tokenmerge tune")

@@ -95,8 +95,11 @@ class EvaluateOptions(PipelineOptions):
             "--variant",
         ),
     ] = ("auto", "tome", "fewer-steps")
-    speedup: Annotated[tuple[float, ...], _compared("Wanted speed-up of auto.")] = (1.5, 2.0, 3.0)
-    ratio: Annotated[tuple[float, ...], _compared("Fraction of tokens removed by the others.")] = (0.25, 0.5)
+    speedup: Annotated[tuple[float, ...], _compared("Speed-up that auto should reach.")] = (1.5, 2.0, 3.0)
+    ratio: Annotated[tuple[float, ...], _compared("Fraction of tokens that the other methods remove.")] = (
+        0.25,
+        0.5,
+    )
     metrics: Annotated[
         tuple[str, ...],
         _compared(

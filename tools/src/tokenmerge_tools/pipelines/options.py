@@ -110,7 +110,7 @@ class GenerateOptions(PipelineOptions):
         float | None,
         option(
             "Merging",
-            "Wanted PSNR to the dense picture, in dB. Auto skips fewer steps where its estimate is lower.",
+            "Least PSNR to the dense picture, in dB. Where auto estimates less, it skips less.",
             parser="number",
         ),
     ] = None
@@ -124,11 +124,11 @@ class GenerateOptions(PipelineOptions):
     compile: Annotated[
         bool, machine("Use torch.compile. Compiling is part of the untimed warm-up.", "--compile")
     ] = False
-    compare: Annotated[bool, machine("Also run without merging.", "--compare/--no-compare")] = True
-    repeat: Annotated[int, machine("Timed calls per variant.", parser="integer")] = 3
+    compare: Annotated[bool, machine("Also draw without tokenmerge.", "--compare/--no-compare")] = True
+    repeat: Annotated[int, machine("Timed calls with tokenmerge, and as many without.", parser="integer")] = 3
     record_steps: Annotated[
         bool,
-        machine("Print what each merged step of the untimed call did.", "--record-steps"),
+        machine("Print a row for each step: what ran, what merged, and how long it took.", "--record-steps"),
     ] = False
 
     def __post_init__(self) -> None:

@@ -175,7 +175,7 @@ def _results(gr: Any) -> list[Any]:
     code |= {"lines": 1, "buttons": ["copy"]}
     with gr.Column(visible=False) as rest:
         python = gr.Code(label="Python: this picture from your pipeline", elem_id="python", **code)
-        tune = gr.Code(label="Send to tune: a closer plan", elem_id="tune", **code)
+        tune = gr.Code(label="Send to tune: measure it on several prompts", elem_id="tune", **code)
         with gr.Accordion("What merged, and what that saves", open=False):
             details = gr.Code(show_label=False, **code)
     return [tiles, slider, groups, caption, python, tune, details, rest]

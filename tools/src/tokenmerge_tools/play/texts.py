@@ -93,7 +93,7 @@ def _merging(options: GenerateOptions) -> str:
 
 
 def tune_command(trial: Trial) -> str:
-    """Return the command that searches for a closer plan at the speed of a trial.
+    """Return the command that measures the speed of a trial, and searches for a closer plan.
 
     If merging was hardly faster in it, the command asks for a speed-up of 1.5.
     """

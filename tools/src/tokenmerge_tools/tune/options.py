@@ -27,7 +27,7 @@ class TuneOptions(PipelineOptions):
     """
 
     speedup: Annotated[
-        float, _search("Wanted speed-up: dense operations over those of the plan.", parser="number")
+        float, _search("Speed-up to reach: dense operations, divided by those of the plan.", parser="number")
     ] = 2.0
     within: float = 600.0
     prompts: Annotated[Path | None, _search(PROMPTS_HELP)] = None
@@ -41,7 +41,7 @@ class TuneOptions(PipelineOptions):
     items: Annotated[
         int,
         _search(
-            "Number of prompts and seeds: two thirds for the search, the others for the check.",
+            "Number of prompts: two thirds for the search, the others for the check.",
             parser="integer",
         ),
     ] = 12

@@ -8,6 +8,8 @@ from random import Random
 
 from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.plans import Facts, plan_for, speedup_of
+from tokenmerge.plans.generation import plan_generation
+from tokenmerge.report.summary import signs_of
 
 # What a step runs: everything, what step reuse never skips and a UNet's finest level, or not even that.
 COMPLETE, FINEST, LEAST = "M", "f", "·"
@@ -53,8 +55,11 @@ class SearchedPlan:
 
     @property
     def name(self) -> str:
-        """A short name, such as ``"MMfMfMfM ratio 0.5"``."""
-        merging, words = self.merging, [self.runs]
+        """A short name, such as ``"MMfMfMfM ratio 0.5"``, with the signs of a patch that is printed."""
+        merging, plan = self.merging, plan_generation(self.config, len(self.runs))
+        signs = signs_of(plan, merges=merging.ratio > 0, is_unet=True)
+        complete = (sign if own == COMPLETE else own for own, sign in zip(self.runs, signs, strict=True))
+        words = ["".join(complete)]
         if merging.ratio:
             words += [f"ratio {merging.ratio:g}"] + ["whole blocks"] * (merging.scope == "block")
             words += [f"corrected every {merging.correction.every}"] * merging.correction.on

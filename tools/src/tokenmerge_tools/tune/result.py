@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmerge.config import SavedSettings, plan_content
+from tokenmerge.report.summary import SIGNS
 from tokenmerge_tools.files import write_atomically, write_json
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER
 from tokenmerge_tools.reporting.tables import Table, TableRow, times
@@ -38,8 +39,9 @@ def verdict(search: Search) -> str:
         said.append(f"{wanted} cannot be reached here: at most {times(search.counted[0])}, by operations.")
     if search.best == search.rule:
         if not search.was_search:
+            plans = "plan was" if search.tried == 1 else "plans were"
             said.append(
-                f"Not enough time: only {search.tried} plans were compared with that of the default method, "
+                f"Not enough time: only {search.tried} {plans} compared with that of the default method, "
                 f"so this was no search. Give --within {_minutes(search.enough)}, or take the default "
                 f"method: tokenmerge.apply_token_merging(pipe, {wanted})."
             )
@@ -88,8 +90,9 @@ def tuned_table(search: Search) -> Table:
         f"steps, {conditions['dtype']} on {conditions['device']}: a speed-up of {search.options.speedup:g}"
     )
     header = ("plan", "", "counted", "timed", f"{metric} {arrow}", "prompts")
+    drawn = {sign for plan in (search.rule, search.best) for sign in plan.name.split()[0]}
     notes = (
-        "M: everything runs; f and ·: no deep stages or blocks; ·, in a UNet: its finest level neither",
+        *(f"{sign}: {what}" for sign, what in SIGNS.items() if sign in drawn),
         f"timed: t_dense / t, with interleaved calls; {metric}: to the dense picture of the same seed, on "
         "prompts that the search did not draw; ± is one standard error",
     )
