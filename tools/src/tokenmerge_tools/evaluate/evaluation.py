@@ -16,6 +16,7 @@ from tokenmerge.config.checks import integer, one_of, optional
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import counted_speedup
 from tokenmerge_tools import demo
+from tokenmerge_tools.evaluate.distances import DISTANCES, pictures_in
 from tokenmerge_tools.evaluate.metrics import METRIC_NAMES, parse_metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import (
@@ -104,6 +105,10 @@ class EvaluateOptions(PipelineOptions):
             "--metric",
         ),
     ] = ()
+    reference: Annotated[
+        Path | None,
+        _compared("Folder of pictures that fid and kid compare with. Default: the dense pictures."),
+    ] = None
     frames: Annotated[
         int | None,
         picture(
@@ -134,7 +139,9 @@ class EvaluateOptions(PipelineOptions):
         for name, lowest in (("limit", 1), ("every_nth", 1), ("seeds", 1), ("samples", 0), ("frames", 2)):
             optional(integer(lowest))(name, getattr(self, name))
         self.specs()
-        self.wanted()
+        wanted = self.wanted()
+        if self.reference is not None and not wanted.keys() & set(DISTANCES):
+            raise ConfigError("reference: only fid and kid compare with it; add --metric fid or --metric kid")
         optional(one_of(tuple(PRESETS)))("preset", self.preset)
         if self.uses_own_prompts and self.model not in demo.NAMES:
             raise ConfigError(
@@ -177,8 +184,9 @@ class Evaluation:
     """What an evaluation draws, and where.
 
     The size is (width, height) in pixels, and dense is the first variant. ``frames`` is the length of videos;
-    None: pictures are drawn. ``counted`` has the speed-ups by counted operations that are known without a
-    run, by label, and ``left_out`` why a rival does not run here.
+    None: pictures are drawn. ``reference`` is the folder that FID and KID compare with; None: the dense
+    pictures. ``counted`` has the speed-ups by counted operations that are known without a run, by label, and
+    ``left_out`` why a rival does not run here.
     """
 
     source: ModelSource
@@ -189,6 +197,7 @@ class Evaluation:
     variants: tuple[Variant, ...]
     store: PictureStore
     frames: int | None = None
+    reference: Path | None = None
     counted: Mapping[str, float] = dataclasses.field(default_factory=dict)
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -196,6 +205,8 @@ class Evaluation:
 def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluation:
     """Read the prompts and the model's configs, and look for the reference pictures."""
     prompts = options.read_prompts()
+    if options.reference is not None:
+        pictures_in(options.reference)
     source = find_model(options.model)
     dtype = resolve_dtype(options.dtype, device)
     if options.scheduler is not None:
@@ -245,6 +256,7 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         variants=tuple(variants),
         store=PictureStore(options.out, conditions),
         frames=frames,
+        reference=options.reference,
         counted=known,
     )
 

@@ -13,6 +13,7 @@ from tokenmerge.api import Patch
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, TokenMergingError, UnsupportedModelError, reason_of
 from tokenmerge_tools.drawing import Progress, Studio
+from tokenmerge_tools.evaluate.distances import check_count
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions, Evaluation, plan_evaluation
 from tokenmerge_tools.evaluate.measure import measure, quality_records, sample_records
 from tokenmerge_tools.evaluate.metrics import Metrics, load_metrics
@@ -47,7 +48,9 @@ def evaluate(
         for note in file.notes:
             on_note(note)
         # All metrics are loaded before any picture is drawn.
-        metrics = load_metrics(options.wanted(), evaluation.prompts, on_note)
+        wanted = options.wanted()
+        check_count(wanted, len(evaluation.items), on_note)
+        metrics = load_metrics(wanted, evaluation.prompts, on_note)
         return _Evaluating(options, evaluation, device, metrics, on_progress, on_note).run(file)
 
 
