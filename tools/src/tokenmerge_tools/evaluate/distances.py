@@ -90,17 +90,15 @@ def distance(name: str, features: Tensor, reference: Tensor) -> float:
     FID is the Fréchet distance of two Gaussians (Heusel et al. 2017, arXiv 1706.08500). With few pictures it
     is biased upwards, so compare only sets of equal size.
 
-    KID is the squared maximum mean discrepancy with a cubic kernel (arXiv 1801.01401). It is unbiased, and
-    for similar sets it may be negative. Two sets of equal size, up to a thousand pictures, are compared as a
-    whole. Otherwise it is the mean over 100 fixed subsets of at most a thousand.
+    KID is the squared maximum mean discrepancy with a cubic kernel (arXiv 1801.01401), the mean over fixed
+    subsets of at most a thousand pictures. It is unbiased, and for similar sets it may be negative.
     """
     from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.kid import KernelInceptionDistance
 
-    as_they_are = nn.Identity()
-    as_they_are.num_features = features.shape[1]  # type: ignore[assignment]
+    as_they_are: Any = nn.Identity()
+    as_they_are.num_features = features.shape[1]
     size = min(len(features), len(reference), _LARGEST_SUBSET)
-    subsets = 1 if len(features) == len(reference) == size else _SUBSETS
     # torchmetrics draws the subsets from the global generator, and warns that it stores the features.
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.filterwarnings("ignore", message="Metric `Kernel Inception Distance` will save")
@@ -108,7 +106,7 @@ def distance(name: str, features: Tensor, reference: Tensor) -> float:
         measure: Any = (
             FrechetInceptionDistance(as_they_are)
             if name == "fid"
-            else KernelInceptionDistance(as_they_are, subsets=subsets, subset_size=size)
+            else KernelInceptionDistance(as_they_are, subsets=_SUBSETS, subset_size=size)
         )
         measure.update(reference.double(), real=True)
         measure.update(features.double(), real=False)

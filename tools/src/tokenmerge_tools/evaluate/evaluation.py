@@ -29,10 +29,9 @@ from tokenmerge_tools.evaluate.prompts import (
     read_prompts,
 )
 from tokenmerge_tools.machine import source_commit, versions
-from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.call import default_frames, draws_videos
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind, find_model, read_index
-from tokenmerge_tools.pipelines.meta_model import ModelSketch, check_merging, load_sketch
+from tokenmerge_tools.pipelines.meta_model import check_merging, load_sketch
 from tokenmerge_tools.pipelines.options import GenerateOptions, PipelineOptions, machine, option, picture
 from tokenmerge_tools.pipelines.settings import (
     check_size,
@@ -242,9 +241,12 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
     }
     known: dict[str, float] = {}
     if sketch is not None and FEWER_STEPS in [spec.name for spec in specs]:
+        width, height = check_size(size, sketch.scale)
+        facts = {"height": height, "width": width, "steps": options.steps}
         for spec in specs:
-            if spec.merging is not None:
-                known[spec.label] = _counted(sketch, size, options, spec.merging)
+            config = spec.config(sketch.denoiser, guidance=options.guidance, follows_steps=True, **facts)
+            if config is not None:
+                known[spec.label] = counted_speedup(sketch.denoiser, config, **facts)
     variants = plan_variants(specs, options.steps, list(known.values()) or options.speedup)
     known |= {v.label: options.steps / v.steps(options.steps) for v in variants if v.name == FEWER_STEPS}
     return Evaluation(
@@ -298,16 +300,6 @@ def _frames(source: ModelSource, wanted: int | None) -> int | None:
     if wanted is not None:
         raise ConfigError(f"frames: {name or 'a single checkpoint'} draws pictures; leave --frames out")
     return None
-
-
-def _counted(
-    sketch: ModelSketch, size: tuple[int, int], options: EvaluateOptions, method: MethodSpec
-) -> float:
-    """Return the speed-up of a method by counted operations."""
-    width, height = check_size(size, sketch.scale)
-    facts = {"height": height, "width": width, "steps": options.steps}
-    config = method.config(sketch.denoiser, guidance=options.guidance, follows_steps=True, **facts)
-    return counted_speedup(sketch.denoiser, config, **facts)
 
 
 def weights_key(source: ModelSource) -> str | None:

@@ -135,8 +135,13 @@ def _measure(name: str, network: str, prompts: Sequence[str], load: Callable[...
     if name in _PIXELWISE or name == "lpips":
         pixelwise = _PIXELWISE.get(name) or load(Lpips, network)
         return lambda pictures, dense, _: pixelwise(as_tensor(pictures), as_tensor(dense))
-    if name == "clip-score":
-        return _clip_score(load(Clip, network))
+    if (
+        name == "clip-score"
+    ):  # Hessel et al. 2021, arXiv 2104.08718. That of torchmetrics needs transformers 4.
+        clip = load(Clip, network)
+        return lambda pictures, dense, prompts: (
+            100 * torch.cosine_similarity(clip(pictures), clip.texts(prompts)).clamp(min=0)
+        )
     if name == "image-reward":
         reward = load(Reward, network)
         return lambda pictures, dense, prompts: reward(pictures, prompts)
@@ -157,16 +162,6 @@ class _Similarity:
         if self._dense is None or self._dense[0] is not dense:
             self._dense = dense, self.network(dense)
         return torch.cosine_similarity(self.network(pictures), self._dense[1])
-
-
-def _clip_score(network: Clip) -> Measure:
-    """Return the CLIP score (Hessel et al. 2021, arXiv 2104.08718) of picture and prompt, from 0 to 100.
-
-    The one in torchmetrics does not accept the outputs of transformers 5.
-    """
-    return lambda pictures, dense, prompts: (
-        100 * torch.cosine_similarity(network(pictures), network.texts(prompts)).clamp(min=0)
-    )
 
 
 def _glyphs(prompts: Sequence[str]) -> Measure:
