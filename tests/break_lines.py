@@ -59,7 +59,7 @@ BREAKS = (
     ),
     Break(
         "which step is complete",
-        "runtime/steps/decide.py",
+        "runtime/steps/step_tracker.py",
         "    planned = plan_generation(config, tracker.steps)[tracker.done]\n",
         "    planned = plan_generation(config, tracker.steps)[tracker.done - 1]\n",
     ),

@@ -2,7 +2,7 @@
 
 A line of the record is one picture: its method, the operations of the denoiser, counted while it ran, and the
 PSNR to the dense picture of the same seed. A second run with the same record continues where the first one
-stopped. `table` prints the record.
+stopped. `table` prints the tables of docs/holdout.md.
 
     python -m benchmarks.holdout.measure run --out benchmarks/holdout_cpu.jsonl
     python -m benchmarks.holdout.measure table --out benchmarks/holdout_cpu.jsonl
@@ -19,7 +19,7 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from diffusers.hooks.sea_cache import SeaCacheConfig
 from PIL import Image
 
 import tokenmerge
+from tokenmerge import StepReuse, ToMeConfig
 from tokenmerge_tools.pipelines.counting import counting
 
 MODEL = Path(__file__).parent / "photo-flux"
@@ -47,6 +48,7 @@ THRESHOLDS = {
     "MagCache": (0.03, 0.06, 0.12),
 }
 INTERVALS = (2, 3, 5)
+EVERY = (1.3, 1.6, 2.25)  # of this package's step reuse, without merging
 DENSE = "dense"
 
 
@@ -54,6 +56,7 @@ def methods() -> Iterator[tuple[str, float]]:
     """List the methods with their setting, dense first."""
     yield from ((DENSE, float(steps)) for steps in (STEPS, *FEWER))
     yield from (("tokenmerge", speed) for speed in SPEEDS)
+    yield from (("step reuse", every) for every in EVERY)
     yield from (("first block", threshold) for threshold in THRESHOLDS["first block"])
     yield from (("TaylorSeer", float(every)) for every in INTERVALS)
     yield from (("TaylorSeer lite", float(every)) for every in INTERVALS)
@@ -68,6 +71,9 @@ def applied(pipe: FluxPipeline, method: str, setting: float, ratios: list[float]
         yield
     elif method == "tokenmerge":
         with tokenmerge.token_merging(pipe, speedup=setting):
+            yield
+    elif method == "step reuse":
+        with tokenmerge.token_merging(pipe, ToMeConfig(ratio=0.0, reuse=StepReuse(every=setting))):
             yield
     else:
         with contextlib.ExitStack() as in_force:
@@ -186,30 +192,30 @@ def run(options: argparse.Namespace) -> None:
                     out.write(json.dumps(line) + "\n")
 
 
-def table(options: argparse.Namespace) -> None:
-    """Print a line for each method and setting, by counted speed, and what fewer dense steps give there."""
-    for size in options.size:
-        lines = [line for line in read(options.out) if line["size"] == size]
-        dense = {
-            line["picture"]: line["flops"]
-            for line in lines
-            if line["method"] == DENSE and line["setting"] == STEPS
-        }
-        cells: dict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)
-        for line in lines:
-            speed = dense[line["picture"]] / line["flops"]
-            cells[line["method"], line["setting"]].append((speed, line["psnr"]))
-        print(f"{size} × {size} pixels\n")
-        print("| method | setting | counted speed | PSNR, mean ± standard error |\n|---|---:|---:|---:|")
-        for (method, setting), found in cells.items():
-            if (method, setting) == (DENSE, STEPS):
-                continue
-            speeds, closeness = zip(*found, strict=True)
-            error = statistics.stdev(closeness) / len(found) ** 0.5 if len(found) > 1 else math.nan
-            mean = statistics.mean(closeness)
-            speed = statistics.mean(speeds)
-            print(f"| {method} | {setting:g} | {speed:.2f}× | {mean:.1f} ± {error:.1f} dB |")
-        print()
+def table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield a row for each variant from 1.3× to 3×: counted speed-up, closeness, and the lead over ours."""
+    dense = {line["picture"]: line["flops"] for line in lines if line["method"] == DENSE == label(line)}
+    cells: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for line in lines:
+        cells[label(line)].append((dense[line["picture"]] / line["flops"], line["psnr"]))
+    points = {name: tuple(map(statistics.mean, zip(*found, strict=True))) for name, found in cells.items()}
+    own = sorted(point for name, point in points.items() if name.startswith("**"))
+    yield "| variant | counted | PSNR to dense | against `auto` |"
+    yield "|---|---:|---:|---:|"
+    for name, (speed, closeness) in sorted(points.items(), key=lambda point: (point[0][0] != "*", point[1])):
+        if SPEEDS[0] <= round(speed, 1) <= SPEEDS[-1]:
+            error = statistics.stdev(psnr for _, psnr in cells[name]) / len(cells[name]) ** 0.5
+            ours = float(np.interp(speed, *zip(*own, strict=True)))
+            lead = "" if name.startswith("**") else f"{closeness - ours:+.1f} dB".replace("-", "−")
+            yield f"| {name} | {speed:.2f}× | {closeness:.1f} ± {error:.1f} dB | {lead} |"
+
+
+def label(line: dict[str, Any]) -> str:
+    """Return the name of a variant in the table."""
+    method, setting = line["method"], f"{line['setting']:g}"
+    if method == DENSE:
+        return DENSE if line["setting"] == STEPS else f"fewer steps, {setting}"
+    return f"**auto speedup={setting}**" if method == "tokenmerge" else f"{method} {setting}"
 
 
 def key(line: dict[str, Any]) -> tuple[int, str, str, float]:
@@ -226,12 +232,19 @@ def main() -> None:
     )
     parser.add_argument("what", choices=("run", "table"))
     parser.add_argument("--model", type=Path, default=MODEL, help="folder that train.py wrote")
-    parser.add_argument("--size", type=int, nargs="+", default=[NATIVE_SIZE], help="pixels (default: 256)")
+    parser.add_argument(
+        "--size", type=int, nargs="+", default=[NATIVE_SIZE, 512], help="pixels (default: 256 512)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
     parser.add_argument("--pictures", type=Path, help="existing folder for the dense pictures, for a look")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()
-    {"run": run, "table": table}[options.what](options)
+    if options.what == "run":
+        run(options)
+    else:
+        lines = read(options.out)
+        for size in options.size:
+            print("\n".join(table([line for line in lines if line["size"] == size])), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,14 @@ from tokenmerge.models.find import DENOISERS, find_hosts
 from tokenmerge.ops import Plan
 from tokenmerge.report import Change, Report, bytes_of, change_within
 from tokenmerge.runtime.memory.state import RecordedPlan
-from tokenmerge.runtime.patching.in_use import refuse_in_use
-from tokenmerge.runtime.patching.patch import hosts_that_merge, new_state, patch_host, restore, state_of
+from tokenmerge.runtime.patching.patch import (
+    hosts_that_merge,
+    new_state,
+    patch_host,
+    refuse_in_use,
+    restore,
+    state_of,
+)
 from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.pipeline import Pipeline
 from tokenmerge.tuned_method import TunedMethod
@@ -135,9 +141,9 @@ def apply_token_merging(
         ConfigError: ``config`` is not a configuration, or does not fit the model.
         ModelInUseError: another thread runs the model.
     """
-    if isinstance(config, ViTConfig) and ratio is speedup is start is until is max_cache is min_psnr is None:
-        return _merge_in_encoders(pipe_or_model, config)
     if isinstance(config, ViTConfig) and ratio is speedup is max_cache is min_psnr is None:
+        if start is until is None:
+            return _merge_in_encoders(pipe_or_model, config)
         raise ConfigError("start, until: a vision transformer has no denoising steps; leave them out")
     asked = _asked(pipe_or_model, config, speedup, ratio, min_psnr)
     if start is not None or until is not None:
@@ -268,29 +274,19 @@ def merge_in_hosts(
             each size. Otherwise such a call raises NothingToMergeError.
         method: name of the settings, for the handle's text.
         hosts: the models in ``model``, if they are known. Finding them takes a third of the time of patching.
-        check_size: whether settings are refused that merge nothing at the model's default size. A call whose
-            sample is too small raises NothingToMergeError in any case.
+        check_size: whether settings are refused that merge nothing at the model's default size.
         default: the default method, which chooses the settings of each generation; None: ``config`` has them.
     """
     hosts = hosts or _hosts(model)
     merging, _ = hosts_that_merge(hosts, config, size=None, check_size=check_size, method=method)
     refuse_in_use([host.root for host in hosts])
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
-    told: set[str] = set()
+    facts = {"dense_if_too_small": dense_if_too_small, "told": set(), "method": method, "default": default}
     denoiser = next((host for host in merging if not host.controlnet), merging[0])
     first = config if default is None else default.default_settings
     states = {}
     for host in merging:
-        state = new_state(
-            host,
-            config,
-            pipeline,
-            dense_if_too_small=dense_if_too_small,
-            told=told,
-            method=method,
-            default=default,
-        )
-        states[host.root] = state
+        states[host.root] = state = new_state(host, config, pipeline, **facts)
         state.kept = look(state, host.root, pipeline.given, first)
         state.keep_dense(state.threads.value.own_memory)
     for host in hosts:

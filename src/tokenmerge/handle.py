@@ -20,8 +20,7 @@ from tokenmerge.planners.calibration import fewest_tokens
 from tokenmerge.plans import Estimate
 from tokenmerge.report import Conditions, Report, RunSteps, predict, saved, slower_than_dense, summary, title
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
-from tokenmerge.runtime.patching.in_use import refuse_in_use
-from tokenmerge.runtime.patching.patch import record_steps, restore, state_of
+from tokenmerge.runtime.patching.patch import record_steps, refuse_in_use, restore, state_of
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies
 from tokenmerge.vit.report import ViTReport, predict_vit
 from tokenmerge.vit.runtime import RecordedTokens
@@ -203,15 +202,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
 
 class DiffusionPatch(Patch[Report, RecordedPlan]):
-    """The handle on a patched diffusion model.
-
-    Args:
-        model: the pipeline or model that was patched.
-        states: the state of each model in it that merges.
-        denoiser: the model that the handle reports on.
-        method: name of the settings; empty: they have none.
-        default: the default method, if it chooses the settings.
-    """
+    """The handle on a patched diffusion model; it reports on the ``denoiser`` among its models."""
 
     def __init__(
         self,
@@ -221,9 +212,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         method: str,
         default: DefaultMethod | None = None,
     ) -> None:
-        super().__init__(states, states[denoiser.root])
+        self._state = states[denoiser.root]
+        super().__init__(states, self._state)
         self._model, self._denoiser, self._method, self._default = model, denoiser, method, default
-        self._state: ModelState = states[denoiser.root]
         self._counted: tuple[tuple[object, ...], Report, str | None] | None = None
 
     @property
@@ -271,35 +262,30 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         """Count what merging does to each block, see :meth:`Patch.report`."""
         run = self._state.last_run
         if run is not None:
-            if references is None and height is width is None:
-                references = run.references
             if height is width is None:
                 height, width = run.height, run.width
+                references = run.references if references is None else references
             batch = run.batch if batch is None else batch
             steps = run.steps if steps is None else steps
         batch = self._denoiser.usual_batch if batch is None else batch
         steps = default_steps(self._model) if steps is None else steps
-        config = self._settings_at(height, width, steps)
-        references = () if references is None else tuple(references)
+        config, references = self._settings_at(height, width, steps), tuple(references or ())
         dense = {root: state.kept.dense for root, state in self._states.items()}
         key = height, width, batch, steps, config, references, tuple(dense.values())
         if self._counted is None or self._counted[0] != key:
             report = predict(self._model, config, height, width, batch, steps, references, dense)
-            slower = slower_than_dense(report, self._fewest_tokens)
-            if slower is not None:
+            if slower := slower_than_dense(report, self._fewest_tokens):
                 report = dataclasses.replace(report, notes=(*report.notes, slower))
             self._counted = key, report, slower
         return self._counted[1]
 
     def _fewest_tokens(self) -> int:
         """Return the fewest tokens for which merged attention is faster, on the device of the denoiser."""
-        root = self._denoiser.root
-        attention = narrowest_attention(self._denoiser.blocks)
+        root, attention = self._denoiser.root, narrowest_attention(self._denoiser.blocks)
+        if not self._in_force.plans.blocks:
+            attention = attention[:2]
         return fewest_tokens(
-            device_of(self._model, root),
-            dtype_of(root),
-            self._denoiser.usual_batch,
-            *(attention if self._in_force.plans.blocks else attention[:2]),
+            device_of(self._model, root), dtype_of(root), self._denoiser.usual_batch, *attention
         )
 
     def __repr__(self) -> str:
@@ -380,12 +366,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
 
 
 class EncoderPatch(Patch[ViTReport, RecordedTokens]):
-    """The handle on a patched vision transformer.
-
-    Args:
-        model: the model or pipeline that was patched.
-        states: the state of each encoder in it that merges.
-    """
+    """The handle on a patched vision transformer."""
 
     def __init__(self, model: object, states: Mapping[nn.Module, Any]) -> None:
         super().__init__(states, next(iter(states.values())))

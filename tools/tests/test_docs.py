@@ -300,6 +300,14 @@ def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     assert "At 1024 × 1024 its plan has `D` in place of `M`" in " ".join(README.split())
 
 
+def test_the_page_of_the_third_model_says_what_its_record_says():
+    written = runpy.run_path(str(ROOT / "benchmarks" / "holdout" / "measure.py"))
+    lines = written["read"](ROOT / "benchmarks" / "holdout_cpu.jsonl")
+    page = (ROOT / "docs" / "holdout.md").read_text(encoding="utf-8")
+    for size in (256, 512):
+        assert "\n".join(written["table"]([line for line in lines if line["size"] == size])) in page
+
+
 def test_a_rival_is_compared_with_the_line_between_two_speeds():
     leads = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))["leads"]
 

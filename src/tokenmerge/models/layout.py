@@ -37,7 +37,7 @@ class Grid:
 
     @shapes.setter
     def shapes(self, shapes: tuple[tuple[int, int, int], ...]) -> None:
-        self.sides = tuple(torch.empty(*shape, 0) for shape in shapes)
+        self.sides = tuple([torch.empty(*shape, 0) for shape in shapes])
 
     @property
     def shape(self) -> tuple[int, int, int]:

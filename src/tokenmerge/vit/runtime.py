@@ -26,7 +26,7 @@ from tokenmerge.runtime.blocks.host_method import HostMethod, parameters
 from tokenmerge.runtime.memory.state import STATE
 from tokenmerge.runtime.patching.patch import restore
 from tokenmerge.runtime.patching.swap import swap
-from tokenmerge.runtime.steps.per_thread import PerThread
+from tokenmerge.runtime.steps.pipeline import PerThread
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import Encoder, EncoderLayer
 from tokenmerge.vit.planner import most_removed, plan_tome_vit

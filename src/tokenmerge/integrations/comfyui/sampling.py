@@ -17,10 +17,9 @@ from tokenmerge.ops import Plan, bits, shared_features
 from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.memory.reuse import Residual
-from tokenmerge.runtime.steps.decide import Decision, decide
 from tokenmerge.runtime.steps.guidance import importance_of_tokens
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, ends_clean
-from tokenmerge.runtime.steps.step_tracker import StepTracker
+from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
 
 # Key of this package's entry in ComfyUI's ``transformer_options``, and of its wrappers.
 KEY = "tokenmerge"

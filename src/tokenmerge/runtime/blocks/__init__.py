@@ -1,4 +1,1 @@
-"""What runs in a block of a patched model: a plan, the host's method on merged tokens, caches.
-
-``forward`` has the methods that blocks, layers and stages get.
-"""
+"""What runs in a block of a patched model: a plan, the host's method on merged tokens, caches."""

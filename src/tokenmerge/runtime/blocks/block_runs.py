@@ -27,11 +27,8 @@ from tokenmerge.runtime.memory.state import BlockState
 class BlockRun:
     """A block in a run, from the last step that ran it.
 
-    Attributes:
-        single: whether the block returns one tensor, and not a pair.
-        no_text: whether it returns no text.
-        residual: residual of the whole run, image and text, in its first block; None in the others.
-        blocks: number of blocks of the run, in its first block.
+    It returns a ``single`` tensor or a pair, perhaps with ``no_text``. The first block has the residual of
+    the whole run, image and text, and the number of its blocks.
     """
 
     single: bool
@@ -45,13 +42,11 @@ class RunningBlocks:
     """Blocks that have run one after another, each with the very tensors that the one before it returned.
 
     Attributes:
-        cache: cache of the first block.
-        number: call of the first block.
+        cache, number: cache and call of the first block.
         known: the run in which that block was before.
         start: tokens of the image and of the text that it was called with.
         end: those that the last block returned.
         version: how often the image of ``end`` had been changed in place then; None: nobody counts.
-        blocks: number of blocks.
     """
 
     cache: Cache

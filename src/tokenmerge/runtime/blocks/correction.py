@@ -11,15 +11,14 @@ from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.blocks.merged_call import Combine, add_lost, of_image
-from tokenmerge.runtime.memory.caches import Call
-from tokenmerge.runtime.memory.context import ActiveMerge
+from tokenmerge.runtime.memory.caches import BlockMerge, Call
 from tokenmerge.runtime.memory.reuse import Residual, residual_of
 
 
 def corrected(
     residuals: dict[Call, Residual],
     number: Call,
-    active: ActiveMerge,
+    running: BlockMerge,
     layout: Layout,
     combine: Combine,
     call: HostCall,
@@ -28,17 +27,10 @@ def corrected(
 ) -> Any:
     """Return the result of a block or layer: exact where it is measured what merging loses, else corrected.
 
-    Args:
-        residuals: residuals of the block or layer, by call; the new one is cached.
-        number: the running call.
-        active: what merges in it; without a plan, the call is dense and measures.
-        layout: layout of the tokens.
-        combine: makes merged tokens from (plan, tokens).
-        call: the call, with all tokens.
-        merged: returns the result on merged tokens for a plan.
-        added_to: what the image and the text of the result are added to.
+    Its new residual takes the place of that of the same ``number`` in ``residuals``. ``merged`` returns the
+    result on merged tokens for a plan, and ``added_to`` is what image and text of the result are added to.
     """
-    before, plan = residuals.get(number), active.plan
+    before, plan = residuals.get(number), running.plan
     if plan is None:
         result = call.result()
     elif before is None:
@@ -48,5 +40,5 @@ def corrected(
     image, text = added_to
     alone = isinstance(result, Tensor)
     bases = [image if alone or i in layout.outputs else text for i in range(1 if alone else len(result))]
-    residuals[number] = of_image(layout, residual_of(result, bases), active.tokens)
+    residuals[number] = of_image(layout, residual_of(result, bases), running.tokens)
     return result

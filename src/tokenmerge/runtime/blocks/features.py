@@ -70,25 +70,20 @@ def _image(state: BlockState, call: HostCall, n: int, x: Tensor) -> Tensor:
     return state.layout.image(x, n, None if mask is None else mask.sum(dim=1) - n)
 
 
-def compared(state: BlockState, x: Tensor, image: Tensor, start: Tensor | None) -> Tensor:
+def compared(state: BlockState, features: str, x: Tensor, image: Tensor, start: Tensor | None) -> Tensor:
     """Return what planners compare: the cached features, or the image tokens where nothing is cached yet.
 
     ``x`` ``[b, text + n + padding, c]`` is the input of a block, and ``image`` ``[b, n, c]`` the image in it,
     which begins at ``start`` ``[b]``; None: where the layout says.
     """
-    added = None if torch.compiler.is_compiling() else _cached(state)
+    # Under gradients nothing is cached, and what was cached before is not used.
+    if torch.compiler.is_compiling() or (state.level, features) not in state.model.context.caches_features:
+        return image
+    if features == "model_residual":
+        added = state.model.threads.value.memory.model_residuals.get((*state.call, state.level))
+    else:
+        kept = state.threads.value.cache.residuals.get(state.call)
+        added = None if kept is None else kept.latest[0 if kept.single else state.image_place]
     if added is not None and added.shape == x.shape:
         added = state.layout.image(added, image.shape[1], start)
     return image if added is None or added.shape != image.shape else added
-
-
-def _cached(state: BlockState) -> Tensor | None:
-    """Return the features of the step before; None: there are none."""
-    features, memory = state.settings.features, state.model.threads.value.memory
-    # Under gradients nothing is cached, and what was cached before is not used.
-    if (state.level, features) not in state.model.context.caches_features:
-        return None
-    if features == "model_residual":
-        return memory.model_residuals.get((*state.call, state.level))
-    kept = state.threads.value.cache.residuals.get(state.call)
-    return None if kept is None else kept.latest[0 if kept.single else state.image_place]

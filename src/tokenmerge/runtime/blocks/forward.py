@@ -21,7 +21,7 @@ from tokenmerge.runtime.blocks.host_method import HostMethod
 from tokenmerge.runtime.blocks.merged_call import COMBINE, keyed_call, merged_call
 from tokenmerge.runtime.blocks.planning import active_call, sequence_in
 from tokenmerge.runtime.blocks.proportional_attention import ProportionalAttention
-from tokenmerge.runtime.memory.context import ActiveMerge
+from tokenmerge.runtime.memory.caches import BlockMerge
 from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState
 
 # These functions make the method of a swapped class from that of the original class. A module that is called
@@ -56,15 +56,14 @@ def layer_call(original: HostMethod) -> Callable:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
         running = None if state is None else state.block.threads.value.running
-        active = None if running is None else running.merge
-        if state is None or running is None or active is None or state.threads.value.cache.dense:
+        if state is None or running is None or not running.merges or state.threads.value.cache.dense:
             return original.of(self)(*args, **kwargs)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         settings, layer = running.settings, state.layer
-        if not takes_part(layer, settings) or not _fits(call, layer, settings, active):
+        if not takes_part(layer, settings) or not _fits(call, layer, running):
             return call.result()
         if settings.scope == "block":
-            with _proportional(state, settings, active.plan):
+            with _proportional(state, settings, running.plan):
                 return call.result()
         combine = COMBINE[settings.combine]
 
@@ -74,10 +73,10 @@ def layer_call(original: HostMethod) -> Callable:
                     return keyed_call(self, call, state, plan, combine)
                 return merged_call(call, layer.layout, plan, combine)
 
-        if active.plan is not None and not state.block.model.context.decision.corrected:
-            return merged(active.plan)
+        if running.plan is not None and not state.block.model.context.decision.corrected:
+            return merged(running.plan)
         residuals, number = state.threads.value.cache.residuals, state.block.call
-        return corrected(residuals, number, active, layer.layout, combine, call, merged, (0.0, 0.0))
+        return corrected(residuals, number, running, layer.layout, combine, call, merged, (0.0, 0.0))
 
     return forward
 
@@ -91,11 +90,11 @@ def takes_part(layer: Layer, settings: MergeSettings) -> bool:
     return layer.kind in settings.merged_layers
 
 
-def _fits(call: HostCall, layer: Layer, settings: MergeSettings, active: ActiveMerge) -> bool:
+def _fits(call: HostCall, layer: Layer, running: BlockMerge) -> bool:
     """Return whether a layer is called with the tokens of the plan, and not with a part, as in chunks."""
-    tokens, images, n = call.argument(call.names[0]), active.images, active.tokens
-    if settings.scope == "block" and active.plan is not None:
-        images, n = active.plan.keep.shape
+    tokens, images, n = call.argument(call.names[0]), running.images, running.tokens
+    if running.settings.scope == "block" and running.plan is not None:
+        images, n = running.plan.keep.shape
     return tokens.shape[0] == images and tokens.shape[1] >= n and not call.has(layer.layout.dense_if)
 
 
@@ -105,7 +104,8 @@ def with_caches(state: BlockState, call: HostCall, run: Callable[[], Any]) -> An
     What the block added is cached where a plan of a later step needs it.
     """
     if caches_features(state):
-        run = functools.partial(with_cached_features, state, call, sequence_in(state).tokens, run)
+        n = sequence_in(state, state.settings).tokens
+        run = functools.partial(with_cached_features, state, call, n, run)
     return block_in_run(state, call, run) if is_skipped(state) else run()
 
 
@@ -130,19 +130,19 @@ def _block(state: BlockState, call: HostCall) -> Any:
     try:
         if block.running is None:
             block.running = active_call(state, call)
-        settings, active = block.running
-        layout = state.block_layout if settings.scope == "block" else None
-        if layout is None or active is None:
+        running = block.running
+        layout = state.block_layout if running.settings.scope == "block" else None
+        if layout is None or not running.merges:
             return call.result()
-        combine = COMBINE[settings.combine]
+        combine = COMBINE[running.settings.combine]
 
         def merged(plan: Plan) -> Any:
             return merged_call(call, layout, plan, combine, change_only=True)
 
-        if active.plan is not None and not state.model.context.decision.corrected:
-            return merged(active.plan)
+        if running.plan is not None and not state.model.context.decision.corrected:
+            return merged(running.plan)
         added_to = state.layout.tokens_of(call), call.argument("encoder_hidden_states")
-        return corrected(block.cache.residuals, state.call, active, layout, combine, call, merged, added_to)
+        return corrected(block.cache.residuals, state.call, running, layout, combine, call, merged, added_to)
     finally:
         block.running = None
 

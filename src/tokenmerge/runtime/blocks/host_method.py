@@ -15,11 +15,9 @@ from torch import nn
 class HostMethod(NamedTuple):
     """A method of a host's class, looked up whenever it is called.
 
-    Other software may replace the method at any time: web UIs switch attention optimisations by
-    ``CrossAttention.forward = …``.
-
-    ``of`` returns the method that the class of a module has now, bound to the module. ``names`` returns the
-    names of its parameters after ``self``, in order.
+    Other software may replace it at any time: web UIs switch attention by ``CrossAttention.forward = …``.
+    ``of`` returns the method that the class of a module has now, bound to the module, and ``names`` the names
+    of its parameters after ``self``.
     """
 
     of: Callable[[nn.Module], Callable[..., Any]]

@@ -23,11 +23,7 @@ COMBINE: Mapping[str, Combine] = {"mean": merge, "keep": keep_destinations}
 
 
 def merged_call(
-    call: HostCall,
-    layout: Layout,
-    plan: Plan,
-    combine: Combine,
-    change_only: bool = False,
+    call: HostCall, layout: Layout, plan: Plan, combine: Combine, change_only: bool = False
 ) -> Any:
     """Return the result of a call with merged tokens, unmerged.
 
@@ -66,11 +62,7 @@ def merged_call(
 
 
 def keyed_call(attention: nn.Module, call: HostCall, state: LayerState, plan: Plan, combine: Combine) -> Any:
-    """Return the result of self-attention in which all tokens attend to merged keys and values.
-
-    Raises:
-        UnsupportedModelError: keys, values and queries are projected by one layer.
-    """
+    """Return the result of self-attention in which all tokens attend to merged keys and values."""
     if getattr(attention, "fused_projections", False):
         raise UnsupportedModelError(
             f"{state.path}: scope='keys' needs keys and values projected apart from the queries, and "
@@ -100,7 +92,7 @@ def add_lost(
 ) -> Any:
     """Add back the detail lost by merging: how the residual of a token differs from that of its group.
 
-    ``residuals`` are those of the same call on a step without merging, one for each tensor of the result.
+    ``residuals`` are those of a step without merging, one for each tensor of the result.
     """
     n = plan.inverse.shape[1]
 

@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from tokenmerge.config import CACHED_FEATURES, GUIDED_PLANNERS
+from tokenmerge.config import CACHED_FEATURES, GUIDED_PLANNERS, MergeSettings
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops import Plan, features_if_shared, shared_features
@@ -21,29 +21,25 @@ from tokenmerge.planners import (
 )
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.blocks.features import compared
-from tokenmerge.runtime.memory.caches import RecordedCall
-from tokenmerge.runtime.memory.context import ActiveMerge, CallContext
+from tokenmerge.runtime.memory.caches import BlockMerge
+from tokenmerge.runtime.memory.context import CallContext
 from tokenmerge.runtime.memory.state import BlockState, RecordedPlan
 from tokenmerge.runtime.steps.guidance import importance_of_tokens
 
 
-def sequence_in(state: BlockState) -> TokenSequence:
+def sequence_in(state: BlockState, settings: MergeSettings) -> TokenSequence:
     """Return the pictures in the tokens of a block: those of the sequence, or of this device's part."""
-    part, sequence = state.model.threads.value.part, sequence_of(state.grids, state.settings)
+    part, sequence = state.model.threads.value.part, sequence_of(state.grids, settings)
     return sequence if part is None else sequence_of_part(sequence.pictures, part.index, part.parts)
 
 
-def active_call(state: BlockState, call: HostCall) -> RecordedCall:
-    """Find out what the running call of a block merges.
-
-    Raises:
-        UnsupportedModelError: its input has fewer tokens than its grid.
-    """
+def active_call(state: BlockState, call: HostCall) -> BlockMerge:
+    """Find out what the running call of a block merges, and refuse an input of fewer tokens than its grid."""
     layout, context, settings = state.layout, state.model.context, state.settings
     whole = state.block_layout
     if settings.scope == "block" and (whole is None or call.has(whole.dense_if)):
-        return RecordedCall(settings, None)
-    x, sequence = layout.tokens_of(call), sequence_in(state)
+        return BlockMerge(settings)
+    x, sequence = layout.tokens_of(call), sequence_in(state, settings)
     if x.shape[1] < sequence.tokens:
         shown = " + ".join(" × ".join(map(str, picture.grid)) for picture in sequence.pictures)
         raise UnsupportedModelError(
@@ -53,49 +49,54 @@ def active_call(state: BlockState, call: HostCall) -> RecordedCall:
         )
     merging = context.decision.merging
     if merging is Merging.DENSE or not sequence.removed or state.threads.value.cache.dense:
-        return RecordedCall(settings, None)
+        return BlockMerge(settings)
     mask = call.argument(layout.padding) if layout.padding else None
-    plan = None if merging is Merging.MEASURES else _plan_of(state, context, sequence, x, mask)
+    plan = None if merging is Merging.MEASURES else _plan_of(state, context, settings, sequence, x, mask)
     padded = sequence.tokens if mask is None else x.shape[1]
-    return RecordedCall(settings, ActiveMerge(x.shape[0], padded, plan))
+    return BlockMerge(settings, True, x.shape[0], padded, plan)
 
 
 def _plan_of(
-    state: BlockState, context: CallContext, sequence: TokenSequence, x: Tensor, mask: Tensor | None
+    state: BlockState,
+    context: CallContext,
+    settings: MergeSettings,
+    sequence: TokenSequence,
+    x: Tensor,
+    mask: Tensor | None,
 ) -> Plan:
     """Return the plan for a block's input, of which some tokens merge: a cached one, or a new one.
 
     The mask tells the tokens from padding behind them; None: there is no padding.
     """
-    n = sequence.tokens
+    n, model = sequence.tokens, state.model
     start = None if mask is None else mask.sum(dim=1) - n
-    plans = state.threads.value.cache.plans
-    plan = plans.get(state.plan_call) if context.caches_plans else None
+    plans, number = state.threads.value.cache.plans, state.plan_call
+    plan = plans.get(number) if context.caches_plans else None
     if plan is None or plan.inverse.shape != (x.shape[0], n):
         with torch.no_grad():  # gradient checkpointing does not plan again, and must save as many tensors
             features = state.layout.image(x, n, start)
-            if state.settings.features in CACHED_FEATURES:
-                features = compared(state, x, features, start)
-            plan = _new_plan(state, context, sequence, features)
-            if state.model.revise_plan is not None:
-                plan = state.model.revise_plan(features, plan)
+            if settings.features in CACHED_FEATURES:
+                features = compared(state, settings.features, x, features, start)
+            plan = _new_plan(state, context, settings.planner, sequence, features)
+            if model.revise_plan is not None:
+                plan = model.revise_plan(features, plan)
         if context.caches_plans:
-            plans[state.plan_call] = plan
-    if state.model.record is not None:
+            plans[number] = plan
+    if model.record is not None:
         first, *others = (picture.grid for picture in sequence.pictures)
-        state.model.record[state.path] = RecordedPlan(plan, first, tuple(others))
+        model.record[state.path] = RecordedPlan(plan, first, tuple(others))
     if context.step_log is not None and not torch.compiler.is_compiling():
         context.step_log.note_plan(n, plan.keep.shape[1])
     return plan if start is None else plan.within(start, x.shape[1])
 
 
-def _new_plan(state: BlockState, context: CallContext, sequence: TokenSequence, features: Tensor) -> Plan:
+def _new_plan(
+    state: BlockState, context: CallContext, planner: str, sequence: TokenSequence, features: Tensor
+) -> Plan:
     """Plan for the tokens of a block: once for the copies of a sample that guidance compares."""
-    b, planner = len(features), state.settings.planner
-    copies = context.guidance_copies if b % context.guidance_copies == 0 else 1
-    if not state.batched:
-        copies = b
-    repeats = copies
+    repeats = copies = context.guidance_copies if state.batched else len(features)
+    if len(features) % copies:
+        repeats = copies = 1
     if copies > 1 and state.batched and context.copies_equal is not None:
         features, repeats = features_if_shared(features, copies, context.copies_equal.to(features.device)), 1
     elif copies > 1:
@@ -115,17 +116,17 @@ def _importance(state: BlockState, context: CallContext, features: Tensor) -> Te
     if change is None:
         return None
     importance = importance_of_tokens(change, *state.grids)
-    if importance is not None and part is not None:
-        start, stop = part_bounds(importance.shape[1], part.index, part.parts)
-        importance = importance[:, start:stop]
-    if importance is not None and len(features) == 1:
-        importance = importance.mean(dim=0, keepdim=True)
-    if importance is None or len(importance) != len(features):
-        warnings.warn(
-            f"{state.path}: planner={state.settings.planner!r} looks at what guidance changed, whose shape "
-            f"{tuple(change.shape)} does not fit {len(features)} × {features.shape[1]} tokens; it plans as "
-            "'tome' does",
-            stacklevel=2,
-        )
-        return None
-    return importance.to(features.device)
+    if importance is not None:
+        if part is not None:
+            importance = importance[:, slice(*part_bounds(importance.shape[1], part.index, part.parts))]
+        if len(features) == 1:
+            importance = importance.mean(dim=0, keepdim=True)
+        if len(importance) == len(features):
+            return importance.to(features.device)
+    warnings.warn(
+        f"{state.path}: planner={state.settings.planner!r} looks at what guidance changed, whose shape "
+        f"{tuple(change.shape)} does not fit {len(features)} × {features.shape[1]} tokens; it plans as "
+        "'tome' does",
+        stacklevel=2,
+    )
+    return None

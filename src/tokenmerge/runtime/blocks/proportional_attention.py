@@ -18,10 +18,10 @@ from tokenmerge.ops.once import once
 
 
 class Kernel(NamedTuple):
-    """An attention kernel that takes no mask.
+    """An attention kernel without mask, of ``query``, ``key`` and ``value``.
 
-    ``function`` takes ``query``, ``key`` and ``value`` by name, as ``[b, n, heads, d]`` or
-    ``[b · heads, n, d]``. ``largest_head`` is the largest d that it takes with a ``scale``; 0: it has none.
+    These are ``[b, n, heads, d]`` or ``[b · heads, n, d]``. The largest d that it takes with a ``scale`` is
+    ``largest_head``; 0: it takes none.
     """
 
     function: Callable[..., Any]
@@ -40,11 +40,9 @@ class ProportionalAttention(TorchFunctionMode):
     or take it in a form of their own. Only the first call counts, or the first for each image, since an
     adapter may attend to other keys after it.
 
-    Args:
-        plan: its ``sizes`` say how many tokens each key of the image stands for.
-        layout: where the keys of text are, which count once.
-        block: whose attention it is. Its ``path`` is read for the error message alone: torch.compile makes a
-            graph for each path that is read before.
+    The plan's ``sizes`` say how many tokens each key of the image stands for, and the layout where the keys
+    of text are, which count once. The path of the ``block`` is read for the error message alone, since
+    torch.compile makes a graph for each path that is read before.
 
     Raises:
         UnsupportedModelError: on leaving the context, if no call attended to these keys.
@@ -89,7 +87,7 @@ class ProportionalAttention(TorchFunctionMode):
 
     def attend(self, kernel: Kernel, given: dict[str, Any]) -> Any:
         """Return the result of a kernel that takes no mask, called with the arguments ``given``."""
-        query, key, value = (given["query"], given["key"], given["value"])
+        query, key, value = (given[name] for name in ("query", "key", "value"))
         sizes = self._sizes_of(*key.shape[:2])
         if sizes is None:
             return kernel.function(**given)

@@ -28,12 +28,10 @@ Call = tuple[int, int]
 class Cache:
     """What one block, layer or stage caches between calls.
 
-    Attributes:
-        plans: plans of a block; blocks that share plans share this dictionary.
-        runs: :class:`tokenmerge.runtime.blocks.block_runs.BlockRun` of a block that some steps skip.
-        residuals: residuals of the last steps in which the part ran.
-        placeholders: tensors without memory, in the shapes of a stage's result that no running module reads.
-        dense: whether a block or layer does not merge, since other people's code looks at it.
+    Blocks that share plans share the dictionary ``plans``. ``runs`` has a
+    :class:`tokenmerge.runtime.blocks.block_runs.BlockRun` for each call of a block that some steps skip, and
+    ``placeholders`` tensors without memory in the shapes of a stage's result that no running module reads.
+    A block or layer is ``dense`` where other people's code looks at it.
     """
 
     plans: dict[Call, Plan] = dataclasses.field(default_factory=dict)
@@ -52,17 +50,13 @@ class Memory:
         groups: for each part of the model (block, layer or stage), the group of parts that share its plans.
 
     Attributes:
-        tracker: the calls of the generation.
-        sample: whether a call is on the sample of the one before it.
         seed: number of the running step that draws depend on.
         config: settings at the guidance scale of the generation; None before its first call.
         tolerance: what changes these settings while the generation runs; None: nothing does.
-        timesteps: timesteps of the scheduler, where settings do not follow the steps; others begin a
-            generation.
-        log: what happened in the generation; None before its first call.
+        timesteps: the scheduler's, where settings do not follow the steps; others begin a generation.
         guidance_differences: what guidance changed in the results of the last step, by the call that planned.
-        model_residuals: by the call of the first block and its level, what all blocks of the level added to
-            each token of the image.
+        model_residuals: what all blocks of a level added to the tokens of the image, by the call of the first
+            block and its level.
         caches: one for each part of the model.
     """
 
@@ -81,15 +75,7 @@ class Memory:
 
     def forget(self, first: int = 0, last: int = sys.maxsize) -> None:
         """Drop all that is cached of the calls with these numbers."""
-        tracker = self.tracker
-        for noted in (
-            tracker.planned,
-            tracker.corrected,
-            tracker.compared,
-            tracker.shapes,
-            tracker.ran,
-            self.guidance_differences,
-        ):
+        for noted in (*self.tracker.noted, self.guidance_differences):
             _drop(noted, first, last)
         self.forget_plans(first, last)
         self.forget_results(first, last)
@@ -110,8 +96,8 @@ class Memory:
 
 def _drop(cached: dict[Any, Any], first: int, last: int) -> None:
     """Drop the entries of some calls; keys are their numbers, or begin with them."""
-    numbers = {key: key if isinstance(key, int) else key[0] for key in cached}
-    for key, number in numbers.items():
+    for key in tuple(cached):
+        number = key if isinstance(key, int) else key[0]
         if first <= number <= last:
             del cached[key]
 
@@ -126,12 +112,19 @@ class EmptyWhenCopied:
         return type(self), ()
 
 
-class RecordedCall(NamedTuple):
-    """The settings that a call of a block ran with, and what it merged (None for nothing)."""
+class BlockMerge(NamedTuple):
+    """What a block merges in its running call, with the settings of the step.
+
+    If it ``merges``, its input has ``images`` of ``tokens``, padding included. The plan is None on a
+    correction step, which measures what merging would lose.
+    """
 
     settings: MergeSettings
-    merge: Any
+    merges: bool = False
+    images: int = 0
+    tokens: int = 0
+    plan: Plan | None = None
 
 
-class RecordedCalls(EmptyWhenCopied, WeakIdKeyDictionary):
-    """Calls by the block's input tensor, as long as the tensor is alive."""
+class RecordedMerges(EmptyWhenCopied, WeakIdKeyDictionary):
+    """What calls merged, by the block's input tensor, as long as the tensor is alive."""

@@ -12,11 +12,10 @@ from torch import Tensor
 from tokenmerge.config import MergeSettings
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import Part
-from tokenmerge.ops import Plan
-from tokenmerge.runtime.memory.caches import Cache, Memory, RecordedCall
+from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Memory
 from tokenmerge.runtime.memory.step_log import StepLog
-from tokenmerge.runtime.steps.decide import Decision
 from tokenmerge.runtime.steps.step_seed import StepSeed
+from tokenmerge.runtime.steps.step_tracker import Decision
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,9 +29,7 @@ class CallContext:
         step: number of the step that draws depend on, int64.
         call: number of the call in its step.
         plan_call: number of the call whose plans this one uses.
-        caches_plans: whether plans are cached for later calls.
         caches_features: level and kind of features that are cached, for the plans of a later step.
-        decision: what runs and what merges.
         guidance_copies: how many times the batch holds each sample, for as many prompts.
         copies_equal: in a graph and on accelerators, whether it does hold equal samples; None: it does.
         guidance_difference: what guidance changed in the result of the last step; None: unknown.
@@ -56,17 +53,15 @@ class ThreadState:
     """What belongs to a thread that calls a patched model.
 
     Attributes:
-        context: what holds for the running call, or the last one; it is given for blocks that are called
+        context: what holds for the running call or the last one; it is given for blocks that are called
             before the model.
         grid: the model's finest token grid in that call.
         part: the part of the sequence that this process has in that call; None: all of it.
-        seed: makes the numbers of steps.
         own_memory: what is cached where settings do not follow the steps.
-        memory: what the running call caches, or the last one did.
+        memory: what that call caches.
         spans: by call and level, the image tokens that the first block was called with, followed by those
             that the last block returned, once it has run.
-        running_blocks: blocks whose residual the running step caches; None: there are none. See
-            :class:`tokenmerge.runtime.blocks.block_runs.RunningBlocks`.
+        running_blocks: the :class:`tokenmerge.runtime.blocks.block_runs.RunningBlocks`, if there are any.
     """
 
     def __init__(self, context: CallContext, groups: Sequence[Hashable]) -> None:
@@ -80,26 +75,10 @@ class ThreadState:
         self.running_blocks: Any = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ActiveMerge:
-    """What a block merges in its running call.
-
-    Attributes:
-        images: number of images in its input.
-        tokens: number of tokens of each, padding included.
-        plan: which tokens merge; None on a correction step, which measures what merging would lose.
-    """
-
-    images: int
-    tokens: int
-    plan: Plan | None
-
-
 class PartState:
     """What a block, a layer or a stage needs in the running call of a thread.
 
     Attributes:
-        cache: what it caches between calls.
         number: of a block, index of this call among its calls in one model forward; −1 before the first.
         running: of a block, what its running call merges; None between calls. It is known before the block
             runs where gradient checkpointing repeats a recorded call, and where a block that is compiled
@@ -110,5 +89,5 @@ class PartState:
     def __init__(self) -> None:
         self.cache = Cache()
         self.number = -1
-        self.running: RecordedCall | None = None
+        self.running: BlockMerge | None = None
         self.counted = False

@@ -15,7 +15,6 @@ from torch import Tensor
 from tokenmerge.runtime.memory.context import ThreadState
 from tokenmerge.runtime.memory.reuse import Residual
 from tokenmerge.runtime.memory.run_log import ForecastError, RunLog
-from tokenmerge.runtime.steps.step_tracker import StepTracker
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -44,32 +43,23 @@ def note_forecast(thread: ThreadState, part: str, before: Residual | None, now: 
     memory.log.missed.append((part, known[1], error / change.clamp(min=_TINY)))
 
 
-def note_output(log: RunLog, thread: ThreadState, tracker: StepTracker, result: Any) -> None:
-    """Compare the output of a call with those of earlier steps. Nothing waits for the device.
-
-    Args:
-        log: of the generation.
-        thread: of the running call.
-        tracker: of the generation; its running call.
-        result: of the model.
-    """
+def note_output(log: RunLog, thread: ThreadState, result: Any) -> None:
+    """Compare the model's result with those of earlier steps. Nothing waits for the device."""
     missed, log.missed = log.missed, []
     sample, log.sample = log.sample, None
-    decision = thread.context.decision
     output = result if isinstance(result, Tensor) else result[0]
-    if sample is None or tracker.index < 0 or not decision.caches or not isinstance(output, Tensor):
-        return
-    if sample.ndim != output.ndim or not (
-        log.noise.waits or decision.deep is None or decision.finest is None
-    ):
-        return  # such as a sample of token ids, or a step that skips all parts
+    if sample is None or not isinstance(output, Tensor) or sample.ndim != output.ndim:
+        return  # such as a sample of token ids
+    decision, tracker = thread.context.decision, thread.memory.tracker
+    if log.noise.kept is not None and decision.deep is not None and decision.finest is not None:
+        return  # a step that skips all parts
     copies = thread.context.guidance_copies
     sample, output = sample.detach().chunk(copies)[0], _guided(output.detach(), log.guidance, copies)
     for axis, size in enumerate(output.shape):  # some models get more than the sample, or return more
         sample = sample.narrow(axis, 0, min(size, sample.shape[axis]))
         output = output.narrow(axis, 0, sample.shape[axis])
     picture, weight = output, 1.0
-    if log.levels is not None and (missed or log.noise.waits):
+    if log.levels is not None and (missed or log.noise.kept is None):
         picture, weight = log.levels.picture(sample, output, tracker.index), log.levels.weight(tracker.index)
         if tracker.call == 0:
             log.noise.note(log.levels, sample, picture, tracker.index)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
+from tokenmerge.ops import num_tokens
 from tokenmerge.plans import Shown, noise_of
 from tokenmerge.runtime.steps.noise_levels import NoiseLevels
 
@@ -23,12 +24,9 @@ StepKind = Literal["merged", "unmerged", "reused"]
 class ForecastError(NamedTuple):
     """How wrong a forecast of step reuse would have been, in a step that ran the part.
 
-    Attributes:
-        step: number of steps of the generation before it.
-        part: ``"deep"`` for blocks and deep stages, ``"finest"`` for the finest level of a UNet.
-        gap: steps since the part ran before.
-        error: expected error of the picture that the model predicts in the step, divided by the contrast of
-            that picture, for each image, float32.
+    The part is ``"deep"`` for blocks and deep stages, ``"finest"`` for the finest level of a UNet. It ran
+    ``gap`` steps before. The error is expected in the picture that the model predicts in the step, divided by
+    the contrast of that picture, for each image, float32.
     """
 
     step: int
@@ -40,34 +38,20 @@ class ForecastError(NamedTuple):
 class AddedNoise:
     """How much noise a solver adds, measured once in a generation, from two steps without a setting of it.
 
-    A step keeps a share of the noise in its sample: that of the noise levels where the solver adds none.
-
-    Attributes:
-        kept: this share, one number; None: not measured yet.
-        levels: noise level before and after that step.
+    A step keeps a share of the noise in its sample: that of the noise levels where the solver adds none. The
+    share ``kept`` is None until it is measured, in a step with these ``levels`` before and after it. The next
+    step is compared with ``before``: index, sample and picture.
     """
 
     def __init__(self) -> None:
         self.kept: Tensor | None = None
         self.levels = 1.0, 1.0
-        self._before: tuple[int, Tensor, Tensor] | None = None
-
-    @property
-    def waits(self) -> bool:
-        """Whether the measurement needs the next step."""
-        return self.kept is None
+        self.before: tuple[int, Tensor, Tensor] | None = None
 
     def note(self, levels: NoiseLevels, sample: Tensor, picture: Tensor, index: int) -> None:
-        """Note the sample of a step, and the picture that the model predicts from it.
-
-        Args:
-            levels: of the generation.
-            sample: that the model gets.
-            picture: as :meth:`NoiseLevels.picture` returns it.
-            index: of the step.
-        """
-        before, self._before = self._before, None
-        if not self.waits:
+        """Note the sample that the model gets in a step, and the picture that it predicts from it."""
+        before, self.before = self.before, None
+        if self.kept is not None:
             return
         sample = levels.scaled(sample, index)
         if before is not None and before[0] == index - 1 and before[1].shape == sample.shape:
@@ -75,22 +59,16 @@ class AddedNoise:
             self.kept = torch.dot(noise, (sample - before[2]).flatten()) / noise.square().sum()
             self.levels = levels.sigmas[index - 1], levels.sigmas[index]
         elif index and levels.lowers(index):
-            self._before = index, sample, picture
-
-    def forget(self) -> None:
-        """Drop what the next step would be compared with."""
-        self._before = None
+            self.before = index, sample, picture
 
 
 class RunLog:
     """What happened in one generation so far. Noting it does not wait for the device.
 
     Attributes:
-        config: settings of the generation.
         guidance: scale of classifier-free guidance; None: unknown.
         batch: batch size of a call of the model.
-        height: height of the sample (for latent diffusion, of the latents); None: nothing reads it.
-        width: width of the sample, likewise.
+        height, width: of the sample (for latent diffusion, of the latents); None: nothing reads them.
         references: height and width of each reference picture in the sequence of the sample.
         tokens: number of tokens at the finest level, over all frames of a video and all references.
         steps: number of denoising steps of the generation; None: unknown.
@@ -99,8 +77,6 @@ class RunLog:
         missed: of the running call: part, steps since it ran, and the length of the forecast's error divided
             by that of the part's change, for each image.
         outputs: of the model, by call in its step and part: when the part last ran.
-        errors: of the forecasts of step reuse.
-        noise: that the solver adds.
     """
 
     def __init__(
@@ -114,11 +90,11 @@ class RunLog:
         levels: NoiseLevels | None = None,
     ) -> None:
         self.config, self.batch, self.steps, self.guidance = config, batch, steps, guidance
-        sizes = tuple((rows * patch, columns * patch) for _, rows, columns in grids)
-        self.height = sizes[0][0] if sizes else None
-        self.width = sizes[0][1] if sizes else None
-        self.references = sizes[1:]
-        self.tokens = sum(frames * rows * columns for frames, rows, columns in grids)
+        sizes = [(rows * patch, columns * patch) for _, rows, columns in grids]
+        size: tuple[int | None, int | None] = sizes[0] if sizes else (None, None)
+        self.height, self.width = size
+        self.references = tuple(sizes[1:])
+        self.tokens = sum(map(num_tokens, grids))
         self.levels = levels
         self.sample: Tensor | None = None
         self.missed: list[tuple[str, int, Tensor]] = []
@@ -139,7 +115,7 @@ class RunLog:
     def forget_outputs(self, call: int) -> None:
         """Drop what later steps would be compared with, of the calls with this number."""
         self.outputs = {key: output for key, output in self.outputs.items() if key[0] != call}
-        self.noise.forget()
+        self.noise.before = None
 
     @property
     def seconds(self) -> float:

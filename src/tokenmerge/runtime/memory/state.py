@@ -18,16 +18,15 @@ from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.config.checks import integer
 from tokenmerge.config.origin import is_default, named
 from tokenmerge.errors import ConfigError, shown
-from tokenmerge.models.base import GridShape, Layer, ModelCall
+from tokenmerge.models.base import Layer, ModelCall
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.ops import Plan
 from tokenmerge.plans import Facts, Tolerance
-from tokenmerge.runtime.memory.caches import Call, EmptyWhenCopied, Memory, RecordedCalls
+from tokenmerge.runtime.memory.caches import Call, EmptyWhenCopied, Memory, RecordedMerges
 from tokenmerge.runtime.memory.context import CallContext, PartState, ThreadState
 from tokenmerge.runtime.memory.run_log import RunLog
 from tokenmerge.runtime.memory.step_log import StepRecorder
-from tokenmerge.runtime.steps.per_thread import PerThread
-from tokenmerge.runtime.steps.pipeline import Pipeline
+from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline
 from tokenmerge.runtime.steps.scheduler import Generation
 
 # Packages through which a call reaches this one.
@@ -55,21 +54,12 @@ class Memories(EmptyWhenCopied, weakref.WeakKeyDictionary[Generation, Memory]):
 
 
 class ChoosesSettings(Protocol):
-    """A method that chooses the settings of each generation from the facts about it."""
+    """Chooses the settings of each generation: :class:`tokenmerge.default_method.DefaultMethod`."""
 
-    def facts_at(
-        self, grid: GridShape | None, steps: int | None, guidance: float | None, ends_clean: bool
-    ) -> Facts:
-        """Return the facts, see :meth:`tokenmerge.default_method.DefaultMethod.facts_at`."""
-
-    def settings(self, facts: Facts) -> ToMeConfig:
-        """Return the settings of one generation."""
-
-    def tolerance(self, facts: Facts) -> Tolerance | None:
-        """Return what changes the settings while the generation runs; None: nothing does."""
-
-    def shortfall(self, facts: Facts) -> str:
-        """Return what the settings do not reach of what was asked for; empty: they reach it."""
+    facts_at: Callable[..., Facts]
+    settings: Callable[[Facts], ToMeConfig]
+    tolerance: Callable[[Facts], Tolerance | None]
+    shortfall: Callable[[Facts], str]
 
 
 class Kept(NamedTuple):
@@ -92,29 +82,24 @@ class ModelState:
 
     Attributes:
         config: the settings; of the default method, what any of its generations may do.
-        call: how the model is called.
         stages: (level, what holds there) for each level that merges and each phase, where it merges most.
         groups: for each part, the group of parts that share its plans.
-        pipeline: the pipeline of the model.
         dense_if_too_small: whether samples with too few tokens run dense, with a warning, or raise an error.
         told: warnings already given.
         method: name of the settings, for messages; empty: the user gave them all.
         default: the default method, which chooses the settings of each generation; None: ``config`` has them.
         parts: its blocks, layers and stages that merge or are skipped, in the order of ``groups``.
-        memories: what is cached where settings follow the steps, by generation.
-        given_grid: the model's finest token grid in the next calls, where the user gave it; None: not given.
+        given_grid: the model's finest token grid in the next calls, where the user gave it.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
         revise_plan: called with the features ``[b, n, c]`` and each new plan, returns the plan that is used
             instead; None: new plans are used as they are.
         last_run: what happened in the generation that began last; None before the first.
-        recorder: records what each step does; None: nobody asked for it.
         kept: what others looked at when a generation last began; before the first, when it was patched.
         settings: what holds for each level that merges, at the first step.
         follows_steps: whether it has to be known which denoising step it is.
         over_steps: the settings that follow the steps, for messages.
         caches_results: whether what blocks add is cached at some step, to skip them or to plan by it.
         merges: whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
-        threads: the state of each thread that calls the model.
     """
 
     config: ToMeConfig
@@ -151,11 +136,7 @@ class ModelState:
             warn_caller(message)
 
     def set_size(self, height: int, width: int) -> None:
-        """Give the size of the latents, for calls whose token grid cannot be read.
-
-        Raises:
-            ConfigError: a side is no integer ≥ 1, or no multiple of the model's patch.
-        """
+        """Give the size of the latents, for calls whose token grid cannot be read."""
         patch = self.call.patch
         for name, side in (("height", height), ("width", width)):
             if isinstance(side, bool) or not isinstance(side, int) or side < 1 or side % patch:
@@ -182,13 +163,6 @@ class ModelState:
     def blocks(self) -> tuple[BlockState, ...]:
         """The blocks that merge."""
         return tuple(part for part in self.parts if isinstance(part, BlockState))
-
-    def memory_of(self, generation: Generation) -> Memory:
-        """Return what is cached in a generation."""
-        memory = self.memories.get(generation)
-        if memory is None:
-            memory = self.memories[generation] = Memory(self.groups)
-        return memory
 
     def use(self, memory: Memory) -> None:
         """Cache in ``memory`` from now on, in this thread."""
@@ -232,19 +206,14 @@ class ModelState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockState:
-    """A transformer block that merges.
-
-    ``path``, ``level``, ``layout``, ``block_layout`` and ``batched`` are those of the
-    :class:`tokenmerge.models.base.Block`.
+    """A transformer block that merges; what is not explained is as in :class:`tokenmerge.models.base.Block`.
 
     Attributes:
         grid: the token grid in each thread, noted by the module around it; None: that of the model.
         caches_residuals: whether it is skipped on some steps by itself, and not with its whole stage.
         plans_first: whether it is the first of the blocks that share plans.
-        is_first: whether it is the first block of its level.
-        is_last: whether it is the last one.
+        is_first: whether it is the first block of its level; ``is_last``: the last one.
         is_read_between: whether more than the next block reads its result, as in a ControlNet.
-        threads: its running call in each thread.
         calls: what was recorded of its calls for gradient checkpointing, which runs them again.
     """
 
@@ -261,7 +230,7 @@ class BlockState:
     is_last: bool = False
     is_read_between: bool = False
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
-    calls: RecordedCalls = dataclasses.field(default_factory=RecordedCalls)
+    calls: RecordedMerges = dataclasses.field(default_factory=RecordedMerges)
 
     @property
     def settings(self) -> MergeSettings:
@@ -305,13 +274,8 @@ class LayerState:
 class StageState:
     """A stage of a UNet, or a module of one, that is skipped on some steps.
 
-    Attributes:
-        model: the model that it belongs to.
-        path: its name in the model.
-        is_finest: whether it is at the finest level.
-        is_last: whether the modules that do run read its result.
-        grid: the token grid of its blocks in each thread; None: it has no blocks.
-        threads: its cache in each thread.
+    ``is_finest`` says whether it is at the finest level, and ``is_last`` whether the modules that do run read
+    its result. Without blocks it has no ``grid``.
     """
 
     model: ModelState

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenmerge.runtime.memory.caches import EmptyWhenCopied
 from tokenmerge.runtime.memory.run_log import StepKind
-from tokenmerge.runtime.steps.per_thread import PerThread
+from tokenmerge.runtime.steps.pipeline import PerThread
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation
 
 # Waits for the device, and returns the seconds that it took.
@@ -68,31 +69,26 @@ class StepLog:
 
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
-        self._latest: _Step | None = None
+        self._latest = _Step("unmerged")
         self._before: list[Tensor | None] = []  # results of the calls of the step before
         self._results: list[Tensor | None] = []  # of this step
-        self._stop: Callable[[], Stopwatch] | None = None
+        self._stop: Callable[[], Stopwatch] = lambda: lambda: 0.0
 
     def begin_call(self, step: DenoisingStep, kind: StepKind, device: torch.device) -> None:
         """Note a call of the model. Where a step makes several calls, the last one decides its kind."""
-        now = self._steps.get(step.index)
-        if now is None or now is not self._latest:
+        if self._steps.get(step.index) is not self._latest:
             self._before, self._results = self._results, []
-            now = self._steps[step.index] = self._latest = _Step(kind)
-        now.kind = kind
+            self._steps[step.index] = self._latest = _Step(kind)
+        self._latest.kind = kind
         self._stop = start_stopwatch(device)
 
     def note_plan(self, tokens: int, merged_tokens: int) -> None:
         """Note a block call that merges."""
-        if self._latest is not None:
-            self._latest.plans.append((tokens, merged_tokens))
+        self._latest.plans.append((tokens, merged_tokens))
 
     def end_call(self, result: Any) -> None:
         """Note the end of a call, and what the model returned."""
-        if self._latest is None or self._stop is None:
-            return
         self._latest.spans.append(self._stop())
-        self._stop = None
         number, made = len(self._results), _one_tensor(result)
         before = self._before[number] if number < len(self._before) else None
         self._results.append(made)
@@ -110,7 +106,7 @@ class StepLog:
         return tuple(step.row(index) for index, step in sorted(self._steps.items()))
 
 
-class StepRecorder:
+class StepRecorder(EmptyWhenCopied):
     """The logs of a model, one for each living generation. Copies and pickles begin empty."""
 
     def __init__(self) -> None:
@@ -137,18 +133,11 @@ class StepRecorder:
         for log in self._logs.values():
             log.forget_results()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StepRecorder:
-        return StepRecorder()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StepRecorder, ()
-
 
 def start_stopwatch(device: torch.device) -> Callable[[], Stopwatch]:
     """Start a stopwatch and return the function that stops it. Neither waits for the device.
 
-    A CUDA device is timed by its own events. For other devices the clock of the program counts, and their
-    last operations may still be running when it stops.
+    CUDA's own events count, or else the clock of the program, when last operations may still be running.
     """
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device)

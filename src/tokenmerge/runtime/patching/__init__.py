@@ -1,4 +1,1 @@
-"""What changes a model: patching, restoring, and the hooks before and after its calls.
-
-``patch`` patches and restores whole models with ``select`` and ``swap``; only ``swap`` changes classes.
-"""
+"""What changes a model: patching, restoring, and the hooks before and after its calls."""

@@ -18,6 +18,7 @@ from tokenmerge.ops import num_tokens
 from tokenmerge.planners import sequence_of, sequence_of_part
 from tokenmerge.plans.generation import Runs, plan_generation
 from tokenmerge.runtime.memory.state import ModelState, warn_caller
+from tokenmerge.runtime.patching.select import stages_at
 from tokenmerge.runtime.steps.scheduler import DenoisingStep
 
 Stages = Sequence[tuple[int, MergeSettings]]
@@ -32,12 +33,9 @@ def merges_tokens(stages: Stages, *grids: GridShape) -> bool:
 
 
 def check_grid(stages: Stages, *grids: GridShape, method: str = "") -> None:
-    """Check that a call with these finest grids of (frames, rows, columns) has tokens to merge.
+    """Refuse a call with finest grids of (frames, rows, columns) that have no tokens to merge.
 
     The first is that of the picture being made, the others are those of reference pictures.
-
-    Raises:
-        NothingToMergeError: it has none.
     """
     if merges_tokens(stages, *grids) or not any(settings.merges for _, settings in stages):
         return
@@ -92,11 +90,7 @@ def refuse_tracing(root: nn.Module) -> None:
 
 
 def check_size(state: ModelState, *grids: GridShape) -> None:
-    """Check that a call with these finest grids has tokens to merge, or may run dense.
-
-    Raises:
-        NothingToMergeError: it has none, and may not run dense.
-    """
+    """Refuse a call with finest grids that have no tokens to merge, unless it may run dense."""
     if state.config.reuse.on:  # it saves time without merging
         return
     try:
@@ -111,12 +105,7 @@ def check_size(state: ModelState, *grids: GridShape) -> None:
 
 
 def check_part(state: ModelState, root: nn.Module, part: Part, grids: Sequence[GridShape]) -> None:
-    """Check that tokens of the whole pictures can merge in the parts that several devices have.
-
-    Raises:
-        UnsupportedModelError: no token of some part can merge, or a planner would not remove equally many
-            tokens from each.
-    """
+    """Refuse parts of pictures, one for each device, from which not equally many tokens can be removed."""
     for _, settings in state.stages:
         whole = sequence_of(grids, settings)
         every = [sequence_of_part(whole.pictures, index, part.parts) for index in range(part.parts)]
@@ -176,7 +165,7 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
         return
     steps, grids = step.steps, state.threads.value.grid.shapes
     counted = f"{steps} step{'s' if steps > 1 else ''}"
-    stages = [(level, stage.at_level(level)) for level in state.settings for stage in config.stages()]
+    stages = stages_at(config, *state.settings)
     of_steps = [rule for rule in config.rules if rule.of_steps]
     each = (config.at_step(index, steps) for index in range(steps))
     if of_steps and not any(own.merges or own.reuse.on for own in each):

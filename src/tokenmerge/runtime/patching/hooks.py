@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.config.origin import instead
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import part_of
-from tokenmerge.plans import Facts, Tolerance
 from tokenmerge.plans.generation import Merging, Runs
 from tokenmerge.runtime.blocks.attention_kernels import reach_kernels
 from tokenmerge.runtime.blocks.block_runs import finish_run
@@ -35,34 +34,20 @@ from tokenmerge.runtime.patching.call_checks import (
 )
 from tokenmerge.runtime.patching.plan_life import begin_plans, caches_plans, features_to_cache
 from tokenmerge.runtime.patching.watched import look
-from tokenmerge.runtime.steps.decide import Decision, decide
 from tokenmerge.runtime.steps.guidance import copies_are_equal
 from tokenmerge.runtime.steps.noise_levels import noise_levels
-from tokenmerge.runtime.steps.per_thread import PerThread
-from tokenmerge.runtime.steps.pipeline import guidance_copies, guidance_scale, running_pipeline
-from tokenmerge.runtime.steps.scheduler import (
-    DenoisingStep,
-    Generation,
-    needs_sync,
-    number_of_steps,
-    scheduler_of,
-)
+from tokenmerge.runtime.steps.pipeline import PerThread, guidance_copies, guidance_scale, running_pipeline
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync, scheduler_of
 from tokenmerge.runtime.steps.step_seed import same_step
-from tokenmerge.runtime.steps.step_tracker import StepTracker
+from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
 
 
 class _Call(NamedTuple):
     """A call of a patched model, as the hook before it sees it.
 
-    Attributes:
-        state: state of the model.
-        root: the model.
-        sample: the sample, a tensor or a list of tensors.
-        timestep: what tells the steps apart.
-        seed: number of the step that draws depend on.
-        pipe: the pipeline that runs; None: unknown.
-        step: the denoising step; None: the settings do not follow the steps.
-        shape: shape of the inputs; what is cached for one shape does not fit another.
+    ``seed`` is the number of the step that draws depend on. ``running`` is the pipeline on the call stack,
+    and ``pipe`` that of the call, with its ``scheduler``; None: unknown. ``step`` is None where the settings
+    do not follow the steps. What is cached for one ``shape`` of the inputs does not fit another.
     """
 
     state: ModelState
@@ -70,22 +55,15 @@ class _Call(NamedTuple):
     sample: Any
     timestep: Any
     seed: Tensor
+    running: Any
     pipe: Any
+    scheduler: Any
     step: DenoisingStep | None
     shape: tuple[int, ...]
 
-    @property
-    def scheduler(self) -> Any:
-        """The scheduler that the timestep is from; None: there is none."""
-        return scheduler_of(self.pipe, self.timestep)
-
 
 def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Before the model: check the call, and build what holds for it.
-
-    Raises:
-        UnsupportedModelError, NothingToMergeError, ConfigError: the call does not fit the settings.
-    """
+    """Before the model: check the call, and build what holds for it."""
     refuse_tracing(root)
     state: ModelState = root.__dict__[STATE]
     arguments = {**dict(zip(state.call.parameters[: len(args)], args, strict=True)), **kwargs}
@@ -106,7 +84,6 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if step is not None:
         now = config.at_step(step.done, step.steps)
         settings = {level: now.at_level(level) for level in settings}
-    merges = any(own.merges for own in settings.values())
     state.threads.value.context = CallContext(
         settings=settings,
         step=call.seed,
@@ -118,7 +95,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         guidance_copies=copies,
         copies_equal=equal,
         guidance_difference=memory.guidance_differences.get(tracker.plan_call),
-        step_log=None if compiling else _note_call(call, memory, config, decision, merges),
+        step_log=None if compiling else _note_call(call, memory, config, decision, settings),
     )
 
 
@@ -127,9 +104,8 @@ def before_blocks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
     state: PerThread[Grid] | StageState = module.__dict__[STATE]
     grids = state.grid if isinstance(state, StageState) else state
     assert grids is not None
-    x = args[0] if args else kwargs["hidden_states"]
-    rows, columns = x.shape[-2:]
-    grids.value.shape = 1, rows, columns
+    rows, columns = (args[0] if args else kwargs["hidden_states"]).shape[-2:]
+    grids.value.shapes = ((1, rows, columns),)
 
 
 def after_model(root: nn.Module, args: tuple, result: Any) -> None:
@@ -141,7 +117,7 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     if memory.log is not None and not torch.compiler.is_compiling():
         memory.log.note_end()
         if thread.context.decision.caches:
-            note_output(memory.log, thread, memory.tracker, result)
+            note_output(memory.log, thread, result)
     if memory.tracker.is_last:
         memory.forget_results(memory.tracker.call, memory.tracker.call)
 
@@ -195,26 +171,29 @@ def _check_call(state: ModelState, root: nn.Module, arguments: dict[str, Any]) -
 def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> _Call:
     """Return what is known of a call with these arguments, by name."""
     sample, by = arguments[state.call.sample], state.call.timestep
-    timestep = arguments[by] if isinstance(by, str) else by(root, arguments)
-    device = sample[0].device if isinstance(sample, list) else sample.device
-    seed = state.threads.value.seed.of(timestep, device)
-    pipe = state.pipeline.running()
-    step = _step(state, root, pipe, timestep, seed) if state.follows_steps else None
-    shape = (len(sample), *sample[0].shape)
-    text = None if step is None else arguments.get("encoder_hidden_states")
-    if isinstance(text, Tensor):  # joint blocks change it too, and its length may differ at the next step
-        shape = (*shape, *text.shape)
-    return _Call(state, root, sample, timestep, seed, pipe, step, shape)
-
-
-def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Tensor) -> DenoisingStep:
-    """Return the denoising step of a call, of a model whose settings follow the steps."""
+    timestep, first = arguments[by] if isinstance(by, str) else by(root, arguments), sample[0]
+    seed = state.threads.value.seed.of(timestep, first.device)
+    running = running_pipeline()
+    pipe, shape = state.pipeline.of_call(running), (len(sample), *first.shape)
     if torch.compiler.is_compiling():
-        raise UnsupportedModelError(
-            f"{state.over_steps}: what follows the denoising steps cannot be compiled into one graph with "
-            "the whole model; compile its blocks: model.compile_repeated_blocks()"
-        )
-    step = state.pipeline.step(pipe, timestep)
+        if state.follows_steps:
+            raise UnsupportedModelError(
+                f"{state.over_steps}: what follows the denoising steps cannot be compiled into one graph "
+                "with the whole model; compile its blocks: model.compile_repeated_blocks()"
+            )
+        return _Call(state, root, sample, timestep, seed, running, pipe, None, None, shape)
+    scheduler, step = scheduler_of(pipe, timestep), None
+    if state.follows_steps:
+        step = state.pipeline.step(scheduler, timestep, pipe is running)
+        _check_step(state, root, step, seed)
+        text = arguments.get("encoder_hidden_states")
+        if isinstance(text, Tensor):  # joint blocks change it too, and its length may differ at the next step
+            shape = (*shape, *text.shape)
+    return _Call(state, root, sample, timestep, seed, running, pipe, scheduler, step, shape)
+
+
+def _check_step(state: ModelState, root: nn.Module, step: DenoisingStep | None, seed: Tensor) -> None:
+    """Refuse a call whose denoising step is not known, or is over."""
     if step is None:
         raise ConfigError(
             f"{state.over_steps}: it has to be known which denoising step it is, and no scheduler says so: "
@@ -231,13 +210,15 @@ def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Te
             "call patch.at_step(i, steps) before each step of a loop of your own, or apply token merging to "
             "the very pipeline that runs: others that share its models have schedulers of their own"
         )
-    return step
 
 
 def _begin_in_memory(state: ModelState, step: DenoisingStep | None, seed: Tensor) -> Memory:
     """Begin a call in the memory of its generation, and drop what is stale there."""
     thread = state.threads.value
-    memory = thread.own_memory if step is None else state.memory_of(step.generation)
+    memory = thread.own_memory
+    if step is not None:
+        known = state.memories.get(step.generation)
+        memory = state.memories.setdefault(step.generation, known or Memory(state.groups))
     memory.seed = seed
     if step is not None and (stale := memory.tracker.begin_call(step)) is not None:
         memory.forget(stale)
@@ -255,16 +236,19 @@ def _config_of(call: _Call, memory: Memory) -> ToMeConfig:
     config, tolerance = state.config, None
     on_meta = call.seed.is_meta  # the operations of single steps are counted
     if step is not None and state.default is not None:
-        grid, clean = state.threads.value.grid.shape, step.generation.ends_clean
-        facts = state.default.facts_at(grid, step.steps, guidance_scale(call.pipe), clean)
+        grid, generation = state.threads.value.grid.shape, step.generation
+        facts = state.default.facts_at(grid, step.steps, guidance_scale(call.pipe), generation.ends_clean)
         state.warn_once(state.default.shortfall(facts))
-        config = state.default.settings(facts)
-        tolerance = None if on_meta else _tolerance_of(state, step.generation, facts)
-        config = config if tolerance is None else tolerance.config
+        config, tolerances = state.default.settings(facts), state.pipeline.tolerances
+        if not on_meta:
+            if generation not in tolerances:  # the pipeline's models share it
+                tolerances[generation] = state.default.tolerance(facts)
+            tolerance = tolerances[generation]
+            config = config if tolerance is None else tolerance.config
     if on_meta:
         state.keep_dense(memory)
     elif not torch.compiler.is_compiling():
-        pipe = call.pipe or running_pipeline()
+        pipe = call.pipe or call.running
         scheduler = None if step is not None else scheduler_of(pipe, call.timestep)
         timesteps = getattr(scheduler, "timesteps", None)
         if memory.config is None or memory.timesteps is not timesteps:  # a generation begins
@@ -281,19 +265,6 @@ def _config_of(call: _Call, memory: Memory) -> ToMeConfig:
     return config
 
 
-def _tolerance_of(state: ModelState, generation: Generation, facts: Facts) -> Tolerance | None:
-    """Return what changes the settings of a generation while it runs; None: nothing does.
-
-    The models of a pipeline share it. The first one that is called makes it.
-    """
-    assert state.default is not None
-    tolerances = state.pipeline.tolerances
-    if generation not in tolerances:
-        tolerances[generation] = state.default.tolerance(facts)
-    found: Tolerance | None = tolerances[generation]
-    return found
-
-
 def _within_tolerance(state: ModelState, memory: Memory, step: DenoisingStep) -> ToMeConfig:
     """Return the settings of a generation with a tolerance. After a complete step, this waits once."""
     tolerance = memory.tolerance
@@ -307,36 +278,32 @@ def _within_tolerance(state: ModelState, memory: Memory, step: DenoisingStep) ->
     return memory.config
 
 
-def _kind(decision: Decision, merges: bool) -> StepKind:
-    """Return what a call does, in a word; ``merges``: by its settings."""
-    if decision.runs is not Runs.EVERYTHING:
-        return "reused"
-    return "merged" if merges and decision.merging is Merging.MERGES else "unmerged"
-
-
 def _note_call(
-    call: _Call, memory: Memory, config: ToMeConfig, decision: Decision, merges: bool
+    call: _Call, memory: Memory, config: ToMeConfig, decision: Decision, settings: Mapping[int, MergeSettings]
 ) -> StepLog | None:
-    """Note what a call does, for the handle. Return the log of its steps; None: they are not recorded.
-
-    ``merges`` says whether the settings of the step merge.
-    """
-    state, step, sample, kind = call.state, call.step, call.sample, _kind(decision, merges)
+    """Note what a call does, for the handle. Return the log of its steps; None: they are not recorded."""
+    state, step, sample = call.state, call.step, call.sample
     if memory.log is None or step is None:
         guidance = guidance_scale(call.pipe)
         grids = state.threads.value.grid.shapes if state.merges else ()
-        steps = number_of_steps(call.scheduler, None) if step is None else step.steps
-        levels = None if step is None else noise_levels(call.scheduler, step)
+        steps, levels = getattr(call.scheduler, "num_inference_steps", None), None
+        if step is not None:
+            steps, levels = step.steps, noise_levels(call.scheduler, step)
+        steps = steps if isinstance(steps, int) else None
         memory.log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels)
     state.last_run = memory.log
     memory.log.sample = sample if decision.caches and isinstance(sample, Tensor) else None
+    kind: StepKind = "reused"
+    if decision.runs is Runs.EVERYTHING:
+        merges = decision.merging is Merging.MERGES and any(own.merges for own in settings.values())
+        kind = "merged" if merges else "unmerged"
     if step is not None:
         memory.log.note_step(step.index, kind)
     if state.recorder is None:
         return None
     if step is None:
         with contextlib.suppress(ConfigError):  # settings that follow no step run without one
-            step = state.pipeline.step(call.pipe, call.timestep)
+            step = state.pipeline.step(call.scheduler, call.timestep, call.pipe is call.running)
     return None if step is None else state.recorder.begin_call(step, kind, call.seed.device)
 
 

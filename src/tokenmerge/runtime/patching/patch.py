@@ -7,15 +7,17 @@ compare, and get hooks that read the denoising step and the token grid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+import threading
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
 
-from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import instead, named
-from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.models.base import Block, Host, modules_in
+from tokenmerge.errors import ModelInUseError, NothingToMergeError, UnsupportedModelError
+from tokenmerge.models.base import Host, modules_in
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import part_of
 from tokenmerge.runtime.blocks.attention_kernels import leave_kernels, reach_kernels
@@ -31,10 +33,9 @@ from tokenmerge.runtime.patching.hooks import (
     compare_guidance,
     record_result,
 )
-from tokenmerge.runtime.patching.select import parts_to_merge, skipped_parts, why_nothing_merges
+from tokenmerge.runtime.patching.select import parts_to_merge, skipped_parts, stages_at, why_nothing_merges
 from tokenmerge.runtime.patching.swap import add_hook, check_swappable, remove_hooks, swap, undo
-from tokenmerge.runtime.steps.per_thread import PerThread
-from tokenmerge.runtime.steps.pipeline import Pipeline
+from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline, is_pipeline
 
 
 def hosts_that_merge(
@@ -44,15 +45,11 @@ def hosts_that_merge(
     check_size: bool = True,
     method: str = "",
 ) -> tuple[list[Host], list[NothingToMergeError]]:
-    """Check all models of a pipeline before any is changed.
+    """Return the models of a pipeline that merge, and why ControlNets stay dense, before any is changed.
 
     The size is the height and width of the sample; None stands for what each model was made for. It is not
-    checked if ``check_size`` is False. The second result says why ControlNets stay dense beside a denoiser
-    that merges.
-
-    Raises:
-        NothingToMergeError: the denoiser, or a ControlNet without a denoiser, would merge nothing.
-        UnsupportedModelError: a block cannot be patched.
+    checked if ``check_size`` is False. A denoiser, or a ControlNet without one, that would merge nothing is
+    refused.
     """
     merging, left_dense = [], []
     for host in hosts:
@@ -69,12 +66,7 @@ def hosts_that_merge(
 
 
 def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, method: str = "") -> None:
-    """Check, before anything is changed, that the host would merge; the size is that of the sample, if known.
-
-    Raises:
-        NothingToMergeError: it has no block that would merge.
-        UnsupportedModelError: a block cannot be patched.
-    """
+    """Refuse a host that would not merge, or not at this size of the sample, before anything is changed."""
     parts = parts_to_merge(host, config)
     if not parts:
         raise NothingToMergeError(why_nothing_merges(host, config))
@@ -85,11 +77,10 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
             f"a step; {instead(method, 'take reuse.every=1')}"
         )
     if size is not None and not config.reuse.on:
-        rows, columns = (-(-side // host.patch) for side in size)
-        grid = host.frames, rows, columns
         # Settings for reference pictures are for calls that have some.
-        grids = (grid,) if not host.takes_references else (grid, grid)
-        check_grid(_stages([block for block, _ in parts], config), *grids, method=method)
+        grids = [host.grid_at(*size)] * (2 if host.takes_references else 1)
+        levels = sorted({block.level for block, _ in parts})
+        check_grid(stages_at(config, *levels), *grids, method=method)
     for block, layers in parts:
         check_swappable(block.module, block.path, block.method)
         for layer in layers:
@@ -97,12 +88,6 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
             check_swappable(module, f"{block.path}.{layer.name}", "forward")
     for path, _, _ in skipped_parts(host, config):
         check_swappable(host.root.get_submodule(path), path, "forward")
-
-
-def _stages(blocks: Iterable[Block], config: ToMeConfig) -> tuple[tuple[int, MergeSettings], ...]:
-    """Return (level, what holds there) for each level of the blocks and each phase."""
-    levels = sorted({block.level for block in blocks})
-    return tuple((level, stage.at_level(level)) for level in levels for stage in config.stages())
 
 
 def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) -> ModelState:
@@ -116,10 +101,10 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
     plan_groups = [block.plan_group if config.plans.blocks else block.path for block in blocks]
     others = sum(len(layers) for _, layers in merging) + len(skipped)  # layers and stages have no plans
     groups = (*plan_groups, *[None] * others)
-    state = ModelState(config, host.call, _stages(blocks, config), groups, pipeline, **facts)
-
-    grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}
     levels = [block.level for block in blocks]
+    stages = stages_at(config, *sorted(set(levels)))
+    state = ModelState(config, host.call, stages, groups, pipeline, **facts)
+    grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}
     skips_blocks = config.reuse.on and not host.deep_stages
     block_states = [
         BlockState(
@@ -196,3 +181,31 @@ def restore(root: nn.Module) -> None:
                 state.forget()
                 leave_kernels(state)
             undo(module)
+
+
+def refuse_in_use(models: Collection[nn.Module]) -> None:
+    """Refuse to change models that other threads run, as their call stacks say.
+
+    Between two steps, a pipeline of diffusers is seen to use a model, and a loop of another kind is not.
+    """
+    own = threading.get_ident()
+    for thread, innermost in sys._current_frames().items():
+        frame = None if thread == own else innermost
+        while frame is not None:
+            owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
+            if used := next((model for model in models if _uses(owner, model)), None):
+                raise ModelInUseError(
+                    f"a generation with this {type(used).__name__} runs in another thread, and its settings "
+                    "would change under it; wait until it has ended, with a lock around applying and "
+                    "generating, or give each thread a copy of the model that shares its weights"
+                )
+            frame = frame.f_back
+
+
+def _uses(owner: Any, model: nn.Module) -> bool:
+    """Return whether an object is a model, or a pipeline that has it, alone or in a list."""
+    if owner is model or not is_pipeline(owner):
+        return owner is model
+    values = vars(owner).values()
+    parts = [part for value in values for part in (value if isinstance(value, list | tuple) else [value])]
+    return any(part is model or getattr(part, "_orig_mod", None) is model for part in parts)

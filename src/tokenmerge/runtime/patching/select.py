@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.models.base import KINDS, Block, Host, Layer
 from tokenmerge.runtime.blocks.forward import takes_part
+
+
+def stages_at(config: ToMeConfig, *levels: int) -> tuple[tuple[int, MergeSettings], ...]:
+    """Return (level, what holds there) for each of some levels and each phase."""
+    return tuple((level, stage.at_level(level)) for level in levels for stage in config.stages())
 
 
 def parts_to_merge(host: Host, config: ToMeConfig) -> list[tuple[Block, list[Layer]]]:
@@ -17,16 +22,18 @@ def parts_to_merge(host: Host, config: ToMeConfig) -> list[tuple[Block, list[Lay
 
 def merges(block: Block, config: ToMeConfig) -> bool:
     """Return whether something of a block can merge, in some phase."""
-    stages = [stage.at_level(block.level) for stage in config.stages()]
-    return any(own.scope == "block" and block.block_layout is not None for own in stages) or any(
-        own.scope != "block" and takes_part(layer, own) for own in stages for layer in block.layers
+    return any(
+        block.block_layout is not None
+        if own.scope == "block"
+        else any(takes_part(layer, own) for layer in block.layers)
+        for _, own in stages_at(config, block.level)
     )
 
 
 def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
     """Return the sub-layers whose calls change, in some phase."""
-    stages = [stage.at_level(block.level) for stage in config.stages()]
-    return [layer for layer in block.layers if any(takes_part(layer, own) for own in stages)]
+    stages = stages_at(config, block.level)
+    return [layer for layer in block.layers if any(takes_part(layer, own) for _, own in stages)]
 
 
 def skipped_parts(host: Host, config: ToMeConfig) -> Iterator[tuple[str, bool, bool]]:

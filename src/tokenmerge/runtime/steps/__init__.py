@@ -1,4 +1,1 @@
-"""Which denoising step of which generation is it: scheduler, pipeline, guidance, and what ran when.
-
-Imports ``errors``, ``config`` and ``models``.
-"""
+"""Which denoising step of which generation is it: scheduler, pipeline, guidance, and what ran when."""

@@ -66,14 +66,9 @@ def copies_are_equal(sample: Tensor | Sequence[Tensor], copies: int) -> Tensor |
 def importance_of_tokens(change: Tensor, *grids: tuple[int, int, int]) -> Tensor | None:
     """Return how much guidance changes each token, for planners (arXiv 2411.16720).
 
-    Args:
-        change: what guidance changes in a model's result: ``[b, c, h, w]``, ``[b, c, f, h, w]``, or tokens
-            ``[b, n, c]`` on the model's finest grid.
-        grids: (frames, rows, columns) of the tokens of each picture.
-
-    Returns:
-        ``[b, n]``: the mean absolute change over the area of each token. ``[b · f, n]`` for a result of
-        several frames and a grid of one. None for a result of another shape.
+    ``change`` is what guidance changes in a model's result: ``[b, c, h, w]``, ``[b, c, f, h, w]``, or tokens
+    ``[b, n, c]`` on the model's finest grid; None is returned for other shapes. The mean absolute change over
+    the area of each token is ``[b, n]``, or ``[b · f, n]`` for a result of several frames and a grid of one.
     """
     size = change.abs().float()
     if size.ndim == 3:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmerge.runtime.steps.scheduler import DenoisingStep, generation_of
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, generation_of, is_flow
 
 _MOST = 1e4  # of a sample that is noise alone
 
@@ -45,10 +45,7 @@ class NoiseLevels:
     def picture(self, sample: Tensor, output: Tensor, index: int) -> Tensor:
         """Return the picture that a model predicts at a step: float32, in the shape of the sample.
 
-        Args:
-            sample: that the model gets.
-            output: of the model, as guidance combines it.
-            index: of the step.
+        The ``output`` is that of the model, as guidance combines it.
         """
         if self.predicts == "sample":
             return output.float()
@@ -64,25 +61,20 @@ class NoiseLevels:
 
 
 def noise_levels(scheduler: Any, step: DenoisingStep) -> NoiseLevels | None:
-    """Return the noise levels of a generation, without waiting for the device; None: they are unknown.
-
-    Args:
-        scheduler: of the running pipeline.
-        step: of the generation.
-    """
+    """Return the noise levels of a generation, without waiting for the device; None: they are unknown."""
     timesteps, config = getattr(scheduler, "timesteps", None), getattr(scheduler, "config", {})
     if generation_of(timesteps) is not step.generation or hasattr(config, "sigma_data"):
         return None
-    flow = "FlowMatch" in type(scheduler).__name__ or bool(config.get("use_flow_sigmas", False))
-    predicts = "flow" if flow else config.get("prediction_type", "epsilon")
+    predicts = "flow" if is_flow(scheduler) else config.get("prediction_type", "epsilon")
     predicts = "flow" if predicts == "flow_prediction" else predicts
     if predicts not in ("epsilon", "v_prediction", "sample", "flow"):
         return None
     levels = _sigmas(scheduler, step.total)
     if levels is not None and predicts == "flow":
         levels = [min(level / max(1 - level, 1 / _MOST), _MOST) for level in levels]
-    falls = levels is not None and all(later <= before for before, later in pairwise(levels))
-    return NoiseLevels(tuple(levels), predicts) if levels is not None and falls else None
+    if levels is None or any(later > before for before, later in pairwise(levels)):
+        return None
+    return NoiseLevels(tuple(levels), predicts)
 
 
 def _sigmas(scheduler: Any, total: int) -> list[float] | None:

@@ -1,24 +1,46 @@
-"""Reads the denoising step and the batching of guidance from a diffusers pipeline."""
+"""Reads the denoising step and the batching of guidance from a diffusers pipeline, in each thread."""
 
 from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import weakref
-from collections.abc import Iterator
-from types import FrameType
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.runtime.steps.per_thread import PerThread
-from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, scheduler_of, step_of
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, step_of
+
+Value = TypeVar("Value")
 
 _STEPS = 20  # where a pipeline has no default
 # Their batches hold the picture guided by text and image, by the image alone, and by nothing.
 _GUIDED_TWICE = ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLInstructPix2PixPipeline")
+
+
+class PerThread(threading.local, Generic[Value]):
+    """Holds one value for each thread, made when the thread first asks for it.
+
+    Copies and pickles of a model begin with new values.
+
+    The value itself is an ordinary object whose attributes change. ``torch.compile`` follows such changes,
+    and it would lose assignments to attributes of a ``threading.local``.
+    """
+
+    def __init__(self, make: Callable[[], Value]) -> None:
+        # Python calls this in every thread that uses the object, with the arguments of the first call.
+        self._make = make
+        self.value = make()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PerThread[Value]:
+        return PerThread(self._make)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PerThread, (self._make,)
 
 
 class Pipeline:
@@ -46,14 +68,12 @@ class Pipeline:
         """The pipeline that token merging was applied to; None if there is none, or it is gone."""
         return None if self._reference is None else self._reference()
 
-    def running(self) -> Any:
-        """Return the pipeline whose call runs, or the one that token merging was applied to; None: neither.
+    def of_call(self, running: Any) -> Any:
+        """Return the pipeline of a call: the ``running`` one, or the one that token merging was applied to.
 
-        In a graph no call stack can be read. Then it is the one that token merging was applied to.
+        None: there is neither, or token merging was applied to a model alone.
         """
-        if not self._is_given or torch.compiler.is_compiling():
-            return self.given
-        return running_pipeline() or self.given
+        return (running if self._is_given else None) or self.given
 
     def set_step(self, index: int, total: int) -> None:
         """Set the step that comes next in this thread; it overrides the scheduler from now on."""
@@ -62,18 +82,14 @@ class Pipeline:
         generation = before.generation if before is not None and continues else Generation(index)
         self._given_step.value = DenoisingStep(index, total, generation)
 
-    def step(self, pipe: Any, timestep: Tensor | float) -> DenoisingStep | None:
+    def step(self, scheduler: Any, timestep: Tensor | float, runs_here: bool) -> DenoisingStep | None:
         """Return the denoising step of a call with a timestep; None: nothing says which it is.
 
-        ``pipe`` is the running pipeline, as :meth:`running` finds it.
-
-        Raises:
-            ConfigError: the scheduler's generation began in another thread, and no pipeline runs in this one.
+        Unless a pipeline with this scheduler ``runs_here``, a generation of another thread is refused.
         """
         if (given := self._given_step.value) is not None:
             return given
-        runs_here = pipe is not None and pipe is running_pipeline()
-        step = step_of(scheduler_of(pipe, timestep), timestep, runs_here)
+        step = step_of(scheduler, timestep, runs_here)
         if step is not None and not (runs_here or step.generation.is_of_this_thread):
             raise ConfigError(
                 "the denoising step is unknown: the scheduler that token merging was applied with is at step "
@@ -149,21 +165,20 @@ def _scale_of(guider: Any) -> float | None:
 def running_pipeline() -> Any:
     """Return the innermost pipeline on the call stack of this thread; None: there is none.
 
-    Models may be shared by pipelines that run in several threads, or within each other.
+    Models may be shared by pipelines that run in several threads, or within each other. In a graph, no call
+    stack can be read.
     """
-    return next(filter(is_pipeline, owners(sys._getframe(1))), None)
+    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    while frame is not None:  # without a call for each frame, since every call of a model searches
+        if frame.f_code.co_varnames[:1] == ("self",):
+            owner = frame.f_locals.get("self")
+            if "scheduler" in getattr(owner, "__dict__", ()) and is_pipeline(owner):
+                return owner
+        frame = frame.f_back
+    return None
 
 
 def is_pipeline(owner: Any) -> bool:
     """Return whether an object has a diffusers scheduler, and is no module."""
     scheduler = getattr(owner, "__dict__", {}).get("scheduler")
     return scheduler is not None and hasattr(scheduler, "timesteps") and not isinstance(owner, nn.Module)
-
-
-def owners(frame: FrameType | None) -> Iterator[Any]:
-    """Yield the objects whose methods run in a frame and in those that called it, the innermost first."""
-    while frame is not None:
-        code = frame.f_code
-        if code.co_argcount and code.co_varnames[0] == "self":
-            yield frame.f_locals.get("self")
-        frame = frame.f_back

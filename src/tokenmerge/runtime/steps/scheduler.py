@@ -23,11 +23,8 @@ class Generation:
 
     What is cached between steps lives as long as this object: until the scheduler gets new timesteps.
 
-    Attributes:
-        first: index of its first step; image-to-image does not begin at 0.
-        ends_clean: as :func:`ends_clean` returns it.
-        index: index of its latest step.
-        thread: identifier of the thread in which it began.
+    ``first`` is the index of its first step, since image-to-image does not begin at 0, and ``index`` that of
+    the latest. It began in ``thread``.
     """
 
     def __init__(self, first: int, ends_clean: bool = False) -> None:
@@ -50,13 +47,7 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class DenoisingStep:
-    """A denoising step.
-
-    Attributes:
-        index: index of the step among those of its scheduler, from 0.
-        total: number of these steps.
-        generation: the generation that it belongs to.
-    """
+    """A denoising step: its index among the ``total`` steps of its scheduler, from 0, and its generation."""
 
     index: int
     total: int
@@ -78,22 +69,10 @@ def scheduler_of(pipe: Any, timestep: Tensor | float) -> Any:
 
     Some pipelines have an ``inverse_scheduler`` too, which turns a picture into noise.
     """
-    others = (value for name, value in getattr(pipe, "__dict__", {}).items() if name.endswith("_scheduler"))
-    first = getattr(pipe, "scheduler", None)
-    return next(
-        (one for one in others if _offset(timestep, getattr(one, "timesteps", None)) is not None), first
-    )
-
-
-def number_of_steps(scheduler: Any, step: DenoisingStep | None) -> int | None:
-    """Return the denoising steps as a user counts them; None: unknown.
-
-    A scheduler may call the model several times in one of them. ``step`` counts where it does not say.
-    """
-    number = getattr(scheduler, "num_inference_steps", None)
-    if isinstance(number, int):
-        return number
-    return None if step is None else step.total
+    for name, value in getattr(pipe, "__dict__", {}).items():
+        if name.endswith("_scheduler") and _offset(timestep, getattr(value, "timesteps", None)) is not None:
+            return value
+    return getattr(pipe, "scheduler", None)
 
 
 def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) -> DenoisingStep | None:
@@ -134,14 +113,18 @@ def ends_clean(sigmas: Any) -> bool:
 
 def schedule_ends_clean(scheduler: Any) -> bool:
     """Return whether a scheduler's latest timesteps are of flow matching and :func:`ends_clean`."""
-    config = getattr(scheduler, "config", {})
-    flow = "FlowMatch" in type(scheduler).__name__ or bool(config.get("use_flow_sigmas", False))
-    if not flow or not hasattr(scheduler, "sigmas") or torch.compiler.is_compiling():
+    if not is_flow(scheduler) or not hasattr(scheduler, "sigmas") or torch.compiler.is_compiling():
         return False
-    trained = getattr(config, "num_train_timesteps", 1000)
+    trained = getattr(getattr(scheduler, "config", None), "num_train_timesteps", 1000)
     # The noise levels are read from the timesteps, which others read too.
     _, scheduled = _read(0.0, scheduler.timesteps)
     return ends_clean([*(scheduled / trained).tolist(), 0.0])
+
+
+def is_flow(scheduler: Any) -> bool:
+    """Return whether a scheduler is of flow matching."""
+    config = getattr(scheduler, "config", {})
+    return "FlowMatch" in type(scheduler).__name__ or bool(config.get("use_flow_sigmas", False))
 
 
 def needs_sync(value: Tensor) -> bool:

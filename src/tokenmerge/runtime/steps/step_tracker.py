@@ -1,9 +1,15 @@
-"""Tracks the calls of one generation: which step each belongs to, and what is due in it."""
+"""Tracks the calls of one generation, and decides once for each what it runs and what merges in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 
+import torch
+from torch import Tensor
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.plans.generation import Merging, Runs, merging_to_correct, plan_generation
 from tokenmerge.runtime.steps.scheduler import DenoisingStep
 
 
@@ -16,15 +22,13 @@ class StepTracker:
     Attributes:
         index: index of the running step; −1 before the first.
         done: number of steps of the generation before it.
-        steps: number of steps of the generation.
-        is_last: whether the running step is the last one.
-        call: number of the running call.
         plan_call: number of the call whose plans the running one uses.
         planned: by call, the step in which its plans were made, and what they were for.
         corrected: by call, how many calls ago a correction step was, and the shape then.
         compared: by call, a question, how many times in a row it got the same answer, and the answer.
         shapes: by call, its shape when it was last made.
         ran: by call and part of the model, the last two steps in which the part ran, and the shape then.
+        noted: all of these dictionaries.
     """
 
     def __init__(self) -> None:
@@ -36,6 +40,7 @@ class StepTracker:
         self.compared: dict[int, tuple[object, int, bool]] = {}
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.ran: dict[tuple[int, str], tuple[int | None, int, tuple[object, ...]]] = {}
+        self.noted = self.planned, self.corrected, self.compared, self.shapes, self.ran
 
     def begin_call(self, step: DenoisingStep) -> int | None:
         """Note a call of the model, and return the first call number whose cache is stale.
@@ -95,12 +100,8 @@ class StepTracker:
     ) -> float | None:
         """Return how far the running call extrapolates a part of the model; None: the part runs, as is noted.
 
-        Args:
-            part: the part of the model.
-            runs: whether it is one of the steps that run the part.
-            shape: shape of the sample, and what else must be as it was.
-            holds: whether the part can be skipped after a single run. Its residual then stays as it is, with
-                a distance of 0, because it takes two runs to know how it changes.
+        A part that ``holds`` can be skipped after a single run. Its residual then stays as it is, with a
+        distance of 0, because it takes two runs to know how it changes.
         """
         _, last, seen = self.ran.get((self.call, part), (None, None, None))
         if seen == shape and not runs:
@@ -123,3 +124,61 @@ class StepTracker:
             return None
         since = self.index - last
         return since / (last - before), since
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decision:
+    """What one call of a model runs and merges.
+
+    Attributes:
+        runs: what runs in it.
+        merging: what merges in it.
+        caches: whether what runs is cached, for steps that skip it.
+        corrected: whether some step of the generation measures the error of merging.
+        deep: how far blocks or deep stages are extrapolated; None: they run. It is a tensor, so that compiled
+            blocks need no graph for each value.
+        finest: the same for the finest level of a UNet.
+        forecasts: :meth:`StepTracker.forecast` of ``"deep"`` and ``"finest"``, whether they run or not.
+    """
+
+    runs: Runs = Runs.EVERYTHING
+    merging: Merging = Merging.MERGES
+    caches: bool = False
+    corrected: bool = False
+    deep: Tensor | None = None
+    finest: Tensor | None = None
+    forecasts: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
+
+
+def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) -> Decision:
+    """Follow the generation plan in the running call, as far as what is cached allows it.
+
+    ``shape`` is that of the call's inputs, and what else cached results depend on.
+    """
+    if tracker.index < 0:
+        return Decision(corrected=config.correction.on)
+    planned = plan_generation(config, tracker.steps)[tracker.done]
+    runs, merging, deep, finest = planned.runs, planned.merging, None, None
+    forecasts: dict[str, tuple[float, int]] = {}
+    if planned.caches:
+        for part in ("deep", "finest"):
+            if (forecast := tracker.forecast(part, shape)) is not None:
+                forecasts[part] = forecast
+        ran = config.reuse.steps_of(tracker.steps)
+        # After one run, a part is skipped where the second step is not complete.
+        deep = tracker.extrapolation("deep", runs is Runs.EVERYTHING, shape, holds=1 not in ran.full)
+        # A step that runs everything runs the finest level of a UNet too.
+        runs_finest = deep is None or runs is not Runs.LEAST
+        finest = tracker.extrapolation("finest", runs_finest, shape, holds=1 not in ran.shallow)
+        runs = Runs.EVERYTHING if deep is None else Runs.FINEST if finest is None else Runs.LEAST
+    own = config.at_step(tracker.done, tracker.steps)
+    if config.correction.on and runs is Runs.EVERYTHING and own.merges:
+        # As planned, unless the model joins late, or the shape of its sample changes.
+        due = tracker.corrects(config.correction.every, shape)
+        merging = merging_to_correct(config, tracker.done, tracker.steps) if due else Merging.MERGES
+    cached = planned.caches, config.correction.on
+    return Decision(runs, merging, *cached, _tensor(deep), _tensor(finest), forecasts)
+
+
+def _tensor(distance: float | None) -> Tensor | None:
+    return None if distance is None else torch.tensor(distance)
