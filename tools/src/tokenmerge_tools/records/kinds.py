@@ -56,7 +56,8 @@ class Record:
     def from_dict(cls, values: Mapping[str, Any]) -> Any:
         """Read what :meth:`to_line` wrote. Fields with a default may be missing in older records."""
         own = {field.name: field for field in dataclasses.fields(cls)}
-        needed = [name for name, one in own.items() if {one.default, one.default_factory} == {dataclasses.MISSING}]
+        nothing = {dataclasses.MISSING}
+        needed = [name for name, one in own.items() if {one.default, one.default_factory} == nothing]
         if missing := [name for name in needed if name not in values]:
             raise ConfigError(f"not a {cls.KIND} record: {', '.join(missing)} missing")
         try:
