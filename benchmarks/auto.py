@@ -30,8 +30,7 @@ import tokenmerge
 from tokenmerge import ToMeConfig, presets
 from tokenmerge.default_method import settings_for
 from tokenmerge.plans.generation import plan_generation
-from tokenmerge_tools.bench.geometry import build_denoiser, find_geometry
-from tokenmerge_tools.bench.loaded_model import example_inputs
+from tokenmerge_tools.bench.loaded_model import build_denoiser, example_inputs, find_geometry
 from tokenmerge_tools.variants.caches import deepcache
 
 Seconds = Callable[[], float]  # of one call

@@ -32,8 +32,7 @@ from diffusers import LCMScheduler
 import tokenmerge
 from tokenmerge.api import token_merging
 from tokenmerge.models.find import find_hosts
-from tokenmerge_tools.bench.geometry import PREFIX, build_denoiser, find_geometry
-from tokenmerge_tools.bench.loaded_model import example_inputs
+from tokenmerge_tools.bench.loaded_model import PREFIX, build_denoiser, example_inputs, find_geometry
 from tokenmerge_tools.export import export_denoiser
 from tokenmerge_tools.export.formats import FORMATS
 from tokenmerge_tools.export.graph import DenoiserCall

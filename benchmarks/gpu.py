@@ -235,7 +235,7 @@ def in_turns(
 
 def build(run: Run, name: str, dtype: torch.dtype, **changes: Any) -> Any:
     """Return a denoiser with random weights, made on the device."""
-    from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser
+    from tokenmerge_tools.bench.loaded_model import GEOMETRIES, build_denoiser
 
     geometry = GEOMETRIES[name]
     config = {**geometry.config, **changes, **(TINY[name] if run.tiny else {})}

@@ -22,8 +22,7 @@ from tokenmerge import ToMeConfig
 from tokenmerge.config import GUIDED_PLANNERS
 from tokenmerge.ops import merge, shared_features, unmerge
 from tokenmerge.planners import PLANNERS, num_removed
-from tokenmerge_tools.bench.geometry import build_denoiser, find_geometry
-from tokenmerge_tools.bench.loaded_model import example_inputs
+from tokenmerge_tools.bench.loaded_model import build_denoiser, example_inputs, find_geometry
 
 BLOCKS, CHANNELS, FACTOR = 5, 320, 8  # of the top level; pixels per latent
 

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tokenmerge import PlanSharing, ToMeConfig, apply_patch, apply_token_merging, remove_patch
 from tokenmerge.models.find import find_hosts
 from tokenmerge.ops import kernels
-from tokenmerge_tools.bench.geometry import find_geometry
+from tokenmerge_tools.bench.loaded_model import find_geometry
 
 RECORD = Path(__file__).with_name("launches_meta.jsonl")
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"

@@ -23,7 +23,7 @@ import torch
 from diffusers import DDIMScheduler, UNet2DConditionModel
 
 from tokenmerge import ToMeConfig, apply_patch, apply_token_merging
-from tokenmerge_tools.bench.geometry import GEOMETRIES
+from tokenmerge_tools.bench.loaded_model import GEOMETRIES
 from tokenmerge_tools.machine import environment
 
 

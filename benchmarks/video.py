@@ -37,7 +37,7 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge.ops import merge, unmerge
 from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge.report.flops import count_flops
-from tokenmerge_tools.bench.geometry import GEOMETRIES
+from tokenmerge_tools.bench.loaded_model import GEOMETRIES
 from tokenmerge_tools.pipelines.loading import shared_copy
 
 FACTOR, FRAMES_PER_LATENT = 8, 4  # of both autoencoders, along each side and in time

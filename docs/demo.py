@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from tokenmerge_tools.sheets import sample_sheet
+from tokenmerge_tools.sheets import enlarge, sheet
 
 PICTURE = Path(__file__).with_name("demo.png")
 KEY = "drawn with"
@@ -33,12 +33,12 @@ def main(folder: Path) -> None:
     report = run["report"]
     counted = report["flops_dense"] / report["flops_mean"]
     speedup = conditions["options"]["merging"].get("speedup", 2)
-    pair = sample_sheet(
+    pair = sheet(
         [
             ("dense", f"the unchanged model, {report['steps']} steps"),
             (f"speedup={speedup:g}", f"{counted:.1f} times fewer operations, {psnr:.1f} dB to dense"),
         ],
-        [([Image.open(folder / f"{name}-00.png") for name in ("dense", "merged")], "")],
+        [([enlarge(Image.open(folder / f"{name}-00.png"), 2) for name in ("dense", "merged")], "")],
     )
     info = PngInfo()
     info.add_text(KEY, json.dumps(drawn_with(conditions)))

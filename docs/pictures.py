@@ -32,11 +32,26 @@ from tokenmerge_tools.export.run import ExportOptions, export
 from tokenmerge_tools.method_spec import merging_alone
 from tokenmerge_tools.pipelines.call import latent_scale
 from tokenmerge_tools.pipelines.loading import twin
-from tokenmerge_tools.sheets import as_tensor, difference, difference_gain, sample_sheet
+from tokenmerge_tools.sheets import as_tensor, difference, difference_gain, enlarge, sheet
 
 DOCS = Path(__file__).parent
 MODEL = "emoji-unet"
 LARGEST_FILE = 300_000  # bytes
+
+
+def sample_sheet(columns: Any, rows: Any, side: int | None = None) -> Image.Image:
+    """Draw a sheet of pictures with ``side`` pixels on the longer side; None: at least 320, and at most 512."""
+    (width, height), smallest, largest = rows[0][0][0].size, 320, 512
+    longest = max(width, height)
+    if side is None and longest > largest:
+        side = largest
+
+    def fitted(picture: Image.Image) -> Image.Image:
+        if side is None:
+            return enlarge(picture, max(1, -(-smallest // min(width, height))))
+        return picture.resize((width * side // longest, height * side // longest))
+
+    return sheet(columns, [(list(map(fitted, pictures)), caption) for pictures, caption in rows])
 
 
 def bundled(model: str = MODEL) -> DiffusionPipeline:

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenmerge_tools.records.file import read_results
-from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, cell_of_pictures
-from tokenmerge_tools.records.old_names import words_with_new_names
+from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, cell_of_pictures, words_with_new_names
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart, charts
-from tokenmerge_tools.reporting.page import newest_cells, newest_figures
+from tokenmerge_tools.reporting.page import newest
 from tokenmerge_tools.reporting.plots import draw
 from tokenmerge_tools.variants.variant import DENSE
 
@@ -33,7 +32,7 @@ AS_FAST = 1.1  # fewer steps are shown beside a method whose speed differs by le
 def curves() -> dict[str, Chart]:
     """One for each model, size, number of steps and guidance that closeness was measured with, by its name."""
     results = read_results(sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")))
-    (cells, _), (quality, _) = newest_cells(results.cells), newest_figures(results.quality)
+    (cells, _), (quality, _) = newest(results.cells), newest(results.quality)
     found: dict[str, list] = {}
     for record in sorted((record for record in quality if _is_kept(record)), key=_order):
         conditions = record.conditions
@@ -110,7 +109,7 @@ def joint_table() -> str:
     if not files:
         return "Not measured yet.\n"
     results = read_results(files)
-    (cells, _), (quality, _) = newest_cells(results.cells), newest_figures(results.quality)
+    (cells, _), (quality, _) = newest(results.cells), newest(results.quality)
     lines = [
         "| pictures | variant | PSNR to dense | operations | time |",
         "|---|---|---:|---:|---:|",

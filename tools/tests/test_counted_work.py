@@ -14,7 +14,7 @@ from tokenmerge import Correction, PlanSharing, StepReuse, ToMeConfig
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import facts_of, speedup_of
 from tokenmerge.report import predict
-from tokenmerge_tools.bench.geometry import GEOMETRIES
+from tokenmerge_tools.bench.loaded_model import GEOMETRIES
 from tokenmerge_tools.demo import path
 
 MERGING = ToMeConfig(ratio=0.5, max_downsample=8, planner="tiled", plans=PlanSharing(blocks=True))

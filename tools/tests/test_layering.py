@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "bench": "files failures machine timing method_spec pipelines records variants",
     "reporting": "files records variants",
     "generate": "files failures machine timing closeness sheets pipelines variants drawing",
-    "evaluate": "files failures machine method_spec closeness sheets demo pipelines records variants drawing",
+    "evaluate": "files failures machine closeness sheets demo pipelines records variants drawing",
     "tune": "files failures closeness pipelines records variants drawing reporting evaluate",
     "play": "failures method_spec closeness sheets demo pipelines variants drawing",
     "export": "files failures machine method_spec pipelines",

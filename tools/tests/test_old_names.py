@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 from tokenmerge.config import REPLACED, SETTINGS
-from tokenmerge_tools.records.kinds import CellRecord
-from tokenmerge_tools.records.old_names import NEW_NAMES
+from tokenmerge_tools.records.kinds import NEW_NAMES, CellRecord
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.jsonl"))
 

@@ -55,7 +55,7 @@ class Drawing(Measurement):
     pictures: list[Any]
 
 
-class Studio:
+class Studio(contextlib.ExitStack):
     """A dense pipeline, and copies of it on the same weights with a variant applied to each.
 
     The variants are removed when the context ends. ``on_step`` is called after each denoising step, with the
@@ -65,22 +65,16 @@ class Studio:
     def __init__(
         self, pipe: DiffusionPipeline, on_step: Callable[[str, int], None] = lambda name, steps: None
     ) -> None:
+        super().__init__()
         self.pipes = {DENSE: pipe}
         self.on_step = on_step
-        self._applied = contextlib.ExitStack()
-
-    def __enter__(self) -> Studio:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._applied.close()
 
     def add(
         self, name: str, apply: Callable[[DiffusionPipeline], contextlib.AbstractContextManager[Any]]
     ) -> Any:
         """Apply a variant to a new copy of the pipeline, and return what its context yields."""
         copied = twin(self.pipes[DENSE])
-        patch = self._applied.enter_context(apply(copied))
+        patch = self.enter_context(apply(copied))
         self.pipes[name] = copied
         return patch
 
@@ -89,25 +83,24 @@ class Studio:
         steps = min(_WARM_UP_STEPS, call.arguments["num_inference_steps"])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that so few steps save nothing
-            self._run(name, call.with_steps(steps), f"{name}: warming up")
+            self.draw(name, call.with_steps(steps), f"{name}: warming up")
 
     def count(self, name: str, call: PipelineCall) -> tuple[float, list[Any]]:
         """Draw once, and return the operations of one call of the denoiser, the mean, and the pictures."""
         with counting(denoiser_of(self.pipes[name])) as counted:
-            pictures = self._run(name, call, f"{name}: counting")
+            pictures = self.draw(name, call, f"{name}: counting")
         return counted.flops / max(counted.calls, 1), pictures
 
-    def draw(self, name: str, call: PipelineCall) -> list[Any]:
-        """Draw with one copy, or with the dense pipeline."""
-        return self._run(name, call, name)
+    def draw(self, name: str, call: PipelineCall, doing: str = "") -> list[Any]:
+        """Draw with one copy, or with the dense pipeline. If that fails by itself, the error names the model.
 
-    def _run(self, name: str, call: PipelineCall, doing: str) -> list[Any]:
-        """Call one copy. If the dense pipeline fails by itself, raise an error that names the model."""
+        ``on_step`` is told the name, or what it is ``doing``.
+        """
         of_step: list[Exception] = []
 
         def on_step(steps: int) -> None:
             try:
-                self.on_step(doing, steps)
+                self.on_step(doing or name, steps)
             except Exception as error:
                 of_step.append(error)
                 raise

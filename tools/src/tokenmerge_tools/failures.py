@@ -47,8 +47,7 @@ def errors_as(error_of: Callable[[str], TokenMergingError]) -> Iterator[None]:
 class Failure:
     """The reason why a cell has no measurements.
 
-    ``status`` is one of :data:`tokenmerge_tools.records.kinds.STATUSES`, and ``message`` is one line of
-    text.
+    ``status`` is one of :data:`tokenmerge_tools.records.kinds.STATUSES`, and ``message`` is one line.
     """
 
     status: str

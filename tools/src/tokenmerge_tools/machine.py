@@ -40,7 +40,10 @@ def environment() -> dict[str, Any]:
         },
         "threads": torch.get_num_threads(),
         "devices": devices(),
-        "attention": attention_backends(),
+        "attention": {
+            "sdpa": ", ".join(_sdpa_kernels()),
+            **{name: version_of(package) for name, package in _ATTENTION_PACKAGES.items()},
+        },
     }
 
 
@@ -55,21 +58,13 @@ def versions() -> dict[str, str | None]:
 
 def devices() -> list[dict[str, Any]]:
     """Return the devices that torch can use here."""
-    found: list[tuple[torch.device, str, int | None]] = [(torch.device("cpu"), _cpu_model(), None)]
+    found: list[tuple[str, str, int | None]] = [("cpu", _cpu_model(), None)]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append((torch.device("cuda", index), properties.name, properties.total_memory))
+        found.append((f"cuda:{index}", properties.name, properties.total_memory))
     if torch.backends.mps.is_available():
-        found.append((torch.device("mps"), "Apple GPU", None))
-    return [{"device": str(device), "name": name, "memory_bytes": memory} for device, name, memory in found]
-
-
-def attention_backends() -> dict[str, str | None]:
-    """Return the attention implementations by name: kernels or version, or None if not installed."""
-    return {
-        "sdpa": ", ".join(_sdpa_kernels()),
-        **{name: version_of(package) for name, package in _ATTENTION_PACKAGES.items()},
-    }
+        found.append(("mps", "Apple GPU", None))
+    return [dict(zip(("device", "name", "memory_bytes"), one, strict=True)) for one in found]
 
 
 def _sdpa_kernels() -> list[str]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from tokenmerge.pictures import draw_groups
 
 _SMALLEST_SIDE = 320  # pixels; smaller pictures are enlarged
-_LARGEST_SIDE = 512  # on a sheet of samples; larger pictures are drawn smaller
 _GAINS = (1, 2, 4, 8, 16, 32, 64)
 _MARGIN = 24
 _GAP = 16
@@ -49,7 +48,7 @@ def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", group
         ("difference", f"|merged - dense| x {gain}"),
         ("merged groups", groups),
     )
-    factor = _enlargement(rows[0].dense.size)
+    factor = max(1, -(-_SMALLEST_SIDE // min(rows[0].dense.size)))
     lines = []
     for row in rows:
         merged_large = enlarge(row.merged, factor)
@@ -60,31 +59,7 @@ def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", group
             draw_groups(merged_large, row.labels),
         )
         lines.append((panels, row.caption))
-    return _lay_out(columns, lines)
-
-
-def sample_sheet(
-    columns: Sequence[tuple[str, str]],
-    rows: Sequence[tuple[Sequence[Image.Image], str]],
-    *,
-    side: int | None = None,
-) -> Image.Image:
-    """Draw a sheet with a row for each prompt, with its caption, and a column for each variant.
-
-    All pictures have the same size. They are drawn with ``side`` pixels, ≥ 1, on the longer side. None: small
-    pictures are enlarged without smoothing to at least 320 pixels, and large ones are drawn with 512.
-    """
-    first = rows[0][0][0]
-    longest = max(first.size)
-    if side is None and longest > _LARGEST_SIDE:
-        side = _LARGEST_SIDE
-
-    def fitted(picture: Image.Image) -> Image.Image:
-        if side is None:
-            return enlarge(picture, _enlargement(first.size))
-        return picture.resize((first.width * side // longest, first.height * side // longest))
-
-    return _lay_out(columns, [(list(map(fitted, pictures)), caption) for pictures, caption in rows])
+    return sheet(columns, lines)
 
 
 def as_tensor(pictures: Sequence[Image.Image]) -> Tensor:
@@ -93,12 +68,15 @@ def as_tensor(pictures: Sequence[Image.Image]) -> Tensor:
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
 
 
-def _lay_out(
+def sheet(
     columns: Sequence[tuple[str, str]], rows: Sequence[tuple[Sequence[Image.Image], str]]
 ) -> Image.Image:
-    """Draw panels of one size under column titles, with a caption below each row."""
+    """Draw panels of one size under column titles, with a caption below each row.
+
+    A column is its title and the small print below it, and a row its panels and its caption.
+    """
     width, height = rows[0][0][0].size
-    title_font, small_font = _font(22), _font(15)
+    title_font, small_font = map(ImageFont.load_default, (22, 15))
     head = _MARGIN + 56
     foot = 30 if any(caption for _, caption in rows) else 0
     canvas = Image.new(
@@ -139,10 +117,6 @@ def difference_gain(dense: Image.Image, merged: Image.Image) -> int:
     return max((gain for gain in _GAINS if high * gain <= 255), default=1)
 
 
-def _enlargement(size: tuple[int, int]) -> int:
-    return max(1, -(-_SMALLEST_SIDE // min(size)))
-
-
 def enlarge(picture: Image.Image, factor: int) -> Image.Image:
     """Enlarge a picture without smoothing."""
     size = (picture.width * factor, picture.height * factor)
@@ -151,10 +125,6 @@ def enlarge(picture: Image.Image, factor: int) -> Image.Image:
 
 def _pixels(picture: Image.Image) -> NDArray[np.float32]:
     return np.asarray(picture.convert("RGB"), dtype=np.float32)
-
-
-def _font(size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
-    return ImageFont.load_default(size)
 
 
 def _shortened(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> str:

@@ -13,7 +13,6 @@ import torch
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK_RSS = "5"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +66,10 @@ def reset_peak_memory(device: torch.device) -> bool:
         torch.cuda.reset_peak_memory_stats(device)
         return True
     if device.type == "cpu" and sys.platform == "linux":
-        _return_freed_memory()
+        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+            trim(0)  # return freed memory
         try:
-            _CLEAR_REFS.write_text(_RESET_PEAK_RSS)
+            _CLEAR_REFS.write_text("5")  # reset the peak
         except OSError:  # some sandboxes forbid it
             return False
         return True
@@ -82,9 +82,3 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
     return int(peak.split()[1]) * 1024
-
-
-def _return_freed_memory() -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

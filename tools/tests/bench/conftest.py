@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tokenmerge_tools.bench import runner
-from tokenmerge_tools.bench.geometry import GEOMETRIES, Geometry
 from tokenmerge_tools.bench.grid import BenchOptions
+from tokenmerge_tools.bench.loaded_model import GEOMETRIES, Geometry
 from tokenmerge_tools.bench.runner import run_grid
 from tokenmerge_tools.records.kinds import CellRecord
 

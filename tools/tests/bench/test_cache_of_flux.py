@@ -11,7 +11,7 @@ import torch
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import Facts, correction_bytes, facts_of, plan_for
 from tokenmerge.report import predict
-from tokenmerge_tools.bench.geometry import GEOMETRIES
+from tokenmerge_tools.bench.loaded_model import GEOMETRIES
 
 SPEEDUPS = (1.3, 1.6, 2.0, 2.5, 3.0)
 LATENTS = 128  # of 1024 × 1024 pixels

@@ -8,8 +8,13 @@ from torch import Tensor, nn
 
 from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser, find_geometry
-from tokenmerge_tools.bench.loaded_model import example_inputs, load_model
+from tokenmerge_tools.bench.loaded_model import (
+    GEOMETRIES,
+    build_denoiser,
+    example_inputs,
+    find_geometry,
+    load_model,
+)
 from tokenmerge_tools.failures import Failure, is_out_of_memory
 from tokenmerge_tools.pipelines.loading import shared_copy
 from tokenmerge_tools.variants import contexts

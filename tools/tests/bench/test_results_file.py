@@ -14,7 +14,6 @@ from tokenmerge_tools.records.kinds import (
     QualityRecord,
     SampleRecord,
     TuneRecord,
-    median_and_iqr,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -287,8 +286,8 @@ def test_speedup_is_dense_over_variant_in_the_same_rounds() -> None:
 
 
 def test_quartiles_of_one_figure_are_that_figure() -> None:
-    assert median_and_iqr([2.0]) == (2.0, (2.0, 2.0))
-    assert median_and_iqr([1.0, 3.0]) == (2.0, (1.5, 2.5))
+    assert cell("tome", seconds=(2.0,)).iqr == (2.0, 2.0)
+    assert cell("tome", seconds=(1.0, 3.0)).iqr == (1.5, 2.5)
 
 
 def test_figures_that_json_does_not_know_are_not_written() -> None:

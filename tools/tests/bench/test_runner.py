@@ -18,7 +18,7 @@ from tokenmerge.planners import PLANNERS
 from tokenmerge.report import predict
 from tokenmerge_tools.bench import prepare as prepare_module
 from tokenmerge_tools.bench import runner
-from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser
+from tokenmerge_tools.bench.loaded_model import GEOMETRIES, build_denoiser
 from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile, read_records
 from tokenmerge_tools.records.kinds import CellRecord
 from tokenmerge_tools.timing import interleaved

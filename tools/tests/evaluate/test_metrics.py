@@ -90,7 +90,9 @@ def test_a_network_without_text_has_no_clip_score(models: Path) -> None:
 
 
 def test_metrics_that_take_the_same_network_share_it(models: Path) -> None:
-    metrics = load(f"dino={models / 'dino'}")
+    metrics = load(*(f"{name}={models / 'dino'}" for name in ("dino", "fid", "kid")))
+    assert len(metrics.loaded) == 1
+    assert dict.fromkeys(("fid", "kid"), metrics.loaded[0]) == metrics.of_sets
     assert [metric.name for metric in metrics.of_pictures] == ["psnr", "ssim", "dino"]
     metrics = load(*(f"{name}={models / 'clip'}" for name in ("clip", "clip-score")))
     assert len(metrics.loaded) == 1
@@ -103,8 +105,8 @@ def test_metrics_that_take_the_same_network_share_it(models: Path) -> None:
         ("none", "expected some of psnr, ssim, lpips, dino.*got 'none'"),
         ("psnr=x", "expected NAME=NETWORK for one of lpips, dino.*got 'psnr=x'"),
         ("dino=", "expected NAME=NETWORK"),
-        ("all", "expected some of psnr, .*image-reward, glyphs, got 'all'"),
-        ("fid", "expected some of psnr, .*got 'fid'"),
+        ("fid=", "expected NAME=NETWORK for one of lpips, .*, fid, kid, got 'fid='"),
+        ("all", "expected some of psnr, .*fid, kid, glyphs, got 'all'"),
     ],
 )
 def test_an_unknown_metric_is_named(text: str, words: str) -> None:

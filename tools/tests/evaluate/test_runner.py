@@ -19,12 +19,16 @@ from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge_tools import timing
 from tokenmerge_tools.closeness import psnr
 from tokenmerge_tools.drawing import Studio
+from tokenmerge_tools.evaluate import measure
+from tokenmerge_tools.evaluate.distances import DISTANCES, distance
 from tokenmerge_tools.evaluate.evaluation import parse_variants, plan_variants, weights_key
 from tokenmerge_tools.evaluate.measure import Figures, Measured
+from tokenmerge_tools.evaluate.networks import Vision
 from tokenmerge_tools.pipelines.call import PipelineCall
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind
 from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile, read_results
 from tokenmerge_tools.records.kinds import QualityRecord, SampleRecord
+from tokenmerge_tools.reporting.tables import quality_tables
 from tokenmerge_tools.sheets import as_tensor
 from tokenmerge_tools.variants.variant import Variant
 
@@ -234,6 +238,43 @@ def test_figures_of_an_earlier_run_stay(run: Run, models: Path, tmp_path: Path) 
     assert list(read_results([tmp_path / "results"]).quality) == records
 
 
+def test_sets_are_compared_with_dense_or_with_a_folder(run: Run, models: Path, tmp_path: Path) -> None:
+    metrics = tuple(f"{name}={models / 'dino'}" for name in DISTANCES)
+    notes: list[str] = []
+    dense, tome = run(metrics=metrics, notes=notes, batch=1)
+    assert dense.figures == {}
+    assert tome.figures["fid"] > 0
+    assert "fid of only 3 pictures is biased upwards" in "\n".join(notes)
+    network, folder = Vision(str(models / "dino")), tmp_path / "results" / "evaluate"
+
+    def features(variant: str) -> torch.Tensor:
+        paths = sorted(folder.rglob(f"{variant}*/*.png"))
+        return torch.cat([network([Image.open(path).convert("RGB")]) for path in paths])
+
+    one, two = features("tome"), features("dense")
+    # The same features in another order. FID adds roots of eigenvalues, of which some are 0 up to 1e-16.
+    for name in DISTANCES:
+        assert tome.figures[name] == pytest.approx(distance(name, one, two), rel=1e-5)
+    (tmp_path / "reference" / "below").mkdir(parents=True)
+    for seed in range(5):
+        picture(seed, side=20 + 4 * seed).save(tmp_path / "reference" / "below" / f"{seed}.PNG")
+    dense_to_folder, tome_to_folder = run(metrics=metrics, reference=tmp_path / "reference")
+    assert dense_to_folder.figures["fid"] > tome.figures["fid"]
+    assert tome_to_folder.figures["fid"] != tome.figures["fid"]
+    assert tome_to_folder.measured_with["fid"].endswith(f"dino, against {tmp_path / 'reference'}")
+    assert list(read_results([tmp_path / "results"]).quality) == [dense_to_folder, tome_to_folder]
+    (table,) = quality_tables([dense_to_folder, tome_to_folder])
+    assert {"fid ↓", "kid ↓"} <= set(table.header)
+    assert run(metrics=metrics)[0].figures == {}  # dense has no distance from itself
+
+
+def test_distances_between_sets_need_two_pictures(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for loaded in ("load_pipeline_for", "load_metrics"):
+        monkeypatch.setattr(f"tokenmerge_tools.evaluate.runner.{loaded}", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=r"fid: expected at least 2 pictures, got 1; add --seeds 2"):
+        run(metrics=("fid",), limit=1)
+
+
 def test_a_note_counts_pictures_that_equal_dense(run: Run) -> None:
     _, tome = run(variants=("tome:ratio=0",), limit=2)
     assert tome.figures == {"ssim": 1.0}
@@ -243,15 +284,18 @@ def test_a_note_counts_pictures_that_equal_dense(run: Run) -> None:
     )
 
 
-def test_a_figure_that_is_no_number_is_left_out_and_named() -> None:
+def test_a_figure_that_is_no_number_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     infinite, nan = float("inf"), float("nan")
     columns = {"psnr": [20.0, infinite, 30.0], "ssim": [0.5, nan, 0.5], "dino": [0.5, infinite, 0.5]}
     metrics = SimpleNamespace(
         of_pictures=[SimpleNamespace(name=name) for name in ("psnr", "ssim", "dino")],
+        of_sets=dict.fromkeys(DISTANCES, "network"),
     )
-    measured = Measured(columns)
-    assert measured.figures(metrics) == Figures(
-        {"psnr": 25.0}, 1, undefined=("ssim", "dino"), errors={"psnr": 5.0}
+    monkeypatch.setattr(measure, "distance", lambda name, one, two: {"fid": nan, "kid": -0.5}[name])
+    features = {"network": [torch.zeros(3, 2)]}
+    measured = Measured(columns, features=features)
+    assert measured.figures(metrics, features) == Figures(
+        {"psnr": 25.0, "kid": -0.5}, 1, undefined=("ssim", "dino", "fid"), errors={"psnr": 5.0}
     )
     columns["psnr"][0] = nan
     assert measured.figures(metrics).values == {}
@@ -326,6 +370,12 @@ def test_pictures_are_timed(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
         ({"batch": 0}, ConfigError, "batch: expected an integer ≥ 1, got 0"),
         ({"metrics": ("none",)}, ConfigError, "got 'none'"),
         ({"metrics": ("glyphs",)}, ConfigError, "'red apple' names no glyph"),
+        ({"reference": Path()}, ConfigError, "only fid and kid compare with it"),
+        (
+            {"reference": Path("none"), "metrics": ("fid",)},
+            ConfigError,
+            "reference: expected a folder with at least 2 pictures.*none with 0",
+        ),
         ({"prompts": None}, ConfigError, "only bundled models .emoji-unet, emoji-mmdit. have their own"),
         ({"out": Path("results")}, ConfigError, "expected a file ending in .jsonl, got results"),
         ({"size": (30, 31)}, ConfigError, "multiples of 2"),

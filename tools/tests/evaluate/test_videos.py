@@ -16,6 +16,7 @@ from torch.testing import assert_close
 
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge_tools.closeness import motion, motion_error, psnr, ssim
+from tokenmerge_tools.evaluate import measure
 from tokenmerge_tools.evaluate.measure import mean_of_frames
 from tokenmerge_tools.evaluate.picture_store import PictureStore, read_video, write_video
 from tokenmerge_tools.generate.run import generate
@@ -171,6 +172,21 @@ def test_a_run_measures_the_frames_on_the_disk(
     drawn_again: list[int] = []
     run(limit=1, drawn=drawn_again, **arguments)
     assert drawn_again == []
+
+
+def test_distances_between_sets_count_all_frames(
+    run: Callable[..., list[QualityRecord]], models: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"model": str(model), "frames": FRAMES, "size": (64, 48), "limit": 1, "seeds": 2}
+    counts: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        measure, "distance", lambda name, one, two: counts.append((len(one), len(two))) or 0.25
+    )
+    _, record = run(metrics=(f"kid={models / 'dino'}", f"dino={models / 'dino'}"), **arguments)
+    assert counts == [(2 * FRAMES, 2 * FRAMES)]
+    assert record.figures["kid"] == 0.25
+    assert {"dino", "motion"} <= record.figures.keys()
+    assert record.figures["dino"] <= 1
 
 
 def test_frames_that_equal_dense_are_not_in_the_mean_of_the_psnr() -> None:

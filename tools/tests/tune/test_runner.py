@@ -15,6 +15,7 @@ from tokenmerge.config import FoundFor, SavedSettings, ToMeConfig, load_settings
 from tokenmerge.default_method import settings_for
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge_tools.drawing import Studio
+from tokenmerge_tools.pipelines.loading import denoiser_of
 from tokenmerge_tools.tune import runner
 from tokenmerge_tools.tune.plans import SearchedPlan, rule_plan
 from tokenmerge_tools.tune.result import tuned_table, verdict, write_result
@@ -264,13 +265,13 @@ def studio(options, monkeypatch) -> Rounds:
 
 
 def test_a_real_studio_is_unchanged_by_what_it_draws(studio: Rounds) -> None:
-    types = [type(module) for module in studio.denoiser.modules()]
+    types = [type(module) for module in denoiser_of(studio.pipe).modules()]
     plan = SearchedPlan(ToMeConfig(ratio=0.5), "MMfMfM")
     few = Variant(FEWER_STEPS, (("steps", 1),))
     drawn = {plan.name: variant_of(plan.config), few.label: few}
     found = dict(studio.draw(1, drawn, {plan.name: plan.config}, pytest.fail))
     assert list(found) == [plan.name, few.label]
-    assert [type(module) for module in studio.denoiser.modules()] == types
+    assert [type(module) for module in denoiser_of(studio.pipe).modules()] == types
     # Merging and fewer steps change the picture. Equal pictures would have 100 dB.
     assert all(one["metrics"]["psnr"] < 100 for one in found.values())
 

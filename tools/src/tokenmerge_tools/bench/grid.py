@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 from tokenmerge.config.checks import Check, integer, number, one_of, optional, switch, text
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.loaded_model import ModelInfo, find_info
+from tokenmerge_tools.bench.loaded_model import find_facts
 from tokenmerge_tools.files import read_text, toml_parser
 from tokenmerge_tools.method_spec import DEFAULT_SPEEDUP, check_speedup
 from tokenmerge_tools.pipelines.options import option
@@ -156,8 +156,6 @@ def read_grid(path: Path) -> dict[str, Any]:
 
 # The attention of the dense run that all speed-ups are relative to.
 FUSED = "sdpa"
-# Options that all settings of a benchmark share.
-_SHARED = ("steps", "guidance", "seed", "rounds", "warmup")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,15 +187,6 @@ class Cell:
         """Return the dense cell to compare with. By default, it has the same attention."""
         return Cell(Variant(DENSE), attention or self.attention, self.compile)
 
-    def conditions(self) -> dict[str, Any]:
-        """Return the conditions of a record that this cell determines."""
-        return {
-            "variant": self.spec.name,
-            "settings": dict(self.spec.settings),
-            "attention": self.attention,
-            "compile": self.compile,
-        }
-
     def __str__(self) -> str:
         return f"{self.spec.label}, {self.attention}{', compiled' if self.compile else ''}"
 
@@ -211,28 +200,23 @@ def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Settin
     dtypes = dict.fromkeys(dtype_name(resolve_dtype(dtype, device)) for dtype in options.dtype)
     settings = []
     for model in dict.fromkeys(options.model):
-        info = find_info(model)
-        sizes = [_size(text, model, info) for text in options.size or ("",)]
+        own_size, multiple, has_frames = find_facts(model)
+        sizes = list(map(parse_size, options.size)) or ([] if own_size is None else [own_size])
+        if not sizes:
+            raise ConfigError(f"size: {model} has no default size; give --size")
+        for size in sizes:
+            check_size(size, multiple)
         for dtype, (width, height), batch in product(dtypes, sizes, options.batch):
-            same = {name: getattr(options, name) for name in _SHARED}
-            frames = options.frames if info.video else None
-            size = {"width": width, "height": height, "frames": frames}
-            settings.append(Setting(model=model, **size, batch=batch, dtype=dtype, **same))
-    return settings, tuple(_cells(options))
-
-
-def _size(text: str, model: str, info: ModelInfo) -> tuple[int, int]:
-    size = parse_size(text) if text else info.size
-    if size is None:
-        raise ConfigError(f"size: {model} has no default size; give --size")
-    check_size(size, info.multiple)
-    return size
-
-
-def _cells(options: BenchOptions) -> Iterable[Cell]:
+            shared = ("steps", "guidance", "seed", "rounds", "warmup")
+            same = {name: getattr(options, name) for name in shared}
+            frames = options.frames if has_frames else None
+            place = {"width": width, "height": height, "frames": frames}
+            settings.append(Setting(model=model, **place, batch=batch, dtype=dtype, **same))
+    cells = []
     applied = [spec for spec in options.specs() if spec.name != DENSE]
     for compiled in dict.fromkeys(options.compile):
         for attention in dict.fromkeys((FUSED, *options.attention)):
-            yield Cell(Variant(DENSE), attention, compiled)
+            cells.append(Cell(Variant(DENSE), attention, compiled))
         for attention, spec in product(dict.fromkeys(options.attention), applied):
-            yield Cell(spec, attention, compiled)
+            cells.append(Cell(spec, attention, compiled))
+    return settings, tuple(cells)

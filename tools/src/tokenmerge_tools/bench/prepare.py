@@ -72,7 +72,6 @@ class CellBuilder:
         self.model, self.setting, self.variants = model, setting, variants
         self.samples = setting.batch * (2 if model.guided else 1)
         self.latent = setting.height // model.scale, setting.width // model.scale
-        self._reports: dict[ToMeConfig, Report] = {}
 
     def prepare(self, cell: Cell) -> PreparedCell:
         """Apply the cell's variant to a copy of the denoiser. If that fails, the result has the failure."""
@@ -101,7 +100,7 @@ class CellBuilder:
                     f"planner={config.guided_planner!r} needs classifier-free guidance, which a pipeline "
                     "applies; tokenmerge evaluate times it"
                 )
-            prepared.report = self._report(config)
+            prepared.report = predict(self.model.denoiser, config, *self.latent, self.samples, steps)
         patch = self.variants.enter_context(cell.spec.apply(denoiser, config))
         if cell.compile:
             # Otherwise torch would treat sizes that differ between cells as dynamic.
@@ -128,12 +127,6 @@ class CellBuilder:
 
         follows_steps = config is not None and config.follows_steps
         prepared.call, prepared.calls = (generation, steps) if follows_steps else (call, 1)
-
-    def _report(self, config: ToMeConfig) -> Report:
-        if config not in self._reports:
-            size = (*self.latent, self.samples, self.setting.steps)
-            self._reports[config] = predict(self.model.denoiser, config, *size)
-        return self._reports[config]
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,8 @@ class _Benchmark:
 
     def _measure(self, setting: Setting, cells: Sequence[Cell], builder: CellBuilder) -> None:
         """Measure and record these cells, and run the dense cells that they are compared with."""
-        prepared = {cell: builder.prepare(cell) for cell in _with_dense(cells)}
+        dense_cells = [cell.dense(attention) for cell in cells for attention in (FUSED, None)]
+        prepared = {cell: builder.prepare(cell) for cell in dict.fromkeys([*dense_cells, *cells])}
         waiting = {str(cell): cell for cell in cells}
         for name in self._timed(setting, {str(cell): ready for cell, ready in prepared.items()}):
             cell = waiting.get(name)
@@ -166,8 +167,9 @@ class _Benchmark:
 
     def _conditions(self, setting: Setting, cell: Cell) -> dict[str, Any]:
         # Records of whole pipelines, which earlier releases measured too, have another scope.
-        call = {"scope": "denoiser", "scheduler": None}
-        return {**dataclasses.asdict(setting), **call, **cell.conditions(), **self.machine}
+        call = {"scope": "denoiser", "scheduler": None, "attention": cell.attention, "compile": cell.compile}
+        variant = {"variant": cell.spec.name, "settings": dict(cell.spec.settings)}
+        return {**dataclasses.asdict(setting), **call, **variant, **self.machine}
 
     def _finish(
         self,
@@ -216,12 +218,6 @@ def _facts(builder: CellBuilder, ready: PreparedCell) -> dict[str, Any]:
         if ready.calls > 1:
             notes.append(f"the mean over the {ready.calls} calls of a generation, since their cost differs")
     return {**facts, "notes": notes}
-
-
-def _with_dense(cells: Iterable[Cell]) -> list[Cell]:
-    cells = list(cells)
-    dense = [cell.dense(attention) for cell in cells for attention in (FUSED, None)]
-    return list(dict.fromkeys([*dense, *cells]))
 
 
 @contextlib.contextmanager

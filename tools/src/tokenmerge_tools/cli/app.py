@@ -88,6 +88,7 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
         "evaluate --model owner/name --prompts PartiPrompts.tsv --metric dino --metric clip-score",
         "evaluate --model owner/name --prompts prompts.txt --metric lpips --metric clip=./my-clip",
         "evaluate --preset drawbench --model FLUX.1-dev --steps 50 --dtype bf16 --dry-run",
+        "evaluate --model owner/name --prompts classes.txt --metric fid --reference ./imagenet-val",
     ),
     tune: (
         "tune --speedup 2 --size 256 --steps 20",

@@ -16,6 +16,7 @@ from tokenmerge.config.checks import integer, one_of, optional
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import counted_speedup
 from tokenmerge_tools import demo
+from tokenmerge_tools.evaluate.distances import DISTANCES, pictures_in
 from tokenmerge_tools.evaluate.metrics import METRIC_NAMES, parse_metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import (
@@ -28,10 +29,9 @@ from tokenmerge_tools.evaluate.prompts import (
     read_prompts,
 )
 from tokenmerge_tools.machine import source_commit, versions
-from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.call import default_frames, draws_videos
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind, find_model, read_index
-from tokenmerge_tools.pipelines.meta_model import ModelSketch, check_merging, load_sketch
+from tokenmerge_tools.pipelines.meta_model import check_merging, load_sketch
 from tokenmerge_tools.pipelines.options import GenerateOptions, PipelineOptions, machine, option, picture
 from tokenmerge_tools.pipelines.settings import (
     check_size,
@@ -104,6 +104,10 @@ class EvaluateOptions(PipelineOptions):
             "--metric",
         ),
     ] = ()
+    reference: Annotated[
+        Path | None,
+        _compared("Folder of pictures that fid and kid compare with. Default: the dense pictures."),
+    ] = None
     frames: Annotated[
         int | None,
         picture(
@@ -134,7 +138,9 @@ class EvaluateOptions(PipelineOptions):
         for name, lowest in (("limit", 1), ("every_nth", 1), ("seeds", 1), ("samples", 0), ("frames", 2)):
             optional(integer(lowest))(name, getattr(self, name))
         self.specs()
-        self.wanted()
+        wanted = self.wanted()
+        if self.reference is not None and not wanted.keys() & set(DISTANCES):
+            raise ConfigError("reference: only fid and kid compare with it; add --metric fid or --metric kid")
         optional(one_of(tuple(PRESETS)))("preset", self.preset)
         if self.uses_own_prompts and self.model not in demo.NAMES:
             raise ConfigError(
@@ -177,8 +183,9 @@ class Evaluation:
     """What an evaluation draws, and where.
 
     The size is (width, height) in pixels, and dense is the first variant. ``frames`` is the length of videos;
-    None: pictures are drawn. ``counted`` has the speed-ups by counted operations that are known without a
-    run, by label, and ``left_out`` why a rival does not run here.
+    None: pictures are drawn. ``reference`` is the folder that FID and KID compare with; None: the dense
+    pictures. ``counted`` has the speed-ups by counted operations that are known without a run, by label, and
+    ``left_out`` why a rival does not run here.
     """
 
     source: ModelSource
@@ -189,6 +196,7 @@ class Evaluation:
     variants: tuple[Variant, ...]
     store: PictureStore
     frames: int | None = None
+    reference: Path | None = None
     counted: Mapping[str, float] = dataclasses.field(default_factory=dict)
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -196,6 +204,8 @@ class Evaluation:
 def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluation:
     """Read the prompts and the model's configs, and look for the reference pictures."""
     prompts = options.read_prompts()
+    if options.reference is not None:
+        pictures_in(options.reference)
     source = find_model(options.model)
     dtype = resolve_dtype(options.dtype, device)
     if options.scheduler is not None:
@@ -231,9 +241,12 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
     }
     known: dict[str, float] = {}
     if sketch is not None and FEWER_STEPS in [spec.name for spec in specs]:
+        width, height = check_size(size, sketch.scale)
+        facts = {"height": height, "width": width, "steps": options.steps}
         for spec in specs:
-            if spec.merging is not None:
-                known[spec.label] = _counted(sketch, size, options, spec.merging)
+            config = spec.config(sketch.denoiser, guidance=options.guidance, follows_steps=True, **facts)
+            if config is not None:
+                known[spec.label] = counted_speedup(sketch.denoiser, config, **facts)
     variants = plan_variants(specs, options.steps, list(known.values()) or options.speedup)
     known |= {v.label: options.steps / v.steps(options.steps) for v in variants if v.name == FEWER_STEPS}
     return Evaluation(
@@ -245,6 +258,7 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         variants=tuple(variants),
         store=PictureStore(options.out, conditions),
         frames=frames,
+        reference=options.reference,
         counted=known,
     )
 
@@ -286,16 +300,6 @@ def _frames(source: ModelSource, wanted: int | None) -> int | None:
     if wanted is not None:
         raise ConfigError(f"frames: {name or 'a single checkpoint'} draws pictures; leave --frames out")
     return None
-
-
-def _counted(
-    sketch: ModelSketch, size: tuple[int, int], options: EvaluateOptions, method: MethodSpec
-) -> float:
-    """Return the speed-up of a method by counted operations."""
-    width, height = check_size(size, sketch.scale)
-    facts = {"height": height, "width": width, "steps": options.steps}
-    config = method.config(sketch.denoiser, guidance=options.guidance, follows_steps=True, **facts)
-    return counted_speedup(sketch.denoiser, config, **facts)
 
 
 def weights_key(source: ModelSource) -> str | None:

@@ -11,9 +11,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from tokenmerge_tools.evaluate.distances import Features, distance, features_of
 from tokenmerge_tools.evaluate.evaluation import Evaluation
 from tokenmerge_tools.evaluate.metrics import MOTION, Metrics
+from tokenmerge_tools.evaluate.networks import Vision
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import Item
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER, QualityRecord, SampleRecord, key_of
@@ -27,16 +31,17 @@ class Measured:
 
     ``columns`` has the values of each metric by its name, and ``seconds`` how long each took, NaN if unknown.
     ``costs`` has what :meth:`PictureStore.cost` says of each, and ``configs`` the settings that they were
-    drawn with, as JSON.
+    drawn with, as JSON. ``features`` are those of all pictures and frames.
     """
 
     columns: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     seconds: list[float] = dataclasses.field(default_factory=list)
     costs: list[Mapping[str, float]] = dataclasses.field(default_factory=list)
     configs: set[str] = dataclasses.field(default_factory=set)
+    features: dict[Vision, list[Tensor]] = dataclasses.field(default_factory=lambda: defaultdict(list))
 
-    def figures(self, metrics: Metrics) -> Figures:
-        """Average over the pictures."""
+    def figures(self, metrics: Metrics, reference: Features | None = None) -> Figures:
+        """Average over the pictures, and compare the set of them with a reference."""
         values, errors, equal = dict[str, float](), dict[str, float](), 0
         for name in [*(metric.name for metric in metrics.of_pictures), *MOTION]:
             found = self.columns.get(name, [])
@@ -47,6 +52,8 @@ class Measured:
                 values[name] = float(np.mean(found))
             if len(found) > 1 and all(map(math.isfinite, found)):
                 errors[name] = standard_error(found)
+        for name, network in metrics.of_sets.items() if reference is not None else ():
+            values[name] = distance(name, torch.cat(self.features[network]), torch.cat(reference[network]))
         undefined = tuple(name for name, value in values.items() if not math.isfinite(value))
         values = {name: value for name, value in values.items() if name not in undefined}
         return Figures(values, equal, undefined, errors)
@@ -109,6 +116,8 @@ def _add_rows(
             pixels, dense_pixels = as_tensor(images), as_tensor(dense)
             for name, measure_motion in MOTION.items():
                 own.columns[name].append(float(measure_motion(pixels, dense_pixels)))
+        for network in dict.fromkeys(metrics.of_sets.values()):
+            own.features[network].append(network(images))
 
 
 def mean_of_frames(values: Sequence[float]) -> float:
@@ -152,12 +161,16 @@ def quality_records(
 ) -> list[QualityRecord]:
     """Make the record of each variant.
 
-    Values in known records of earlier runs are kept unless they were measured again.
+    Sets of pictures are compared with the reference pictures; without any, with the dense ones. Values in
+    known records of earlier runs are kept unless they were measured again.
     """
-    now = {metric.name for metric in metrics.of_pictures}
+    now = {*(metric.name for metric in metrics.of_pictures), *metrics.of_sets}
+    reference: Features = measured[DENSE].features
+    if evaluation.reference is not None:
+        reference = features_of(evaluation.reference, metrics.of_sets.values())
     records = []
     for variant in evaluation.variants:
-        record = _record(evaluation, metrics, measured, variant)
+        record = _record(evaluation, metrics, measured, reference, variant)
         earlier = known.get(record.key)
         if isinstance(earlier, QualityRecord):
             undefined = now - record.figures.keys()
@@ -173,13 +186,20 @@ def quality_records(
 
 
 def _record(
-    evaluation: Evaluation, metrics: Metrics, measured: Mapping[str, Measured], variant: Variant
+    evaluation: Evaluation,
+    metrics: Metrics,
+    measured: Mapping[str, Measured],
+    reference: Features,
+    variant: Variant,
 ) -> QualityRecord:
     own, is_dense, dense = measured[variant.label], variant.name == DENSE, measured[DENSE]
-    figures = own.figures(metrics)
+    figures = own.figures(metrics, None if reference is own.features else reference)
     speedups = [] if is_dense else own.speedups(dense)
     quartiles = np.quantile(speedups, (0.25, 0.5, 0.75)).tolist() if speedups else None
     conditions = dict(evaluation.store.conditions)
+    measured_with = dict(metrics.networks)
+    if evaluation.reference is not None:
+        measured_with |= {n: f"{measured_with[n]}, against {evaluation.reference}" for n in metrics.of_sets}
     notes = []
     if (steps := variant.steps(conditions["steps"])) != conditions["steps"]:
         notes.append(f"{steps} of {conditions['steps']} steps")
@@ -214,7 +234,7 @@ def _record(
         speedup=quartiles and quartiles[1],
         speedup_quartiles=quartiles and (quartiles[0], quartiles[2]),
         steps_used=steps if variant.name == FEWER_STEPS else None,
-        measured_with=dict(metrics.networks),
+        measured_with=measured_with,
         config=json.loads(*own.configs) if len(own.configs) == 1 else None,
         notes=tuple(about),
         errors=figures.errors,

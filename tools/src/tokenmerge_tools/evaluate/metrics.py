@@ -15,6 +15,7 @@ from tokenmerge.errors import ConfigError, MissingExtraError
 from tokenmerge_tools.closeness import motion, motion_error, psnr, ssim
 from tokenmerge_tools.demo.glyphs import asked_for
 from tokenmerge_tools.demo.retrieval import Gallery
+from tokenmerge_tools.evaluate.distances import DISTANCES, INCEPTION, Inception
 from tokenmerge_tools.evaluate.networks import Clip, Lpips, Reward, Vision
 from tokenmerge_tools.files import is_folder
 from tokenmerge_tools.sheets import as_tensor
@@ -32,10 +33,12 @@ _NETWORKS = {
     "clip": _CLIP,
     "clip-score": _CLIP,
     "image-reward": "ImageReward-v1.0",
+    **dict.fromkeys(DISTANCES, INCEPTION),
 }
 
 OF_PROMPTS = ("clip-score", "image-reward", _GLYPHS)  # metrics that need no dense picture
 METRIC_NAMES = (*_PIXELWISE, *_NETWORKS, _GLYPHS)
+PICTURE_METRICS = tuple(name for name in METRIC_NAMES if name not in DISTANCES)  # a value for each picture
 
 # (b pictures, the dense pictures of the same seeds, their prompts) → values [b]
 Measure = Callable[[Sequence["Image"], Sequence["Image"], Sequence[str]], Tensor]
@@ -55,9 +58,14 @@ class PictureMetric:
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """All metrics of an evaluation, the name of the network of each that has one, and all loaded networks."""
+    """All metrics of an evaluation.
+
+    ``of_sets`` has the network of each distance between sets, ``networks`` the name of the network of each
+    metric that has one, and ``loaded`` all networks.
+    """
 
     of_pictures: tuple[PictureMetric, ...]
+    of_sets: dict[str, Vision]
     networks: dict[str, str]
     loaded: tuple[Any, ...]
 
@@ -98,6 +106,7 @@ def load_metrics(
         )
     loaded: dict[tuple[str, str], Any] = {}
     of_pictures: list[PictureMetric] = []
+    of_sets: dict[str, Vision] = {}
 
     def load(kind: Callable[[str], Any], network: str) -> Any:
         """Load a network, once for all metrics that use it."""
@@ -110,12 +119,15 @@ def load_metrics(
         if network is not None and not is_folder(Path(network)):
             on_note(f"{name} needs the weights of {network}, which are downloaded if missing")
         try:
-            measure = _measure(name, network or "", prompts, load)
+            if name in DISTANCES:
+                of_sets[name] = load(Inception if network == INCEPTION else Vision, network or "")
+            else:
+                measure = _measure(name, network or "", prompts, load)
+                of_pictures.append(PictureMetric(name, measure, beside_dense=name not in OF_PROMPTS))
         except ConfigError as error:
             raise ConfigError(f"metric {name}: {error}; or leave it out") from error
-        of_pictures.append(PictureMetric(name, measure, beside_dense=name not in OF_PROMPTS))
     networks = {name: network for name, network in wanted.items() if network is not None}
-    return Metrics(tuple(of_pictures), networks, tuple(loaded.values()))
+    return Metrics(tuple(of_pictures), of_sets, networks, tuple(loaded.values()))
 
 
 def _measure(name: str, network: str, prompts: Sequence[str], load: Callable[..., Any]) -> Measure:
@@ -123,8 +135,13 @@ def _measure(name: str, network: str, prompts: Sequence[str], load: Callable[...
     if name in _PIXELWISE or name == "lpips":
         pixelwise = _PIXELWISE.get(name) or load(Lpips, network)
         return lambda pictures, dense, _: pixelwise(as_tensor(pictures), as_tensor(dense))
-    if name == "clip-score":
-        return _clip_score(load(Clip, network))
+    if (
+        name == "clip-score"
+    ):  # Hessel et al. 2021, arXiv 2104.08718. That of torchmetrics needs transformers 4.
+        clip = load(Clip, network)
+        return lambda pictures, dense, prompts: (
+            100 * torch.cosine_similarity(clip(pictures), clip.texts(prompts)).clamp(min=0)
+        )
     if name == "image-reward":
         reward = load(Reward, network)
         return lambda pictures, dense, prompts: reward(pictures, prompts)
@@ -145,16 +162,6 @@ class _Similarity:
         if self._dense is None or self._dense[0] is not dense:
             self._dense = dense, self.network(dense)
         return torch.cosine_similarity(self.network(pictures), self._dense[1])
-
-
-def _clip_score(network: Clip) -> Measure:
-    """Return the CLIP score (Hessel et al. 2021, arXiv 2104.08718) of picture and prompt, from 0 to 100.
-
-    The one in torchmetrics does not accept the outputs of transformers 5.
-    """
-    return lambda pictures, dense, prompts: (
-        100 * torch.cosine_similarity(network(pictures), network.texts(prompts)).clamp(min=0)
-    )
 
 
 def _glyphs(prompts: Sequence[str]) -> Measure:

@@ -114,15 +114,6 @@ _CHANNELS = (64, 192, 384, 256, 256)
 _WEIGHTS = "https://download.pytorch.org/models/alexnet-owt-7be5be79.pth"
 
 
-def _alexnet() -> list[nn.Module]:
-    return [
-        *(nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
-        *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
-        *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(), nn.Conv2d(384, 256, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU()),
-    ]
-
-
 class Distance(nn.Module):
     """LPIPS (Zhang et al. 2018, arXiv 1801.03924, equation 1) on a network with any weights.
 
@@ -135,7 +126,12 @@ class Distance(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = nn.Sequential(*_alexnet())
+        self.features = nn.Sequential(
+            *(nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+            *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+            *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(), nn.Conv2d(384, 256, 3, padding=1), nn.ReLU()),
+            *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU()),
+        )
         self.weights = nn.ParameterList(map(torch.ones, _CHANNELS))
         self.register_buffer("mean", torch.tensor(_MEAN)[:, None, None])
         self.register_buffer("std", torch.tensor(_STD)[:, None, None])

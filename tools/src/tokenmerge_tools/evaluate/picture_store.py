@@ -113,18 +113,6 @@ class PictureStore:
 
     def frames(self, variant: Variant, item: Item) -> list[Image]:
         """Read the frames of a video. A picture counts as a single frame."""
-        first = self.open(variant, item)
-        if self.length is None:
-            return [first]
-        return read_video(self.picture(variant, item), self.length, "out", _DRAWN_AGAIN)
-
-    @property
-    def length(self) -> int | None:
-        """Number of frames of each video; None: pictures are drawn."""
-        return self.conditions.get("frames")
-
-    def open(self, variant: Variant, item: Item) -> Image:
-        """Read a picture, or the first frame of a video."""
         path = self.picture(variant, item)
         picture = open_picture(path, "out", _DRAWN_AGAIN)
         size = self.conditions["width"], self.conditions["height"]
@@ -133,7 +121,12 @@ class PictureStore:
                 f"out: the picture {path} should have {size[0]}x{size[1]} pixels, but has "
                 f"{picture.size[0]}x{picture.size[1]}; {_DRAWN_AGAIN}"
             )
-        return picture
+        return [picture] if self.length is None else read_video(path, self.length, "out", _DRAWN_AGAIN)
+
+    @property
+    def length(self) -> int | None:
+        """Number of frames of each video; None: pictures are drawn."""
+        return self.conditions.get("frames")
 
     def relative(self, path: Path) -> str:
         """Return the path in a record, which is relative to the folder of the results file."""

@@ -13,6 +13,7 @@ from tokenmerge.api import Patch
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, TokenMergingError, UnsupportedModelError, reason_of
 from tokenmerge_tools.drawing import Progress, Studio
+from tokenmerge_tools.evaluate.distances import check_count
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions, Evaluation, plan_evaluation
 from tokenmerge_tools.evaluate.measure import measure, quality_records, sample_records
 from tokenmerge_tools.evaluate.metrics import Metrics, load_metrics
@@ -47,26 +48,24 @@ def evaluate(
         for note in file.notes:
             on_note(note)
         # All metrics are loaded before any picture is drawn.
-        metrics = load_metrics(options.wanted(), evaluation.prompts, on_note)
+        wanted = options.wanted()
+        check_count(wanted, len(evaluation.items), on_note)
+        metrics = load_metrics(wanted, evaluation.prompts, on_note)
         return _Evaluating(options, evaluation, device, metrics, on_progress, on_note).run(file)
 
 
+@dataclasses.dataclass
 class _Evaluating:
-    """One run on a device."""
+    """One run on a device. The ``operations`` are those of one call of the denoiser, by label."""
 
-    def __init__(
-        self,
-        options: EvaluateOptions,
-        evaluation: Evaluation,
-        device: torch.device,
-        metrics: Metrics,
-        on_progress: Callable[[Progress], None],
-        on_note: Callable[[str], None],
-    ) -> None:
-        self.options, self.evaluation, self.device = options, evaluation, device
-        self.metrics, self.on_progress, self.on_note = metrics, on_progress, on_note
-        self.operations: dict[str, float] = {}  # of one call of the denoiser, by label
-        self.left_out: dict[str, str] = {}
+    options: EvaluateOptions
+    evaluation: Evaluation
+    device: torch.device
+    metrics: Metrics
+    on_progress: Callable[[Progress], None]
+    on_note: Callable[[str], None]
+    operations: dict[str, float] = dataclasses.field(default_factory=dict)
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def run(self, file: ResultsFile[QualityRecord | SampleRecord]) -> list[QualityRecord]:
         """Draw the missing pictures, measure all, and write new records and samples."""
@@ -132,9 +131,8 @@ class _Evaluating:
                     if not self._leave_out(variant, error):
                         raise
                     continue
-                if isinstance(
-                    patches[variant], Patch
-                ):  # the default method knows all facts only when it runs
+                # The default method knows all facts only when it runs.
+                if isinstance(patches[variant], Patch):
                     configs[variant] = patches[variant].config
                 for item, picture in zip(items, pictures, strict=True):
                     about = (seconds, configs[variant], CONTINUES, cost)

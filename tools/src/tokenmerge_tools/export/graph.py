@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import warnings
@@ -121,7 +120,13 @@ def onnx_graph(model: nn.Module, arguments: dict[str, Any], opset: int) -> tuple
     These are in the order of :func:`tensors`. Its output is ``out``.
     """
     quiet = quiet_loggers("torch.onnx", "onnxscript", "onnx_ir")
-    with quiet, warnings.catch_warnings(), _exporting(type(model).__name__):
+    exporting = errors_as(
+        lambda reason: UnsupportedModelError(
+            f"model: PyTorch cannot export {type(model).__name__} with these settings ({reason}); take "
+            "--method tome, or try --ratio 0 to see whether the dense model exports"
+        )
+    )
+    with quiet, warnings.catch_warnings(), exporting:
         warnings.simplefilter("ignore")
         traced = torch.export.export(model, (), {**arguments, "return_dict": False}, strict=False)
         specs = [spec for spec in traced.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
@@ -151,12 +156,3 @@ def _clean(model: Any) -> None:
     CommonSubexpressionEliminationPass()(model)
     remove_unused_nodes(model)
     ClearMetadataAndDocStringPass()(model)
-
-
-def _exporting(name: str) -> contextlib.AbstractContextManager[None]:
-    return errors_as(
-        lambda reason: UnsupportedModelError(
-            f"model: PyTorch cannot export {name} with these settings ({reason}); take "
-            "--method tome, or try --ratio 0 to see whether the dense model exports"
-        )
-    )

@@ -234,19 +234,14 @@ class _Generating:
         """Draw and time interleaved calls, and write the record after each, and the pictures of the first."""
         for drawing in self.studio.rounds(dict.fromkeys(self.variants, self.call), repeat):
             if not any(earlier.variant == drawing.variant for earlier in self.result.measurements):
-                self._write_pictures(drawing)
+                metadata = self.metadata() if drawing.variant == "merged" else None
+                for index, picture in enumerate(drawing.pictures):
+                    about = (self.options, self.call.seeds[index], metadata)
+                    path = self.result.folder / f"{drawing.variant}-{index:02d}.png"
+                    write_atomically(path, partial(write_picture, picture, *about))
             self.result.measurements.append(drawing)
             self.result.write()
             yield drawing
-
-    def _write_pictures(self, drawing: Drawing) -> None:
-        """Write one picture per seed."""
-        metadata = self.metadata() if drawing.variant == "merged" else None
-        for index, picture in enumerate(drawing.pictures):
-            write_atomically(
-                self.result.folder / f"{drawing.variant}-{index:02d}.png",
-                partial(write_picture, picture, self.options, self.call.seeds[index], metadata),
-            )
 
     def _compare(self, dense: list[Image], merged: list[Image], plans: Mapping[str, RecordedPlan]) -> None:
         """Measure how close the pictures are, and write them side by side."""
@@ -265,10 +260,7 @@ class _Generating:
         except MissingExtraError as error:
             self.result.notes.append(str(error))
         groups = [merged_groups(plans, index, len(merged)) for index in range(len(merged))]
-        rows = [
-            Pair(dense[index], merged[index], groups[index][0], captions[index])
-            for index in range(len(merged))
-        ]
+        rows = list(map(Pair, dense, merged, (labels for labels, _ in groups), captions))
         width, height = self.options.size or (0, 0)
         picture = comparison(
             rows,

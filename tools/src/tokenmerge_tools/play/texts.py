@@ -74,19 +74,15 @@ def python_lines(options: GenerateOptions) -> str:
     arguments = {} if options.size is None else dict(zip(("width", "height"), options.size, strict=True))
     arguments |= {"num_inference_steps": options.steps}
     given = "" if options.guidance is None else f"guidance_scale={options.guidance:g}, "
+    ratio = options.merging.changes.get("ratio", 0.5)
+    merging = options.merging.argument or f"tokenmerge.ToMeConfig(ratio={ratio})"
     numbers = "".join(f"{name}={value}, " for name, value in arguments.items())
     return (
         "import tokenmerge\nimport torch\n\n"
-        f"patch = tokenmerge.apply_token_merging(pipe, {_merging(options)})\n"
+        f"patch = tokenmerge.apply_token_merging(pipe, {merging})\n"
         f"noise = torch.Generator().manual_seed({options.seed})\n"
         f"picture = pipe({options.prompt!r}, {numbers}{given}generator=noise).images[0]"
     )
-
-
-def _merging(options: GenerateOptions) -> str:
-    """Return the arguments of ``apply_token_merging`` after the pipeline."""
-    ratio = options.merging.changes.get("ratio", 0.5)
-    return options.merging.argument or f"tokenmerge.ToMeConfig(ratio={ratio})"
 
 
 def tune_command(trial: Trial) -> str:

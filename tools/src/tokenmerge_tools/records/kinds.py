@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
@@ -13,17 +14,26 @@ from typing import Any, ClassVar
 
 from tokenmerge.config.checks import integer
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.records.old_names import with_new_names
 
 STATUSES = ("ok", "oom", "unavailable", "error")
 # Metrics that are lower for closer pictures.
 LOWER_IS_CLOSER = frozenset({"lpips", "fid", "kid", "motion-error"})
 
-_MISSING = dataclasses.MISSING
+# Former names of settings, which records from before November 2026 have, with the current ones.
+NEW_NAMES: Mapping[str, str] = {
+    "plan_every": "plans.every",
+    "share_plan": "plans.blocks",
+    "share_guidance": "plans.guidance",
+    "correct_every": "correction.every",
+    "reuse_every": "reuse.every",
+    "reuse_finest_every": "reuse.shallow_every",
+    "reuse_finest_from": "reuse.shallow_from",
+    "reuse_span": "reuse.span",
+}
+_OLD_WORD = re.compile(rf"(?<![\w.])({'|'.join(NEW_NAMES)})(?![\w.])")
+
 # Conditions that a timed cell and drawn pictures have in common.
 _OF_PICTURES = ("model", "width", "height", "steps", "scheduler", "guidance", "dtype", "attention")
-_DENSE = "dense"
-_DENSE_SAME_ATTENTION = "dense, same attention"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +56,8 @@ class Record:
     def from_dict(cls, values: Mapping[str, Any]) -> Any:
         """Read what :meth:`to_line` wrote. Fields with a default may be missing in older records."""
         own = {field.name: field for field in dataclasses.fields(cls)}
-        needed = [name for name, one in own.items() if {one.default, one.default_factory} == {_MISSING}]
+        nothing = {dataclasses.MISSING}
+        needed = [name for name, one in own.items() if {one.default, one.default_factory} == nothing]
         if missing := [name for name in needed if name not in values]:
             raise ConfigError(f"not a {cls.KIND} record: {', '.join(missing)} missing")
         try:
@@ -100,17 +111,20 @@ class CellRecord(Record):
     @property
     def iqr(self) -> tuple[float, float] | None:
         """First and third quartile of the seconds; None if it was not timed."""
-        return median_and_iqr(self.seconds)[1] if self.seconds else None
+        if len(self.seconds) < 2:
+            return (self.seconds[0], self.seconds[0]) if self.seconds else None
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
 
     @property
     def speedup(self) -> float | None:
         """t_dense / t, where dense has fused attention and ran in the same rounds; None if not timed."""
-        return self._over(_DENSE)
+        return self._over("dense")
 
     @property
     def speedup_same_attention(self) -> float | None:
         """t_dense / t, where dense runs with the attention of this cell: the gain of merging alone."""
-        return self._over(_DENSE_SAME_ATTENTION)
+        return self._over("dense, same attention")
 
     def _over(self, reference: str) -> float | None:
         dense = self.references.get(reference)
@@ -150,8 +164,8 @@ class QualityRecord(_OfVariant):
     pictures depend on, and its ``steps`` are those of dense; ``steps_used`` are those of ``"fewer-steps"``.
     The speed-up is t_dense / t of a picture, median and quartiles. ``errors`` has the standard errors of the
     figures, and ``cost`` what is known of the median seconds, the ``peak_bytes`` and the ``counted`` speed-up
-    by operations. ``config`` has all settings that the
-    pictures were drawn with, as :meth:`tokenmerge.ToMeConfig.from_dict` takes them.
+    by operations. ``config`` has all settings that the pictures were drawn with, as
+    :meth:`tokenmerge.ToMeConfig.from_dict` takes them.
     """
 
     KIND: ClassVar[str] = "quality"
@@ -313,18 +327,6 @@ def key_of(conditions: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def median_and_iqr(seconds: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """Return the median, and first and third quartile, of at least one number.
-
-    >>> median_and_iqr([4.0, 1.0, 2.0, 3.0, 5.0])
-    (3.0, (2.0, 4.0))
-    """
-    if len(seconds) == 1:
-        return seconds[0], (seconds[0], seconds[0])
-    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return middle, (low, high)
-
-
 def variant_label(variant: str, settings: Mapping[str, Any]) -> str:
     """Name a variant with its settings.
 
@@ -348,3 +350,28 @@ def _times(seconds: Iterable[Any]) -> tuple[float, ...]:
     if wrong := [time for time in times if not (isfinite(time) and time > 0)]:
         raise ConfigError(f"seconds: expected times above 0, got {wrong[0]}; remove that line")
     return times
+
+
+def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recorded variant under their current names.
+
+    The label of another variant, which is recorded under ``"as"``, is rewritten too.
+
+    >>> with_new_names({"ratio": 0.5, "reuse_every": 2})
+    {'ratio': 0.5, 'reuse.every': 2}
+    """
+    return {
+        NEW_NAMES.get(name, name): words_with_new_names(value)
+        if name == "as" and isinstance(value, str)
+        else value
+        for name, value in settings.items()
+    }
+
+
+def words_with_new_names(label: str) -> str:
+    """Return the label of a variant, with the current names.
+
+    >>> words_with_new_names("tome ratio=0.5 share_plan")
+    'tome ratio=0.5 plans.blocks'
+    """
+    return _OLD_WORD.sub(lambda found: NEW_NAMES[found[0]], label)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,8 +52,8 @@ class Content:
 
 def content_of(results: Results) -> Content:
     """Collect the content from the newest record of each name, and from the samples that exist."""
-    cells, older_cells = newest_cells(results.cells)
-    quality, older_figures = newest_figures(results.quality)
+    cells, older_cells = newest(results.cells)
+    quality, older_figures = newest(results.quality)
     samples, lost = _readable(results.samples)
     drawn = charts(cells, quality)
     return Content(
@@ -105,36 +105,31 @@ def _as_json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False, sort_keys=True)
 
 
-def newest_cells(cells: Iterable[CellRecord]) -> tuple[list[CellRecord], list[str]]:
-    """Select the last cell among those that would have the same name in the same table.
+def newest(records: Sequence[R]) -> tuple[list[R], list[str]]:
+    """Select the last record among those that would have the same name in the same table.
 
-    If any cell is left out, a note names the conditions that differ.
+    If any is left out, a note names the conditions that differ.
     """
-    by_age = sorted(cells, key=lambda cell: cell.finished)
-    return _last(by_age, lambda cell: (*where_of(cell), what_of(cell)), "cells")
-
-
-def newest_figures(records: Iterable[QualityRecord]) -> tuple[list[QualityRecord], list[str]]:
-    """Select the last quality record among those with the same name in the same table, as for cells."""
-    return _last(
-        sorted(records, key=lambda record: record.finished),
-        lambda record: (*where_drawn(record), record.label, record.category),
-        "quality records",
-    )
-
-
-def _last(by_age: Sequence[R], name: Callable[[R], Hashable], what: str) -> tuple[list[R], list[str]]:
     found: dict[Hashable, R] = {}
     differs: set[str] = set()
-    for record in by_age:
-        earlier = found.get(name(record))
-        if earlier is not None:
-            before = earlier.conditions
+    for record in sorted(records, key=lambda record: record.finished):
+        name = _name(record)
+        if name in found:
+            before = found[name].conditions
             differs |= {key for key, value in record.conditions.items() if value != before.get(key)}
-        found[name(record)] = record
-    older = len(by_age) - len(found)
+        found[name] = record
+    older = len(records) - len(found)
+    if not older:
+        return list(found.values()), []
+    what = "cells" if isinstance(records[0], CellRecord) else "quality records"
     said = f"{older} older {what} are left out; newer ones differ only in {', '.join(sorted(differs))}"
-    return list(found.values()), [said] if older else []
+    return list(found.values()), [said]
+
+
+def _name(record: CellRecord | QualityRecord) -> Hashable:
+    if isinstance(record, CellRecord):
+        return *where_of(record), what_of(record)
+    return *where_drawn(record), record.label, record.category
 
 
 def as_html(content: Content) -> str:

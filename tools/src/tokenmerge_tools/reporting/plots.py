@@ -136,14 +136,12 @@ def _label_points(axes: Any, chart: Chart) -> None:
                     va=vertical,
                 )
                 box = text.get_window_extent(renderer)
-                if not any(box.overlaps(other) for other in taken) and _inside(box, figure.bbox):
+                page = figure.bbox
+                inside = page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1
+                if inside and not any(box.overlaps(other) for other in taken):
                     taken.append(box)
                     break
                 text.remove()
-
-
-def _inside(box: Any, whole: Any) -> bool:
-    return whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1
 
 
 def _plain(text: str) -> str:

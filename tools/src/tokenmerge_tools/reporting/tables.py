@@ -66,14 +66,6 @@ def attention_name(attention: str) -> str:
     return f"{_ATTENTION.get(attention, attention)} attention"
 
 
-def setting_name(conditions: Mapping[str, Any]) -> str:
-    """Return the title of a setting: the timed call and the device, with the number of threads for a CPU."""
-    name = f"{call_name(conditions)}, {conditions['device_name']}"
-    if conditions["device"] == "cpu":
-        name += f", {conditions['threads']} thread{'s' if conditions['threads'] > 1 else ''}"
-    return name
-
-
 def call_name(conditions: Mapping[str, Any]) -> str:
     """Describe the timed call, without the machine."""
     frames = f" × {conditions['frames']} frames" if conditions["frames"] else ""
@@ -114,7 +106,11 @@ def _measured(cells: Sequence[CellRecord]) -> Table:
         *("variant", "attention", "seconds per call", "quartiles", "peak GiB", "speed-up"),
         *("same attention", "time saved", "FLOPs saved"),
     )
-    return Table(setting_name(cells[0].conditions), header, rows, tuple(notes), words=2)
+    conditions = cells[0].conditions
+    title = f"{call_name(conditions)}, {conditions['device_name']}"
+    if conditions["device"] == "cpu":
+        title += f", {conditions['threads']} thread{'s' if conditions['threads'] > 1 else ''}"
+    return Table(title, header, rows, tuple(notes), words=2)
 
 
 def once(notes: Iterable[str], labels: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Annotated
 from tokenmerge.config.checks import integer, number, one_of
 from tokenmerge.errors import ConfigError, shown
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
-from tokenmerge_tools.evaluate.metrics import METRIC_NAMES
+from tokenmerge_tools.evaluate.metrics import PICTURE_METRICS
 from tokenmerge_tools.evaluate.prompts import PROMPTS_HELP
 from tokenmerge_tools.pipelines.options import PipelineOptions, option
 
@@ -31,7 +31,7 @@ class TuneOptions(PipelineOptions):
     metric: Annotated[
         str | None,
         _search(
-            f"Closeness metric of the check: {', '.join(METRIC_NAMES)}. NAME=NETWORK uses the network in "
+            f"Closeness metric of the check: {', '.join(PICTURE_METRICS)}. NAME=NETWORK uses the network in "
             "a folder or with a hub id. Default: psnr."
         ),
     ] = None
@@ -50,7 +50,7 @@ class TuneOptions(PipelineOptions):
         number("a number above 1, the speed of dense, such as 2", lambda speedup: speedup > 1)(
             "speedup", self.speedup
         )
-        one_of(METRIC_NAMES)("metric", self.metric_name)
+        one_of(PICTURE_METRICS)("metric", self.metric_name)
         if self.out.suffix != ".json":
             raise ConfigError(f"out: expected a file ending in .json, got {self.out}")
         if not self.within > 0:

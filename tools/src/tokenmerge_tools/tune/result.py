@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from tokenmerge.config import SavedSettings, plan_content
 from tokenmerge.report.summary import SIGNS
@@ -16,7 +15,27 @@ from tokenmerge_tools.tune.runner import Search
 
 def write_result(search: Search) -> None:
     """Write the file with the plan."""
-    write_json(search.options.out, _content(search))
+    saved = SavedSettings(search.chosen.config, search.found_for, search.options.speedup)
+    rows = {
+        name: {
+            "prompts": one.looks,
+            "speedup": one.speedup,
+            search.options.metric_name: one.value,
+            "error": None if math.isinf(one.error) else one.error,
+        }
+        for name, one in estimates(search.looks).items()
+    }
+    found = search.gain
+    measured = {
+        "plan": search.chosen.name,
+        "default": search.rule.name,
+        "gain": None if found is None else found[0],
+        "tried": search.tried,
+        "complete": search.complete,
+        "conditions": dict(search.evaluation.store.conditions),
+        "pictures": rows,
+    }
+    write_json(search.options.out, {**plan_content(saved), "measured": measured})
 
 
 def verdict(search: Search) -> str:
@@ -89,27 +108,3 @@ def tuned_table(search: Search) -> Table:
 
 def _minutes(seconds: float) -> str:
     return "1h" if math.isinf(seconds) else f"{math.ceil(seconds / 60)}min"
-
-
-def _content(search: Search) -> dict[str, Any]:
-    saved = SavedSettings(search.chosen.config, search.found_for, search.options.speedup)
-    rows = {
-        name: {
-            "prompts": one.looks,
-            "speedup": one.speedup,
-            search.options.metric_name: one.value,
-            "error": None if math.isinf(one.error) else one.error,
-        }
-        for name, one in estimates(search.looks).items()
-    }
-    found = search.gain
-    measured = {
-        "plan": search.chosen.name,
-        "default": search.rule.name,
-        "gain": None if found is None else found[0],
-        "tried": search.tried,
-        "complete": search.complete,
-        "conditions": dict(search.evaluation.store.conditions),
-        "pictures": rows,
-    }
-    return {**plan_content(saved), "measured": measured}

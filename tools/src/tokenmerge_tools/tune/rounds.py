@@ -25,7 +25,7 @@ from tokenmerge_tools.evaluate.picture_store import CONTINUES
 from tokenmerge_tools.failures import is_out_of_memory
 from tokenmerge_tools.files import write_atomically
 from tokenmerge_tools.pipelines.call import PipelineCall, latent_scale, load_pipeline_for
-from tokenmerge_tools.pipelines.loading import denoiser_of, free_memory
+from tokenmerge_tools.pipelines.loading import free_memory
 from tokenmerge_tools.pipelines.settings import check_size
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER, TuneRecord
 from tokenmerge_tools.tune.options import TuneOptions
@@ -134,12 +134,6 @@ class Rounds:
         self.metrics.to(device)
         self._warm: set[str] = set()
         self._dense: dict[int, Any] = {}
-
-    @property
-    def denoiser(self) -> torch.nn.Module:
-        """The denoiser of the dense pipeline."""
-        model: torch.nn.Module = denoiser_of(self.pipe)
-        return model
 
     def dense(self, item: int) -> Any:
         """Return the final latents of the dense picture of one prompt and seed, kept after the first time."""

@@ -16,7 +16,7 @@ from tokenmerge.plans import Facts, speedup_of
 from tokenmerge_tools.evaluate.evaluation import plan_evaluation
 from tokenmerge_tools.evaluate.metrics import load_metrics
 from tokenmerge_tools.files import prepare_folder
-from tokenmerge_tools.pipelines.loading import require_diffusers
+from tokenmerge_tools.pipelines.loading import denoiser_of, require_diffusers
 from tokenmerge_tools.pipelines.settings import resolve_device
 from tokenmerge_tools.records.file import ResultsFile
 from tokenmerge_tools.records.kinds import TuneRecord, key_of
@@ -151,7 +151,7 @@ class Search:
     def found_for(self) -> FoundFor:
         """The kind of generation."""
         rounds = self.rounds
-        names = type(rounds.denoiser).__name__, type(rounds.pipe.scheduler).__name__
+        names = type(denoiser_of(rounds.pipe)).__name__, type(rounds.pipe.scheduler).__name__
         return FoundFor(names[0], *rounds.latent, self.options.steps, names[1], rounds.call.guidance)
 
     def find(self) -> None:

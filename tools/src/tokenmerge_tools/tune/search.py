@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from random import Random
 from statistics import fmean, stdev
 from typing import TypeVar
@@ -45,19 +44,15 @@ def search(
         found = _beaten(best, others, closeness, order)
         best, rounds = found, 0 if found != best else rounds + 1
         yield best
-        fresh = (plan for plan in near(best, random) if plan not in tried)
-        others = list(islice(_distinct(fresh), _TOGETHER))
-        tried.update(others)
+        others = []
+        for plan in near(best, random):
+            if plan not in tried:
+                tried.add(plan)
+                others.append(plan)
+            if len(others) == _TOGETHER:
+                break
         if not others:
             return
-
-
-def _distinct(plans: Iterable[Plan]) -> Iterator[Plan]:
-    seen: set[Plan] = set()
-    for plan in plans:
-        if plan not in seen:
-            seen.add(plan)
-            yield plan
 
 
 def _beaten(
