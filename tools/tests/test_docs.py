@@ -279,6 +279,7 @@ def test_the_first_page_says_how_the_default_method_compares():
     assert {one.config["ratio"] for one in own} == {0}  # docs/rivals.md: `auto` merges none of the tokens
 
 
+@pytest.mark.usefixtures("large_grids_alone")
 def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     with torch.device("meta"):
         unet = UNet2DConditionModel(

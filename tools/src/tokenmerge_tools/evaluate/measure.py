@@ -52,8 +52,10 @@ class Measured:
                 values[name] = float(np.mean(found))
             if len(found) > 1 and all(map(math.isfinite, found)):
                 errors[name] = standard_error(found)
-        for name, network in metrics.of_sets.items() if reference is not None else ():
-            values[name] = distance(name, torch.cat(self.features[network]), torch.cat(reference[network]))
+        if reference is not None:
+            for name, network in metrics.of_sets.items():
+                own, others = torch.cat(self.features[network]), torch.cat(list(reference[network]))
+                values[name] = distance(name, own, others)
         undefined = tuple(name for name, value in values.items() if not math.isfinite(value))
         values = {name: value for name, value in values.items() if name not in undefined}
         return Figures(values, equal, undefined, errors)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from random import Random
 
 from tokenmerge.config import StepReuse, ToMeConfig
-from tokenmerge.plans import Facts, plan_for, speedup_of
+from tokenmerge.plans import ROUNDING, Facts, plan_for, speedup_of
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge.report.summary import signs_of
 
@@ -84,7 +84,7 @@ class Budget:
 
     def allows(self, plan: SearchedPlan) -> bool:
         """Return whether a plan is fast enough."""
-        return self.counted(plan) >= self.speedup
+        return self.counted(plan) + ROUNDING >= self.speedup
 
 
 def rule_plan(facts: Facts, speedup: float) -> SearchedPlan:

@@ -12,7 +12,7 @@ from tokenmerge.config import FoundFor, ToMeConfig
 from tokenmerge.default_method import DefaultMethod, schedule_ends_clean
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.find import find_hosts
-from tokenmerge.plans import Facts, speedup_of
+from tokenmerge.plans import ROUNDING, Facts, speedup_of
 from tokenmerge_tools.evaluate.evaluation import plan_evaluation
 from tokenmerge_tools.evaluate.metrics import load_metrics
 from tokenmerge_tools.files import prepare_folder
@@ -145,7 +145,7 @@ class Search:
     @property
     def reaches(self) -> bool:
         """Whether the wanted speed-up can be reached, by counted operations."""
-        return self.speedup >= self.options.speedup
+        return self.speedup + ROUNDING >= self.options.speedup
 
     @property
     def found_for(self) -> FoundFor:
