@@ -309,6 +309,13 @@ def test_the_page_of_the_third_model_says_what_its_record_says():
         assert "\n".join(written["table"]([line for line in lines if line["size"] == size])) in page
 
 
+def test_the_table_of_forecasts_says_what_its_record_says(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    written = runpy.run_path(str(ROOT / "benchmarks" / "forecasts.py"))
+    rows = written["table"](written["read"](ROOT / "benchmarks" / "forecasts_cpu.jsonl"))
+    assert "\n".join(rows) in (ROOT / "docs" / "rivals.md").read_text(encoding="utf-8")
+
+
 def test_a_rival_is_compared_with_the_line_between_two_speeds():
     leads = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))["leads"]
 
