@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from random import Random
 
 from tokenmerge.config import StepReuse, ToMeConfig
-from tokenmerge.plans import ROUNDING, Facts, plan_for, speedup_of
+from tokenmerge.plans import Facts, plan_for, speedup_of
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge.report.summary import signs_of
 
@@ -83,8 +83,8 @@ class Budget:
         return self._known[key]
 
     def allows(self, plan: SearchedPlan) -> bool:
-        """Return whether a plan is fast enough."""
-        return self.counted(plan) + ROUNDING >= self.speedup
+        """Return whether a plan is as fast as was asked for, or as that of the default method."""
+        return self.counted(plan) >= min(self.speedup, plan_for(self.facts, self.speedup).speedup)
 
 
 def rule_plan(facts: Facts, speedup: float) -> SearchedPlan:
