@@ -1,6 +1,3 @@
-"""The tools of tokenmerge: the command line, and what it loads, draws, times, judges and reports with.
-
-They use the library only by its public modules; ``tools/tests/test_layering.py`` lists them.
-"""
+"""The tools of tokenmerge, which use the library only by the public modules that a layering test lists."""
 
 __version__ = "0.1.0"
