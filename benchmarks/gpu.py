@@ -40,7 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import tokenmerge  # noqa: E402
 from tokenmerge import PlanSharing, ToMeConfig, token_merging  # noqa: E402
-from tokenmerge.ops import kernels, merge, unmerge  # noqa: E402
+from tokenmerge.ops import attend_by_columns, kernels, merge, unmerge  # noqa: E402
 from tokenmerge.planners import PLANNERS, calibration  # noqa: E402
 
 Facts = dict[str, Any]
@@ -99,6 +99,7 @@ class Run:
         tiny: whether models are small and nothing is repeated.
         half: the dtype of most models.
         folder: where the record and the pictures are.
+        variants: the names of the variants that are timed in turns; empty: all.
         part: name of the running part.
     """
 
@@ -106,7 +107,7 @@ class Run:
         self.device = torch.device(options.device)
         self.on_gpu, self.tiny = self.device.type == "cuda", options.tiny
         self.half = torch.float32 if self.device.type == "cpu" else torch.float16
-        self.folder = options.out.parent
+        self.folder, self.variants = options.out.parent, options.variants
         self.folder.mkdir(parents=True, exist_ok=True)
         self.part, self.statuses = "", Counter[str]()
         self._record = options.out
@@ -219,7 +220,7 @@ def in_turns(
 
     Round 0 is the warm-up: it runs ``warm_up`` in place of the call, if there is one.
     """
-    failed = set()
+    failed = set(variants) - set(run.variants or variants)
     for turn in range(2 if run.tiny else rounds + 1):
         for variant, context in variants.items():
 
@@ -460,24 +461,38 @@ def _parts_of_attention(
     )
     layer = calibration.self_attention(weights / channels**0.5, heads)
     step = torch.zeros((), dtype=torch.int64, device=run.device)
-    plan = None
-    for planner in ("tiled", "tome"):
-        make = partial(PLANNERS[planner], x, grid, n // 2, ToMeConfig(ratio=0.5, planner=planner), step)
-        if run.measure(f"{name}: plan, {planner}", lambda make=make: medians(run, make)) and plan is None:
-            plan = make()
-    if plan is None:
+    make = partial(PLANNERS["tiled"], x, grid, n // 2, ToMeConfig(ratio=0.5, planner="tiled"), step)
+    if run.measure(f"{name}: plan, tiled", lambda: medians(run, make)) is None:
         return
+    plan = make()
     merged, logits = merge(plan, x), plan.sizes.log()
+    columns = partial(_by_columns, merged, weights / channels**0.5, heads, plan.sizes)
     for what, call in {"merge": lambda: merge(plan, x), "unmerge": lambda: unmerge(plan, merged)}.items():
         run.measure(f"{name}: {what}", partial(medians, run, call))
     for what, call in {
         "dense": partial(layer, x),
         "merged": partial(layer, merged),
         "merged, proportional": partial(layer, merged, logits),
+        "merged, proportional by columns": columns,
     }.items():
         run.measure(f"{name}: {what}", partial(medians, run, call))
-        for kernel in KERNELS:
+        for kernel in KERNELS if what == "dense" or "columns" in what else ():
             run.measure(f"{name}: {what}, {kernel}", partial(_with_kernel, run, call, kernel))
+
+
+def _by_columns(x: Tensor, weights: Tensor, heads: int, sizes: Tensor) -> Tensor:
+    """Compute proportional attention without a mask, with more channels for each head."""
+    channels = weights.shape[1]
+    project, out = weights.split((3 * channels, channels))
+    q, k, v = F.linear(x, project).unflatten(-1, (3, heads, -1)).unbind(2)
+
+    def kernel(**given: Any) -> Tensor:
+        heads_first = {
+            name: part.transpose(1, 2) if isinstance(part, Tensor) else part for name, part in given.items()
+        }
+        return F.scaled_dot_product_attention(**heads_first).transpose(1, 2)
+
+    return F.linear(attend_by_columns(kernel, q, k, v, sizes).flatten(2), out)
 
 
 def _with_kernel(run: Run, call: Callable[[], object], kernel: str) -> Facts:
@@ -790,6 +805,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="small models, nothing repeated")
     parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), help="the record; lines are appended")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--variants", type=lambda given: given.split("/"), default=[], help="of dense/ratio 0.5/…"
+    )
     parser.add_argument("--limit", type=float, default=525, help="seconds for the run, imports included")
     parser.add_argument("--show", type=Path, help="show the table of a record, and measure nothing")
     options = parser.parse_args(arguments)

@@ -17,10 +17,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.ops import Plan, merge, unmerge
+from tokenmerge.ops import merge, unmerge
 from tokenmerge.planners import PLANNERS
 
 SIDES = (8, 16, 24, 32, 48, 64)  # sides of the token grids that are timed
+LARGE_SIDES = (96, 128)  # and of those that only CUDA is fast enough for
+_RATIO = 0.25  # near the lowest ratios of the default method, where merging saves least
+_LEAST_SAVED = 0.5  # of the time that would be saved if time were as operations are
 _ROUNDS = 5
 _ROUND = 0.01  # seconds of a round, as far as it consists of several calls
 _WEEK = 7 * 24 * 3600
@@ -34,12 +37,13 @@ def fewest_tokens(
     heads: int = 8,
     blocks: int = 1,
 ) -> int:
-    """Return the fewest tokens for which self-attention is faster with half of the tokens merged.
+    """Return the fewest tokens for which merging a quarter of them pays in self-attention.
 
-    It is measured with what the default method adds to a merged step, once for each device, dtype, version of
-    torch, number of threads and set of the arguments below. This takes at most a second or two. The result is
-        stored in :func:`cache_file`; delete that file to measure again. If merging was faster on no grid, the
-    result holds for a week, because the device may have been busy with something else.
+    It pays where it saves at least half as large a part of the time as of the operations. It is measured with
+    what the default method adds to a merged step, once for each device, dtype, version of torch, number of
+    threads and set of the arguments below. This takes at most a second or two. The result is stored in
+    :func:`cache_file`; delete that file to measure again. If merging paid on no grid, the result holds for a
+    week, because the device may have been busy with something else.
 
     Args:
         device: where the model runs.
@@ -50,12 +54,12 @@ def fewest_tokens(
         blocks: number of blocks that share a plan.
     """
     shape = f"batch {batch}, {heads} × {channels // heads} channels, {blocks} blocks a plan"
-    key = f"{_key(device, dtype)}, {shape}, proportional, corrected"
+    key = f"{_key(device, dtype)}, {shape}, proportional, corrected, {_RATIO:g}"
     file, now = cache_file(), time.time()
     known = _read(file)
     if key in known:
         tokens, measured = known[key]
-        if tokens <= SIDES[-1] ** 2 or 0 <= now - measured < _WEEK:
+        if tokens <= _sides(device)[-1] ** 2 or 0 <= now - measured < _WEEK:
             return tokens
     found = measure_fewest_tokens(device, dtype, batch, channels, heads, blocks)
     _write(file, {**known, key: (found, int(now))})
@@ -81,12 +85,28 @@ def measure_fewest_tokens(
     heads: int = 8,
     blocks: int = 1,
 ) -> int:
-    """Return the number of tokens of the first grid on which merged self-attention is faster than dense.
+    """Return the number of tokens of the first grid on which merging pays, see :func:`fewest_tokens`.
 
     The merged time includes what the default method adds: a share of the planning, proportional attention and
-    the correction. If there is no such grid, the number is that of a grid twice as wide as the last, because
-    the cost of attention grows with the square of the tokens.
+    the correction. If there is no such grid, or no memory for one, the number is that of a grid twice as wide
+    as the last, because the cost of attention grows with the square of the tokens.
     """
+    sides = _sides(device)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        for side in sides:
+            if _pays(side, device, dtype, batch, channels, heads, blocks):
+                return side * side
+    return (2 * sides[-1]) ** 2
+
+
+def _sides(device: torch.device) -> tuple[int, ...]:
+    return (*SIDES, *LARGE_SIDES) if device.type == "cuda" else SIDES
+
+
+def _pays(
+    side: int, device: torch.device, dtype: torch.dtype, batch: int, channels: int, heads: int, blocks: int
+) -> bool:
+    """Return whether merging pays in self-attention on ``side`` × ``side`` tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
@@ -94,21 +114,20 @@ def measure_fewest_tokens(
 
     layer = self_attention(noise(4 * channels, channels) / channels**0.5, heads)
     step = torch.zeros((), dtype=torch.int64, device=device)
-    config = ToMeConfig(ratio=0.5, planner="tiled")
-    for side in SIDES:
-        x = noise(batch, side * side, channels)
-        change = layer(x)
-        make_plan = partial(PLANNERS["tiled"], x, (1, side, side), side * side // 2, config, step)
-        plan = make_plan()
+    n, config = side * side, ToMeConfig(ratio=_RATIO, planner="tiled")
+    x = noise(batch, n, channels)
+    change = layer(x)
+    make_plan = partial(PLANNERS["tiled"], x, (1, side, side), int(n * _RATIO), config, step)
+    plan = make_plan()
 
-        def merged(x: Tensor = x, change: Tensor = change, plan: Plan = plan) -> Tensor:
-            result = unmerge(plan, layer(merge(plan, x), plan.sizes.log()))
-            return result + (change - unmerge(plan, merge(plan, change)))
+    def merged() -> Tensor:
+        result = unmerge(plan, layer(merge(plan, x), plan.sizes.log()))
+        return result + (change - unmerge(plan, merge(plan, change)))
 
-        planning = _seconds(make_plan, device) / blocks
-        if planning + _seconds(merged, device) < _seconds(partial(layer, x), device):
-            return side * side
-    return (2 * SIDES[-1]) ** 2
+    time_merged = _seconds(make_plan, device) / blocks + _seconds(merged, device)
+    # Of the projections, merging saves a part that grows with the ratio; of attention, with its square.
+    saved = (2 * channels * _RATIO + n * (1 - (1 - _RATIO) ** 2)) / (2 * channels + n)
+    return time_merged <= _seconds(partial(layer, x), device) * (1 - _LEAST_SAVED * saved)
 
 
 def self_attention(weights: Tensor, heads: int) -> Callable[..., Tensor]:

@@ -261,14 +261,14 @@ def check_merging(hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, in
 
 
 def slower_than_dense(report: Report, fewest_tokens: Callable[[], int]) -> str | None:
-    """Say where merging saves operations but takes longer than dense; None: nowhere.
+    """Say where merging saves operations but hardly any time; None: nowhere.
 
     Only blocks that merge attention are compared. Whole blocks and MLPs save more than attention does, and
     were not timed.
 
     Args:
         report: the counted operations.
-        fewest_tokens: returns the fewest tokens for which merged attention is faster on the device. It may
+        fewest_tokens: returns the fewest tokens for which merging pays in attention on the device. It may
             run measurements, so it is called only if the report has grids small enough to be in doubt.
     """
     most = SIDES[-1] ** 2
@@ -282,9 +282,9 @@ def slower_than_dense(report: Report, fewest_tokens: Callable[[], int]) -> str |
     tokens = " and ".join(str(tokens) for tokens in sorted({row.tokens for row in slow}))
     what = f"{blocks} block{'s merge' if blocks > 1 else ' merges'} attention on {tokens} tokens"
     if fewest > most:
-        return f"{what}; merged attention was timed on this device, and was faster on none of the grids"
+        return f"{what}; merged attention was timed on this device, and saved hardly any time on all grids"
     return (
-        f"{what}, where it takes longer than dense: on this device it was faster from {fewest} tokens on; "
+        f"{what}, where it saves hardly any time: on this device it pays from {fewest} tokens on; "
         f"min_tokens={fewest} leaves smaller grids dense"
     )
 

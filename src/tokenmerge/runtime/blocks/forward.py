@@ -33,12 +33,13 @@ def block_call(original: HostMethod) -> Callable:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: BlockState | None = self.__dict__.get(STATE)
-        if state is None:
+        compiling = torch.compiler.is_compiling()
+        if state is None or (not compiling and state.model.threads.value.context.blocks_are_dense):
             return original.of(self)(*args, **kwargs)
         if state.threads.value.running is None and not state.threads.value.counted:
             count_call(state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
-        if torch.compiler.is_compiling():
+        if compiling:
             return _block(state, call)
         if torch.is_grad_enabled():
             return _block_with_gradients(state, call)

@@ -36,7 +36,7 @@ def stage_call(original: HostMethod) -> Callable:
             part = "finest" if state.is_finest else "deep"
             note_forecast(state.model.threads.value, part, before, residual)
             cache.residuals[call] = updated(before, residual)
-        else:
+        elif call not in cache.placeholders:
             cache.placeholders[call] = tree_map(
                 lambda tensor: tensor.new_zeros(()).expand(tensor.shape), result
             )

@@ -30,6 +30,8 @@ class CallContext:
         call: number of the call in its step.
         plan_call: number of the call whose plans this one uses.
         caches_features: level and kind of features that are cached, for the plans of a later step.
+        blocks_are_dense: whether blocks do what their classes do: in them nothing merges, is skipped or is
+            cached.
         guidance_copies: how many times the batch holds each sample, for as many prompts.
         copies_equal: in a graph and on accelerators, whether it does hold equal samples; None: it does.
         guidance_difference: what guidance changed in the result of the last step; None: unknown.
@@ -42,6 +44,7 @@ class CallContext:
     plan_call: int = 0
     caches_plans: bool = False
     caches_features: frozenset[tuple[int, str]] = frozenset()
+    blocks_are_dense: bool = False
     decision: Decision = dataclasses.field(default_factory=Decision)
     guidance_copies: int = 1
     copies_equal: Tensor | None = None

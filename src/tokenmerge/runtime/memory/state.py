@@ -164,6 +164,11 @@ class ModelState:
         """The blocks that merge."""
         return tuple(part for part in self.parts if isinstance(part, BlockState))
 
+    @functools.cached_property
+    def skips_blocks(self) -> bool:
+        """Whether some step skips blocks by themselves, and not whole stages."""
+        return any(block.caches_residuals for block in self.blocks)
+
     def use(self, memory: Memory) -> None:
         """Cache in ``memory`` from now on, in this thread."""
         for part, cache in zip(self.parts, memory.caches, strict=True):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import instead
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.layout import Grid
@@ -84,18 +84,21 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if step is not None:
         now = config.at_step(step.done, step.steps)
         settings = {level: now.at_level(level) for level in settings}
+    cached = features_to_cache(config, tracker, settings)
+    merges = decision.merging is not Merging.DENSE and any(own.merges for own in settings.values())
     state.threads.value.context = CallContext(
         settings=settings,
         step=call.seed,
         call=tracker.call,
         plan_call=tracker.plan_call,
         caches_plans=caches_plans(config, memory),
-        caches_features=features_to_cache(config, tracker, settings),
+        caches_features=cached,
+        blocks_are_dense=not (merges or cached or (decision.caches and state.skips_blocks)),
         decision=decision,
         guidance_copies=copies,
         copies_equal=equal,
         guidance_difference=memory.guidance_differences.get(tracker.plan_call),
-        step_log=None if compiling else _note_call(call, memory, config, decision, settings),
+        step_log=None if compiling else _note_call(call, memory, config, decision, merges),
     )
 
 
@@ -279,7 +282,7 @@ def _within_tolerance(state: ModelState, memory: Memory, step: DenoisingStep) ->
 
 
 def _note_call(
-    call: _Call, memory: Memory, config: ToMeConfig, decision: Decision, settings: Mapping[int, MergeSettings]
+    call: _Call, memory: Memory, config: ToMeConfig, decision: Decision, merges: bool
 ) -> StepLog | None:
     """Note what a call does, for the handle. Return the log of its steps; None: they are not recorded."""
     state, step, sample = call.state, call.step, call.sample
@@ -295,8 +298,7 @@ def _note_call(
     memory.log.sample = sample if decision.caches and isinstance(sample, Tensor) else None
     kind: StepKind = "reused"
     if decision.runs is Runs.EVERYTHING:
-        merges = decision.merging is Merging.MERGES and any(own.merges for own in settings.values())
-        kind = "merged" if merges else "unmerged"
+        kind = "merged" if merges and decision.merging is Merging.MERGES else "unmerged"
     if step is not None:
         memory.log.note_step(step.index, kind)
     if state.recorder is None:
