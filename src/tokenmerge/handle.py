@@ -18,7 +18,7 @@ from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
 from tokenmerge.plans import Estimate
-from tokenmerge.report import Conditions, Report, RunSteps, predict, saved, slower_than_dense, summary, title
+from tokenmerge.report import Conditions, Report, RunSteps, hardly_faster, predict, saved, summary, title
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.patching.patch import record_steps, refuse_in_use, restore, state_of
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies
@@ -274,7 +274,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         key = height, width, batch, steps, config, references, tuple(dense.values())
         if self._counted is None or self._counted[0] != key:
             report = predict(self._model, config, height, width, batch, steps, references, dense)
-            if slower := slower_than_dense(report, self._fewest_tokens):
+            if slower := hardly_faster(report, self._fewest_tokens):
                 report = dataclasses.replace(report, notes=(*report.notes, slower))
             self._counted = key, report, slower
         return self._counted[1]

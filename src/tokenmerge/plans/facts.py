@@ -30,7 +30,7 @@ class Facts:
         proportional: whether attention can count a merged token as often as the tokens it stands for.
         number_bytes: bytes of one number in all samples of a call: 4 in bfloat16 with guidance. The policy
             limits what corrections may cache, see :func:`tokenmerge.plans.correction_bytes`.
-        fewest_tokens: token grids with fewer tokens than this take longer to merge than it saves.
+        fewest_tokens: on token grids with fewer tokens than this, merging saves hardly any time.
     """
 
     model: ModelClass

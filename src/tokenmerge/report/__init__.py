@@ -1,6 +1,6 @@
 """Counts tokens, operations and cache before a run, and shows what each step of a run did.
 
-No model is timed here; ``slower_than_dense`` uses the timings of ``planners.calibration``.
+No model is timed here; ``hardly_faster`` uses the timings of ``planners.calibration``.
 """
 
 from tokenmerge.report.cache_limit import Change, bytes_of, change_within, in_words
@@ -10,9 +10,9 @@ from tokenmerge.report.prediction import (
     check_merging,
     counted_speedup,
     gflops,
+    hardly_faster,
     predict,
     saved,
-    slower_than_dense,
 )
 from tokenmerge.report.summary import Conditions, RunSteps, summary, title
 from tokenmerge.text_table import Tabled, TextTable
@@ -30,10 +30,10 @@ __all__ = [
     "check_merging",
     "counted_speedup",
     "gflops",
+    "hardly_faster",
     "in_words",
     "predict",
     "saved",
-    "slower_than_dense",
     "summary",
     "title",
 ]

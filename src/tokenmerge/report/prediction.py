@@ -260,7 +260,7 @@ def check_merging(hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, in
         check_host(host, config, size)
 
 
-def slower_than_dense(report: Report, fewest_tokens: Callable[[], int]) -> str | None:
+def hardly_faster(report: Report, fewest_tokens: Callable[[], int]) -> str | None:
     """Say where merging saves operations but hardly any time; None: nowhere.
 
     Only blocks that merge attention are compared. Whole blocks and MLPs save more than attention does, and

@@ -30,7 +30,7 @@ class Conditions:
         scale: pixels per side of a latent position; None: sizes are given in latents.
         pictures: number of pictures that a call of the denoiser draws; None: unknown.
         guidance: scale of classifier-free guidance, 1 for none; None: unknown.
-        slower: text about blocks that take longer merged than dense; None: none are known.
+        slower: text about blocks that merging makes hardly faster; None: none are known.
         estimate: line about the closeness of the last picture; empty: nothing is known.
         watched: text about other people's code that looks into the model; empty: there is none.
     """
@@ -66,7 +66,7 @@ def summary(
     if report is not None:
         lines += [f"  {_counted(conditions, report)}", f"  {_kept(conditions, report)}"]
     if conditions.slower is not None:
-        lines.append(f"  slower than dense: {conditions.slower}")
+        lines.append(f"  hardly faster: {conditions.slower}")
     if conditions.watched:
         lines.append(f"  left alone: {conditions.watched}")
     if run is not None:
