@@ -12,9 +12,6 @@ COMFYUI := .venv-comfyui
 # that sees the packages of the main one.
 SERVING := .venv-serving
 SERVING_PIP = $(BIN)/python -m pip --python $(SERVING) --disable-pip-version-check install --quiet --constraint constraints.txt
-# Triton, beside the packages of the main environment.
-TRITON := .venv-triton
-TRITON_PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENMERGE_TRITON=1 $(TRITON)/bin/python -m pytest -c tests/ops/in_triton/pytest.ini --numprocesses auto --dist worksteal
 # The oldest PyTorch that pyproject.toml allows; `make test-oldest OLDER_TORCH=2.11.0` tests one in the middle.
 OLDER_TORCH := 2.7.0
 OLDEST := $(if $(filter 2.7.0,$(OLDER_TORCH)),.venv-oldest,.venv-torch-$(OLDER_TORCH))
@@ -23,7 +20,7 @@ OLDEST_PIP = $(OLDEST)/bin/python -m pip --disable-pip-version-check install --q
 # A module's tests run on one worker, so that its fixtures are made once. A thread for each worker.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist loadscope
 
-.PHONY: demo docs/demo.png test test-slow test-all test-paddle test-comfyui test-serving test-triton test-oldest environments docs format clean
+.PHONY: demo docs/demo.png test test-slow test-all test-paddle test-comfyui test-serving test-oldest environments docs format clean
 
 # Threads wait passively, so that a busy machine is not slowed down further.
 demo: $(VENV)/ready
@@ -45,7 +42,7 @@ test-slow: $(VENV)/tested
 	$(PYTEST) -m slow
 
 # Every test that there is.
-test-all: test test-slow test-paddle test-comfyui test-serving test-triton test-oldest
+test-all: test test-slow test-paddle test-comfyui test-serving test-oldest
 
 test-paddle: $(PADDLE)/ready
 	OMP_NUM_THREADS=1 $(PADDLE)/bin/python -m pytest -c tests/integrations/paddle/pytest.ini --numprocesses auto --dist worksteal \
@@ -58,11 +55,6 @@ test-comfyui: $(COMFYUI)/ready
 test-serving: $(SERVING)/ready
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(SERVING)/bin/python -m pytest -c tests/integrations/serving/pytest.ini --numprocesses auto --dist worksteal \
 		tests/integrations/serving
-
-# The kernels in Triton, by its interpreter and as it compiles them, without a GPU.
-test-triton: $(TRITON)/ready
-	TRITON_INTERPRET=1 $(TRITON_PYTEST) tests/ops/in_triton
-	$(TRITON_PYTEST) tests/ops/in_triton
 
 # What depends on the version of PyTorch: patching, steps, compiling, exporting. The numbers of calls are those of the newest.
 test-oldest: $(OLDEST)/ready
@@ -81,7 +73,7 @@ format: $(VENV)/tested
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(PADDLE) $(COMFYUI) $(SERVING) $(TRITON) .venv-oldest .venv-torch-* outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
+	rm -rf $(VENV) $(PADDLE) $(COMFYUI) $(SERVING) .venv-oldest .venv-torch-* outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
 
 $(VENV)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -125,13 +117,6 @@ $(SERVING)/ready: $(VENV)/tested
 		> $$($(SERVING)/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
 	$(SERVING_PIP) --group serving-test
 	$(SERVING_PIP) --no-deps sglang vllm-omni
-	touch $@
-
-$(TRITON)/ready: $(VENV)/tested
-	$(PYTHON) -m venv --without-pip $(TRITON)
-	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
-		> $$($(TRITON)/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
-	$(BIN)/python -m pip --python $(TRITON) --disable-pip-version-check install --quiet --group triton-test
 	touch $@
 
 # Without torchao, which needs a newer PyTorch. All other versions are those of the main environment. cache-dit asks for

@@ -40,7 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import tokenmerge  # noqa: E402
 from tokenmerge import PlanSharing, ToMeConfig, token_merging  # noqa: E402
-from tokenmerge.ops import attend_by_columns, kernels, merge, unmerge  # noqa: E402
+from tokenmerge.ops import attend_by_columns, merge, unmerge  # noqa: E402
 from tokenmerge.planners import PLANNERS, calibration  # noqa: E402
 
 Facts = dict[str, Any]
@@ -383,7 +383,6 @@ def env(run: Run) -> None:
 
         packages = ("torch", "triton", "diffusers", "transformers", "tomesd", "DeepCache", "cache-dit")
         found = {"tokenmerge": tokenmerge.__version__, "python": platform.python_version()}
-        found["kernels in Triton"] = "on" if kernels.ON else "off"
         for package in packages:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 found[package] = metadata.version(package)

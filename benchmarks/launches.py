@@ -3,7 +3,7 @@
 The models are on the meta device, so nothing is computed, and no accelerator is needed. The counted call is
 the second one, with another timestep: what depends on the token grid alone is known by then, and what depends
 on the step is not. Weights are in bfloat16. Views and allocations launch nothing; fused attention is one
-launch, as on a GPU. With TOKENMERGE_TRITON=1, the kernels of ops/kernels.py are counted.
+launch, as on a GPU.
 
     python benchmarks/launches.py                # all models: one to two minutes
     python benchmarks/launches.py sd15 flux      # these
@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenmerge import PlanSharing, ToMeConfig, apply_patch, apply_token_merging, remove_patch
 from tokenmerge.models.find import find_hosts
-from tokenmerge.ops import kernels
 from tokenmerge_tools.bench.loaded_model import find_geometry
 
 RECORD = Path(__file__).with_name("launches_meta.jsonl")
@@ -50,7 +49,6 @@ METHODS: dict[str, dict[str, Any]] = {
     '`planner="tiled"`': {"planner": "tiled"},
     "as `auto` merges": {"planner": "tiled", "plans": SHARED, "proportional": True},
 }
-kernels.devices.add("meta")
 # Operations that launch nothing, beside those that return views.
 _NO_LAUNCH = {"empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "promote_types"}
 

@@ -24,7 +24,6 @@ from tokenmerge.ops.partition import (
 from tokenmerge.ops.plan import (
     IndexPlan,
     Plan,
-    add_unmerged,
     join_plans,
     keep_destinations,
     make_plan,
@@ -43,7 +42,6 @@ __all__ = [
     "SoftPlan",
     "Tiles",
     "Tokens",
-    "add_unmerged",
     "attend_by_columns",
     "attend_by_values",
     "bipartite_soft_matching",

@@ -70,13 +70,9 @@ def use_in_exports(arithmetic: Arithmetic) -> None:
 
 def arithmetic() -> Arithmetic:
     """Return what computes now: PyTorch, or what exported programs compute by while one is made."""
-    return _in_exports if is_exporting() else _pytorch
-
-
-def is_exporting() -> bool:
-    """Return whether a program is being exported or traced."""
     # In the graphs of torch.compile, torch.compiler.is_exporting() is True too before torch 2.13.
-    return torch.compiler._is_exporting_flag or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    exporting = torch.compiler._is_exporting_flag or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return _in_exports if exporting else _pytorch
 
 
 def bits(value: Tensor) -> Tensor:

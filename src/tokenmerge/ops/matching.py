@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tokenmerge.ops import kernels
-from tokenmerge.ops.once import WITHOUT_LAUNCHES, first_numbers, made_once
+from tokenmerge.ops.once import WITHOUT_LAUNCHES, made_once
 from tokenmerge.ops.partition import num_tokens, with_destinations
 
 # Largest number of similarities in memory at once. More sources are compared in slices, so that memory grows
@@ -108,9 +107,6 @@ def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor
 
 def largest_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Maximum and its index in each row of ``a @ bᵀ``: ``[b, s, c]``, ``[b, d, c]`` → ``[b, s]`` each."""
-    if kernels.ON and kernels.used(a, b):
-        rows, columns = (first_numbers(x.shape[1], x.device).unsqueeze(0) for x in (a, b))
-        return kernels.largest_products(a, b, rows, columns)
     at_once = _SIMILARITIES_AT_ONCE["cpu" if a.device.type == "cpu" else "other"]
     b = b.transpose(1, 2)
     per_row = b.shape[0] * b.shape[2]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tokenmerge.ops import kernels
 from tokenmerge.ops.arithmetic import arithmetic
 from tokenmerge.ops.once import first_numbers, first_rows, once, ones, rows_of_images
 from tokenmerge.ops.partition import with_destinations
@@ -281,10 +280,3 @@ def keep_destinations(plan: Plan, x: Tensor) -> Tensor:
 def unmerge(plan: Plan, y: Tensor) -> Tensor:
     """Give each token the value of its merged token: ``[b, m, c]`` → ``[b, n, c]``."""
     return plan.unmerge(y)
-
-
-def add_unmerged(plan: Plan, x: Tensor, y: Tensor) -> Tensor:
-    """Add to each token the value of its merged token: ``[b, n, c]``, ``[b, m, c]`` → ``[b, n, c]``."""
-    if kernels.ON and isinstance(plan, IndexPlan) and x.dtype == y.dtype and kernels.used(x, y):
-        return kernels.add_rows(x, y, plan.inverse)
-    return x + plan.unmerge(y)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmerge.ops import kernels
 from tokenmerge.ops.matching import by_similarity, compared, largest_products, own_cell, unit_tokens
 from tokenmerge.ops.once import WITHOUT_LAUNCHES, first_rows, made_once, once
 from tokenmerge.ops.partition import num_destinations, num_tokens, whole_cells, with_destinations
@@ -100,8 +99,6 @@ def _best(sources: Tensor, destinations: Tensor, places: Tensor, windows: Tensor
     ``places`` ``[t, q]`` are the sources in each of t boxes, ``windows`` ``[t, w]`` the destinations that
     these are compared with. The results are ``[b, t * q]``.
     """
-    if kernels.ON and kernels.used(sources, destinations):
-        return kernels.largest_products(sources, destinations, places, windows)
     in_boxes = sources.index_select(1, places.flatten()).unflatten(1, places.shape)
     candidates = destinations.index_select(1, windows.flatten()).unflatten(1, windows.shape)
     product, which = (in_boxes @ candidates.transpose(2, 3)).max(dim=-1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.ops import IndexPlan, Plan, add_unmerged, keep_destinations, merge, unmerge
+from tokenmerge.ops import IndexPlan, Plan, keep_destinations, merge, unmerge
 from tokenmerge.ops.once import once
 from tokenmerge.runtime.memory.reuse import Residual
 from tokenmerge.runtime.memory.state import LayerState
@@ -50,7 +50,7 @@ def merged_call(
         return _replace_image(layout, value, m, partial(unmerge, plan))
 
     def add_change(image: Tensor) -> Tensor:
-        return add_unmerged(plan, layout.image(tokens, n), image - layout.image(merged, m))
+        return layout.image(tokens, n) + unmerge(plan, image - layout.image(merged, m))
 
     if isinstance(result, Tensor):
         return back(result)
