@@ -9,6 +9,7 @@ random, except those of the bundled models.
     python benchmarks/gpu.py --parts env,attention --limit 120
     python benchmarks/gpu.py --device cpu --tiny --out tiny.jsonl   # the same code on small models
     python benchmarks/gpu.py --show gpu.jsonl                       # the speed-ups of a record, as a table
+    python benchmarks/gpu.py --write benchmarks/gpu_h200*.jsonl     # the table of docs/gpu.md
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from tokenmerge import PlanSharing, ToMeConfig, token_merging  # noqa: E402
 from tokenmerge.ops import attend_by_columns, merge, unmerge  # noqa: E402
 from tokenmerge.planners import PLANNERS, calibration  # noqa: E402
 
+PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
 Facts = dict[str, Any]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 # After these errors the device answers no other call.
@@ -86,6 +88,26 @@ TINY: dict[str, Facts] = {
     },
 }
 # Whole generations, also of the video model, whose 50 steps would take minutes.
+# The generations and variants in the documentation.
+GENERATIONS = {
+    "flux 1024": "FLUX.1, 1024 px, 28 steps",
+    "sd3 1024": "SD3, 1024 px, 28 steps",
+    "sdxl 1024": "SDXL, 1024 px, 30 steps",
+    "sd15 1024": "SD 1.5, 1024 px, 20 steps",
+    "sd15 768": "SD 1.5, 768 px, 20 steps",
+    "sd15 512": "SD 1.5, 512 px, 20 steps",
+}
+COLUMNS = {
+    "`speedup=1.5`": "speed-up 1.5",
+    "`2`": "speed-up 2",
+    "`3`": "speed-up 3",
+    "DeepCache 2": "DeepCache, every 2nd step",
+    "DeepCache 3": "DeepCache, every 3rd step",
+    "tomesd 0.5": "tomesd",
+    "`ratio=0.5`": "ratio 0.5",
+    "shared plan": "shared plan",
+    "whole blocks": "whole blocks",
+}
 STEPS = {"sd15": 20, "sdxl": 30, "sd3": 28, "flux": 28, "wan": 12}
 WARM_UP_STEPS = 6
 
@@ -779,20 +801,48 @@ def _bfloat16(run: Run) -> torch.dtype:
     return run.half if run.device.type == "cpu" else torch.bfloat16
 
 
-def table(record: Path) -> str:
-    """Return the speed-ups of a record over the fastest dense variant of the same round, as Markdown."""
+def speedups(record: Path) -> dict[str, dict[str, tuple[float, float, int]]]:
+    """Return (milliseconds, speed-up, rounds) by measurement and variant: medians over the rounds.
+
+    A speed-up is over the fastest dense variant of the same round. It is NaN where none was measured.
+    """
     times: dict[str, dict[str, dict[int, float]]] = {}
     for line in map(json.loads, record.read_text(encoding="utf-8").splitlines()):
         if line["status"] == "ok" and line.get("round"):
             name = line["name"].removesuffix(f": {line['variant']}")
             times.setdefault(name, {}).setdefault(line["variant"], {})[line["round"]] = line["ms"]
-    rows = ["| measurement | variant | ms | speed-up |", "|---|---|---:|---:|"]
+    found: dict[str, dict[str, tuple[float, float, int]]] = {}
     for name, variants in times.items():
         dense = [own for variant, own in variants.items() if variant.startswith("dense")]
         for variant, own in variants.items():
             pairs = [(min(one[i] for one in dense if i in one), ms) for i, ms in own.items() if dense]
-            speedup = f"{statistics.median(base / ms for base, ms in pairs):.2f}" if pairs else "–"
-            rows.append(f"| {name} | {variant} | {statistics.median(own.values()):.1f} | {speedup} |")
+            speedup = statistics.median(base / ms for base, ms in pairs) if pairs else float("nan")
+            found.setdefault(name, {})[variant] = statistics.median(own.values()), speedup, len(own)
+    return found
+
+
+def table(record: Path) -> str:
+    """Return the speed-ups of a record, as Markdown."""
+    rows = ["| measurement | variant | ms | speed-up | rounds |", "|---|---|---:|---:|---:|"]
+    for name, variants in speedups(record).items():
+        for variant, (ms, speedup, rounds) in variants.items():
+            rows.append(f"| {name} | {variant} | {ms:.1f} | {speedup:.2f} | {rounds} |")
+    return "\n".join(rows)
+
+
+def page_table(records: Sequence[Path]) -> str:
+    """Return the speed-ups of whole generations for the documentation; later records replace former ones."""
+    found: dict[str, dict[str, tuple[float, float, int]]] = {}
+    for record in records:
+        for name, variants in speedups(record).items():
+            found.setdefault(name, {}).update(variants)
+    rows = [f"| one generation | dense | {' | '.join(COLUMNS)} |", f"|---|---:|{'---:|' * len(COLUMNS)}"]
+    for key, shown in GENERATIONS.items():
+        if not (own := found.get(f"{key}, generation", {})):
+            continue
+        dense = min(ms for variant, (ms, *_) in own.items() if variant.startswith("dense"))
+        cells = [f"{own[variant][1]:.2f}×" if variant in own else "" for variant in COLUMNS.values()]
+        rows.append(f"| {shown} | {dense / 1000:.2f} s | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -809,9 +859,16 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--limit", type=float, default=525, help="seconds for the run, imports included")
     parser.add_argument("--show", type=Path, help="show the table of a record, and measure nothing")
+    parser.add_argument("--write", type=Path, nargs="+", help="write the table of docs/gpu.md from records")
     options = parser.parse_args(arguments)
     if options.show is not None:
         print(table(options.show))
+        return
+    if options.write is not None:
+        before, rest = PAGE.read_text(encoding="utf-8").split("<!-- measured -->\n", 1)
+        after = rest.split("<!-- end of measured -->", 1)[1]
+        made = f"<!-- measured -->\n{page_table(options.write)}\n<!-- end of measured -->"
+        PAGE.write_text(before + made + after, encoding="utf-8")
         return
     parts = options.parts.split(",")
     if unknown := set(parts) - set(PARTS):

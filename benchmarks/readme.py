@@ -1,8 +1,8 @@
 """Measure the table of README.md: the speed asked for, the speed measured, and how the picture changes.
 
-All pictures are of one bundled model at one size, number of steps and guidance, with prompts that no number
-of the policy was fitted on. The time of a call is its processor time on one thread: text, all steps and
-decoding. The calls of a prompt are interleaved.
+The speed on a GPU is that of FLUX.1 in a record of benchmarks/gpu.py. All pictures are of one bundled model at
+one size, number of steps and guidance, with prompts that no number of the policy was fitted on. The time of a
+call is its processor time on one thread: text, all steps and decoding. The calls of a prompt are interleaved.
 
     OMP_NUM_THREADS=1 python benchmarks/readme.py measure --out benchmarks/readme_cpu.jsonl  # 2 minutes
     python benchmarks/readme.py write benchmarks/readme_cpu.jsonl  # into README.md and two pages
@@ -23,6 +23,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
+from gpu import speedups
 
 from tokenmerge import token_merging
 from tokenmerge_tools import demo
@@ -33,6 +34,7 @@ SPEEDUPS = (1.5, 2.0, 3.0)
 PROMPTS, SEED = 44, 9000  # other ones than policy.py has
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "results.md")
+GPU_RECORD, GENERATION = ROOT / "benchmarks" / "gpu_h200.jsonl", "flux 1024, generation"
 BLOCK = re.compile(r"(<!-- rows: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
@@ -78,10 +80,17 @@ def beside(dense: torch.Tensor, picture: torch.Tensor, seconds: float) -> dict[s
 
 def table(lines: list[dict[str, Any]]) -> str:
     """Return the table with its condition, in Markdown."""
-    heads = ["| you ask for | measured speed | closeness | the picture |", "|---|---:|---|---|"]
+    heads = [
+        "| you ask for | FLUX.1 on a GPU | `emoji-unet` on a CPU | closeness | the picture |",
+        "|---|---:|---:|---|---|",
+    ]
     prompts = "1 prompt" if len(lines) == 1 else f"{len(lines)} prompts"
     where = f"{SIZE} × {SIZE} pixels, {STEPS} steps, guidance {GUIDANCE:g}, {prompts}"
-    note = f"*The bundled `{MODEL}`: {where}, one CPU thread. Closeness is the mean, with the range.*"
+    dense = speedups(GPU_RECORD)[GENERATION]["dense"][0] / 1000
+    note = (
+        f"*FLUX.1: 1024 × 1024 pixels, 28 steps, {dense:.1f} s dense on [one NVIDIA H200]({{gpu}}). "
+        f"`{MODEL}`, a bundled model: {where}, one CPU thread. Closeness is its mean, with the range.*"
+    )
     return "\n".join([*heads, *rows(lines), "", note, ""])
 
 
@@ -89,8 +98,9 @@ def write(lines: list[dict[str, Any]]) -> None:
     """Write the table into the documents that have it."""
     made = table(lines)
     for path in DOCUMENTS:
-        text = path.read_text(encoding="utf-8")
-        path.write_text(BLOCK.sub(lambda found: found[1] + made + found[2], text), encoding="utf-8")
+        text, page = path.read_text(encoding="utf-8"), "docs/gpu.md" if path.parent == ROOT else "gpu.md"
+        rewritten = BLOCK.sub(lambda found, page=page: found[1] + made.format(gpu=page) + found[2], text)  # type: ignore[misc]
+        path.write_text(rewritten, encoding="utf-8")
         print(path)
 
 
@@ -102,7 +112,9 @@ def rows(lines: list[dict[str, Any]]) -> Iterator[str]:
         speeds, psnr = zip(*own, strict=True)
         mean = statistics.mean(psnr)
         closeness = f"{mean:.0f} dB ({min(psnr):.0f} to {max(psnr):.0f})"
-        yield f"| `speedup={speedup}` | {statistics.median(speeds):.1f}× | {closeness} | {in_words(mean)} |"
+        on_gpu = speedups(GPU_RECORD)[GENERATION][f"speed-up {speedup:g}"][1]
+        on_cpu = statistics.median(speeds)
+        yield f"| `speedup={speedup}` | {on_gpu:.1f}× | {on_cpu:.1f}× | {closeness} | {in_words(mean)} |"
 
 
 def in_words(psnr: float) -> str:
