@@ -1,8 +1,9 @@
 """Measure the table of README.md: the speed asked for, the speed measured, and how the picture changes.
 
-The speed on a GPU is that of FLUX.1 in a record of benchmarks/gpu.py. All pictures are of one bundled model at
-one size, number of steps and guidance, with prompts that no number of the policy was fitted on. The time of a
-call is its processor time on one thread: text, all steps and decoding. The calls of a prompt are interleaved.
+The speed on a GPU is that of FLUX.1 in a record of benchmarks/gpu.py. All pictures are of one bundled
+model at one size, number of steps and guidance, with prompts that no number of the policy was fitted on.
+The time of a call is its processor time on one thread: text, all steps and decoding. The calls of a prompt
+are interleaved.
 
     OMP_NUM_THREADS=1 python benchmarks/readme.py measure --out benchmarks/readme_cpu.jsonl  # 2 minutes
     python benchmarks/readme.py write benchmarks/readme_cpu.jsonl  # into README.md and two pages
