@@ -136,10 +136,21 @@ def points(
     most = max(record.images for record in records)
     for record in records:
         if record.images == most and record.variant != "dense" and "psnr" in record.figures:
-            timed = None if times is None else times.get(record.label)
-            speed = record.cost["counted"] if times is None else timed and timed.speedup
+            speed = record.cost["counted"] if times is None else measured(record, times)
             if speed:
                 yield speed, record
+
+
+def measured(record: QualityRecord, times: Mapping[str, QualityRecord]) -> float | None:
+    """Return the measured speed-up of a record; None: it was not timed.
+
+    Fewer pictures are timed than drawn, and a rival that decides from the picture skips more in some than in
+    others. So the measured speed-up is scaled by the operations of all pictures over those of the timed ones.
+    """
+    timed = times.get(record.label)
+    if timed is None or not timed.speedup:
+        return None
+    return timed.speedup * record.cost["counted"] / timed.cost["counted"]
 
 
 def leads(
@@ -165,8 +176,8 @@ def table(records: Sequence[QualityRecord], times: Mapping[str, QualityRecord]) 
     for speed, record in sorted(points(records), key=lambda point: (point[1].variant != "auto", point[0])):
         row = [record.label, f"{speed:.2f}×"]
         if times:
-            timed = times.get(record.label)
-            row.append(f"{timed.speedup:.2f}×" if timed is not None and timed.speedup else "")
+            own = measured(record, times)
+            row.append(f"{own:.2f}×" if own else "")
         error = f" ± {record.errors['psnr']:.1f}" if "psnr" in record.errors else ""
         row.append(f"{record.figures['psnr']:.1f}{error} dB")
         lead = f"{found[record.label]:+.1f} dB" if record.label in found else ""
