@@ -801,48 +801,58 @@ def _bfloat16(run: Run) -> torch.dtype:
     return run.half if run.device.type == "cpu" else torch.bfloat16
 
 
-def speedups(record: Path) -> dict[str, dict[str, tuple[float, float, int]]]:
-    """Return (milliseconds, speed-up, rounds) by measurement and variant: medians over the rounds.
+def speedups(record: Path) -> dict[str, dict[str, tuple[float, float, float]]]:
+    """Return (milliseconds, speed-up, peak GB) by measurement and variant: medians over the rounds.
 
-    A speed-up is over the fastest dense variant of the same round. It is NaN where none was measured.
+    A speed-up is over the fastest dense variant of the same round. It is NaN where none was measured, and so
+    is the memory on a CPU.
     """
+    peaks: dict[tuple[str, str], float] = {}
     times: dict[str, dict[str, dict[int, float]]] = {}
     for line in map(json.loads, record.read_text(encoding="utf-8").splitlines()):
         if line["status"] == "ok" and line.get("round"):
             name = line["name"].removesuffix(f": {line['variant']}")
             times.setdefault(name, {}).setdefault(line["variant"], {})[line["round"]] = line["ms"]
-    found: dict[str, dict[str, tuple[float, float, int]]] = {}
+            peaks[name, line["variant"]] = line.get("peak_mib", float("nan")) * 2**20 / 1e9
+    found: dict[str, dict[str, tuple[float, float, float]]] = {}
     for name, variants in times.items():
         dense = [own for variant, own in variants.items() if variant.startswith("dense")]
         for variant, own in variants.items():
             pairs = [(min(one[i] for one in dense if i in one), ms) for i, ms in own.items() if dense]
             speedup = statistics.median(base / ms for base, ms in pairs) if pairs else float("nan")
-            found.setdefault(name, {})[variant] = statistics.median(own.values()), speedup, len(own)
+            found.setdefault(name, {})[variant] = (
+                statistics.median(own.values()),
+                speedup,
+                peaks[name, variant],
+            )
     return found
 
 
 def table(record: Path) -> str:
     """Return the speed-ups of a record, as Markdown."""
-    rows = ["| measurement | variant | ms | speed-up | rounds |", "|---|---|---:|---:|---:|"]
+    rows = ["| measurement | variant | ms | speed-up |", "|---|---|---:|---:|"]
     for name, variants in speedups(record).items():
-        for variant, (ms, speedup, rounds) in variants.items():
-            rows.append(f"| {name} | {variant} | {ms:.1f} | {speedup:.2f} | {rounds} |")
+        for variant, (ms, speedup, _) in variants.items():
+            rows.append(f"| {name} | {variant} | {ms:.1f} | {speedup:.2f} |")
     return "\n".join(rows)
 
 
 def page_table(records: Sequence[Path]) -> str:
     """Return the speed-ups of whole generations for the documentation; later records replace former ones."""
-    found: dict[str, dict[str, tuple[float, float, int]]] = {}
+    found: dict[str, dict[str, tuple[float, float, float]]] = {}
     for record in records:
         for name, variants in speedups(record).items():
             found.setdefault(name, {}).update(variants)
-    rows = [f"| one generation | dense | {' | '.join(COLUMNS)} |", f"|---|---:|{'---:|' * len(COLUMNS)}"]
+    heads = ["one generation", "dense", *COLUMNS, "memory", "more at `2`"]
+    rows = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
     for key, shown in GENERATIONS.items():
         if not (own := found.get(f"{key}, generation", {})):
             continue
         dense = min(ms for variant, (ms, *_) in own.items() if variant.startswith("dense"))
         cells = [f"{own[variant][1]:.2f}×" if variant in own else "" for variant in COLUMNS.values()]
-        rows.append(f"| {shown} | {dense / 1000:.2f} s | {' | '.join(cells)} |")
+        memory, more = own["dense"][2], own["speed-up 2"][2] - own["dense"][2]
+        cells = [shown, f"{dense / 1000:.2f} s", *cells, f"{memory:.1f} GB", f"{1000 * more:.0f} MB"]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

@@ -74,6 +74,8 @@ def tuned_table(search: Search) -> Table:
     """Make a table of the best plan, the rule's, and what was drawn for comparison."""
     found, metric = estimates(search.looks), search.options.metric_name
     counted = dict(zip((search.rule.name, search.best.name), search.counted, strict=True))
+    steps = search.options.steps
+    fewer = {label: steps / spec.steps(steps) for label, spec in search.variants().items()}
     named = {search.rule.name: "default method"} | (
         {search.best.name: "found"} if search.best != search.rule else {}
     )
@@ -83,7 +85,7 @@ def tuned_table(search: Search) -> Table:
         one = found.get(name)
         if one is None and name not in counted:
             continue
-        cells = [name, named.get(name, ""), times(counted[name]) if name in counted else "–"]
+        cells = [name, named.get(name, ""), times({**fewer, **counted}[name])]
         if one is None:
             cells += ["–", "–", "0"]
         else:
@@ -92,11 +94,11 @@ def tuned_table(search: Search) -> Table:
         rows.append(TableRow(tuple(cells)))
     arrow = "↓" if metric in LOWER_IS_CLOSER else "↑"
     conditions = search.evaluation.store.conditions
+    where = f"{conditions['model']}, {conditions['width']} × {conditions['height']}, {steps} steps"
     title = (
-        f"{conditions['model']}, {conditions['width']} × {conditions['height']}, {search.options.steps} "
-        f"steps, {conditions['dtype']} on {conditions['device']}: a speed-up of {search.options.speedup:g}"
+        f"{where}, {conditions['dtype']} on {conditions['device']}: a speed-up of {search.options.speedup:g}"
     )
-    header = ("plan", "", "counted", "timed", f"{metric} {arrow}", "prompts")
+    header = ("plan", "which", "counted", "timed", f"{metric} {arrow}", "prompts")
     drawn = {sign for plan in (search.rule, search.best) for sign in plan.name.split()[0]}
     notes = (
         *(f"{sign}: {what}" for sign, what in SIGNS.items() if sign in drawn),

@@ -264,7 +264,7 @@ class Search:
     def variants(self) -> dict[str, Variant]:
         """Return what the check draws: the best plan, the rule's, and fewer steps at its counted speed."""
         found = {plan.name: variant_of(plan.config) for plan in (self.best, self.rule)}
-        if steps := math.floor(self.options.steps / self.speedup):
+        if steps := round(self.options.steps / self.speedup):
             fewer = Variant(FEWER_STEPS, (("steps", steps),))
             found[fewer.label] = fewer
         return found
