@@ -49,7 +49,7 @@ class Estimate:
     worst_step: int | None = None
 
     def __str__(self) -> str:
-        worst = "" if self.worst_step is None else f"; most of it at step {self.worst_step}"
+        worst = "" if self.worst_step is None else f"; most of the error at step {self.worst_step}"
         return f"{self.psnr:.0f} ± {self.within:.0f} dB to the dense picture{worst}"
 
 
