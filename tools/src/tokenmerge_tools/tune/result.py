@@ -76,9 +76,7 @@ def tuned_table(search: Search) -> Table:
     counted = dict(zip((search.rule.name, search.best.name), search.counted, strict=True))
     steps = search.options.steps
     fewer = {label: steps / spec.steps(steps) for label, spec in search.variants().items()}
-    named = {search.rule.name: "default method"} | (
-        {search.best.name: "found"} if search.best != search.rule else {}
-    )
+    named = {search.best.name: "found", search.rule.name: "default method"}
     named[search.chosen.name] += ", chosen"
     rows = []
     for name in dict.fromkeys((search.chosen.name, *counted, *search.variants())):
