@@ -843,7 +843,7 @@ def page_table(records: Sequence[Path]) -> str:
     for record in records:
         for name, variants in speedups(record).items():
             found.setdefault(name, {}).update(variants)
-    heads = ["one generation", "dense", *COLUMNS, "memory", "more at `2`"]
+    heads = ["one generation", "dense", *COLUMNS, "memory", "extra memory at `2`"]
     rows = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
     for key, shown in GENERATIONS.items():
         if not (own := found.get(f"{key}, generation", {})):

@@ -64,8 +64,8 @@ def printed(run: dict) -> str:
     told = "the estimate was too low here" if psnr > high else "the estimate was too high here"
     told = "as estimated" if low <= psnr <= high else told
     note = (
-        f"*One run on {threads} CPU thread{'s' * (threads > 1)}; seconds vary. The unchanged model took "
-        f"{seconds:.1f} s. The picture has {psnr:.1f} dB: {told}.*"
+        f"*One run on {threads} CPU thread{'s' * (threads > 1)}; seconds vary. The steps of the unchanged "
+        f"model took {seconds:.1f} s. The picture has {psnr:.1f} dB: {told}.*"
     )
     return "\n".join(("```text", run["summary"], "```", "", note, ""))
 

@@ -274,7 +274,7 @@ def test_the_first_page_says_how_the_default_method_compares():
     strong = ("emoji-mmdit", 7.0)
     assert closer == [(strong, "fewer-steps steps=15"), (strong, "easycache threshold=0.3")]
     assert "15 steps are closer than tokenmerge at the same speed, 1.33×" in page
-    assert "by counted speed one setting of EasyCache is closer" in page
+    assert "at the same counted speed one setting of EasyCache is closer" in page
     own = [one for records in drawn.values() for one in records if one.variant == "auto"]
     assert {one.config["ratio"] for one in own} == {0}  # docs/rivals.md: `auto` merges none of the tokens
 
@@ -298,7 +298,7 @@ def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     config = settings_for(unet, 2.0, 128, 128, 30, 5.0, follows_steps=True)
     signs = signs_of(plan_generation(config, 30), config.merges, is_unet=True)
     assert set(signs) == {"D", "f"}
-    assert "SDXL at 1024 × 1024 merges no tokens. Its plan has `D` in place of `M`" in " ".join(
+    assert "SDXL at 1024 × 1024 merges no tokens. Its plan has `D` in place of `M`." in " ".join(
         README.split()
     )
 
