@@ -97,10 +97,8 @@ GENERATIONS = {
     "sd15 768": "SD 1.5, 768 px, 20 steps",
     "sd15 512": "SD 1.5, 512 px, 20 steps",
 }
-COLUMNS = {
-    "`speedup=1.5`": "speed-up 1.5",
-    "`2`": "speed-up 2",
-    "`3`": "speed-up 3",
+ASKED = {"`speedup=1.5`": "speed-up 1.5", "`2`": "speed-up 2", "`3`": "speed-up 3"}
+OTHERS = {
     "DeepCache 2": "DeepCache, every 2nd step",
     "DeepCache 3": "DeepCache, every 3rd step",
     "tomesd 0.5": "tomesd",
@@ -843,17 +841,22 @@ def page_table(records: Sequence[Path]) -> str:
     for record in records:
         for name, variants in speedups(record).items():
             found.setdefault(name, {}).update(variants)
-    heads = ["one generation", "dense", *COLUMNS, "memory", "extra memory at `2`"]
-    rows = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
+    rows = [f"| one generation | dense | {' | '.join(ASKED)} | memory | extra memory at `2` |"]
+    others = [f"| one generation | {' | '.join(OTHERS)} |"]
+    rows.append("|---|" + "---:|" * (len(ASKED) + 3))
+    others.append("|---|" + "---:|" * len(OTHERS))
     for key, shown in GENERATIONS.items():
         if not (own := found.get(f"{key}, generation", {})):
             continue
         dense = min(ms for variant, (ms, *_) in own.items() if variant.startswith("dense"))
-        cells = [f"{own[variant][1]:.2f}×" if variant in own else "" for variant in COLUMNS.values()]
         memory, more = own["dense"][2], own["speed-up 2"][2] - own["dense"][2]
-        cells = [shown, f"{dense / 1000:.2f} s", *cells, f"{memory:.1f} GB", f"{1000 * more:.0f} MB"]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+        asked, other = (
+            " | ".join(f"{own[name][1]:.2f}×" if name in own else "" for name in names.values())
+            for names in (ASKED, OTHERS)
+        )
+        rows.append(f"| {shown} | {dense / 1000:.2f} s | {asked} | {memory:.1f} GB | {1000 * more:.0f} MB |")
+        others.append(f"| {shown} | {other} |")
+    return "\n".join([*rows, "", "Other packages, and merging alone:", "", *others])
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -148,6 +148,14 @@ def test_speedups_are_over_the_fastest_dense_variant_of_a_round(gpu: ModuleType,
     ]
 
 
+def test_the_page_says_what_the_records_say(gpu: ModuleType) -> None:
+    """If this fails: `python benchmarks/gpu.py --write benchmarks/gpu_h200.jsonl benchmarks/gpu_h200_b.jsonl`."""
+    folder = Path(gpu.__file__).parent
+    made = gpu.page_table([folder / "gpu_h200.jsonl", folder / "gpu_h200_b.jsonl"])
+    assert made.count("×") == 42
+    assert f"<!-- measured -->\n{made}\n<!-- end of measured -->" in gpu.PAGE.read_text(encoding="utf-8")
+
+
 def test_an_unknown_part_is_an_error(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(FileNotFoundError):  # nothing was recorded
         run(lambda run: None, "--parts", "own,other")
