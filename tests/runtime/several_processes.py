@@ -256,9 +256,10 @@ def _generation(case: Case, model: nn.Module, split: Any) -> Tensor:
 
 
 def report(case: Case, model: nn.Module) -> str:
-    """What is said of merging in a model before a run."""
+    """What is said of merging in a model before a run. How fast this machine is takes no part in it."""
     patch = apply_token_merging(model, settings(FAMILIES[case.family], **case.changes))
-    return str(patch.report(height=16, width=16))
+    with mock.patch("tokenmerge.handle.fewest_tokens", return_value=0):
+        return str(patch.report(height=16, width=16))
 
 
 def run_all(rank: int, folder: Path) -> None:
