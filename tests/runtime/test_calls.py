@@ -12,7 +12,7 @@ from tests.models.test_every_family import call, model_of, settings
 from tests.models.tiny import FAMILIES
 
 import tokenmerge
-from tokenmerge import apply_token_merging
+from tokenmerge import Rule, apply_token_merging
 from tokenmerge.runtime.steps.pipeline import running_pipeline
 
 PACKAGE = str(Path(tokenmerge.__file__).parent)
@@ -89,6 +89,21 @@ def test_a_merged_call_runs_few_functions(name, most):
         step(number)
     found = functions_called(lambda: step(2))
     assert 0 < sum(found.values()) <= most, found.most_common(10)
+
+
+@torch.no_grad()
+def test_where_nothing_merges_blocks_do_what_their_classes_do():
+    """A step in which nothing merges, is skipped or is cached in blocks takes them one function more each."""
+    family = FAMILIES["UNet2DConditionModel"]
+    model, arguments = model_of(family), family.inputs(2, 8, 8)
+    patch = apply_token_merging(model, settings(family, rules=(Rule(start=0.5, changes={"ratio": 0.0}),)))
+
+    def step(number):
+        patch.at_step(number, 4)
+        call(model, {**arguments, "timestep": arguments["timestep"] * (1 - 0.1 * number)})
+
+    found = [functions_called(lambda number=number: step(number)) for number in range(4)]
+    assert [own["forward.py", "_block"] > 0 for own in found] == [True, True, False, False]
 
 
 class Nested:
