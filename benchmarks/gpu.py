@@ -87,7 +87,6 @@ TINY: dict[str, Facts] = {
         "text_dim": 16,
     },
 }
-# Whole generations, also of the video model, whose 50 steps would take minutes.
 # The generations and variants in the documentation.
 GENERATIONS = {
     "flux 1024": "FLUX.1, 1024 px, 28 steps",
@@ -106,6 +105,7 @@ OTHERS = {
     "shared plan": "shared plan",
     "whole blocks": "whole blocks",
 }
+# The video model has fewer steps than usual: 50 would take minutes.
 STEPS = {"sd15": 20, "sdxl": 30, "sd3": 28, "flux": 28, "wan": 12}
 WARM_UP_STEPS = 6
 

@@ -61,7 +61,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
         The report counts operations. On few tokens, merged attention can save operations and still take
         longer than dense attention. A note names such blocks; it relies on timings of this device by
-        :func:`tokenmerge.planners.calibration.fewest_tokens`, which are made once and take a second or two.
+        :func:`tokenmerge.planners.calibration.fewest_tokens`, which are made once and take some seconds.
 
         Args:
             height: height of the sample, ≥ 1 (for latent diffusion, of the latents; for a vision transformer,

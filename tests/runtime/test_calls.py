@@ -106,6 +106,20 @@ def test_where_nothing_merges_blocks_do_what_their_classes_do():
     assert [own["forward.py", "_block"] > 0 for own in found] == [True, True, False, False]
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_with_gradients_each_call_of_a_block_is_recorded(trains):
+    """Gradient checkpointing runs it again, perhaps after a call in which something else merges."""
+    family = FAMILIES["UNet2DConditionModel"]
+    model, arguments = model_of(family), family.inputs(2, 8, 8)
+    patch = apply_token_merging(model, settings(family, rules=(Rule(start=0.5, changes={"ratio": 0.0}),)))
+    with torch.set_grad_enabled(trains):
+        for number in range(4):  # nothing merges in the last two
+            patch.at_step(number, 4)
+            now = {**arguments, "timestep": arguments["timestep"] * (1 - 0.1 * number)}
+            found = functions_called(lambda now=now: model(**now))
+    assert (found["forward.py", "_block_with_gradients"] > 0) is trains
+
+
 class Nested:
     def call(self, depth, run):
         return run() if depth == 0 else self.call(depth - 1, run)

@@ -33,15 +33,17 @@ def block_call(original: HostMethod) -> Callable:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: BlockState | None = self.__dict__.get(STATE)
-        compiling = torch.compiler.is_compiling()
-        if state is None or (not compiling and state.model.threads.value.context.blocks_are_dense):
+        compiling, trains = torch.compiler.is_compiling(), torch.is_grad_enabled()
+        # Gradient checkpointing repeats calls, perhaps after one in which nothing merges.
+        left_alone = not (compiling or trains) and state is not None and state.model.context.blocks_are_dense
+        if state is None or left_alone:
             return original.of(self)(*args, **kwargs)
         if state.threads.value.running is None and not state.threads.value.counted:
             count_call(state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         if compiling:
             return _block(state, call)
-        if torch.is_grad_enabled():
+        if trains:
             return _block_with_gradients(state, call)
         # A block that is compiled alone is skipped outside its graph, and its result is cached there.
         if state.model.caches_results:
