@@ -53,6 +53,7 @@ METHODS: Mapping[str, str] = {
         f"keys {ratio:g}": f"tome:scope=keys,proportional,max_downsample=8,ratio={ratio:g}"
         for ratio in (0.5, 0.75)
     },
+    "finest level 0.5": "tome:planner=tiled,proportional,ratio=0.5",
     "step reuse 2": "tome:ratio=0,max_downsample=8,reuse.every=2",
     "DeepCache 2": "deepcache:interval=2",
     "cache-dit 0.2": "cache-dit:threshold=0.2",
@@ -60,7 +61,7 @@ METHODS: Mapping[str, str] = {
 # The time of these methods is measured too. The others have only operations.
 TIMED = ("auto 1.5", "auto 2", "layers 0.5", "blocks 0.5", "blocks 0.75")
 OF_ONE_MODEL = {
-    **dict.fromkeys(("keys 0.5", "keys 0.75", "DeepCache 2"), "emoji-unet"),
+    **dict.fromkeys(("keys 0.5", "keys 0.75", "finest level 0.5", "DeepCache 2"), "emoji-unet"),
     "cache-dit 0.2": "emoji-mmdit",
 }
 FROM_2_STEPS = ("step reuse 2", "DeepCache 2", "cache-dit 0.2")  # at 1 step, nothing can be reused
@@ -98,8 +99,7 @@ def applied(pipe: DiffusionPipeline, text: str | None) -> Iterator[DiffusionPipe
     with contextlib.ExitStack() as in_force:
         if text is not None:
             (spec,) = parse_variant(text, [0.5])
-            target = copied if VARIANTS[spec.name].of_pipeline else getattr(copied, denoiser_name(copied))
-            in_force.enter_context(spec.apply(target, spec.config(target), None))
+            in_force.enter_context(spec.apply(copied, spec.config(copied)))
         yield copied
 
 
@@ -201,7 +201,7 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
         yield f"| | {' | '.join(named)} |"
         yield "|---|" + "---|" * len(heads)
         order = [*METHODS, *map(dense_name, range(7, 0, -1))]
-        for name in sorted(rows, key=order.index):
+        for name in filter(rows.__contains__, order):  # the record has former methods too
             yield f"| {name} | {' | '.join(_cell(rows[name].get(head, [])) for head in heads)} |"
         yield ""
 

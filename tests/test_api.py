@@ -14,6 +14,7 @@ from diffusers import (
     StableDiffusionPipeline,
     UNet2DModel,
 )
+from diffusers.models.attention import BasicTransformerBlock
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tokenmerge
@@ -117,22 +118,32 @@ def test_a_controlnet_merges(make):
     assert torch.equal(call(), dense)
 
 
+def in_chunks(model):
+    """Let MLPs run in chunks. Such layers do not merge."""
+    for module in model.modules():
+        if isinstance(module, BasicTransformerBlock):
+            module.set_chunk_feed_forward(2)
+
+
 def test_a_controlnet_with_nothing_to_merge_stays_dense_beside_a_unet_that_merges():
     """Also if it merged with the previous settings."""
-    controlnet = hosts.controlnet(down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"))
+    controlnet = hosts.controlnet()
+    in_chunks(controlnet)
     pipe = Pipeline(unet=hosts.unet(), controlnet=controlnet)
-    apply_token_merging(pipe, ToMeConfig(ratio=0.5, max_downsample=2))
+    apply_token_merging(pipe, HALF)
     assert is_patched(controlnet)
-    patch = apply_token_merging(pipe, HALF)
+    patch = apply_token_merging(pipe, ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True))
     assert is_patched(pipe.unet)
     assert not is_patched(controlnet)
-    assert "ControlNetModel with self-attention are at the levels 2" in patch.report().notes[-1]
+    assert "ControlNetModel has MLP that can merge" in patch.report().notes[-1]
 
 
 def test_a_unet_with_nothing_to_merge_is_an_error_beside_a_controlnet_that_would():
-    pipe = Pipeline(unet=hosts.sdxl(), controlnet=hosts.controlnet())
+    unet = hosts.unet()
+    in_chunks(unet)
+    pipe = Pipeline(unet=unet, controlnet=hosts.controlnet())
     with pytest.raises(NothingToMergeError, match="of UNet2DConditionModel"):
-        apply_token_merging(pipe, HALF)
+        apply_token_merging(pipe, ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True))
     assert not is_patched(pipe.controlnet)
 
 
@@ -171,18 +182,15 @@ def test_a_compvis_model_merges_and_has_the_gradients_of_no_checkpointing(use_ch
     assert torch.equal(unet(*hosts.compvis_inputs()), dense)
 
 
-def test_sdxl_merges_from_max_downsample_2_on():
+def test_the_finest_level_that_can_merge_always_does():
+    """SDXL has no attention at level 1."""
     unet = hosts.sdxl()
     dense = hosts.call(unet, **hosts.sdxl_inputs())
-    apply_token_merging(unet, ToMeConfig(ratio=0.5, max_downsample=2))
+    patch = apply_token_merging(unet, HALF)
+    assert {row.level for row in patch.report().rows} == {2}
     assert not torch.equal(hosts.call(unet, **hosts.sdxl_inputs()), dense)
-
-
-def test_sdxl_with_max_downsample_1_is_an_error_that_says_what_to_set():
-    with pytest.raises(
-        NothingToMergeError, match=r"levels 2, and max_downsample=1 .* set max_downsample to 2"
-    ):
-        apply_token_merging(hosts.sdxl(), HALF)
+    with token_merging(hosts.unet(), HALF) as patch:
+        assert {row.level for row in patch.report().rows} == {1}
 
 
 def test_a_model_without_transformer_blocks_is_an_error():

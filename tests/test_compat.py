@@ -47,8 +47,11 @@ def test_the_signatures_are_those_of_tomesd():
 @pytest.mark.parametrize("size", [(64, 64), (48, 72), (17, 13)])
 @pytest.mark.parametrize("scope", SCOPES)
 def test_without_randomness_the_result_is_that_of_tomesd(size, scope):
-    unet = hosts.unet()
-    inputs = hosts.inputs(2, *size)
+    unet = hosts.unet().double()  # so that rounding decides no match of two tokens alike
+    inputs = {
+        name: value.double() if value.is_floating_point() else value
+        for name, value in hosts.inputs(2, *size).items()
+    }
     sample, timestep, text = inputs.values()
     dense = hosts.call(unet, **inputs)
     settings = {"ratio": 0.5, "use_rand": False, **SCOPES[scope]}
@@ -214,7 +217,7 @@ def test_where_nothing_would_merge_the_model_runs_dense_as_with_tomesd_and_a_war
     assert [type(module) for module in model.modules()] == classes
     assert torch.equal(hosts.call(model, **inputs()), dense)
     with pytest.raises(NothingToMergeError):
-        tokenmerge.apply_token_merging(hosts.sdxl(), tokenmerge.ToMeConfig(ratio=0.5))
+        tokenmerge.apply_token_merging(hosts.unet(), tokenmerge.ToMeConfig(ratio=0.001))
 
 
 # tomesd runs the last two dense. With the others it raises an IndexError, because there is no destination.

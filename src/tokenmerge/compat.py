@@ -10,6 +10,7 @@ from tokenmerge.api import merge_in_hosts, remove_token_merging
 from tokenmerge.config import ToMeConfig, check_below_highest_ratio, highest_ratio
 from tokenmerge.config.checks import as_number
 from tokenmerge.errors import NothingToMergeError, shown
+from tokenmerge.models.find import find_hosts
 
 __all__ = ["apply_patch", "apply_tome", "remove_patch"]
 
@@ -75,6 +76,12 @@ def apply_patch(
             raise NothingToMergeError(
                 f"nothing to merge: max_downsample={shown(max_downsample)} merges no level; set it to 1 or "
                 "more"
+            )
+        levels = sorted({block.level for host in find_hosts(model) for block in host.blocks})
+        if levels[:1] > [config.max_downsample]:
+            raise NothingToMergeError(
+                f"nothing to merge: the attention of this model is at the levels {', '.join(map(str, levels))}, "
+                f"and max_downsample={config.max_downsample} merges none of them; set it to {levels[0]} or more"
             )
         merge_in_hosts(model, config, dense_if_too_small=True)
     except NothingToMergeError as error:

@@ -200,14 +200,11 @@ class DefaultMethod:
 
 
 def merging_alone(pipe_or_model: object, hosts: Sequence[Host], ratio: float) -> ToMeConfig:
-    """Return settings that merge a fraction of the tokens before each self-attention, and do nothing else."""
-    deepest = max((block.level for host in hosts for block in host.blocks), default=1)
-    return ToMeConfig(
-        ratio=ratio,
-        max_downsample=min(8, deepest),
-        planner="tiled",
-        proportional=allows_proportional(pipe_or_model, hosts),
-    )
+    """Return settings that merge a fraction of the tokens before each self-attention, and do nothing else.
+
+    In UNets only the finest level with attention merges. Merging below it saves little and changes more.
+    """
+    return ToMeConfig(ratio=ratio, planner="tiled", proportional=allows_proportional(pipe_or_model, hosts))
 
 
 def settings_for(

@@ -27,8 +27,7 @@ def tomesd(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     Deviates: destinations are drawn by a function of seed, step and cell instead of a generator, so that
     pictures do not depend on the batch and the model compiles.
 
-    Not for SDXL with the default ``max_downsample``, since SDXL has no attention at the finest level (set it
-    to 2), nor for small pictures, where planning takes as much time as merging saves.
+    Not for small pictures, where planning takes as much time as merging saves.
     """
     return _preset(changes, ratio=ratio, plans=PlanSharing(guidance=False))
 

@@ -30,9 +30,9 @@ class ToMeConfig(MergeSettings):
 
     Args:
         max_downsample: deepest resolution level that merges: 1 is the full latent resolution, 2 half of it,
-            then 4 and 8. Raising it saves a little more, because deeper levels hold few tokens, and costs
-            quality, because each of those tokens stands for more of the picture. SDXL has no attention at
-            level 1 and needs 2 or more.
+            then 4 and 8. The finest level that can merge always does, which is 2 in SDXL. Raising it saves a
+            little more, because deeper levels hold few tokens, and costs quality, because each of those
+            tokens stands for more of the picture.
         plans: how long a plan is used, and which blocks and prompts share it.
         correction: steps that merge nothing and measure what merging loses, so that the others can add it
             back.

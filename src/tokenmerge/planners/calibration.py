@@ -23,7 +23,7 @@ from tokenmerge.planners import PLANNERS
 SIDES = (8, 16, 24, 32, 48, 64)  # sides of the token grids that are timed
 LARGE_SIDES = (96, 128)  # and of those that only CUDA is fast enough for
 _RATIO = 0.25  # near the lowest ratios of the default method, where merging saves least
-_LEAST_SAVED = 0.5  # of the time that would be saved if time were as operations are
+_LEAST_SAVED = 0.8  # of the time that would be saved if time were as operations are, docs/gpu.md
 _ROUNDS = 5
 _ROUND = 0.01  # seconds of a round, as far as it consists of several calls
 _WEEK = 7 * 24 * 3600
@@ -39,11 +39,12 @@ def fewest_tokens(
 ) -> int:
     """Return the fewest tokens for which merging a quarter of them pays in self-attention.
 
-    It pays where it saves at least half as large a part of the time as of the operations. It is measured with
-    what the default method adds to a merged step, once for each device, dtype, version of torch, number of
-    threads and set of the arguments below. This takes a second or two on a CPU, and up to 8 on an H200. The
-    result is stored in :func:`cache_file`; delete that file to measure again. If merging paid on no grid, the
-    result holds for a week, because the device may have been busy with something else.
+    It pays where it saves at least 0.8 times as large a part of the time as of the operations. With less, a
+    generation would be slower than its plan says. It is measured with what the default method adds to a
+    merged step, once for each device, dtype, version of torch, number of threads and set of the arguments
+    below. This takes a second or two on a CPU, and up to 8 on an H200. The result is stored in
+    :func:`cache_file`; delete that file to measure again. If merging paid on no grid, the result holds for a
+    week, because the device may have been busy with something else.
 
     Args:
         device: where the model runs.
@@ -54,7 +55,7 @@ def fewest_tokens(
         blocks: number of blocks that share a plan.
     """
     shape = f"batch {batch}, {heads} × {channels // heads} channels, {blocks} blocks a plan"
-    key = f"{_key(device, dtype)}, {shape}, proportional, corrected, {_RATIO:g}"
+    key = f"{_key(device, dtype)}, {shape}, proportional, corrected, {_RATIO:g}, {_LEAST_SAVED:g}"
     file, now = cache_file(), time.time()
     known = _read(file)
     if key in known:

@@ -94,7 +94,8 @@ def _of_call(facts: Facts, merging: ToMeConfig | None, parts: Set[Part]) -> floa
 
 
 def _merges(facts: Facts, merging: ToMeConfig, level: int) -> bool:
-    return merging.ratio > 0 and level <= merging.max_downsample and facts.tokens(level) >= merging.min_tokens
+    deepest = max([merging.max_downsample, *facts.work.levels[:1]])
+    return merging.ratio > 0 and level <= deepest and facts.tokens(level) >= merging.min_tokens
 
 
 def _of_share(facts: Facts, merging: ToMeConfig | None, share: Share) -> float:

@@ -23,7 +23,7 @@ from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.report.steps import kept_bytes, mean_flops, merging_most, notes_on_steps, patched
 from tokenmerge.runtime.memory.state import Kept
 from tokenmerge.runtime.patching.patch import check_host, hosts_that_merge
-from tokenmerge.runtime.patching.select import layers_to_merge, merges
+from tokenmerge.runtime.patching.select import deepest_level, layers_to_merge, merges
 from tokenmerge.text_table import Tabled, TextTable
 
 
@@ -386,8 +386,9 @@ def _notes(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeConfig) -> 
         return ["ratio=0: every block stays dense, as asked"]
     kinds = config.merged_layers if config.scope == "layers" else ()
     merging = {row.path for row in rows}
-    too_deep = Counter(block.level for block in blocks if block.level > config.max_downsample)
-    within = [block for block in blocks if block.level <= config.max_downsample]
+    deepest = deepest_level(blocks, config)
+    too_deep = Counter(block.level for block in blocks if block.level > deepest)
+    within = [block for block in blocks if block.level <= deepest]
     able = [block for block in within if merges(block, config)]
     without = sum(block not in able and not block.dense.keys() & set(kinds) for block in within)
     too_small = [block.path for block in able if block.path not in merging]

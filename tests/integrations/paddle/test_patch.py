@@ -285,8 +285,6 @@ def test_a_ratio_alone_is_not_enough():
 
 
 def test_nothing_to_merge_is_an_error():
-    with pytest.raises(NothingToMergeError, match=r"at the levels 2, and max_downsample=1 .* set .* to 2"):
-        apply_patch(hosts.sdxl())
     unet = hosts.unet()
     for block in hosts.blocks(unet):
         block.set_chunk_feed_forward(2)

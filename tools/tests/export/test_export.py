@@ -174,7 +174,7 @@ def test_an_exported_file_names_no_path_of_the_machine(exported):
 
 
 def test_auto_is_its_merging_part(folder, tmp_path, monkeypatch):
-    """Tiled matching at every level at a ratio of 0.5, and no setting that follows the steps."""
+    """Tiled matching at the finest level at a ratio of 0.5, and no setting that follows the steps."""
     monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 4)
     seen, settings_of = {}, run.settings_of
 
@@ -185,7 +185,7 @@ def test_auto_is_its_merging_part(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "settings_of", look)
     assert main(["export", str(folder), "--to", "onnx", "-o", str(tmp_path / "out")]) == 130
     config = seen["config"]
-    assert (config.ratio, config.planner, config.max_downsample) == (0.5, "tiled", 8)
+    assert (config.ratio, config.planner, config.max_downsample) == (0.5, "tiled", 1)
     assert not config.follows_steps
 
 

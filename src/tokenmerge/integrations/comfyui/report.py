@@ -29,7 +29,7 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
         grid = (frames, -(-rows // level), -(-columns // level))
         own = max((stage.at_level(level) for stage in config.stages()), key=lambda own: own.ratio)
         n = num_tokens(grid)
-        r = num_removed(grid, own) if level <= config.max_downsample and own.ratio else 0
+        r = num_removed(grid, own) if level <= settings.deepest_level and own.ratio else 0
         at = f"level {level}: " if target.is_unet else ""
         if r == 0:
             lines.append(f"{at}{_blocks(blocks)} dense, {n} tokens")

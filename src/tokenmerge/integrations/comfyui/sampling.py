@@ -158,7 +158,7 @@ class Step:
     def merges(self, grid: Grid, level: int) -> bool:
         """Return whether tokens of a grid merge at a level in this step, unless it is a correction step."""
         settings = self.at(level)
-        within = level <= self.settings.config.max_downsample
+        within = level <= self.settings.deepest_level
         dense = self.sampling.decision.merging is Merging.DENSE
         return within and not dense and bool(settings.ratio) and num_removed(grid, settings) > 0
 

@@ -11,7 +11,7 @@ import torch
 from tokenmerge import presets
 from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.default_method import DefaultMethod
-from tokenmerge.errors import ConfigError, NothingToMergeError
+from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.comfyui.models import Target
 from tokenmerge.models.placement import narrowest
 from tokenmerge.planners.calibration import fewest_tokens
@@ -68,6 +68,11 @@ class Settings:
         return dataclasses.replace(self, config=self.default.settings(facts))
 
     @property
+    def deepest_level(self) -> int:
+        """The deepest level that merges: ``max_downsample``, or the finest level with attention."""
+        return max(self.config.max_downsample, self.target.levels[0])
+
+    @property
     def regrouped(self) -> str:
         """What happens where tokens are regrouped before they could merge, as a sentence."""
         return (
@@ -84,7 +89,6 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
 
     Raises:
         ConfigError: a value is out of range, or ComfyUI has no way to do this with the model.
-        NothingToMergeError: the model has no attention at the levels that merge.
     """
     if not 0 <= asked.start < asked.end <= 1:
         raise ConfigError(
@@ -159,15 +163,8 @@ def _for_unet(config: ToMeConfig, target: Target, asked: Asked, notes: list[str]
     if config.merge_mlp and config.scope == "layers":
         config = dataclasses.replace(config, merge_mlp=False)
         notes.append("MLPs stay dense: ComfyUI lets a node change only the attention of a UNet.")
-    finest = target.levels[0]
-    if finest > config.max_downsample and asked.levels == OF_METHOD:
-        config = dataclasses.replace(config, max_downsample=finest)
-        notes.append(f"This UNet has no attention above level {finest}, so level {finest} merges.")
-    if finest > config.max_downsample:
-        raise NothingToMergeError(
-            f"nothing to merge: levels is {asked.levels}, and the attention of {target.name} is at the "
-            f"levels {', '.join(map(str, target.levels))}; set levels to {finest} or more"
-        )
+    if target.levels[0] > config.max_downsample:
+        notes.append(f"Level {target.levels[0]} merges, which is the finest one with attention here.")
     return config
 
 

@@ -14,7 +14,7 @@ from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.paddle.models import PaddleModel, find_hosts
 from tokenmerge.integrations.paddle.patch import check_swappable, patch_host, restore, run_of
 from tokenmerge.integrations.paddle.report import PaddleReport, predict
-from tokenmerge.integrations.paddle.runtime import Run, blocks_to_merge
+from tokenmerge.integrations.paddle.runtime import Run, blocks_to_merge, deepest_level
 from tokenmerge.integrations.portable import PLANNERS
 
 # Settings with some supported values, and settings with all values supported. The others keep their defaults.
@@ -200,15 +200,8 @@ def _check_offered(config: Any) -> None:
 
 
 def _why_nothing(host: PaddleModel, config: ToMeConfig) -> str:
-    levels = sorted({block.level for block in host.blocks})
-    if levels[0] > config.max_downsample:
-        return (
-            f"nothing to merge: the {len(host.blocks)} transformer blocks of {host.name} are at the levels "
-            f"{', '.join(map(str, levels))}, and max_downsample={config.max_downsample} merges none of them; "
-            f"set max_downsample to {levels[0]} or more"
-        )
     return (
-        f"nothing to merge: no transformer block of {host.name} within max_downsample="
-        f"{config.max_downsample} has a layer that scope={config.scope!r} and merge_attn, merge_crossattn "
-        "and merge_mlp ask for; feed-forward layers that run in chunks stay dense"
+        f"nothing to merge: no transformer block of {host.name} at the levels to "
+        f"{deepest_level(host, config)} has a layer that scope={config.scope!r} and merge_attn, "
+        "merge_crossattn and merge_mlp ask for; feed-forward layers that run in chunks stay dense"
     )

@@ -10,7 +10,7 @@ from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.config.checks import check_counts
 from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.paddle.models import PaddleBlock, PaddleModel, find_hosts
-from tokenmerge.integrations.paddle.runtime import blocks_to_merge, merged_layers
+from tokenmerge.integrations.paddle.runtime import blocks_to_merge, deepest_level, merged_layers
 from tokenmerge.integrations.portable import num_removed
 from tokenmerge.text_table import TextTable
 
@@ -139,7 +139,7 @@ def _notes(host: PaddleModel, config: ToMeConfig, rows: tuple[PaddleRow, ...]) -
         dense = [b for b in host.blocks if b.level == level and b.path not in merging]
         if not dense:
             continue
-        if level > config.max_downsample:
+        if level > deepest_level(host, config):
             why = f"max_downsample={config.max_downsample}"
         elif not config.at_level(level).ratio:
             why = "ratio=0"

@@ -83,9 +83,15 @@ def merged_layers(block: PaddleBlock, settings: MergeSettings) -> tuple[str, ...
 
 
 def blocks_to_merge(host: PaddleModel, config: ToMeConfig) -> tuple[PaddleBlock, ...]:
-    """Return the blocks within ``max_downsample`` in which something merges."""
-    within = [block for block in host.blocks if block.level <= config.max_downsample]
-    return tuple(block for block in within if merged_layers(block, config.at_level(block.level)))
+    """Return the blocks in which something merges."""
+    able = [block for block in host.blocks if merged_layers(block, config.at_level(block.level))]
+    deepest = deepest_level(host, config)
+    return tuple(block for block in able if block.level <= deepest)
+
+
+def deepest_level(host: PaddleModel, config: ToMeConfig) -> int:
+    """Return the deepest level that merges: ``max_downsample``, or the finest level with attention."""
+    return max(config.max_downsample, min((block.level for block in host.blocks), default=1))
 
 
 def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:

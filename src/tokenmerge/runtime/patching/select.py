@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.models.base import KINDS, Block, Host, Layer
@@ -16,8 +16,15 @@ def stages_at(config: ToMeConfig, *levels: int) -> tuple[tuple[int, MergeSetting
 
 def parts_to_merge(host: Host, config: ToMeConfig) -> list[tuple[Block, list[Layer]]]:
     """Return the blocks in which something merges, each with the layers whose calls change."""
-    within = [block for block in host.blocks if block.level <= config.max_downsample]
+    deepest = deepest_level(host.blocks, config)
+    within = [block for block in host.blocks if block.level <= deepest]
     return [(block, layers_to_merge(block, config)) for block in within if merges(block, config)]
+
+
+def deepest_level(blocks: Iterable[Block], config: ToMeConfig) -> int:
+    """Return the deepest level that merges: ``max_downsample``, or the finest level that can merge."""
+    finest = min((block.level for block in blocks if merges(block, config)), default=1)
+    return max(config.max_downsample, finest)
 
 
 def merges(block: Block, config: ToMeConfig) -> bool:
@@ -51,25 +58,17 @@ def why_nothing_merges(host: Host, config: ToMeConfig) -> str:
         return (
             f"nothing to merge: {name} has no transformer block; token merging needs a model with attention"
         )
-    blocks = [block for block in host.blocks if merges(block, config)]
-    if not blocks and config.scope != "layers":
+    if config.scope != "layers":
         what = {"block": "run on merged tokens as a whole", "keys": "be given its keys apart"}
         return (
             f"nothing to merge: no transformer block of {name} can {what[config.scope]}, as "
             f"scope={config.scope!r} needs; take scope='layers'"
         )
     wanted = " or ".join(KINDS[kind] for kind in config.merged_layers)
-    if not blocks:
-        reasons = dict.fromkeys(
-            b.dense[kind] for b in host.blocks for kind in config.merged_layers if kind in b.dense
-        )
-        return (
-            f"nothing to merge: no transformer block of {name} has {wanted} that can merge; set merge_attn, "
-            f"merge_crossattn or merge_mlp{''.join(f' ({reason})' for reason in reasons)}"
-        )
-    levels = sorted({block.level for block in blocks})
+    reasons = dict.fromkeys(
+        b.dense[kind] for b in host.blocks for kind in config.merged_layers if kind in b.dense
+    )
     return (
-        f"nothing to merge: the {len(blocks)} transformer blocks of {name} with {wanted} are at the levels "
-        f"{', '.join(map(str, levels))}, and max_downsample={config.max_downsample} merges none of them; "
-        f"set max_downsample to {levels[0]} or more"
+        f"nothing to merge: no transformer block of {name} has {wanted} that can merge; set merge_attn, "
+        f"merge_crossattn or merge_mlp{''.join(f' ({reason})' for reason in reasons)}"
     )

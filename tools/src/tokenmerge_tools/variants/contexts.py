@@ -13,6 +13,7 @@ from tokenmerge.api import Patch, apply_token_merging, merge_in_hosts
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.handle import RecordedPlan
+from tokenmerge.models.find import find_hosts
 from tokenmerge.report import Report
 from tokenmerge_tools.pipelines.loading import denoiser_of
 from tokenmerge_tools.variants.generation import as_before
@@ -57,6 +58,8 @@ def tomesd(pipe_or_model: Any, config: ToMeConfig) -> Iterator[None]:
     original: Any = importlib.import_module("tomesd")
     settings = {name: value for name, value in config.to_dict().items() if name in TOMESD_SETTINGS}
     settings["use_rand"] = settings.pop("seed") is not None
+    finest = min(block.level for host in find_hosts(model) for block in host.blocks)  # 2 in SDXL
+    settings["max_downsample"] = max(finest, config.max_downsample)
     with as_before(model):  # tomesd leaves attributes on the modules when it is removed
         try:
             original.apply_patch(model, **settings)
