@@ -9,7 +9,7 @@ random, except those of the bundled models.
     python benchmarks/gpu.py --parts env,attention --limit 120
     python benchmarks/gpu.py --device cpu --tiny --out tiny.jsonl   # the same code on small models
     python benchmarks/gpu.py --show gpu.jsonl                       # the speed-ups of a record, as a table
-    python benchmarks/gpu.py --write benchmarks/gpu_h200*.jsonl     # the table of docs/gpu.md
+    python benchmarks/gpu.py --write                                # the tables of docs/gpu.md, from our records
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from tokenmerge.ops import attend_by_columns, merge, unmerge  # noqa: E402
 from tokenmerge.planners import PLANNERS, calibration  # noqa: E402
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
+RECORDS = tuple(Path(__file__).parent / f"gpu_h200{run}.jsonl" for run in ("", "_b", "_c", "_d"))  # of the page
 Facts = dict[str, Any]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 # After these errors the device answers no other call.
@@ -810,19 +811,23 @@ def _bfloat16(run: Run) -> torch.dtype:
     return run.half if run.device.type == "cpu" else torch.bfloat16
 
 
-def speedups(record: Path) -> dict[str, dict[str, tuple[float, float, float]]]:
+def speedups(*records: Path) -> dict[str, dict[str, tuple[float, float, float]]]:
     """Return (milliseconds, speed-up, peak GB) by measurement and variant: medians over the rounds.
 
     A speed-up is over the fastest dense variant of the same round. It is NaN where none was measured, and so
-    is the memory on a CPU.
+    is the memory on a CPU. Lines of the status "former method" are of code that has changed since.
     """
     peaks: dict[tuple[str, str], float] = {}
-    times: dict[str, dict[str, dict[int, float]]] = {}
-    for line in map(json.loads, record.read_text(encoding="utf-8").splitlines()):
-        if line["status"] == "ok" and line.get("round"):
-            name = line["name"].removesuffix(f": {line['variant']}")
-            times.setdefault(name, {}).setdefault(line["variant"], {})[line["round"]] = line["ms"]
-            peaks[name, line["variant"]] = line.get("peak_mib", float("nan")) * 2**20 / 1e9
+    times: dict[str, dict[str, dict[tuple[Path, int], float]]] = {}
+    for record in records:
+        for line in map(json.loads, record.read_text(encoding="utf-8").splitlines()):
+            if line["status"] == "ok" and line.get("round"):
+                name = line["name"].removesuffix(f": {line['variant']}")
+                own = times.setdefault(name, {}).setdefault(line["variant"], {})
+                own[record, line["round"]] = line["ms"]
+                peak = line.get("peak_mib", float("nan")) * 2**20 / 1e9
+                place = name, line["variant"]
+                peaks[place] = min(peak, peaks.get(place, peak))  # the least is in memory beside it
     found: dict[str, dict[str, tuple[float, float, float]]] = {}
     for name, variants in times.items():
         dense = [own for variant, own in variants.items() if variant.startswith("dense")]
@@ -847,11 +852,8 @@ def table(record: Path) -> str:
 
 
 def page_table(records: Sequence[Path]) -> str:
-    """Return the speed-ups of whole generations for the documentation; later records replace former ones."""
-    found: dict[str, dict[str, tuple[float, float, float]]] = {}
-    for record in records:
-        for name, variants in speedups(record).items():
-            found.setdefault(name, {}).update(variants)
+    """Return the speed-ups of whole generations for the documentation."""
+    found = speedups(*records)
     rows = [f"| one generation | dense | {' | '.join(ASKED)} | memory | extra memory at `2` |"]
     others = [f"| one generation | {' | '.join(OTHERS)} |"]
     rows.append("|---|" + "---:|" * (len(ASKED) + 3))
@@ -859,8 +861,8 @@ def page_table(records: Sequence[Path]) -> str:
     for key, shown in GENERATIONS.items():
         if not (own := found.get(f"{key}, generation", {})):
             continue
-        dense = min(ms for variant, (ms, *_) in own.items() if variant.startswith("dense"))
-        memory, more = own["dense"][2], own["speed-up 2"][2] - own["dense"][2]
+        dense, memory = own["dense"][0], own["dense"][2]
+        more = own["speed-up 2"][2] - memory
         asked, other = (
             " | ".join(f"{own[name][1]:.2f}×" if name in own else "" for name in names.values())
             for names in (ASKED, OTHERS)
@@ -883,15 +885,15 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--limit", type=float, default=525, help="seconds for the run, imports included")
     parser.add_argument("--show", type=Path, help="show the table of a record, and measure nothing")
-    parser.add_argument("--write", type=Path, nargs="+", help="write the table of docs/gpu.md from records")
+    parser.add_argument("--write", action="store_true", help="write the tables of docs/gpu.md, and measure nothing")
     options = parser.parse_args(arguments)
     if options.show is not None:
         print(table(options.show))
         return
-    if options.write is not None:
+    if options.write:
         before, rest = PAGE.read_text(encoding="utf-8").split("<!-- measured -->\n", 1)
         after = rest.split("<!-- end of measured -->", 1)[1]
-        made = f"<!-- measured -->\n{page_table(options.write)}\n<!-- end of measured -->"
+        made = f"<!-- measured -->\n{page_table(RECORDS)}\n<!-- end of measured -->"
         PAGE.write_text(before + made + after, encoding="utf-8")
         return
     parts = options.parts.split(",")

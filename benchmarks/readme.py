@@ -24,7 +24,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
-from gpu import speedups
+from gpu import RECORDS, speedups
 
 from tokenmerge import token_merging
 from tokenmerge_tools import demo
@@ -35,7 +35,7 @@ SPEEDUPS = (1.5, 2.0, 3.0)
 PROMPTS, SEED = 44, 9000  # other ones than policy.py has
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "results.md")
-GPU_RECORD, GENERATION = ROOT / "benchmarks" / "gpu_h200.jsonl", "flux 1024, generation"
+GENERATION = "flux 1024, generation"
 BLOCK = re.compile(r"(<!-- rows: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
@@ -87,7 +87,7 @@ def table(lines: list[dict[str, Any]]) -> str:
     ]
     prompts = "1 prompt" if len(lines) == 1 else f"{len(lines)} prompts"
     where = f"{SIZE} × {SIZE} pixels, {STEPS} steps, guidance {GUIDANCE:g}, {prompts}"
-    dense = speedups(GPU_RECORD)[GENERATION]["dense"][0] / 1000
+    dense = speedups(*RECORDS)[GENERATION]["dense"][0] / 1000
     note = (
         f"*FLUX.1: 1024 × 1024 pixels, 28 steps, {dense:.1f} s dense on [one NVIDIA H200]({{gpu}}). Its "
         f"weights were random: this gives its time, but no picture. `{MODEL}`, a bundled model: "
@@ -114,7 +114,7 @@ def rows(lines: list[dict[str, Any]]) -> Iterator[str]:
         speeds, psnr = zip(*own, strict=True)
         mean = statistics.mean(psnr)
         closeness = f"{mean:.0f} dB ({min(psnr):.0f} to {max(psnr):.0f})"
-        on_gpu = speedups(GPU_RECORD)[GENERATION][f"speed-up {speedup:g}"][1]
+        on_gpu = speedups(*RECORDS)[GENERATION][f"speed-up {speedup:g}"][1]
         on_cpu = statistics.median(speeds)
         yield f"| `speedup={speedup}` | {on_gpu:.1f}× | {on_cpu:.1f}× | {closeness} | {in_words(mean)} |"
 

@@ -197,7 +197,7 @@ def test_data_parallel_within_a_wrapper_is_refused():
 @pytest.mark.parametrize(
     ("model", "inputs", "settings", "message"),
     [
-        (hosts.sdxl, hosts.sdxl_inputs, {}, "max_downsample=1 merges none of them; set .* to 2 or more"),
+        (hosts.sdxl, hosts.sdxl_inputs, {}, "max_downsample=1 merges none; set it to 2 or more"),
         (hosts.unet, hosts.inputs, {"max_downsample": 0}, "max_downsample=0 merges no level; set it to 1"),
         (hosts.unet, hosts.inputs, {"ratio": 0.001}, "ratio=0.001 .* removes none; .* or raise ratio"),
     ],

@@ -80,8 +80,8 @@ def apply_patch(
         levels = sorted({block.level for host in find_hosts(model) for block in host.blocks})
         if levels[:1] > [config.max_downsample]:
             raise NothingToMergeError(
-                f"nothing to merge: the attention of this model is at the levels {', '.join(map(str, levels))}, "
-                f"and max_downsample={config.max_downsample} merges none of them; set it to {levels[0]} or more"
+                f"nothing to merge: attention is at the levels {', '.join(map(str, levels))}, and "
+                f"max_downsample={config.max_downsample} merges none; set it to {levels[0]} or more"
             )
         merge_in_hosts(model, config, dense_if_too_small=True)
     except NothingToMergeError as error:

@@ -21,7 +21,8 @@ from tokenmerge.ops import merge, unmerge
 from tokenmerge.planners import PLANNERS
 
 SIDES = (8, 16, 24, 32, 48, 64)  # sides of the token grids that are timed
-LARGE_SIDES = (96, 128)  # and of those that only CUDA is fast enough for
+# On CUDA, launching kernels takes most of the time of smaller grids, and that says nothing of larger ones.
+CUDA_SIDES = (48, 64, 96, 128)
 _RATIO = 0.25  # near the lowest ratios of the default method, where merging saves least
 _LEAST_SAVED = 0.8  # of the time that would be saved if time were as operations are, docs/gpu.md
 _ROUNDS = 5
@@ -42,7 +43,7 @@ def fewest_tokens(
     It pays where it saves at least 0.8 times as large a part of the time as of the operations. With less, a
     generation would be slower than its plan says. It is measured with what the default method adds to a
     merged step, once for each device, dtype, version of torch, number of threads and set of the arguments
-    below. This takes a second or two on a CPU, and up to 8 on an H200. The result is stored in
+    below. This takes a second or two on a CPU, and as long on an H200. The result is stored in
     :func:`cache_file`; delete that file to measure again. If merging paid on no grid, the result holds for a
     week, because the device may have been busy with something else.
 
@@ -88,24 +89,30 @@ def measure_fewest_tokens(
 ) -> int:
     """Return the number of tokens of the first grid on which merging pays, see :func:`fewest_tokens`.
 
-    The merged time includes what the default method adds: a share of the planning, proportional attention and
-    the correction. If there is no such grid, or no memory for one, the number is that of a grid twice as wide
-    as the last, because the cost of attention grows with the square of the tokens.
+    On CUDA it has to pay on all larger grids too, as far as there is memory for them. The merged time
+    includes what the default method adds: a share of the planning, proportional attention and the correction.
+    If there is no such grid, the number is that of a grid twice as wide as the last, because the cost of
+    attention grows with the square of the tokens.
     """
+    pays = partial(_pays, device, dtype, batch, channels, heads, blocks)
     sides = _sides(device)
-    with contextlib.suppress(torch.OutOfMemoryError):
-        for side in sides:
-            if _pays(side, device, dtype, batch, channels, heads, blocks):
-                return side * side
-    return (2 * sides[-1]) ** 2
+    fewest = 2 * sides[-1]
+    if device.type != "cuda":
+        return next(filter(pays, sides), fewest) ** 2
+    for side in reversed(sides):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            if not pays(side):
+                break
+            fewest = side
+    return fewest**2
 
 
 def _sides(device: torch.device) -> tuple[int, ...]:
-    return (*SIDES, *LARGE_SIDES) if device.type == "cuda" else SIDES
+    return CUDA_SIDES if device.type == "cuda" else SIDES
 
 
 def _pays(
-    side: int, device: torch.device, dtype: torch.dtype, batch: int, channels: int, heads: int, blocks: int
+    device: torch.device, dtype: torch.dtype, batch: int, channels: int, heads: int, blocks: int, side: int
 ) -> bool:
     """Return whether merging pays in self-attention on ``side`` × ``side`` tokens."""
     generator = torch.Generator().manual_seed(0)
