@@ -9,7 +9,7 @@ random, except those of the bundled models.
     python benchmarks/gpu.py --parts env,attention --limit 120
     python benchmarks/gpu.py --device cpu --tiny --out tiny.jsonl   # the same code on small models
     python benchmarks/gpu.py --show gpu.jsonl                       # the speed-ups of a record, as a table
-    python benchmarks/gpu.py --write                                # the tables of docs/gpu.md, from our records
+    python benchmarks/gpu.py --write                                # the tables of docs/gpu.md
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tokenmerge.ops import attend_by_columns, merge, unmerge  # noqa: E402
 from tokenmerge.planners import PLANNERS, calibration  # noqa: E402
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
-RECORDS = tuple(Path(__file__).parent / f"gpu_h200{run}.jsonl" for run in ("", "_b", "_c", "_d"))  # of the page
+RECORDS = [Path(__file__).parent / f"gpu_h200{run}.jsonl" for run in ("", "_b", "_c", "_d")]  # of the page
 Facts = dict[str, Any]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 # After these errors the device answers no other call.
@@ -885,15 +885,15 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--limit", type=float, default=525, help="seconds for the run, imports included")
     parser.add_argument("--show", type=Path, help="show the table of a record, and measure nothing")
-    parser.add_argument("--write", action="store_true", help="write the tables of docs/gpu.md, and measure nothing")
+    parser.add_argument("--write", type=Path, nargs="*", help="write docs/gpu.md from records; default: ours")
     options = parser.parse_args(arguments)
     if options.show is not None:
         print(table(options.show))
         return
-    if options.write:
+    if options.write is not None:
         before, rest = PAGE.read_text(encoding="utf-8").split("<!-- measured -->\n", 1)
         after = rest.split("<!-- end of measured -->", 1)[1]
-        made = f"<!-- measured -->\n{page_table(RECORDS)}\n<!-- end of measured -->"
+        made = f"<!-- measured -->\n{page_table(options.write or RECORDS)}\n<!-- end of measured -->"
         PAGE.write_text(before + made + after, encoding="utf-8")
         return
     parts = options.parts.split(",")
