@@ -137,8 +137,7 @@ def check_speedup(name: str, value: Any) -> float:
 
 def merging_alone(ratio: float | None, changes: Mapping[str, Any]) -> MethodSpec:
     """Return what merges a share of the tokens and does nothing else, with changed settings."""
-    plain = {"planner": "tiled", "proportional": True, "ratio": ratio}
-    return MethodSpec("tome", {**plain, **changes})
+    return MethodSpec("tome", {"planner": "tiled", "proportional": True, "ratio": ratio, **changes})
 
 
 def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any]:
