@@ -113,7 +113,7 @@ def test_measuring_draws_nothing_from_the_global_generator(monkeypatch):
         ([2, 1, 1, 1, 1, 1], 0, 1, 16 * 16),
         ([2, 0.8, 0.8, 0.8, 0.8, 0.8], 1, 1, 128 * 128),  # each block makes a plan
         ([2, 0.8, 0.8, 0.8, 0.8, 0.8], 1, 8, 16 * 16),
-        ([1.1] * 6, 0, 1, 128 * 128),  # 27 % faster, but at least 38 % of the operations are saved
+        ([1.3] * 6, 0, 1, 128 * 128),  # 13 % faster, but at least 38 % of the operations are saved
     ],
 )
 def test_the_fewest_tokens_are_those_from_which_merging_pays(merged, plan, blocks, expected, monkeypatch):

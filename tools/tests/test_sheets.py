@@ -52,12 +52,17 @@ def test_a_white_picture_is_told_from_the_paper():
 
 
 def test_large_pictures_are_not_enlarged():
-    row = Pair(picture(400, 330), picture(400, 330, 1), np.zeros((1, 1), dtype=np.int64))
+    row = Pair(picture(400, 330), picture(400, 330, 1), np.zeros((2, 2), dtype=np.int64))
     assert comparison([row]).width == 2 * 24 + 4 * 400 + 3 * 16
 
 
+def test_where_nothing_merged_no_groups_are_drawn():
+    row = Pair(picture(400, 330), picture(400, 330, 1), np.zeros((1, 1), dtype=np.int64))
+    assert comparison([row]).width == 2 * 24 + 3 * 400 + 2 * 16
+
+
 def test_titles_are_drawn():
-    row = Pair(flat(0, 320), flat(9, 320), np.zeros((1, 1), dtype=np.int64), caption="seed 0")
+    row = Pair(flat(0, 320), flat(9, 320), np.zeros((2, 2), dtype=np.int64), caption="seed 0")
     head = np.asarray(comparison([row]).crop((0, 0, 4 * 336, 72)))
     bare = np.asarray(comparison([row], dense="25 steps").crop((0, 0, 4 * 336, 72)))
     for column in range(4):

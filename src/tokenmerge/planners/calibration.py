@@ -24,7 +24,7 @@ SIDES = (8, 16, 24, 32, 48, 64)  # sides of the token grids that are timed
 # On CUDA, launching kernels takes most of the time of smaller grids, and that says nothing of larger ones.
 CUDA_SIDES = (48, 64, 96, 128)
 _RATIO = 0.25  # near the lowest ratios of the default method, where merging saves least
-_LEAST_SAVED = 0.8  # of the time that would be saved if time were as operations are, docs/gpu.md
+_LEAST_SAVED = 0.5  # of the time that would be saved if time were as operations are, docs/gpu.md
 _ROUNDS = 5
 _ROUND = 0.01  # seconds of a round, as far as it consists of several calls
 _WEEK = 7 * 24 * 3600
@@ -40,8 +40,8 @@ def fewest_tokens(
 ) -> int:
     """Return the fewest tokens for which merging a quarter of them pays in self-attention.
 
-    It pays where it saves at least 0.8 times as large a part of the time as of the operations. With less, a
-    generation would be slower than its plan says. It is measured with what the default method adds to a
+    It pays where it saves at least half as large a part of the time as of the operations. With less, a
+    generation would be much slower than its plan says. It is measured with what the default method adds to a
     merged step, once for each device, dtype, version of torch, number of threads and set of the arguments
     below. This takes a second or two on a CPU, and as long on an H200. The result is stored in
     :func:`cache_file`; delete that file to measure again. If merging paid on no grid, the result holds for a

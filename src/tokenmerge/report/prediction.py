@@ -383,7 +383,7 @@ def _merged(block: Block, config: ToMeConfig) -> str:
 def _notes(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeConfig) -> list[str]:
     """Say which blocks stay dense and why, and where merging costs more than it saves."""
     if not config.merges:
-        return ["ratio=0: every block stays dense, as asked"]
+        return ["ratio=0: no token merges"]
     kinds = config.merged_layers if config.scope == "layers" else ()
     merging = {row.path for row in rows}
     deepest = deepest_level(blocks, config)

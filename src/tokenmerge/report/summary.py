@@ -118,6 +118,8 @@ def _sign(step: StepPlan) -> str:
 
 def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     rows = [row for row in report.rows if row.merged_tokens < row.tokens]
+    if not rows and is_default(conditions.method):
+        return "none in this plan; it would save little time here, or change the picture more than step reuse"
     if not rows:
         return "no block merges at this size; patch.report() says why"
     most = max(rows, key=lambda row: row.tokens)

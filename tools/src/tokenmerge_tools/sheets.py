@@ -37,17 +37,17 @@ class Pair:
 
 
 def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", groups: str = "") -> Image.Image:
-    """Draw four panels for each row: dense · merged · difference · merged groups.
+    """Draw panels for each row: dense · with tokenmerge · difference · merged groups, if there are any.
 
     All pictures have the same size. The texts are the small print below the titles of their columns.
     """
     gain = min(difference_gain(row.dense, row.merged) for row in rows)
     columns = (
         ("dense", dense),
-        ("merged", merged),
-        ("difference", f"|merged - dense| x {gain}"),
+        ("with tokenmerge", merged),
+        ("difference", f"{gain} times enlarged"),
         ("merged groups", groups),
-    )
+    )[: 4 if any(row.labels.size > 1 for row in rows) else 3]
     factor = max(1, -(-_SMALLEST_SIDE // min(rows[0].dense.size)))
     lines = []
     for row in rows:
@@ -58,7 +58,7 @@ def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", group
             enlarge(difference(row.dense, row.merged, gain), factor),
             draw_groups(merged_large, row.labels),
         )
-        lines.append((panels, row.caption))
+        lines.append((panels[: len(columns)], row.caption))
     return sheet(columns, lines)
 
 

@@ -83,12 +83,12 @@ def test_generate_says_in_about_ten_lines_what_it_drew_and_writes_a_folder(folde
     side = tiny_pipeline.SIDE
     assert lines[:2] == [
         f'Drawing "a red apple", {side} × {side} pixels, 2 steps, with {folder}',
-        f"Look at both: {out / 'comparison.png'}",
+        f"Compare them: {out / 'comparison.png'}",
     ]
     text = "\n".join(lines)
     for words in (
         "  dense (without tokenmerge) ",
-        "  merged (with tokenmerge) ",
+        "  with tokenmerge ",
         "× as fast",
         "dB to the dense picture",
         "every step ran the whole model; 25 % of the tokens merged",
@@ -524,7 +524,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_there(folder, tmp_path, capsys, 
     assert printed.err.splitlines()[-1] == "tokenmerge: interrupted; finished results are kept"
     assert printed.out.splitlines() == [
         f'Drawing "x", 32 × 32 pixels, 1 steps, with {folder}',
-        f"Look at both: {tmp_path / 'comparison.png'}",
+        f"Compare them: {tmp_path / 'comparison.png'}",
     ]
     assert (tmp_path / "comparison.png").is_file()
     assert json.loads((tmp_path / "run.json").read_text())["complete"] is False

@@ -161,5 +161,5 @@ def in_kinds(kinds: Counter[StepKind]) -> str:
     """
     complete = f"{kinds['merged'] + kinds['unmerged']} complete"
     if kinds["unmerged"]:
-        complete += f", {kinds['unmerged']} of them unmerged"
+        complete += f", {kinds['unmerged']} of them unmerged" if kinds["merged"] else ", none merged"
     return f"{complete}, {kinds['reused']} reused"

@@ -117,14 +117,14 @@ def say_what(options: GenerateOptions) -> None:
 
 
 def say_where(comparison: Path) -> None:
-    """Print where the picture is that compares dense and merged."""
-    print(f"Look at both: {comparison}", flush=True)
+    """Print where the picture is that compares the two."""
+    print(f"Compare them: {comparison}", flush=True)
 
 
 def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     """Write a few lines about a run for somebody who sees the first one."""
     lines = [""]
-    names = {"dense": "dense (without tokenmerge)", "merged": "merged (with tokenmerge)"}
+    names = {"dense": "dense (without tokenmerge)", "merged": "with tokenmerge"}
     for name in result.names:
         gain = result.speedup(name)
         faster = "" if gain is None or name == "dense" else f", {gain:.1f}× as fast"
@@ -153,7 +153,7 @@ def _close_to_dense(result: Result) -> str:
     if not finite:
         return "the pictures are identical"
     same = len(result.psnr) - len(finite)
-    psnr = f"{sum(finite) / len(finite):.1f} dB to the dense picture (40 dB is hard to tell apart)"
+    psnr = f"{sum(finite) / len(finite):.1f} dB to the dense picture (from 40 dB on, hard to tell apart)"
     return f"{psnr}, {same} identical" if same else psnr
 
 

@@ -195,7 +195,9 @@ class _Generating:
                 return
             done[name] += 1
             calls = options.repeat + (name == "merged" and options.record_steps)
-            on_progress(Progress(name, done[name], steps_per_call * calls))
+            on_progress(
+                Progress({"merged": "with tokenmerge"}.get(name, name), done[name], steps_per_call * calls)
+            )
 
         self.studio = Studio(pipe, on_step)
 
