@@ -195,9 +195,8 @@ class _Generating:
                 return
             done[name] += 1
             calls = options.repeat + (name == "merged" and options.record_steps)
-            on_progress(
-                Progress({"merged": "with tokenmerge"}.get(name, name), done[name], steps_per_call * calls)
-            )
+            part = "with tokenmerge" if name == "merged" else name
+            on_progress(Progress(part, done[name], steps_per_call * calls))
 
         self.studio = Studio(pipe, on_step)
 
