@@ -157,7 +157,7 @@ def prepare(pipe: DiffusionPipeline, options: GenerateOptions, control: Image | 
 
 
 def merged_groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> tuple[NDArray[np.int64], str]:
-    """Return the groups [h, w] of the last block with most tokens on picture ``index``, and a text on them."""
+    """Return the groups [h, w] of the last block with most tokens on picture ``index``, and a text."""
     if not plans:
         return np.zeros((1, 1), dtype=np.int64), "nothing was merged"
     path, recorded = max(reversed(list(plans.items())), key=lambda item: math.prod(item[1].grid))
