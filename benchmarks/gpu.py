@@ -869,7 +869,11 @@ def page_table(records: Sequence[Path]) -> str:
         )
         rows.append(f"| {shown} | {dense / 1000:.2f} s | {asked} | {memory:.1f} GB | {1000 * more:.0f} MB |")
         others.append(f"| {shown} | {other} |")
-    return "\n".join([*rows, "", "Other packages, and merging alone:", "", *others])
+    between = (
+        "Other packages, and merging alone. A *shared plan* compares tokens once for neighbouring blocks, "
+        "and *whole blocks* also merges around\nMLPs. DeepCache's number is its interval of complete steps."
+    )
+    return "\n".join([*rows, "", between, "", *others])
 
 
 def main(arguments: list[str] | None = None) -> None:

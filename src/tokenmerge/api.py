@@ -181,7 +181,7 @@ def _asked(
     if isinstance(config, str):
         return _Asked(_preset(config, ratio), config)
     if config is not None:
-        _hosts(model)  # raises an error that names ViTConfig for a vision transformer
+        hosts_of(model)  # raises an error that names ViTConfig for a vision transformer
         is_number = isinstance(config, numbers.Real) and not isinstance(config, bool)
         raise ConfigError(
             f"config: a number alone can mean a speed-up or a ratio, got {shown(config)}; write {_TWO_WAYS}"
@@ -190,7 +190,7 @@ def _asked(
             "ViTConfig(r=8), the name of a preset such as 'toma', or a file of settings such as "
             f"'tuned.json', got {shown(config)}; or write {_TWO_WAYS}"
         )
-    hosts = _hosts(model)
+    hosts = hosts_of(model)
     if ratio is not None:
         return _Asked(merging_alone(model, hosts, ratio), RATIO, hosts=hosts)
     default = DefaultMethod.of(model, hosts, _DEFAULT_SPEEDUP if speedup is None else speedup, min_psnr)
@@ -212,7 +212,7 @@ def _of_file(model: object, saved: SavedSettings, name: str) -> _Asked:
     found_for = saved.found_for
     if found_for is None:
         return _Asked(saved.config, name)
-    hosts = _hosts(model)
+    hosts = hosts_of(model)
     if getattr(model, "scheduler", None) is not None:
         method = TunedMethod.of_saved(model, hosts, saved)
         return _Asked(method.widest, name, hosts, method)
@@ -277,7 +277,7 @@ def merge_in_hosts(
         check_size: whether settings are refused that merge nothing at the model's default size.
         default: the default method, which chooses the settings of each generation; None: ``config`` has them.
     """
-    hosts = hosts or _hosts(model)
+    hosts = hosts or hosts_of(model)
     merging, _ = hosts_that_merge(hosts, config, size=None, check_size=check_size, method=method)
     refuse_in_use([host.root for host in hosts])
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
@@ -306,7 +306,8 @@ def _merge_in_encoders(model: object, config: ViTConfig) -> Patch[ViTReport, Rec
     return EncoderPatch(model, states)
 
 
-def _hosts(model: object) -> tuple[Host, ...]:
+def hosts_of(model: object) -> tuple[Host, ...]:
+    """Return the models in an object, with an error that names ViTConfig for a vision transformer."""
     try:
         return find_hosts(model)
     except UnsupportedModelError as error:

@@ -6,11 +6,10 @@ import warnings
 from typing import Any, TypeVar
 
 from tokenmerge import presets
-from tokenmerge.api import merge_in_hosts, remove_token_merging
+from tokenmerge.api import hosts_of, merge_in_hosts, remove_token_merging
 from tokenmerge.config import ToMeConfig, check_below_highest_ratio, highest_ratio
 from tokenmerge.config.checks import as_number
 from tokenmerge.errors import NothingToMergeError, shown
-from tokenmerge.models.find import find_hosts
 
 __all__ = ["apply_patch", "apply_tome", "remove_patch"]
 
@@ -77,7 +76,7 @@ def apply_patch(
                 f"nothing to merge: max_downsample={shown(max_downsample)} merges no level; set it to 1 or "
                 "more"
             )
-        levels = sorted({block.level for host in find_hosts(model) for block in host.blocks})
+        levels = sorted({block.level for host in hosts_of(model) for block in host.blocks})
         if levels[:1] > [config.max_downsample]:
             raise NothingToMergeError(
                 f"nothing to merge: attention is at the levels {', '.join(map(str, levels))}, and "

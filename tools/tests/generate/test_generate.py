@@ -118,7 +118,7 @@ def test_the_comparison_is_announced_before_the_last_timed_call(folder, tmp_path
         announce,
     )
     assert happened[0] == (tiny_pipeline.SIDE, tiny_pipeline.SIDE)
-    assert happened.index("merged 2") + 1 == happened.index("comparison")
+    assert happened.index("with tokenmerge 2") + 1 == happened.index("comparison")
     assert happened.index("comparison") < happened.index("dense 3")
 
 
@@ -133,7 +133,7 @@ def test_quality_is_that_of_the_pictures_on_disk(run):
 
 def test_progress_counts_every_step_of_every_call(run):
     _, _, steps = run
-    for variant in ("dense", "merged"):
+    for variant in ("dense", "with tokenmerge"):
         own = [step for step in steps if step.part == variant]
         assert [step.done for step in own] == [1, 2, 3, 4]  # two timed calls of two steps
         assert {step.total for step in own} == {4}
@@ -322,7 +322,9 @@ def test_a_twin_shares_weights_and_leaves_the_pipeline_as_it_was(pipe):
 
 def test_an_interrupted_run_keeps_what_it_has(folder, tmp_path):
     def interrupt(progress):
-        if progress.part == "merged" and progress.done == 4:  # the last step of the second timed call
+        if (
+            progress.part == "with tokenmerge" and progress.done == 4
+        ):  # the last step of the second timed call
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -338,7 +340,7 @@ def test_an_interrupted_run_keeps_what_it_has(folder, tmp_path):
 
 def test_dense_pictures_are_written_before_merging_starts(folder, tmp_path):
     def interrupt(progress):
-        if progress.part == "merged":
+        if progress.part == "with tokenmerge":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
