@@ -24,7 +24,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --num
 
 # Threads wait passively, so that a busy machine is not slowed down further.
 demo: $(VENV)/ready
-	OMP_WAIT_POLICY=passive $(BIN)/tokenmerge generate "a grinning face on a light blue background" --size 256 --steps 20 \
+	OMP_WAIT_POLICY=passive $(BIN)/tokenmerge generate "a dog face on a light blue background" --size 256 --steps 20 \
 		--repeat 1 --out outputs/demo
 
 # The picture of the documentation, from what `make demo` drew.

@@ -97,6 +97,7 @@ def merging_in_unet(steps: int) -> Iterator[Settings]:
     yield fine(0.5, correction__every=4)
     yield fine(0.25)
     yield fine(0.25, correction__every=2)
+    yield fine(0.5, correction__every=8)
 
 
 def fine(ratio: float, **more: Any) -> dict[str, Any]:
@@ -122,6 +123,24 @@ def merging_in_transformer(steps: int) -> Iterator[Settings]:
     yield merging(0.5, **by_residual)
     yield from (merging(0.5, scope="block", **by_residual, correction__every=every) for every in (2, 4))
     yield merging(0.25, scope="block", **by_residual, correction__every=2)
+    yield merging(0.5, scope="block", **by_residual, correction__every=8)
+    yield from (merging(0.5, **by_residual, correction__every=every) for every in (2, 4, 8))
+
+
+# Ratio, scope, distance of corrections, complete steps.
+MIXED = ((0.2, "layers", 4, 12), (0.2, "layers", 2, 12), (0.3, "block", 4, 15), (0.3, "layers", 8, 12))
+
+
+def both_in_transformer(steps: int) -> Iterator[Settings]:
+    for every in (0, 2, 4, 10, 20):
+        yield merging(0.4, scope="block", features="model_residual", correction__every=every)
+    for ratio, scope in ((0.4, "layers"), (0.2, "layers"), (0.2, "block")):
+        yield merging(ratio, scope=scope, features="model_residual", correction__every=4)
+    for complete in (15, 12, 10, 8):
+        yield {**NONE, **reuse(steps, complete)}
+    for ratio, scope, every, complete in MIXED:
+        merged = merging(ratio, scope=scope, features="model_residual", correction__every=every)
+        yield merged | reuse(steps, complete)
 
 
 def merging_in_few_steps(steps: int) -> Iterator[Settings]:
@@ -133,8 +152,11 @@ def merging_in_few_steps(steps: int) -> Iterator[Settings]:
 
 
 POLICY = Path(policy.__file__).with_name("policy.json")
-UNET, TRANSFORMER = "emoji-unet", "emoji-mmdit"
+UNET, TRANSFORMER, PHOTOGRAPHS = "emoji-unet", "emoji-mmdit", "photo-flux"
 STRONG = {UNET: 7.5, TRANSFORMER: 7.0}
+PIXELS = {UNET: 4, TRANSFORMER: 4, PHOTOGRAPHS: 8}  # per side of a token
+# Photographs that holdout/measure.py does not draw.
+CAPTIONS = ("a photograph of a motorcycle", "a photograph of an astronaut")
 
 
 def scenes() -> Iterator[tuple[Scene, list[Settings]]]:
@@ -142,7 +164,7 @@ def scenes() -> Iterator[tuple[Scene, list[Settings]]]:
     reused, merged = (UNET, of_unet), (UNET, merging_in_unet)
     mixed = UNET, both_in_unet
     blocks, whole = (TRANSFORMER, of_transformer), (TRANSFORMER, merging_in_transformer)
-    few = TRANSFORMER, merging_in_few_steps
+    few, either = (TRANSFORMER, merging_in_few_steps), (TRANSFORMER, both_in_transformer)
     order: list[tuple[tuple[str, Any], int, int, str, int, tuple[str, ...]]] = []
     both = "weak", "strong"
     for number in range(2):
@@ -154,12 +176,16 @@ def scenes() -> Iterator[tuple[Scene, list[Settings]]]:
         order += [(mixed, 192, 20, "DPM++ 2M", number, ("strong",))]
         order += [(whole, 192, 8, "flow Euler", number, ("strong", "weak"))]
     order += [(few, 192, 4, "flow Euler", 0, ("strong",))]
+    order += [(either, 192, 20, "flow Euler", number, ("weak", "strong")) for number in range(2)]
     prompts = prompts_of(PROMPTS, 2)
     for (model, settings), size, steps, solver, number, strengths in order:
         for strength in strengths:
             guidance = STRONG[model] if strength == "strong" else 3.0
             prompt = prompts[number]
             yield Scene(model, size, steps, solver, guidance, prompt, SEED + number), list(settings(steps))
+    for number, prompt in enumerate(CAPTIONS):
+        scene = Scene(PHOTOGRAPHS, 512, 20, "flow Euler", 1.0, prompt, SEED + number)
+        yield scene, list(both_in_transformer(20))
 
 
 def prompts_of(seed: int, count: int) -> list[str]:
@@ -177,7 +203,8 @@ class Artist:
     def pipe(self, model: str, solver: str) -> DiffusionPipeline:
         """Return the pipeline of a bundled model with this solver."""
         if model not in self._pipes:
-            made = DiffusionPipeline.from_pretrained(path(model))
+            folder = Path(__file__).parent / "holdout" / model if model == PHOTOGRAPHS else path(model)
+            made = DiffusionPipeline.from_pretrained(folder)
             made.set_progress_bar_config(disable=True)
             self._pipes[model] = made, dict(made.scheduler.config)
         pipe, own = self._pipes[model]
@@ -231,8 +258,8 @@ def fit(options: argparse.Namespace) -> None:
     """Fit the harms of each class of model and strength of guidance, and write the table."""
     lines = read(options.out)
     table: dict[str, Any] = json.loads(options.policy.read_text(encoding="utf-8"))
-    for name, model in (("unet", UNET), ("transformer", TRANSFORMER)):
-        own = [line for line in lines if line["model"] == model and is_as_chosen(line)]
+    for name, models in (("unet", (UNET,)), ("transformer", (TRANSFORMER, PHOTOGRAPHS))):
+        own = [line for line in lines if line["model"] in models and is_as_chosen(line)]
         table[name] = {"record": f"benchmarks/{options.out.name}"}
         for strength in ("weak", "strong"):
             chosen = [line for line in own if (line["guidance"] >= 5) == (strength == "strong")]
@@ -245,7 +272,7 @@ def fit(options: argparse.Namespace) -> None:
 def is_as_chosen(line: Mapping[str, Any]) -> bool:
     """Return whether the planner compares what it compares under the policy."""
     settings = line["settings"]
-    features = "model_residual" if line["model"] == TRANSFORMER else "input"
+    features = "input" if line["model"] == UNET else "model_residual"
     return not settings["ratio"] or settings.get("features", "input") == features
 
 
@@ -272,14 +299,17 @@ def fitted(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
         for part in SKIP[name]:
             grown = torch.where(reaches[part] > 0, reaches[part].clamp(min=1e-9) ** growth[part], 0.0)
             harm = harm + size[part].exp() * grown.sum(dim=1) / steps
+        least = torch.zeros(())
         for scope in MERGE[name]:
+            # A whole block merges around attention too, so it loses at least as much.
+            least = torch.maximum(size[scope].exp(), least)
             merged = torch.where(
                 ratios[scope] > 0, ratios[scope].clamp(min=1e-9) ** growth[MERGE[name][-1]], 0.0
             )
-            left = corrected.exp() * ratios[scope].clamp(min=1e-9) ** fading.clamp(min=0.0) * (corrects - 1)
+            left = corrected.exp() * (corrects - 1).clamp(min=1) ** fading.clamp(min=0.0)
             # At most 1, with a slope that keeps the fit moving.
             left = torch.minimum(left, 1 + 0.1 * (left - 1))
-            harm = harm + size[scope].exp() * merged * torch.where(corrects > 0, left, 1.0)
+            harm = harm + least * merged * torch.where(corrects > 0, left, 1.0)
         off = harm.log() + offsets[place] - errors
         loss = torch.nn.functional.huber_loss(off, torch.zeros_like(off), reduction="sum", delta=0.5)
         optimizer.zero_grad()
@@ -288,6 +318,8 @@ def fitted(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
     spread = 4.34 * off.detach().abs()
     print(f"{name}: {len(lines)} pictures of {len(places)} scenes, off by {spread.mean():.1f} dB on average")
     growth |= dict.fromkeys(MERGE[name], growth[MERGE[name][-1]])
+    if "block" in size:
+        size["block"] = torch.maximum(size["block"], size["layers"])
     row = {key: [float(f"{size[key].exp().item():.2g}"), round(growth[key].item(), 1)] for key in start}
     return {
         "skip": {key: row[key] for key in SKIP[name]},
@@ -320,11 +352,11 @@ def terms(
         for part, own in of_part.items():
             if settings.reuse.on and (found := reaches_of(own, steps)):
                 reaches[part][i, : len(found)] = torch.tensor(found)
-        tokens = (line["size"] // 4) ** 2  # both models have 4 pixels a token
+        tokens = (line["size"] // PIXELS[line["model"]]) ** 2
         if settings.ratio and tokens >= settings.min_tokens:
             ratios[settings.scope][i] = settings.ratio
         complete = len(runs.full) if settings.reuse.on else steps
-        corrects[i] = min(settings.correction.every, complete)
+        corrects[i] = min(settings.correction.every, complete) * steps / complete
     return reaches, ratios, corrects
 
 

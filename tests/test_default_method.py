@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,7 +177,8 @@ def test_where_nothing_merges_and_steps_run_less_the_report_says_so(monkeypatch)
     patch = apply_token_merging(pipeline(transformer=model_of(family)), speedup=2.0)
     assert not patch.report().rows
     assert patch.report().flops_merged == patch.report().flops_dense
-    assert "those of the step that merges most" in str(patch.report())
+    assert "those of a step that runs the whole model" in str(patch.report())
+    assert "\nwhole model, one complete step " in str(patch.report())
     assert "correction.every" not in str(patch.report())
 
 
@@ -288,3 +290,10 @@ def test_cached_numbers_are_counted_for_a_picture_with_guidance(dtype, itemsize)
     pipe = pipeline(unet=hosts.unet().to(dtype))
     method = DefaultMethod.of(pipe, find_hosts(pipe), 2.0)
     assert method.facts.number_bytes == 2 * itemsize
+
+
+def test_the_handle_says_what_is_out_of_reach(fast):
+    pipe = pipeline(transformer=model_of(FAMILIES["SD3Transformer2DModel"]))
+    told = str(apply_token_merging(pipe, speedup=50))
+    assert re.search(r"\n  out of reach: speedup=50: at most \d+\.\d+× can be reached in \d+ steps", told)
+    assert "out of reach" not in str(apply_token_merging(pipe, speedup=1.5))

@@ -311,7 +311,17 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if state_of(root) is not self._state:
             return f"{title(self._in_force, conditions)}: removed"
         lines = summary(self._in_force, conditions, report, run)
+        if report is not None and (short := self._shortfall(report)):
+            lines.append(f"  out of reach: {short}")
         return "\n".join([*lines, *([f"  not counted: {problem}"] if problem else [])])
+
+    def _shortfall(self, report: Report) -> str:
+        """Return what the counted generation does not reach of a speed-up, see :class:`DefaultMethod`."""
+        if self._default is None or not self._default.facts.follows_steps:
+            return ""
+        run, grid = self._state.last_run, self._grid_at(report.height, report.width)
+        guidance = self._default.facts.guidance if run is None else run.guidance
+        return self._default.shortfall(self._default.facts_at(grid, report.steps, guidance))
 
     @property
     def _in_force(self) -> ToMeConfig:

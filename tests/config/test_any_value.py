@@ -116,10 +116,10 @@ def check_result(config: ToMeConfig, folder) -> None:
     assert isinstance(hash(config), int)
     assert repr(config).startswith("ToMeConfig(")
     assert all(isinstance(text, str) for text in config.over_steps)
-    assert not any(rule.conditions.keys() - {"level"} for stage in config.stages() for rule in stage.rules)
+    assert not any(rule.conditions.keys() - {"level"} for phase in config.phases() for rule in phase.rules)
     for index in range(3):
         step = config.at_step(index, 3)
-        assert step in config.stages()
+        assert step in config.phases()
         assert type(step.at_level(2)) is MergeSettings
     for steps in (1, 2, 3, 10):
         runs = config.reuse.steps_of(steps)

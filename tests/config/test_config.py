@@ -130,7 +130,7 @@ def test_what_holds_at_a_step_is_small_and_not_checked_again(monkeypatch):
     assert config.at_step(1, 3).at_level(1) == MergeSettings()
     assert config.at_step(2, 3).at_level(1) == MergeSettings(ratio=0.25)
     assert config.at_step(2, 3).at_level(2) == MergeSettings(ratio=0.1)
-    assert [stage.at_level(1).ratio for stage in config.stages()] == [0.5, 0.25]
+    assert [phase.at_level(1).ratio for phase in config.phases()] == [0.5, 0.25]
     assert config.at_step(2, 3) is config.at_step(2, 3)
 
 

@@ -309,12 +309,18 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
             ToMeConfig(reuse=StepReuse(every=4, shallow_every=3)),
             "1 of 3 steps runs the finest level of a UNet",
         ),
+        (ToMeConfig(reuse=StepReuse(full_steps=(0, 0.05, 1))), "steps at 0 %, 5 %, 100 % of the way run all"),
         (ToMeConfig(max_downsample=2, rules=[{"level": 2, "ratio": 0.25}]), "level 2: ratio=0.25"),
     ],
 )
 def test_notes_say_what_follows_the_steps(config, words):
     assert sum(words in note for note in notes_on_steps(config)) == 1, notes_on_steps(config)
     assert notes_on_steps(HALF) == []
+
+
+def test_a_known_number_of_steps_gives_the_places_as_numbers_of_steps():
+    (note, *_) = notes_on_steps(ToMeConfig(reuse=StepReuse(full_steps=(0, 0.05, 1))), steps=20)
+    assert note.startswith("of the steps 0 to 19, these run all blocks: 0, 1, 19; ")
 
 
 @pytest.mark.parametrize("config", [presets.sdtm(), presets.ibtm(max_downsample=2, min_tokens=200)])

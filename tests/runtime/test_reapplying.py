@@ -42,7 +42,7 @@ def traces(model: nn.Module) -> dict[str, Any]:
         weights = [id(weight) for weight in module.parameters(recurse=False)]
         found[path] = type(module), attributes, hooks, weights
     if (state := state_of(model)) is not None:
-        found["state"] = state.config, state.settings, state.stages, state.groups, len(state.pipeline.states)
+        found["state"] = state.config, state.settings, state.phases, state.groups, len(state.pipeline.states)
         found["parts"] = [(type(part), part.path) for part in state.parts]
     return found
 

@@ -91,8 +91,8 @@ class ToMeConfig(MergeSettings):
         return MergeSettings(**{name: changes.get(name, getattr(self, name)) for name in CHECKS})
 
     @functools.lru_cache(maxsize=256)  # noqa: B019
-    def stages(self) -> tuple[ToMeConfig, ...]:
-        """Return the settings of every kind of step, from the first step on."""
+    def phases(self) -> tuple[ToMeConfig, ...]:
+        """Return the settings of every phase, from the first step on: rules begin and end between phases."""
         starts = {0.0, *(share for rule in self.rules for share in (rule.start, rule.until))} - {1}
         found = (
             _with(self, *resolved(self.rules, functools.partial(Rule.at_share, done=done)))
@@ -192,7 +192,7 @@ def _at_step(config: ToMeConfig, index: int, steps: int) -> ToMeConfig:
 def _check_together(config: ToMeConfig) -> None:
     """Check that settings fit together at every level and step."""
     levels = {rule.level or 0 for rule in config.rules} | {0}
-    settings = [stage.at_level(level) for stage in config.stages() for level in sorted(levels)]
+    settings = [phase.at_level(level) for phase in config.phases() for level in sorted(levels)]
     for one in settings:
         check_together(one)
     if config.correction.on and any(one.scope == "keys" for one in settings):

@@ -23,7 +23,7 @@ from tokenmerge.planners import PLANNERS
 SIDES = (8, 16, 24, 32, 48, 64)  # sides of the token grids that are timed
 # On CUDA, launching kernels takes most of the time of smaller grids, and that says nothing of larger ones.
 CUDA_SIDES = (48, 64, 96, 128)
-_RATIO = 0.25  # near the lowest ratios of the default method, where merging saves least
+_RATIO = 0.2  # the lowest ratio of the default method, where merging saves least
 _LEAST_SAVED = 0.5  # of the time that would be saved if time were as operations are, docs/gpu.md
 _ROUNDS = 5
 _ROUND = 0.01  # seconds of a round, as far as it consists of several calls
@@ -38,7 +38,7 @@ def fewest_tokens(
     heads: int = 8,
     blocks: int = 1,
 ) -> int:
-    """Return the fewest tokens for which merging a quarter of them pays in self-attention.
+    """Return the fewest tokens for which merging a fifth of them pays in self-attention.
 
     It pays where it saves at least half as large a part of the time as of the operations. With less, a
     generation would be much slower than its plan says. It is measured with what the default method adds to a

@@ -22,9 +22,9 @@ from tokenmerge.plans.policy import (
     tail_of_a_clean_end,
 )
 
-# The ratios of token merging, and the distances of corrections, that are tried.
-_RATIOS = tuple(i / 20 for i in range(4, 16))
-_CORRECTIONS = (0, 2, 3, 4, 6)
+# The ratios of token merging that are tried, of which the lowest is timed, and the distances of corrections.
+_RATIOS = tuple(i / 40 for i in range(8, 31))
+_CORRECTIONS = (0, 2, 3, 4, 6, 8, 12)
 # Above this ratio, cells are twice as wide: with fewer destinations, more sources are left to choose from.
 _CROWDED = 0.5
 # At most so many numbers of complete steps are tried, spread over all.
@@ -112,9 +112,14 @@ def harm_of(facts: Facts, config: ToMeConfig) -> float:
 def merging_harm_of(facts: Facts, config: ToMeConfig) -> float:
     """Return the part of :func:`harm_of` that token merging has."""
     steps = facts.steps
-    every = min(config.correction.every, len(config.reuse.steps_of(steps).full))
+    every = _between_corrections(config, steps, len(config.reuse.steps_of(steps).full))
     merged = _harms(facts).of_merging(config.scope, config.ratio, every, config.proportional)
     return merged * sum(config.at_step(step, steps).merges for step in range(steps)) / steps
+
+
+def _between_corrections(config: ToMeConfig, steps: int, complete: int) -> float:
+    """Return the number of steps from one correction to the next, or to the end; 0: there is none."""
+    return min(config.correction.every, complete) * steps / complete
 
 
 def _harms(facts: Facts) -> Harms:
@@ -139,12 +144,17 @@ def _mixes(facts: Facts, merging: ToMeConfig | None) -> Iterator[_Mix]:
         costs = costs_of(facts, merging)
         every = merging.correction.every
         merged = {
-            distance: harms.of_merging(merging.scope, merging.ratio, distance, merging.proportional)
-            for distance in {min(every, complete) for complete, _ in counts}
+            complete: harms.of_merging(
+                merging.scope,
+                merging.ratio,
+                _between_corrections(merging, facts.steps, complete),
+                merging.proportional,
+            )
+            for complete in {complete for complete, _ in counts}
         }
         for complete, finest in counts:
             dense = -(-complete // every) if every else 0
-            harm = skipped[complete, finest] + merged[min(every, complete)]
+            harm = skipped[complete, finest] + merged[complete]
             yield _Mix(merging, complete, finest, costs.speedup(complete, finest, dense), harm)
 
 

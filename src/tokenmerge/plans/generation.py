@@ -32,12 +32,17 @@ class StepPlan:
     Attributes:
         runs: what it runs.
         merging: what it merges.
+        corrected: what it merges if a correction is due in it; None: none ever is.
         caches: whether what it runs is cached, for steps that skip it.
+        holds: the parts, ``"deep"`` and ``"finest"``, that are skipped after a single run. Their output then
+            stays as it is.
     """
 
     runs: Runs = Runs.EVERYTHING
     merging: Merging = Merging.MERGES
+    corrected: Merging | None = None
     caches: bool = False
+    holds: frozenset[str] = frozenset()
 
 
 GenerationPlan = tuple[StepPlan, ...]
@@ -56,15 +61,16 @@ def plan_generation(config: ToMeConfig, steps: int) -> GenerationPlan:
     >>> [step.runs.name for step in plan]
     ['EVERYTHING', 'EVERYTHING', 'FINEST', 'EVERYTHING', 'FINEST', 'EVERYTHING']
     """
-    stages = [config.at_step(index, steps) for index in range(steps)]
+    settings = [config.at_step(index, steps) for index in range(steps)]
     reuse = config.reuse.steps_of(steps)
     skips = len(reuse.full) < steps
-    # After one run, a part is skipped where the second step is not complete. Its output then stays the same.
-    fewest = [1 + (1 in ran) for ran in (reuse.full, reuse.shallow)]
+    # After one run, a part is skipped where the second step does not run it.
+    holds = frozenset(part for part, ran in (("deep", reuse.full), ("finest", reuse.shallow)) if 1 not in ran)
+    fewest = [1 if part in holds else 2 for part in ("deep", "finest")]
     plan: list[StepPlan] = []
     complete = finest = 0  # how often these parts have run and were cached
     since: int | None = None  # complete steps that merge, since one that merged nothing
-    for index, own in enumerate(stages):
+    for index, own in enumerate(settings):
         caches = skips and own.reuse.on
         runs = Runs.EVERYTHING
         if caches and index not in reuse.full and complete >= fewest[0]:
@@ -72,18 +78,15 @@ def plan_generation(config: ToMeConfig, steps: int) -> GenerationPlan:
             runs = Runs.FINEST if at_finest else Runs.LEAST
         complete += caches and runs is Runs.EVERYTHING
         finest += caches and runs is not Runs.LEAST
-        merging = Merging.MERGES if own.merges else Merging.DENSE
-        if config.correction.on and own.merges and runs is Runs.EVERYTHING:
-            since = 0 if since is None else since + 1
-            if since % config.correction.every == 0:
-                since, merging = 0, merging_to_correct(config, index, steps)
-        plan.append(StepPlan(runs, merging, caches))
+        merging, corrected = Merging.MERGES if own.merges else Merging.DENSE, None
+        if config.correction.on and own.merges:
+            corrects_next = index + 1 < steps and settings[index + 1].merges
+            corrected = Merging.MEASURES if corrects_next else Merging.DENSE
+            if steps == 1:  # there is no step to correct
+                corrected = Merging.MERGES
+            if runs is Runs.EVERYTHING:
+                since = 0 if since is None else since + 1
+                if since % config.correction.every == 0:
+                    since, merging = 0, corrected
+        plan.append(StepPlan(runs, merging, corrected, caches, holds))
     return tuple(plan)
-
-
-def merging_to_correct(config: ToMeConfig, index: int, steps: int) -> Merging:
-    """Return what merges in a step on which a correction is due."""
-    if steps == 1:  # there is no step to correct
-        return Merging.MERGES
-    measures = index + 1 < steps and config.at_step(index + 1, steps).merges
-    return Merging.MEASURES if measures else Merging.DENSE

@@ -38,7 +38,7 @@ class Harms:
     Attributes:
         skip: harm of a step that skips a part of the model, by the part and the reach of the forecast.
         merge: harm of merging in all steps, by the scope and the ratio.
-        corrected: share of the harm of merging that is left on the step after a correction, by the ratio.
+        corrected: share of the harm of merging that is left, by the number of steps between two corrections.
             None: corrections lose more than they give back.
         spacing: exponent of the places of complete steps, see :func:`tokenmerge.plans.places.later_ones`; 1:
             they lie at equal distances.
@@ -51,17 +51,18 @@ class Harms:
     spacing: float
     unweighted: float
 
-    def of_merging(self, scope: str, ratio: float, every: int, proportional: bool = True) -> float:
-        """Return the harm of merging with corrections at this distance in complete steps; 0: none.
+    def of_merging(self, scope: str, ratio: float, every: float, proportional: bool = True) -> float:
+        """Return the harm of merging with a correction in one of so many steps; 0: none.
 
-        A generation with fewer complete steps than the distance is corrected over these alone.
+        Steps that skip parts of the model count too. ``every`` is at most the number of all steps, since a
+        correction only has to last until the end.
         """
         if not ratio:
             return 0.0
         size = self.merge[scope] if scope in self.merge else max(self.merge.values())
         harm = size.at(ratio) * (1.0 if proportional else self.unweighted)
         if every and self.corrected is not None:
-            harm *= min(1.0, self.corrected.at(ratio) * (every - 1))
+            harm *= min(1.0, self.corrected.at(every - 1))
         return harm
 
 

@@ -128,7 +128,8 @@ class Report(Tabled):
             )
             for row in self.joined_rows()
         ]
-        lines.append(("whole model", "", "", "", "", *gflops(self.flops_dense, self.flops_merged)))
+        whole = "whole model" if self.flops_mean is None else "whole model, one complete step"
+        lines.append((whole, "", "", "", "", *gflops(self.flops_dense, self.flops_merged)))
         if self.flops_mean is not None:
             mean = gflops(self.flops_dense, self.flops_mean)
             lines.append((f"mean over {self.steps} steps", "", "", "", "", *mean))
@@ -218,7 +219,7 @@ def predict(
     notes = [
         *chain.from_iterable(report.notes for report in reports),
         *map(str, left_dense),
-        *notes_on_steps(described, averaged=bool(means)),
+        *notes_on_steps(described, steps if means else None),
         *[f"cache between steps: {kept / 1e6:.1f} MB"] * (kept > 0),
     ]
     return dataclasses.replace(

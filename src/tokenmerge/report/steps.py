@@ -99,7 +99,7 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept 
 
 def merging_most(config: ToMeConfig) -> ToMeConfig:
     """Return what holds in the step that merges most."""
-    return max(config.stages(), key=lambda stage: stage.ratio)
+    return max(config.phases(), key=lambda phase: phase.ratio)
 
 
 def _with_long_distances(reuse: StepReuse) -> StepReuse:
@@ -120,11 +120,8 @@ def patched(host: Host, config: ToMeConfig, kept: Kept) -> Iterator[ModelState]:
         restore(host.root)
 
 
-def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
-    """Describe what differs between levels and between steps.
-
-    ``averaged`` says whether operations averaged over the steps are reported too.
-    """
+def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
+    """Describe what differs between levels and between steps. ``steps`` is their number; None: unknown."""
     notes = [f"{_where(rule)}: {_what(rule)}" for rule in config.rules]
     if config.correction.on:
         every = config.correction.every
@@ -133,11 +130,11 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
             "detail that merging would have lost there"
         )
     if config.reuse.on:
-        notes += _notes_on_reuse(config.reuse)
+        notes += _notes_on_reuse(config.reuse, steps)
     if config.plans.every > 1:
         notes.append(f"a plan is used for {config.plans.every} steps")
     if config.plans.blocks:
-        notes.append("plans.blocks: consecutive blocks with the same token grid share a plan")
+        notes.append("consecutive blocks with the same token grid share a plan")
     if config.cached_features:
         what = "all blocks of a level" if config.cached_features == "model_residual" else "each block"
         notes.append(
@@ -149,19 +146,22 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
             f"planner={config.guided_planner!r}: the planner 'tome' runs until the first guided step is done"
         )
     if any(rule.of_steps for rule in config.rules) or config.correction.on or config.reuse.on:
-        which = "tokens and operations are those of the step that merges most"
+        which = "the step that merges most" if config.merges else "a step that runs the whole model"
         more = "; pass a number of steps (--steps) to count the mean operations too"
-        notes.append(which if averaged else which + more)
+        notes.append(f"tokens and operations are those of {which}{'' if steps else more}")
     return notes
 
 
-def _notes_on_reuse(reuse: StepReuse) -> list[str]:
+def _notes_on_reuse(reuse: StepReuse, steps: int | None) -> list[str]:
     skipped = (
         "the others skip the levels of a UNet below its finest, or the blocks of other models, and "
         "extrapolate their outputs linearly"
     )
     if reuse.full_steps:
-        places = ", ".join(f"{place:g}" for place in reuse.full_steps)
+        if steps:
+            complete = ", ".join(map(str, reuse.steps_of(steps).full))
+            return [f"of the steps 0 to {steps - 1}, these run all blocks: {complete}; {skipped}"]
+        places = ", ".join(f"{100 * place:.0f} %" for place in reuse.full_steps)
         return [f"reuse.full_steps: steps at {places} of the way run all blocks; {skipped}"]
     notes = [f"{reuse.given}: 1 of {reuse.every:g} steps runs all blocks; {skipped}"]
     if reuse.shallow_every > 1:

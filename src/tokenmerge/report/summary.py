@@ -150,7 +150,7 @@ def _counted(conditions: Conditions, report: Report) -> str:
     if report.steps is not None:
         size += f", {report.steps} steps"
     if conditions.guidance is not None:
-        size += f", guidance {conditions.guidance:g}" if conditions.guidance > 1 else ", no guidance"
+        size += f", guidance {conditions.guidance:g}" if conditions.guidance > 1 else ", no classifier-free guidance"
     if conditions.pictures is None:
         size += f", {report.batch} sample{'s' if report.batch != 1 else ''} in each call"
     elif conditions.pictures > 1:

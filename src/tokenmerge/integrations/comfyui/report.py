@@ -27,7 +27,7 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
     for level in target.levels:
         blocks = [block for block in target.blocks if block.level == level]
         grid = (frames, -(-rows // level), -(-columns // level))
-        own = max((stage.at_level(level) for stage in config.stages()), key=lambda own: own.ratio)
+        own = max((phase.at_level(level) for phase in config.phases()), key=lambda own: own.ratio)
         n = num_tokens(grid)
         r = num_removed(grid, own) if level <= settings.deepest_level and own.ratio else 0
         at = f"level {level}: " if target.is_unet else ""

@@ -35,7 +35,7 @@ _patched: weakref.WeakSet[ModelState] = weakref.WeakSet()
 
 def reach_kernels(state: ModelState) -> None:
     """Let proportional attention meet the calls of all kernels that are there by now, if the model has it."""
-    if any(settings.proportional for _, settings in state.stages):
+    if any(settings.proportional for _, settings in state.phases):
         _patched.add(state)
         for place, name, largest_head in _places():
             if not hasattr(place[name], "_tokenmerge_kernel"):

@@ -82,7 +82,7 @@ class ModelState:
 
     Attributes:
         config: the settings; of the default method, what any of its generations may do.
-        stages: (level, what holds there) for each level that merges and each phase, where it merges most.
+        phases: (level, what holds there) for each level that merges and each phase, where it merges most.
         groups: for each part, the group of parts that share its plans.
         dense_if_too_small: whether samples with too few tokens run dense, with a warning, or raise an error.
         told: warnings already given.
@@ -104,7 +104,7 @@ class ModelState:
 
     config: ToMeConfig
     call: ModelCall
-    stages: tuple[tuple[int, MergeSettings], ...]
+    phases: tuple[tuple[int, MergeSettings], ...]
     groups: tuple[Hashable, ...]
     pipeline: Pipeline
     dense_if_too_small: bool = False
@@ -121,11 +121,11 @@ class ModelState:
     kept: Kept = dataclasses.field(default_factory=Kept)
 
     def __post_init__(self) -> None:
-        self.settings: Mapping[int, MergeSettings] = dict(reversed(self.stages))  # the first phase
+        self.settings: Mapping[int, MergeSettings] = dict(reversed(self.phases))  # the first phase
         self.follows_steps = self.config.follows_steps
         self.over_steps = named(self.method, " and ".join(self.config.over_steps))
         self.caches_results = self.config.reuse.on or self.config.cached_features is not None
-        self.merges = self.config.reuse.on or any(own.merges for _, own in self.stages)
+        self.merges = self.config.reuse.on or any(own.merges for _, own in self.phases)
         context = CallContext(self.settings)
         self.threads = PerThread(functools.partial(ThreadState, context, self.groups))
 

@@ -18,33 +18,33 @@ from tokenmerge.ops import num_tokens
 from tokenmerge.planners import sequence_of, sequence_of_part
 from tokenmerge.plans.generation import Runs, plan_generation
 from tokenmerge.runtime.memory.state import ModelState, warn_caller
-from tokenmerge.runtime.patching.select import stages_at
+from tokenmerge.runtime.patching.select import phases_at
 from tokenmerge.runtime.steps.scheduler import DenoisingStep
 
-Stages = Sequence[tuple[int, MergeSettings]]
+Phases = Sequence[tuple[int, MergeSettings]]
 
 
-def merges_tokens(stages: Stages, *grids: GridShape) -> bool:
+def merges_tokens(phases: Phases, *grids: GridShape) -> bool:
     """Return whether a call with these finest grids of (frames, rows, columns) has tokens to merge."""
     return any(
         sequence_of([(f, -(-h // level), -(-w // level)) for f, h, w in grids], settings).removed > 0
-        for level, settings in stages
+        for level, settings in phases
     )
 
 
-def check_grid(stages: Stages, *grids: GridShape, method: str = "") -> None:
+def check_grid(phases: Phases, *grids: GridShape, method: str = "") -> None:
     """Refuse a call with finest grids of (frames, rows, columns) that have no tokens to merge.
 
     The first is that of the picture being made, the others are those of reference pictures.
     """
-    if merges_tokens(stages, *grids) or not any(settings.merges for _, settings in stages):
+    if merges_tokens(phases, *grids) or not any(settings.merges for _, settings in phases):
         return
     if torch.compiler.is_compiling():  # a graph for all sizes knows no numbers
         raise NothingToMergeError(
             "nothing to merge: the sample gives too few tokens; generate a larger image, lower "
             "min_tokens, sx and sy, or raise ratio"
         )
-    level, settings = next(stage for stage in stages if stage[1].merges)
+    level, settings = next(phase for phase in phases if phase[1].merges)
     if len(grids) == 1 and not settings.ratio:
         raise NothingToMergeError(
             f"nothing to merge: reference_ratio={settings.reference_ratio:g} merges reference pictures, "
@@ -94,7 +94,7 @@ def check_size(state: ModelState, *grids: GridShape) -> None:
     if state.config.reuse.on:  # it saves time without merging
         return
     try:
-        check_grid(state.stages, *grids, method=state.method)
+        check_grid(state.phases, *grids, method=state.method)
     except NothingToMergeError as error:
         if not state.dense_if_too_small:
             raise
@@ -106,7 +106,7 @@ def check_size(state: ModelState, *grids: GridShape) -> None:
 
 def check_part(state: ModelState, root: nn.Module, part: Part, grids: Sequence[GridShape]) -> None:
     """Refuse parts of pictures, one for each device, from which not equally many tokens can be removed."""
-    for _, settings in state.stages:
+    for _, settings in state.phases:
         whole = sequence_of(grids, settings)
         every = [sequence_of_part(whole.pictures, index, part.parts) for index in range(part.parts)]
         shown = " + ".join(" × ".join(map(str, grid)) for grid in grids)
@@ -165,7 +165,7 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
         return
     steps, grids = step.steps, state.threads.value.grid.shapes
     counted = f"{steps} step{'s' if steps > 1 else ''}"
-    stages = stages_at(config, *state.settings)
+    phases = phases_at(config, *state.settings)
     of_steps = [rule for rule in config.rules if rule.of_steps]
     each = (config.at_step(index, steps) for index in range(steps))
     if of_steps and not any(own.merges or own.reuse.on for own in each):
@@ -176,7 +176,7 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
     elif (
         config.reuse.on
         and all(one.runs is Runs.EVERYTHING for one in plan_generation(config, steps))
-        and not merges_tokens(stages, *grids)
+        and not merges_tokens(phases, *grids)
     ):
         tokens, by_method = sum(map(num_tokens, grids)), bool(state.method)
         warn_caller(

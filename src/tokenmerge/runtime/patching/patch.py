@@ -33,7 +33,7 @@ from tokenmerge.runtime.patching.hooks import (
     compare_guidance,
     record_result,
 )
-from tokenmerge.runtime.patching.select import parts_to_merge, skipped_parts, stages_at, why_nothing_merges
+from tokenmerge.runtime.patching.select import parts_to_merge, phases_at, skipped_parts, why_nothing_merges
 from tokenmerge.runtime.patching.swap import add_hook, check_swappable, remove_hooks, swap, undo
 from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline, is_pipeline
 
@@ -80,7 +80,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
         # Settings for reference pictures are for calls that have some.
         grids = [host.grid_at(*size)] * (2 if host.takes_references else 1)
         levels = sorted({block.level for block, _ in parts})
-        check_grid(stages_at(config, *levels), *grids, method=method)
+        check_grid(phases_at(config, *levels), *grids, method=method)
     for block, layers in parts:
         check_swappable(block.module, block.path, block.method)
         for layer in layers:
@@ -102,8 +102,8 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
     others = sum(len(layers) for _, layers in merging) + len(skipped)  # layers and stages have no plans
     groups = (*plan_groups, *[None] * others)
     levels = [block.level for block in blocks]
-    stages = stages_at(config, *sorted(set(levels)))
-    state = ModelState(config, host.call, stages, groups, pipeline, **facts)
+    phases = phases_at(config, *sorted(set(levels)))
+    state = ModelState(config, host.call, phases, groups, pipeline, **facts)
     grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}
     skips_blocks = config.reuse.on and not host.deep_stages
     block_states = [

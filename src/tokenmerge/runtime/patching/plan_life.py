@@ -11,7 +11,7 @@ import torch
 from tokenmerge.config import CACHED_FEATURES, ToMeConfig
 from tokenmerge.runtime.memory.caches import Memory
 from tokenmerge.runtime.memory.state import ModelState
-from tokenmerge.runtime.patching.select import stages_at
+from tokenmerge.runtime.patching.select import phases_at
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation
 from tokenmerge.runtime.steps.step_tracker import StepTracker
 
@@ -80,7 +80,7 @@ def features_to_cache(
     """Return level and kind of the features that are cached, since a later step plans by them."""
     if tracker.index < 0 or torch.is_grad_enabled():
         return frozenset()
-    stages = stages_at(config, *levels)
+    phases = phases_at(config, *levels)
     return frozenset(
-        (level, own.features) for level, own in stages if own.features in CACHED_FEATURES and own.merges
+        (level, own.features) for level, own in phases if own.features in CACHED_FEATURES and own.merges
     )

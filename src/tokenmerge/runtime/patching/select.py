@@ -9,9 +9,9 @@ from tokenmerge.models.base import KINDS, Block, Host, Layer
 from tokenmerge.runtime.blocks.forward import takes_part
 
 
-def stages_at(config: ToMeConfig, *levels: int) -> tuple[tuple[int, MergeSettings], ...]:
+def phases_at(config: ToMeConfig, *levels: int) -> tuple[tuple[int, MergeSettings], ...]:
     """Return (level, what holds there) for each of some levels and each phase."""
-    return tuple((level, stage.at_level(level)) for level in levels for stage in config.stages())
+    return tuple((level, phase.at_level(level)) for level in levels for phase in config.phases())
 
 
 def parts_to_merge(host: Host, config: ToMeConfig) -> list[tuple[Block, list[Layer]]]:
@@ -33,14 +33,14 @@ def merges(block: Block, config: ToMeConfig) -> bool:
         block.block_layout is not None
         if own.scope == "block"
         else any(takes_part(layer, own) for layer in block.layers)
-        for _, own in stages_at(config, block.level)
+        for _, own in phases_at(config, block.level)
     )
 
 
 def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
     """Return the sub-layers whose calls change, in some phase."""
-    stages = stages_at(config, block.level)
-    return [layer for layer in block.layers if any(takes_part(layer, own) for _, own in stages)]
+    phases = phases_at(config, block.level)
+    return [layer for layer in block.layers if any(takes_part(layer, own) for _, own in phases)]
 
 
 def skipped_parts(host: Host, config: ToMeConfig) -> Iterator[tuple[str, bool, bool]]:

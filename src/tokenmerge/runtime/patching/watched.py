@@ -20,7 +20,7 @@ from tokenmerge.models.base import GridShape, modules_in
 from tokenmerge.runtime.blocks.forward import takes_part
 from tokenmerge.runtime.memory.state import STATE, BlockState, Kept, ModelState, StageState
 from tokenmerge.runtime.patching.call_checks import merges_tokens
-from tokenmerge.runtime.patching.select import stages_at
+from tokenmerge.runtime.patching.select import phases_at
 
 # Processors and hooks of these packages compute a result, and keep nothing of what they see …
 _PACKAGES = ("accelerate", "diffusers", "peft", "tokenmerge", "torch")
@@ -138,7 +138,7 @@ def _merged_parts(
         if isinstance(part, StageState):
             continue
         block = part if isinstance(part, BlockState) else part.block
-        for _, own in stages_at(config, block.level):
+        for _, own in phases_at(config, block.level):
             if isinstance(part, BlockState):
                 merges = own.scope == "block" and part.block_layout is not None
             else:

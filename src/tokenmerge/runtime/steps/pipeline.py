@@ -121,8 +121,11 @@ def default_guidance(pipe: object) -> float | None:
     """Return the scale of classifier-free guidance that a pipeline takes by itself; None: unknown."""
     if getattr(pipe, "guider", None) is not None or not hasattr(type(pipe), "do_classifier_free_guidance"):
         return guidance_scale(pipe)
-    scale = _default_of(pipe, "guidance_scale")
-    return float(scale) if isinstance(scale, int | float) else None
+    return _number(_default_of(pipe, "guidance_scale"))
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _default_of(pipe: object, name: str) -> object:
@@ -141,14 +144,17 @@ def guidance_copies(pipe: Any) -> int:
 
 
 def guidance_scale(pipe: Any) -> float | None:
-    """Return the scale of classifier-free guidance in the running generation; 1: none; None: unknown."""
+    """Return the scale of classifier-free guidance in the running generation; 1: none; None: unknown.
+
+    Pipelines with ``true_cfg_scale``, such as FLUX's, do not tell the running one. The default is taken then.
+    Their ``guidance_scale`` is an input of the model.
+    """
     if (guider := getattr(pipe, "guider", None)) is not None:
         return _scale_of(guider)
     guided = getattr(pipe, "do_classifier_free_guidance", None)
     if guided is None:
-        return None
-    scale = getattr(pipe, "guidance_scale", None) if guided else 1.0
-    return float(scale) if isinstance(scale, int | float) else None
+        return _number(_default_of(pipe, "true_cfg_scale"))
+    return _number(getattr(pipe, "guidance_scale", None) if guided else 1.0)
 
 
 def _scale_of(guider: Any) -> float | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.plans.generation import Merging, Runs, merging_to_correct, plan_generation
+from tokenmerge.plans.generation import Merging, Runs, plan_generation
 from tokenmerge.runtime.steps.scheduler import DenoisingStep
 
 
@@ -164,18 +164,15 @@ def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) 
         for part in ("deep", "finest"):
             if (forecast := tracker.forecast(part, shape)) is not None:
                 forecasts[part] = forecast
-        ran = config.reuse.steps_of(tracker.steps)
-        # After one run, a part is skipped where the second step is not complete.
-        deep = tracker.extrapolation("deep", runs is Runs.EVERYTHING, shape, holds=1 not in ran.full)
+        deep = tracker.extrapolation("deep", runs is Runs.EVERYTHING, shape, "deep" in planned.holds)
         # A step that runs everything runs the finest level of a UNet too.
         runs_finest = deep is None or runs is not Runs.LEAST
-        finest = tracker.extrapolation("finest", runs_finest, shape, holds=1 not in ran.shallow)
+        finest = tracker.extrapolation("finest", runs_finest, shape, "finest" in planned.holds)
         runs = Runs.EVERYTHING if deep is None else Runs.FINEST if finest is None else Runs.LEAST
-    own = config.at_step(tracker.done, tracker.steps)
-    if config.correction.on and runs is Runs.EVERYTHING and own.merges:
+    if planned.corrected is not None and runs is Runs.EVERYTHING:
         # As planned, unless the model joins late, or the shape of its sample changes.
         due = tracker.corrects(config.correction.every, shape)
-        merging = merging_to_correct(config, tracker.done, tracker.steps) if due else Merging.MERGES
+        merging = planned.corrected if due else Merging.MERGES
     cached = planned.caches, config.correction.on
     return Decision(runs, merging, *cached, _tensor(deep), _tensor(finest), forecasts)
 

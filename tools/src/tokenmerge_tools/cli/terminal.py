@@ -158,15 +158,14 @@ def _close_to_dense(result: Result) -> str:
 
 
 def _what_ran(result: Result, steps: int) -> str:
-    """Say how many steps ran the whole model, and how many tokens merged in them."""
+    """Say how many operations were saved: how many steps ran the whole model, and how many tokens merged."""
     config, rows = result.config, result.report.rows
     complete = len(config.reuse.steps_of(steps).full) if config.reuse.on else steps
     ran = "every step" if complete == steps else f"{complete} of {steps} steps"
     most = max(rows, key=lambda row: row.tokens, default=None)
-    if most is None or most.merged_tokens == most.tokens:
-        return f"{ran} ran the whole model; no tokens merged"
-    share = 100 * (1 - most.merged_tokens / most.tokens)
-    return f"{ran} ran the whole model; {share:.0f} % of the tokens merged"
+    share = 0.0 if most is None else 100 * (1 - most.merged_tokens / most.tokens)
+    merged = f"{share:.0f} % of the tokens merged" if share else "no tokens merged"
+    return f"counted speed-up {result.report.speedup:.2f}×: {ran} ran the whole model; {merged}"
 
 
 def details(result: Result) -> list[str]:
