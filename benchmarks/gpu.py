@@ -870,8 +870,9 @@ def page_table(records: Sequence[Path]) -> str:
         rows.append(f"| {shown} | {dense / 1000:.2f} s | {asked} | {memory:.1f} GB | {1000 * more:.0f} MB |")
         others.append(f"| {shown} | {other} |")
     between = (
-        "Other packages, and merging alone. A *shared plan* compares tokens once for neighbouring blocks, "
-        "and *whole blocks* also merges around\nMLPs. DeepCache's number is its interval of complete steps."
+        "## Other packages, and merging alone\n\n"
+        "A *shared plan* compares tokens once for neighbouring blocks, and *whole blocks* also merges around "
+        "MLPs. DeepCache's number is its\ninterval of complete steps."
     )
     return "\n".join([*rows, "", between, "", *others])
 

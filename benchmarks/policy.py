@@ -149,6 +149,8 @@ def merging_in_few_steps(steps: int) -> Iterator[Settings]:
     yield merging(0.4, scope="block", correction__every=4, **by_residual)
     yield merging(0.6, **by_residual)
     yield merging(0.25, **by_residual)
+    yield merging(0.4, scope="block", **by_residual)
+    yield merging(0.4, correction__every=4, **by_residual)
 
 
 POLICY = Path(policy.__file__).with_name("policy.json")

@@ -6,6 +6,7 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import hosts
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tokenmerge import StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.api import merge_in_hosts
 from tokenmerge.default_method import settings_for
 from tokenmerge.runtime.patching.patch import state_of
-from tokenmerge.runtime.steps.pipeline import guidance_scale
+from tokenmerge.runtime.steps.pipeline import default_guidance, guidance_scale
 
 
 class Modular:
@@ -125,3 +126,10 @@ def test_steps_of_an_inverse_scheduler_are_reused(editing):
             output_type="latent",
         )
     assert state_of(editing.unet).last_run.kinds == reused
+
+
+@pytest.mark.parametrize(("cls", "scale"), [("FluxPipeline", 1.0), ("QwenImagePipeline", 4.0)])
+def test_pipelines_whose_model_gets_a_scale_have_that_of_true_guidance(cls, scale):
+    """Their ``guidance_scale`` is an input of the model, and compares no results."""
+    pipe = object.__new__(getattr(diffusers, cls))
+    assert guidance_scale(pipe) == default_guidance(pipe) == scale
