@@ -129,7 +129,7 @@ def test_each_generation_gets_the_settings_for_its_steps_and_guidance(fast):
 def test_no_argument_is_a_speedup_of_2(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe)
-    assert str(patch).startswith("Token merging in UNet2DConditionModel: speed-up 2\n")
+    assert str(patch).startswith("tokenmerge in UNet2DConditionModel: speed-up 2\n")
     assert patch.config == settings_for(pipe, 2.0)
 
 
@@ -137,7 +137,7 @@ def test_a_removed_patch_says_so(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe)
     patch.remove()
-    assert str(patch) == "Token merging in UNet2DConditionModel: speed-up 2: removed"
+    assert str(patch) == "tokenmerge in UNet2DConditionModel: speed-up 2: removed"
 
 
 def test_the_handle_draws_the_plan_as_one_sign_for_each_step(fast):

@@ -171,7 +171,7 @@ def test_where_no_size_is_known_it_says_what_to_do():
 def test_html_shows_the_same_text():
     patch = apply_token_merging(hosts.unet(), ToMeConfig(ratio=0.5, rules=[{"level": 2, "ratio": 0.25}]))
     shown = patch._repr_html_()
-    assert shown.startswith("<pre>Token merging in UNet2DConditionModel")
+    assert shown.startswith("<pre>tokenmerge in UNet2DConditionModel")
     assert "&#x27;" in shown
     assert "256 → 128 tokens" in shown
 
@@ -260,7 +260,7 @@ def test_a_handle_of_any_unet_can_be_printed_at_any_default_size(size):
             model.model.diffusion_model.image_size = size
         # The size is checked when it is applied; here, only printing is.
         patch = merge_in_hosts(model, ToMeConfig(ratio=0.5, max_downsample=8), check_size=False)
-        assert repr(patch).startswith("Token merging in ")
+        assert repr(patch).startswith("tokenmerge in ")
         patch.remove()
 
 

@@ -403,7 +403,7 @@ class EncoderPatch(Patch[ViTReport, RecordedTokens]):
 
     def __repr__(self) -> str:
         models = " + ".join(type(model).__name__ for model in self._states)
-        title = f"Token merging in {models}: {self.config}"
+        title = f"tokenmerge in {models}: {self.config}"
         try:
             report = self.report()
         except Exception as error:  # printing a handle never fails, whatever became of the model

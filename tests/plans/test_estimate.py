@@ -11,7 +11,7 @@ import pytest
 from tests.plans.test_choose import facts
 
 from tokenmerge import StepReuse, ToMeConfig
-from tokenmerge.plans import Shown, estimate_closeness, noise_of
+from tokenmerge.plans import Estimate, Shown, estimate_closeness, noise_of
 from tokenmerge.plans.choose import harm_of, merging_harm_of
 from tokenmerge.plans.estimate import influence_of
 from tokenmerge.plans.policy import estimate_of
@@ -86,7 +86,8 @@ def test_errors_grow_with_the_distance_and_fall_with_the_noise():
 def test_short_generations_have_an_estimate(steps):
     found = estimate_closeness(dataclasses.replace(UNET, steps=steps), CONFIG, Shown())
     assert math.isfinite(found.psnr)
-    assert str(found).endswith("dB to the dense picture")
+    assert "dB to the dense picture, " in str(found)
+    assert "most of the error" not in str(found)
 
 
 @pytest.mark.parametrize("noise", [1.0, 2.0])
@@ -122,3 +123,11 @@ def test_noise_is_told_from_the_share_that_a_step_keeps():
 
 def test_its_numbers_name_their_record():
     assert estimate_of()["record"].startswith("benchmarks/")
+
+
+@pytest.mark.parametrize(
+    ("psnr", "words"),
+    [(42, "hard to tell apart"), (36, "small details"), (28, "many details"), (20, "different")],
+)
+def test_an_estimate_says_in_words_what_it_means(psnr, words):
+    assert words in str(Estimate(psnr, 8.0))

@@ -64,7 +64,9 @@ class Unet:
 
 
 class Flux:
-    """A pipeline of a tiny transformer."""
+    """A pipeline of a tiny transformer, without classifier-free guidance."""
+
+    do_classifier_free_guidance = False
 
     def __init__(self) -> None:
         self.family = FAMILIES["FluxTransformer2DModel"]

@@ -5,7 +5,7 @@
 
 from tokenmerge.plans.choose import ROUNDING, Plan, highest_speedup, plan_for
 from tokenmerge.plans.cost import correction_bytes, speedup_of
-from tokenmerge.plans.estimate import Estimate, Shown, estimate_closeness, noise_of
+from tokenmerge.plans.estimate import Estimate, Shown, estimate_closeness, looks, noise_of
 from tokenmerge.plans.facts import Facts, facts_of
 from tokenmerge.plans.tolerance import Tolerance
 
@@ -20,6 +20,7 @@ __all__ = [
     "estimate_closeness",
     "facts_of",
     "highest_speedup",
+    "looks",
     "noise_of",
     "plan_for",
     "speedup_of",

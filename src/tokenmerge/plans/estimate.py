@@ -15,6 +15,8 @@ from tokenmerge.plans.policy import estimate_of
 PARTS = ("deep", "finest")
 LEAST = 1e-7  # a squared error that nobody sees
 _TINY = 1e-6
+# What the PSNR to the dense picture means, from so many dB on.
+_LOOKS = ((40, "hard to tell apart"), (33, "small details differ"), (25, "many details differ"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,17 @@ class Estimate:
 
     def __str__(self) -> str:
         worst = "" if self.worst_step is None else f"; most of the error at step {self.worst_step}"
-        return f"{self.psnr:.0f} ± {self.within:.0f} dB to the dense picture{worst}"
+        return f"{self.psnr:.0f} ± {self.within:.0f} dB to the dense picture, {looks(self.psnr)}{worst}"
+
+
+def looks(psnr: float) -> str:
+    """Return in words how a picture differs from the dense one, by its PSNR in dB.
+
+    >>> looks(38)
+    'small details differ'
+    """
+    clearly = "it looks different: a lower speed-up or more steps are closer"
+    return next((words for least, words in _LOOKS if psnr >= least), clearly)
 
 
 def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estimate:

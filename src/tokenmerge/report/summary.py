@@ -54,6 +54,8 @@ def summary(
     ``report`` has the counts at the size and steps of the last run, or the default ones; None: unknown.
     """
     lines = [title(config, conditions)]
+    if run is None and report is not None:
+        lines.append("  not run yet: planned for the default size and number of steps")
     if report is not None:
         lines.append(f"  merging: {_merging(config, conditions, report)}")
     if config.reuse.on:
@@ -83,7 +85,7 @@ def title(config: ToMeConfig, conditions: Conditions) -> str:
         named = f"ratio {config.ratio:g}, merging alone"
     elif conditions.method and not is_default(conditions.method):
         named = f"{named}, ratio {config.ratio:g}"
-    return f"Token merging in {' + '.join(conditions.models)}: {named}"
+    return f"tokenmerge in {' + '.join(conditions.models)}: {named}"
 
 
 # The names of layers in diffusers, in words.
@@ -150,7 +152,8 @@ def _counted(conditions: Conditions, report: Report) -> str:
     if report.steps is not None:
         size += f", {report.steps} steps"
     if conditions.guidance is not None:
-        size += f", guidance {conditions.guidance:g}" if conditions.guidance > 1 else ", no classifier-free guidance"
+        guided = conditions.guidance > 1
+        size += f", guidance {conditions.guidance:g}" if guided else ", no classifier-free guidance"
     if conditions.pictures is None:
         size += f", {report.batch} sample{'s' if report.batch != 1 else ''} in each call"
     elif conditions.pictures > 1:

@@ -67,7 +67,7 @@ def test_no_plan_is_slower_than_the_rule(model: str, steps: int, speedup: float)
 
 @EVERY
 def test_neighbours_change_places_and_the_ratio(model: str) -> None:
-    known = facts(model, 20)
+    known = facts(model, 20, guidance=3.0)  # at which the rule skips steps of both models
     rule = rule_plan(known, 2.0)
     found = list(islice(neighbours(rule, Budget(known, 2.0), Random(0)), 60))
     assert rule not in found

@@ -23,6 +23,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from tokenmerge.plans import looks
 from tokenmerge.report import in_words
 from tokenmerge_tools import demo
 from tokenmerge_tools.drawing import Progress
@@ -153,8 +154,8 @@ def _close_to_dense(result: Result) -> str:
     if not finite:
         return "the pictures are identical"
     same = len(result.psnr) - len(finite)
-    psnr = f"{sum(finite) / len(finite):.1f} dB to the dense picture (from 40 dB on, hard to tell apart)"
-    return f"{psnr}, {same} identical" if same else psnr
+    psnr = f"{(mean := sum(finite) / len(finite)):.1f} dB to the dense picture, {looks(mean)}"
+    return f"{psnr}; {same} identical" if same else psnr
 
 
 def _what_ran(result: Result, steps: int) -> str:
