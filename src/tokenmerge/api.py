@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
-from torch import Tensor, nn
+from torch import nn
 
 from tokenmerge import presets
 from tokenmerge.config import SavedSettings, ToMeConfig, dense_outside, load_settings
@@ -24,7 +24,6 @@ from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import DENOISERS, find_hosts
-from tokenmerge.ops import Plan
 from tokenmerge.report import Change, Report, bytes_of, change_within
 from tokenmerge.runtime.memory.state import RecordedPlan
 from tokenmerge.runtime.patching.patch import (
@@ -375,24 +374,6 @@ def token_merging(
             restore(root)
             if state is not None:
                 patch(state)
-
-
-@contextlib.contextmanager
-def revise_plans(model: nn.Module, revise: Callable[[Tensor, Plan], Plan]) -> Iterator[None]:
-    """Within the context, let a function replace each new plan of a patched model.
-
-    Args:
-        model: the patched model; one that is not patched makes no plan.
-        revise: is called with the features ``[b, n, c]`` and the new plan, and returns the plan to use.
-    """
-    state = state_of(model)
-    if state is not None:
-        state.revise_plan = revise
-    try:
-        yield
-    finally:
-        if state is not None:
-            state.revise_plan = None
 
 
 def _patchable(model: object) -> list[tuple[nn.Module, Callable[[Any], None]]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import diffusers
 import pytest
@@ -14,8 +15,8 @@ from tests.tiny_pipeline import UNET
 from torch import Tensor
 
 from tokenmerge import token_merging
-from tokenmerge.api import revise_plans
 from tokenmerge.ops import Plan
+from tokenmerge.runtime.blocks import planning
 
 
 def _unet() -> tuple[Any, dict[str, Any]]:
@@ -35,6 +36,12 @@ def _flux() -> tuple[Any, dict[str, Any]]:
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     pipe = diffusers.FluxPipeline(**parts, transformer=model, scheduler=scheduler)
     return pipe, {"prompt_embeds": noise(1, 7, TEXT), "pooled_prompt_embeds": noise(1, TEXT)}
+
+
+def _revised(revise: Callable[[Plan], Plan]) -> Any:
+    """Let a function replace each new plan within the context."""
+    make = planning._new_plan
+    return mock.patch.object(planning, "_new_plan", lambda *given: revise(make(*given)))
 
 
 def _destinations(plan: Plan) -> Tensor:
@@ -67,11 +74,11 @@ def test_compiled_blocks_draw_what_the_default_method_draws_without_a_compiler(b
     for speedup in (2.0, 1.5):
         plans: list[Plan] = []
 
-        def note(features: Tensor, plan: Plan, plans: list[Plan] = plans) -> Plan:
+        def note(plan: Plan, plans: list[Plan] = plans) -> Plan:
             plans.append(plan)
             return plan
 
-        with token_merging(pipe, speedup=speedup), revise_plans(model, note):
+        with token_merging(pipe, speedup=speedup), _revised(note):
             eager[speedup] = draw(), plans
         assert plans
         assert not torch.equal(eager[speedup][0], dense)
@@ -80,12 +87,12 @@ def test_compiled_blocks_draw_what_the_default_method_draws_without_a_compiler(b
     for speedup, (expected, plans) in eager.items():
         left: Iterator[Plan] = iter(plans)
 
-        def give(features: Tensor, plan: Plan, left: Iterator[Plan] = left) -> Plan:
+        def give(plan: Plan, left: Iterator[Plan] = left) -> Plan:
             given = next(left)
             differing = _destinations(plan) != _destinations(given)
             assert differing.float().mean() <= 1 / 200
             return given
 
-        with token_merging(pipe, speedup=speedup), revise_plans(model, give):
+        with token_merging(pipe, speedup=speedup), _revised(give):
             assert (draw() - expected).abs().max() <= 10 * rounding
         assert next(left, None) is None

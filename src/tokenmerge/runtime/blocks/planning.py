@@ -78,8 +78,6 @@ def _plan_of(
             if settings.features in CACHED_FEATURES:
                 features = compared(state, settings.features, x, features, start)
             plan = _new_plan(state, context, settings.planner, sequence, features)
-            if model.revise_plan is not None:
-                plan = model.revise_plan(features, plan)
         if context.caches_plans:
             plans[number] = plan
     if model.record is not None:

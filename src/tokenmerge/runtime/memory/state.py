@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.config.checks import integer
@@ -91,8 +90,6 @@ class ModelState:
         parts: its blocks, layers and stages that merge or are skipped, in the order of ``groups``.
         given_grid: the model's finest token grid in the next calls, where the user gave it.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
-        revise_plan: called with the features ``[b, n, c]`` and each new plan, returns the plan that is used
-            instead; None: new plans are used as they are.
         last_run: what happened in the generation that began last; None before the first.
         kept: what others looked at when a generation last began; before the first, when it was patched.
         settings: what holds for each level that merges, at the first step.
@@ -115,7 +112,6 @@ class ModelState:
     memories: Memories = dataclasses.field(default_factory=Memories)
     given_grid: Grid | None = None
     record: dict[str, RecordedPlan] | None = None
-    revise_plan: Callable[[Tensor, Plan], Plan] | None = None
     last_run: RunLog | None = None
     recorder: StepRecorder | None = None
     kept: Kept = dataclasses.field(default_factory=Kept)
