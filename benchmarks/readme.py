@@ -121,7 +121,7 @@ def rows(lines: list[dict[str, Any]]) -> Iterator[str]:
 
 def in_words(psnr: float) -> str:
     """Say how much a picture with this PSNR differs."""
-    known = ((40, "hard to tell apart"), (35, "small details differ"), (25, "many details differ"))
+    known = ((40, "mostly hard to tell apart"), (35, "small details differ"), (25, "many details differ"))
     return next((words for least, words in known if psnr >= least), "same subject")
 
 

@@ -64,8 +64,8 @@ def printed(run: dict) -> str:
     told = "the estimate was too low here" if psnr > high else "the estimate was too high here"
     told = "within the estimate" if low <= psnr <= high else told
     note = (
-        f"*One run on {threads} CPU thread{'s' * (threads > 1)}, which gain less than one. The steps of the "
-        f"unchanged model took {seconds:.1f} s. The picture has {psnr:.1f} dB, {told}.*"
+        f"*One run on {threads} CPU thread{'s' * (threads > 1)}, {seconds:.1f} s dense. One thread gains more. "
+        f"The picture has {psnr:.1f} dB, {told}.*"
     )
     return "\n".join(("```text", run["summary"], "```", "", note, ""))
 

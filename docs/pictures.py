@@ -96,7 +96,8 @@ TOUR_TEXT = """\
 :alt: A bundled UNet dense, at three speeds, and in fewer steps
 ```
 
-*One prompt on the bundled UNet `emoji-unet`, {size} × {size} pixels. Above with tokenmerge, below the unchanged model in fewer steps.*
+*One prompt on the bundled UNet `emoji-unet`, {size} × {size} pixels. Above with tokenmerge, below the unchanged model in fewer steps.
+This prompt is an easy one: the table has the range over others.*
 
 ```{{image}} tour-emoji-mmdit.png
 :alt: A bundled transformer dense, at three speeds, and in fewer steps

@@ -130,4 +130,5 @@ def test_its_numbers_name_their_record():
     [(42, "hard to tell apart"), (36, "small details"), (28, "many details"), (20, "different")],
 )
 def test_an_estimate_says_in_words_what_it_means(psnr, words):
-    assert words in str(Estimate(psnr, 8.0))
+    assert words in str(Estimate(psnr, 0.0))
+    assert '"many details differ" to "hard to tell apart"' in str(Estimate(33, 8.0))

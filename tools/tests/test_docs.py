@@ -274,7 +274,7 @@ def test_the_first_page_says_how_the_default_method_compares():
     strong = ("emoji-mmdit", 7.0)
     assert closer == [(strong, "fewer-steps steps=15"), (strong, "easycache threshold=0.3")]
     assert "15 steps are closer than tokenmerge at the same speed, 1.33×" in page
-    assert "EasyCache is closer in two settings by time, and in one by operations" in page
+    assert "EasyCache is closer in two settings at equal time, and in one at equal operations" in page
     own = [one for records in drawn.values() for one in records if one.variant == "auto"]
     assert {one.config["ratio"] for one in own} == {0}  # docs/rivals.md: `auto` merges none of the tokens
 
@@ -298,7 +298,7 @@ def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     config = settings_for(unet, 2.0, 128, 128, 30, 5.0, follows_steps=True)
     signs = signs_of(plan_generation(config, 30), config.merges, is_unet=True)
     assert set(signs) == {"D", "f"}
-    assert "Where they do not, as for SDXL on an H200, the plan has `D` in place of `M`." in README
+    assert "Where it does not, as for SDXL on an H200, you see `D`, not `M`." in README
 
 
 def test_the_page_of_the_third_model_says_what_its_record_says():

@@ -16,7 +16,7 @@ PARTS = ("deep", "finest")
 LEAST = 1e-7  # a squared error that nobody sees
 _TINY = 1e-6
 # What the PSNR to the dense picture means, from so many dB on.
-_LOOKS = ((40, "hard to tell apart"), (33, "small details differ"), (25, "many details differ"))
+_LOOKS = ((40, "hard to tell apart"), (35, "small details differ"), (25, "many details differ"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,10 @@ class Estimate:
     worst_step: int | None = None
 
     def __str__(self) -> str:
-        worst = "" if self.worst_step is None else f"; most of the error at step {self.worst_step}"
-        return f"{self.psnr:.0f} ± {self.within:.0f} dB to the dense picture, {looks(self.psnr)}{worst}"
+        worst = "" if self.worst_step is None else f"; most of the error at step {self.worst_step} (from 0)"
+        ends = dict.fromkeys(looks(self.psnr + sign * self.within) for sign in (-1, 1))
+        words = " to ".join(f'"{end}"' for end in ends)
+        return f"{self.psnr:.0f} ± {self.within:.0f} dB to the dense picture, {words}{worst}"
 
 
 def looks(psnr: float) -> str:
@@ -61,8 +63,7 @@ def looks(psnr: float) -> str:
     >>> looks(38)
     'small details differ'
     """
-    clearly = "it looks different: a lower speed-up or more steps are closer"
-    return next((words for least, words in _LOOKS if psnr >= least), clearly)
+    return next((words for least, words in _LOOKS if psnr >= least), "looks different")
 
 
 def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estimate:

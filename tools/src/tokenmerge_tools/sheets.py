@@ -45,7 +45,7 @@ def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", group
     columns = (
         ("dense", dense),
         ("with tokenmerge", merged),
-        ("difference", f"× {gain}"),
+        ("difference", f"{gain} times as bright"),
         ("merged groups", groups),
     )[: 4 if any(row.labels.size > 1 for row in rows) else 3]
     factor = max(1, -(-_SMALLEST_SIDE // min(rows[0].dense.size)))

@@ -135,7 +135,7 @@ def test_progress_is_printed_without_a_terminal_too(capsys):
     move = terminal._in_lines("steps", lambda: next(seconds))
     for done in (1, 2):
         move(Progress("dense", done, 20))
-    assert capsys.readouterr().err == "dense: 2 of 20 steps\n"
+    assert capsys.readouterr().err == "dense: 2 of 20 steps done\n"
 
 
 def test_every_option_of_generate_reaches_the_options(monkeypatch, folder):

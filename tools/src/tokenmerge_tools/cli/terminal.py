@@ -91,7 +91,7 @@ def _in_lines(unit: str, clock: Callable[[], float] = time.monotonic) -> Callabl
         nonlocal last
         if clock() - last >= _SECONDS_BETWEEN_LINES:
             last = clock()
-            say(f"{progress.part}: {progress.done} of {progress.total} {unit}")
+            say(f"{progress.part}: {progress.done} of {progress.total} {unit} done")
 
     return move
 
