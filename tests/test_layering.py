@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "tuned_method": "config models plans default_method",
     "handle": "errors config planners models plans default_method "
     "runtime.steps runtime.memory runtime.patching report vit",
-    "api": "errors ops config presets models integrations.export "
+    "api": "errors config presets models integrations.export "
     "runtime.steps runtime.memory runtime.patching report vit default_method tuned_method handle",
     "integrations.serving": "errors config api",
     "compat": "errors config presets api",
