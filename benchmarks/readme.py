@@ -27,6 +27,7 @@ from diffusers import DiffusionPipeline
 from gpu import RECORDS, speedups
 
 from tokenmerge import token_merging
+from tokenmerge.plans import looks
 from tokenmerge_tools import demo
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
@@ -121,8 +122,7 @@ def rows(lines: list[dict[str, Any]]) -> Iterator[str]:
 
 def in_words(psnr: float) -> str:
     """Say how much a picture with this PSNR differs."""
-    known = ((40, "mostly hard to tell apart"), (35, "small details differ"), (25, "many details differ"))
-    return next((words for least, words in known if psnr >= least), "same subject")
+    return looks(psnr).replace("hard", "mostly hard")  # it is a mean
 
 
 def main() -> None:
