@@ -49,7 +49,7 @@ SOLVERS = {
 }
 CLASSES: Mapping[str, Any] = {"emoji-unet": ("unet", "deep"), "emoji-mmdit": ("transformer", "blocks")}
 SPEEDUPS = (1.3, 1.6, 2.0, 3.0)
-NOTES = ("blocks.stages.note_forecast", "blocks.block_runs.note_forecast", "patching.hooks.note_output")
+NOTES = ("blocks.skipping._note_forecast", "memory.run_log.RunLog.note_output")
 TURNS = 5
 KEY = ("model", "solver", "guidance", "size", "steps", "speedup", "prompt")
 

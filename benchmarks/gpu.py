@@ -41,7 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import tokenmerge  # noqa: E402
 from tokenmerge import PlanSharing, ToMeConfig, token_merging  # noqa: E402
-from tokenmerge.ops import attend_by_columns, merge, unmerge  # noqa: E402
+from tokenmerge.ops import attend_by_columns  # noqa: E402
 from tokenmerge.planners import PLANNERS, calibration  # noqa: E402
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
@@ -339,7 +339,7 @@ def default(loop: Any, speedup: float = 2.0, fewest: int | None = None) -> Itera
 @contextlib.contextmanager
 def without_estimate(loop: Any) -> Iterator[None]:
     """Apply the default method without what it computes for its estimate of closeness."""
-    noted = ("blocks.stages.note_forecast", "blocks.block_runs.note_forecast", "patching.hooks.note_output")
+    noted = ("blocks.skipping._note_forecast", "memory.run_log.RunLog.note_output")
     with contextlib.ExitStack() as stack:
         for name in noted:
             stack.enter_context(mock.patch(f"tokenmerge.runtime.{name}"))
@@ -496,9 +496,9 @@ def _parts_of_attention(
     if run.measure(f"{name}: plan, tiled", lambda: medians(run, make)) is None:
         return
     plan = make()
-    merged, logits = merge(plan, x), plan.sizes.log()
+    merged, logits = plan.merge(x), plan.sizes.log()
     columns = partial(_by_columns, merged, weights / channels**0.5, heads, plan.sizes)
-    for what, call in {"merge": lambda: merge(plan, x), "unmerge": lambda: unmerge(plan, merged)}.items():
+    for what, call in {"merge": lambda: plan.merge(x), "unmerge": lambda: plan.unmerge(merged)}.items():
         run.measure(f"{name}: {what}", partial(medians, run, call))
     for what, call in {
         "dense": partial(layer, x),

@@ -20,7 +20,7 @@ import turns
 
 from tokenmerge import ToMeConfig
 from tokenmerge.config import GUIDED_PLANNERS
-from tokenmerge.ops import merge, shared_features, unmerge
+from tokenmerge.ops import shared_features
 from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge_tools.bench.loaded_model import build_denoiser, example_inputs, find_geometry
 
@@ -45,7 +45,7 @@ def measure(size: int, options: argparse.Namespace) -> dict[str, list[float]]:
                 # Both halves of guidance share a plan, which is made from the tokens of both.
                 features = shared_features(tokens, 2)
                 plan = PLANNERS[planner](features, grid, r, config, step).repeated(2)
-                unmerge(plan, merge(plan, tokens))
+                plan.unmerge(plan.merge(tokens))
 
         return around_all_blocks
 

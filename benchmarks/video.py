@@ -34,7 +34,6 @@ from torch import nn
 from tokenmerge import ToMeConfig, apply_token_merging
 from tokenmerge.config import highest_ratio
 from tokenmerge.models.find import find_hosts
-from tokenmerge.ops import merge, unmerge
 from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge.report.flops import count_flops
 from tokenmerge_tools.bench.loaded_model import GEOMETRIES
@@ -144,7 +143,7 @@ def time_merging(name: str, options: argparse.Namespace) -> None:
     def around(variant: str) -> None:
         config = config_of(variant, options.ratio)
         plan = PLANNERS[config.planner](tokens, grid, num_removed(grid, config), config, step)
-        unmerge(plan, merge(plan, tokens))
+        plan.unmerge(plan.merge(tokens))
 
     calls = {v: functools.partial(turns.seconds, functools.partial(around, v), device) for v in VARIANTS}
     times = turns.in_turns(calls, options.rounds, f"{name}, merging {n} tokens", warm_up=False)

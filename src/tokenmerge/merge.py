@@ -75,9 +75,9 @@ def bipartite_soft_matching_random2d(
     def merge(x: Tensor, mode: str = "mean") -> Tensor:
         if mode != "mean":
             raise ConfigError(f"mode: expected 'mean', got {shown(mode)}; leave the argument out")
-        return ops.merge(plan, x)
+        return plan.merge(x)
 
     def unmerge(x: Tensor) -> Tensor:
-        return ops.unmerge(plan, x)
+        return plan.unmerge(x)
 
     return merge, unmerge

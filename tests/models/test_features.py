@@ -227,7 +227,7 @@ def test_blocks_that_share_a_plan_cache_one_residual():
     states = [block.module.__dict__[STATE] for block in find_hosts(model)[0].blocks]
     kept = [residual for state in states for residual in state.threads.value.cache.residuals.values()]
     (residual,) = kept
-    assert [None if part is None else tuple(part.shape) for part in residual.latest].count((2, 64, 32)) == 1
+    assert [None if part is None else tuple(part.shape) for part in residual].count((2, 64, 32)) == 1
 
 
 @pytest.mark.parametrize("name", ["UNet2DConditionModel", "QwenImageTransformer2DModel"])
@@ -239,7 +239,7 @@ def test_the_report_counts_what_a_generation_caches(name):
     arguments = family.inputs(2, 16, 16)
     call(model, arguments)
     caches = [part.threads.value.cache for part in model.__dict__[STATE].parts]
-    kept = [part for cache in caches for residual in cache.residuals.values() for part in residual.latest]
+    kept = [part for cache in caches for residual in cache.residuals.values() for part in residual]
     kept += [part for cache in caches for plan in cache.plans.values() for part in plan]
     side = arguments["sample"].shape[-1] if name.startswith("UNet") else 32
     counted = patch.report(height=side, width=side, batch=2)

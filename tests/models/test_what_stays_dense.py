@@ -79,7 +79,7 @@ def test_the_draw_of_a_masked_image_model_follows_the_number_of_masked_tokens():
         ids = arguments["input_ids"] % 31
         ids.view(-1)[:masked] = 31
         call(model, {**arguments, "input_ids": ids})
-        steps.add(int(state.context.step))
+        steps.add(int(state.context.seed))
     assert len(steps) == 3
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tokenmerge import ToMeConfig
-from tokenmerge.ops import IndexPlan, keep_destinations, matching, merge, plan, tiles, unmerge
+from tokenmerge.ops import IndexPlan, keep_destinations, matching, plan, tiles
 
 STEP = torch.tensor(7)
 
@@ -67,11 +67,11 @@ def test_means_of_all_groups_at_once_are_those_one_by_one(
     mean is rounded twice: by the division and to ``dtype``."""
     used = change(a_plan(random_tokens(2, 256, 8)))
     x = random_tokens(*used.inverse.shape, 8).to(dtype)
-    expected, sizes = merge(used, x), used.sizes.unsqueeze(2)
+    expected, sizes = used.merge(x), used.sizes.unsqueeze(2)
     with as_on_an_accelerator(monkeypatch):
-        found = merge(used, x)
+        found = used.merge(x)
     assert found.dtype == dtype
-    mean_size = merge(used, x.double().abs())
+    mean_size = used.merge(x.double().abs())
     summed = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     bound = 2 * mean_size * (sizes * summed + torch.finfo(dtype).eps)
     assert ((found.double() - expected.double()).abs() <= bound).all()
@@ -85,9 +85,9 @@ def test_gradients_and_weights_take_the_other_way(monkeypatch):
     used = a_plan(x)
     with as_on_an_accelerator(monkeypatch):
         dropped = used._replace(weights=torch.zeros(used.sources.shape), sizes=torch.ones_like(used.sizes))
-        assert torch.equal(merge(dropped, x), keep_destinations(dropped, x))
+        assert torch.equal(dropped.merge(x), keep_destinations(dropped, x))
         with torch.enable_grad():
-            assert torch.equal(merge(used, x.requires_grad_()), merge(used, x))
+            assert torch.equal(used.merge(x.requires_grad_()), used.merge(x))
 
 
 def test_tokens_of_text_stay_in_front_as_by_the_general_way():
@@ -96,4 +96,4 @@ def test_tokens_of_text_stay_in_front_as_by_the_general_way():
     for field, values, others in zip(IndexPlan._fields, used.after(5), expected, strict=True):
         assert (values is None and others is None) or torch.equal(values, others), field
     y = random_tokens(3, expected.keep.shape[1], 4)
-    assert_close(unmerge(used.after(5), y), unmerge(expected, y), rtol=0, atol=0)
+    assert_close(used.after(5).unmerge(y), expected.unmerge(y), rtol=0, atol=0)

@@ -12,13 +12,7 @@ from planned import plan_by
 from torch.testing import assert_close
 
 from tokenmerge.config import ToMeConfig, highest_ratio
-from tokenmerge.ops import (
-    keep_destinations,
-    merge,
-    shared_features,
-    strided_partition,
-    unmerge,
-)
+from tokenmerge.ops import keep_destinations, shared_features, strided_partition
 from tokenmerge.planners import num_removed
 
 sizes = st.integers(1, 9)
@@ -77,10 +71,10 @@ def test_a_repeated_plan_merges_each_repetition_alike(case, times):
     if plan is None:
         return
     again = plan.repeated(times)
-    assert_close(merge(again, x.repeat(times, 1, 1)), merge(plan, x).repeat(times, 1, 1), rtol=0, atol=0)
+    assert_close(again.merge(x.repeat(times, 1, 1)), plan.merge(x).repeat(times, 1, 1), rtol=0, atol=0)
     values = torch.randn(times * x.shape[0], *x.shape[1:])
-    whole = unmerge(again, merge(again, values))
-    parts = [unmerge(plan, merge(plan, part)) for part in values.split(x.shape[0])]
+    whole = again.unmerge(again.merge(values))
+    parts = [plan.unmerge(plan.merge(part)) for part in values.split(x.shape[0])]
     assert_close(whole, torch.cat(parts), rtol=0, atol=0)
 
 
@@ -105,10 +99,10 @@ def test_a_plan_within_a_sequence_merges_its_tokens_and_leaves_the_others(case, 
 
     within = plan.within(start, beside + n)
     whole = sequence(x)
-    merged = merge(within, whole)
+    merged = within.merge(whole)
     assert_close(merged[:, :beside], others, rtol=0, atol=0)
-    assert_close(merged[:, beside:], merge(plan, x), rtol=0, atol=0)
-    assert_close(unmerge(within, merged), sequence(unmerge(plan, merge(plan, x))), rtol=0, atol=0)
+    assert_close(merged[:, beside:], plan.merge(x), rtol=0, atol=0)
+    assert_close(within.unmerge(merged), sequence(plan.unmerge(plan.merge(x))), rtol=0, atol=0)
     assert torch.equal(within.kept()[:, beside:], plan.kept() + start[:, None])
 
 
@@ -129,7 +123,7 @@ def test_r_tokens_go_sizes_sum_to_n_and_the_weighted_sum_is_conserved(case):
     if r == 0:
         assert plan is None
         return
-    merged = merge(plan, x)
+    merged = plan.merge(x)
     n = math.prod(grid)
     assert merged.shape == (x.shape[0], n - r, x.shape[2])
     assert plan.sizes.sum(dim=1).tolist() == [n] * x.shape[0]
@@ -143,7 +137,7 @@ def test_each_merged_token_is_the_mean_of_its_group(case):
     plan = plan_by("tome", x, grid, config, step)
     if plan is None:
         return
-    merged = merge(plan, x)
+    merged = plan.merge(x)
     for image in range(x.shape[0]):
         labels = plan.labels()[image]
         for token in range(merged.shape[1]):
@@ -168,8 +162,8 @@ def test_unmerging_is_exact_where_the_merged_tokens_were_equal(case):
     plan = plan_by("tome", x, grid, config, step)
     if plan is None:
         return
-    equal_in_groups = unmerge(plan, torch.arange(plan.keep.numel()).view(*plan.keep.shape, 1).float())
-    assert torch.equal(unmerge(plan, merge(plan, equal_in_groups)), equal_in_groups)
+    equal_in_groups = plan.unmerge(torch.arange(plan.keep.numel()).view(*plan.keep.shape, 1).float())
+    assert torch.equal(plan.unmerge(plan.merge(equal_in_groups)), equal_in_groups)
 
 
 @given(cases())
@@ -180,7 +174,7 @@ def test_every_token_gets_the_result_of_its_own_group_and_of_its_own_image(case)
         return
     b, m = plan.keep.shape
     image_and_token = torch.cartesian_prod(torch.arange(b), torch.arange(m)).view(b, m, 2).float()
-    back = unmerge(plan, image_and_token)
+    back = plan.unmerge(image_and_token)
     assert torch.equal(back[..., 1].long(), plan.labels())
     assert torch.equal(back[..., 0].long(), torch.arange(b).unsqueeze(1).expand(b, math.prod(grid)))
 
@@ -197,7 +191,7 @@ def test_the_plan_is_that_of_the_slow_reference(case):
     if plan is None:
         return
     values = torch.randn(x.shape[0], height * width, 3, generator=torch.Generator().manual_seed(1))
-    back = unmerge(plan, merge(plan, values))
+    back = plan.unmerge(plan.merge(values))
     dst = reference.destinations(height, width, config.sx, config.sy)
     for image in range(x.shape[0]):
         groups = reference.groups(x[image].double().tolist(), dst, num_removed((1, height, width), config))

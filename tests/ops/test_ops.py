@@ -6,7 +6,7 @@ from planned import plan_by
 from torch.testing import assert_close
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.ops import bipartite_soft_matching, matching, merge, strided_partition, unmerge
+from tokenmerge.ops import bipartite_soft_matching, matching, strided_partition
 
 HALF = ToMeConfig(ratio=0.5)
 
@@ -80,27 +80,27 @@ def test_half_precision_merging_only_rounds_its_result(dtype):
     x = (random_tokens(1, 4096, 8) + 3).to(dtype)
     x[:, ::2] = x[:, :1]  # one large group, in which a half-precision sum would stop growing
     plan = plan_by("tome", x, (1, 64, 64), ToMeConfig(ratio=0.75, seed=None), torch.tensor(0))
-    exact = merge(plan, x.double())
-    error = (merge(plan, x).double() - exact).abs()
+    exact = plan.merge(x.double())
+    error = (plan.merge(x).double() - exact).abs()
     assert (error <= exact.abs() * torch.finfo(dtype).eps / 2 + 1e-5).all()
-    assert merge(plan, x).dtype == dtype
+    assert plan.merge(x).dtype == dtype
 
 
 def test_merging_and_unmerging_have_the_gradients_of_their_matrices():
     x = random_tokens(2, 16, 3).double().requires_grad_()
     plan = plan_by("tome", x, (1, 4, 4), HALF, torch.tensor(0))
-    assert torch.autograd.gradcheck(lambda t: merge(plan, t), x)
-    assert torch.autograd.gradcheck(lambda t: unmerge(plan, merge(plan, t)), x)
+    assert torch.autograd.gradcheck(lambda t: plan.merge(t), x)
+    assert torch.autograd.gradcheck(lambda t: plan.unmerge(plan.merge(t)), x)
 
 
 def test_merge_leaves_its_input_alone():
     x = random_tokens(2, 16, 3)
     before = x.clone()
-    merge(plan_by("tome", x, (1, 4, 4), HALF, torch.tensor(0)), x)
+    plan_by("tome", x, (1, 4, 4), HALF, torch.tensor(0)).merge(x)
     assert torch.equal(x, before)
 
 
 def test_tokens_that_are_a_view_with_strides():
     x = random_tokens(2, 3, 16).transpose(1, 2)
     plan = plan_by("tome", x, (1, 4, 4), HALF, torch.tensor(0))
-    assert_close(merge(plan, x), merge(plan, x.contiguous()), rtol=0, atol=0)
+    assert_close(plan.merge(x), plan.merge(x.contiguous()), rtol=0, atol=0)

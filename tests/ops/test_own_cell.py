@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
-from tokenmerge.ops import merge, own_cell
+from tokenmerge.ops import own_cell
 
 strides = st.integers(1, 3)
 
@@ -41,7 +41,7 @@ def test_the_uniform_planner_means_each_cell(case, b, frames):
         assert config.ratio == 0 or int(height * width * config.ratio) == 0
         return
     cells = own_cell((height, width), (sy, sx), torch.arange(height * width))
-    merged = merge(plan, x).view(b, frames, -1, 4)
+    merged = plan.merge(x).view(b, frames, -1, 4)
     for cell in range(int(cells.max()) + 1):
         mean = x.view(b, frames, -1, 4)[:, :, cells == cell].mean(2)
         assert_close(merged[:, :, cell], mean, rtol=1e-5, atol=1e-6)

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 import tokenmerge.config
 from tokenmerge.config import GUIDED_PLANNERS, OWN_NUMBER, ToMeConfig, highest_ratio
 from tokenmerge.config.settings import texts_in
-from tokenmerge.ops import Plan, SoftPlan, keep_destinations, merge, unmerge
+from tokenmerge.ops import Plan, SoftPlan, keep_destinations
 from tokenmerge.planners import (
     PLANNERS,
     num_removed,
@@ -161,8 +161,8 @@ def test_what_is_no_number_in_one_picture_stays_there(name, broken):
         assert torch.equal(planned.labels()[i], others.labels()[i])
         assert torch.equal(planned.sizes[i], others.sizes[i])
     shared = plan(name, beside.mean(dim=0, keepdim=True), grid, config)
-    for combine in (merge, keep_destinations):
-        assert unmerge(shared, combine(shared, x[:1])).isfinite().all()
+    for merged in (shared.merge(x[:1]), keep_destinations(shared, x[:1])):
+        assert shared.unmerge(merged).isfinite().all()
 
 
 @EVERY
@@ -176,9 +176,9 @@ def test_what_is_equal_everywhere_stays_so(name, case):
         return
     same = torch.full_like(x, 0.3)
     close = functools.partial(assert_close, rtol=243 * 2**-24, atol=0)
-    merged = merge(planned, same)
+    merged = planned.merge(same)
     close(merged, same[:, : merged.shape[1]])
-    close(unmerge(planned, merged), same)
+    close(planned.unmerge(merged), same)
     assert torch.equal(keep_destinations(planned, x), x.take_along_dim(planned.kept().unsqueeze(-1), dim=1))
 
 
@@ -193,9 +193,9 @@ def test_a_repeated_plan_merges_each_repetition_alike(name, case, times):
     values = tokens(times * len(x), grid)
     again = planned.repeated(times)
     parts = values.split(len(x))
-    assert torch.equal(merge(again, values), torch.cat([merge(planned, part) for part in parts]))
-    whole = unmerge(again, merge(again, values))
-    assert torch.equal(whole, torch.cat([unmerge(planned, merge(planned, part)) for part in parts]))
+    assert torch.equal(again.merge(values), torch.cat([planned.merge(part) for part in parts]))
+    whole = again.unmerge(again.merge(values))
+    assert torch.equal(whole, torch.cat([planned.unmerge(planned.merge(part)) for part in parts]))
     assert torch.equal(again.kept(), planned.kept().repeat(times, 1))
     assert torch.equal(again.labels(), planned.labels().repeat(times, 1))
     assert torch.equal(again.sizes, planned.sizes.repeat(times, 1))
@@ -241,9 +241,9 @@ def test_pictures_of_a_sequence_merge_each_by_its_own_plan(name, case, others, r
     # Merging and unmerging each then differ by up to 2 · 81 · 2⁻²⁴ of the terms, and these are below 8.
     rounding = 4 * 81 * 2**-24 if isinstance(joined, SoftPlan) else 0
     close = functools.partial(assert_close, rtol=rounding, atol=8 * rounding)
-    merged = merge(joined, sequence)
-    close(merged, each(merge, lambda own: own))
-    close(unmerge(joined, merged), each(lambda its, own: unmerge(its, merge(its, own)), lambda own: own))
+    merged = joined.merge(sequence)
+    close(merged, each(lambda its, own: its.merge(own), lambda own: own))
+    close(joined.unmerge(merged), each(lambda its, own: its.unmerge(its.merge(own)), lambda own: own))
     close(joined.sizes, each(lambda its, own: its.sizes, lambda own: torch.ones(own.shape[:2])))
     assert torch.equal(keep_destinations(joined, sequence), each(keep_destinations, lambda own: own))
 
@@ -266,13 +266,13 @@ def test_a_plan_within_a_sequence_merges_its_tokens_and_leaves_the_others(name, 
         return torch.stack([torch.cat([other[:at], row, other[at:]]) for other, row, at in rows])
 
     within = planned.within(start, beside + n)
-    merged = merge(within, sequence(x))
+    merged = within.merge(sequence(x))
     assert torch.equal(merged[:, :beside], others)
     # Sums of p products may have another order in a larger batch of tiles. Shares sum to 1 at most.
     p = planned.shares.shape[-1] if isinstance(planned, SoftPlan) else 0
     close = partial(assert_close, rtol=0, atol=2 * p * 2**-24 * max(1.0, x.abs().max().item()))
-    close(merged[:, beside:], merge(planned, x))
-    close(unmerge(within, merged), sequence(unmerge(planned, merge(planned, x))))
+    close(merged[:, beside:], planned.merge(x))
+    close(within.unmerge(merged), sequence(planned.unmerge(planned.merge(x))))
     assert torch.equal(within.kept()[:, beside:], planned.kept() + start[:, None])
     sizes = torch.cat([torch.ones(b, beside), planned.sizes], dim=1)
     assert torch.equal(within.sizes, sizes)
@@ -285,8 +285,8 @@ def test_half_precision_merging_only_rounds_its_result(name, dtype):
     grid = (1, 16, 16)
     x = (tokens(2, grid) + 3).to(dtype)
     planned = plan(name, x, grid, settings_of(name))
-    for function, values in ((merge, x), (unmerge, x[:, : planned.keep.shape[1]])):
-        result, exact = function(planned, values), function(planned, values.double())
+    for function, values in ((planned.merge, x), (planned.unmerge, x[:, : planned.keep.shape[1]])):
+        result, exact = function(values), function(values.double())
         assert result.dtype == dtype
         assert ((result.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps / 2 + 1e-5).all()
 
@@ -296,8 +296,8 @@ def test_merging_and_unmerging_have_the_gradients_of_their_matrices(name):
     grid = (1, 4, 6)
     x = tokens(2, grid, 3).double().requires_grad_()
     planned = plan(name, x, grid, settings_of(name))
-    assert torch.autograd.gradcheck(lambda t: merge(planned, t), x)
-    assert torch.autograd.gradcheck(lambda t: unmerge(planned, merge(planned, t)), x)
+    assert torch.autograd.gradcheck(lambda t: planned.merge(t), x)
+    assert torch.autograd.gradcheck(lambda t: planned.unmerge(planned.merge(t)), x)
 
 
 @EVERY
@@ -340,7 +340,7 @@ def test_planning_compiles_into_one_graph(name):
     def step(x: Tensor, importance: Tensor, at: Tensor) -> Tensor:
         extra = (importance,) if name in GUIDED_PLANNERS else ()
         planned = plan_by(name, x, grid, config, at, *extra)
-        return unmerge(planned, merge(planned, x))
+        return planned.unmerge(planned.merge(x))
 
     arguments = x, x.sin().sum(dim=2).abs(), torch.tensor(3)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -354,4 +354,4 @@ def test_planning_needs_shapes_alone(name):
     x = tokens(2, grid)
     shapes = plan(name, x.to("meta"), grid, config)
     assert shapes.keep.shape == plan(name, x, grid, config).keep.shape
-    assert unmerge(shapes, merge(shapes, x.to("meta"))).shape == x.shape
+    assert shapes.unmerge(shapes.merge(x.to("meta"))).shape == x.shape

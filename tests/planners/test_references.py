@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from tokenmerge.config import ToMeConfig, highest_ratio
-from tokenmerge.ops import Plan, merge, strided_partition, unmerge
+from tokenmerge.ops import Plan, strided_partition
 from tokenmerge.planners import num_removed
 from tokenmerge.planners.sito import similarity_scores
 from tokenmerge.planners.toma import facility_location
@@ -148,7 +148,7 @@ def test_below_the_threshold_tokens_go_and_do_not_count(case, threshold):
     assert groups(plan) == expected
     for at, token in enumerate(plan.kept()[0].tolist()):
         assert plan.sizes[0, at] == len(means[token])
-        assert_close(merge(plan, x.unsqueeze(0))[0, at], x[means[token]].mean(dim=0))
+        assert_close(plan.merge(x.unsqueeze(0))[0, at], x[means[token]].mean(dim=0))
 
 
 @given(cases())
@@ -244,12 +244,12 @@ def test_toma_shares_the_tokens_of_each_tile_out(case):
         for d, row in zip(chosen, shares, strict=True):
             means[d], sizes[d] = (row @ x[tokens]) / row.sum(), row.sum().item()
             back[tokens, d] = row
-    merged = merge(plan, x.unsqueeze(0))
+    merged = plan.merge(x.unsqueeze(0))
     for at, token in enumerate(kept):
         assert_close(merged[0, at], means[token])
         assert_close(plan.sizes[0, at].item(), sizes[token])
     y = torch.randn(1, n - r, 3, dtype=torch.float64)
-    assert_close(unmerge(plan, y)[0], back[:, kept] @ y[0])
+    assert_close(plan.unmerge(y)[0], back[:, kept] @ y[0])
     assert torch.equal(plan.labels()[0], back[:, kept].argmax(dim=1))
 
 

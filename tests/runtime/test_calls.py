@@ -41,9 +41,8 @@ FACTS = {
     "config/settings.py": "properties of the settings",
     "config/parts.py": "properties of the settings",
     "models/layout.py": "which of a call's tokens are the image's, and the sides of their grid",
-    "models/call.py": "the arguments of a host's call, which it makes",
+    "models/call.py": "the host's method, its parameters, and the arguments of its call, which it makes",
     "runtime/memory/state.py": "what a block is, and what holds for its running call",
-    "runtime/blocks/host_method.py": "the host's method and the names of its parameters",
 }
 
 
@@ -132,7 +131,7 @@ def test_finding_the_pipeline_calls_no_function_for_each_frame_of_the_stack():
 
 @pytest.mark.parametrize("scope", ["layers", "block"])
 @torch.no_grad()
-def test_in_a_merged_block_eleven_files_act(scope):
+def test_in_a_merged_block_ten_files_act(scope):
     """From its ``forward`` to the gather and back, with a new plan: what a reader steps into."""
     family = FAMILIES["UNet2DConditionModel"]
     model, arguments = model_of(family), family.inputs(2, 8, 8)
@@ -147,7 +146,6 @@ def test_in_a_merged_block_eleven_files_act(scope):
     hook.remove()
     assert files_that_act(lambda: block(*given["args"], **given["kwargs"])) == {
         *("runtime/blocks/forward.py", "runtime/blocks/planning.py", "runtime/blocks/merged_call.py"),
-        "runtime/blocks/compiled.py",  # it is asked whether the block is compiled
         *("planners/_grid.py", "planners/tome.py"),
         *("ops/partition.py", "ops/matching.py", "ops/plan.py", "ops/arithmetic.py"),
         "ops/once.py",  # it keeps what depends on the grid alone

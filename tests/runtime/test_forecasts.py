@@ -133,7 +133,7 @@ def test_a_dense_generation_compares_nothing(monkeypatch):
     def unwanted(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("tokenmerge.runtime.memory.forecasts._guided", unwanted)
+    monkeypatch.setattr("tokenmerge.runtime.memory.run_log._guided", unwanted)
     pipe = Guided()
     apply_token_merging(pipe, ToMeConfig(ratio=0.5, correction=Correction(every=2)))
     pipe()

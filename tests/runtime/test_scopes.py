@@ -19,9 +19,9 @@ from tokenmerge import (
     token_merging,
 )
 from tokenmerge.models.find import find_hosts
-from tokenmerge.ops import make_plan, own_cell, strided_partition, unmerge
+from tokenmerge.ops import make_plan, own_cell, strided_partition
 from tokenmerge.planners import PLANNERS
-from tokenmerge.runtime.blocks.merged_call import COMBINE
+from tokenmerge.runtime.blocks.merged_call import combined
 
 HALF = {"ratio": 0.5}
 
@@ -115,12 +115,12 @@ def test_blocks_with_one_plan_are_merged_once(combine, monkeypatch):
         patch.remove()
         assert len(plans) == 3  # down, in the middle and up
         (plan, *_), (x, made) = plans, seen
-        merged = COMBINE[combine](plan, x)
+        merged = combined(plan, x, combine)
         text = arguments["encoder_hidden_states"]
         result = merged
         for block in (first, second):
             result = block(result, encoder_hidden_states=text)
-    assert_close(made, x + unmerge(plan, result - merged), rtol=1e-5, atol=1e-5)
+    assert_close(made, x + plan.unmerge(result - merged), rtol=1e-5, atol=1e-5)
 
 
 def test_scopes_take_turns_over_the_steps():

@@ -31,7 +31,7 @@ from tokenmerge import (
     token_merging,
 )
 from tokenmerge.config import dense_outside
-from tokenmerge.runtime.memory.step_log import StepLog, start_stopwatch
+from tokenmerge.runtime.memory.step_log import StepLog, Stopwatch
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
@@ -179,10 +179,10 @@ def test_a_cuda_device_is_timed_by_its_own_events(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device.type)
-    stop = start_stopwatch(torch.device("cuda"))
-    seconds = stop()
+    watch = Stopwatch(torch.device("cuda"))
+    watch.stop()
     assert noted == ["cuda", "cuda"]
-    assert seconds() == 0.25
+    assert watch.seconds() == 0.25
     assert noted[-1] == "waited"
 
 

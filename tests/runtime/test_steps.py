@@ -34,9 +34,9 @@ from tokenmerge import (
     apply_token_merging,
 )
 from tokenmerge.config import dense_outside
-from tokenmerge.ops import Plan, merge, unmerge
+from tokenmerge.ops import Plan
 from tokenmerge.plans.generation import Merging
-from tokenmerge.runtime.memory.reuse import Residual, extrapolated, residual_of, updated
+from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
 from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState
 from tokenmerge.runtime.patching.patch import state_of
 
@@ -157,7 +157,7 @@ def test_blocks_share_a_plan_within_a_call_without_steps():
 
 
 def differences_within_groups(plan: Plan, x: Tensor) -> Tensor:
-    return x - unmerge(plan, merge(plan, x))
+    return x - plan.unmerge(plan.merge(x))
 
 
 @pytest.mark.parametrize("every", [0, 2])
@@ -435,7 +435,7 @@ def test_changes_are_taken_on_as_far_as_they_keep_their_direction():
     base, one = torch.zeros(1, 2, 3), torch.ones(1, 2, 3)
 
     def after(before: Residual | None, value: Tensor) -> Residual:
-        return updated(before, residual_of((value, None), [base, base]))
+        return updated(before, (value - base, None))
 
     def on(residual: Residual, distance: float) -> Tensor:
         result, none = extrapolated(residual, [base, base], torch.tensor(distance))
@@ -454,9 +454,9 @@ def test_how_steady_a_change_is_each_image_says_alone():
     growths = torch.tensor([[[1.0, 0.0]], [[1.0, 1.0]], [[-1.0, 0.0]]])
     residual = None
     for value in (base, base + torch.tensor([1.0, 0.0]), base + torch.tensor([1.0, 0.0]) + growths):
-        residual = updated(residual, residual_of(value, [base]))
+        residual = updated(residual, (value - base,))
     expected = value + growths * torch.tensor([1, 0.5**0.5, 0]).view(3, 1, 1)
-    assert_close(extrapolated(residual, [base], distance=torch.tensor(1.0)), expected)
+    assert_close(extrapolated(residual, [base], distance=torch.tensor(1.0)), (expected,))
 
 
 def kept(model: nn.Module) -> list[Any]:

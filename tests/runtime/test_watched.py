@@ -431,10 +431,11 @@ def test_counting_calls_no_processor_of_others():
 
 def test_a_file_of_settings_is_none_of_the_default_method(pipe, tmp_path):
     from tokenmerge.config import save_config
+    from tokenmerge.config.origin import is_default
 
     file = tmp_path / "auto-tuned.json"
     save_config(ToMeConfig(ratio=0.5), file)
     apply_token_merging(pipe, str(file))
-    assert not state_of(pipe.unet).is_default
+    assert not is_default(state_of(pipe.unet).method)
     apply_token_merging(pipe, speedup=2.0)
-    assert state_of(pipe.unet).is_default
+    assert is_default(state_of(pipe.unet).method)

@@ -21,15 +21,7 @@ from tokenmerge.ops.partition import (
     uniform_noise,
     whole_cells,
 )
-from tokenmerge.ops.plan import (
-    IndexPlan,
-    Plan,
-    join_plans,
-    keep_destinations,
-    make_plan,
-    merge,
-    unmerge,
-)
+from tokenmerge.ops.plan import IndexPlan, Plan, join_plans, keep_destinations, make_plan
 from tokenmerge.ops.sized_attention import attend_by_columns, attend_by_values, head_size_with_columns
 from tokenmerge.ops.soft import SoftPlan, Tiles, make_soft_plan, tile
 from tokenmerge.ops.tiles import tiled_matching, tiled_plan
@@ -53,7 +45,6 @@ __all__ = [
     "keep_destinations",
     "make_plan",
     "make_soft_plan",
-    "merge",
     "most_similar",
     "num_destinations",
     "num_tokens",
@@ -67,6 +58,5 @@ __all__ = [
     "tiled_plan",
     "uniform_noise",
     "unit_tokens",
-    "unmerge",
     "whole_cells",
 ]

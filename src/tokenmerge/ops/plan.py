@@ -50,7 +50,10 @@ class IndexPlan(NamedTuple):
         return self.keep % self.inverse.shape[1]
 
     def merge(self, x: Tensor) -> Tensor:
-        """See the function :func:`merge`."""
+        """Replace merged tokens by their mean: ``[b, n, c]`` → ``[b, m, c]``, differentiable.
+
+        Half-precision tokens are summed in float32, because a group can have thousands of tokens.
+        """
         b, n, c = x.shape
         rows = x.reshape(b * n, c)
         exact = torch.promote_types(x.dtype, torch.float32)
@@ -82,7 +85,7 @@ class IndexPlan(NamedTuple):
         return tokens, torch.searchsorted(merged, first_numbers(self.keep.numel(), merged.device))
 
     def unmerge(self, y: Tensor) -> Tensor:
-        """See the function :func:`unmerge`."""
+        """Give each token the value of its merged token: ``[b, m, c]`` → ``[b, n, c]``."""
         b, m, c = y.shape
         return y.reshape(b * m, c).index_select(0, self.inverse.flatten()).view(b, -1, c)
 
@@ -262,21 +265,8 @@ def _leaving_alone(b: int, n: int, like: IndexPlan) -> IndexPlan:
     return IndexPlan(rows, none, none, rows, torch.ones(b, n, device=like.keep.device))
 
 
-def merge(plan: Plan, x: Tensor) -> Tensor:
-    """Replace merged tokens by their mean: ``[b, n, c]`` → ``[b, m, c]``, differentiable.
-
-    Half-precision tokens are summed in float32, because a group can have thousands of tokens.
-    """
-    return plan.merge(x)
-
-
 def keep_destinations(plan: Plan, x: Tensor) -> Tensor:
     """Keep the destinations and unmerged tokens, drop the others: ``[b, n, c]`` → ``[b, m, c]``."""
     b, n, c = x.shape
     rows = once(plan.keep, "rows", plan.keep.flatten)
     return x.reshape(b * n, c).index_select(0, rows).view(b, -1, c)
-
-
-def unmerge(plan: Plan, y: Tensor) -> Tensor:
-    """Give each token the value of its merged token: ``[b, m, c]`` → ``[b, n, c]``."""
-    return plan.unmerge(y)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.ops.arithmetic import arithmetic
-from tokenmerge.ops.plan import IndexPlan, merge, unmerge
+from tokenmerge.ops.plan import IndexPlan
 
 
 class Tokens(NamedTuple):
@@ -56,7 +56,7 @@ class SizedPlan(NamedTuple):
         summed in float32.
         """
         if self.kept is None or self.moved is None:
-            return merge(self.plan, x)
+            return self.plan.merge(x)
         b, n, c = x.shape
         rows = x.reshape(b * n, c)
         # The weights are float32, so the products are at least float32.
@@ -66,7 +66,7 @@ class SizedPlan(NamedTuple):
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Give each token the value of its merged token: ``[b, m, c]`` → ``[b, n, c]``."""
-        return unmerge(self.plan, y)
+        return self.plan.unmerge(y)
 
 
 def plan_by_size(plan: IndexPlan, tokens: Tokens | None) -> SizedPlan:

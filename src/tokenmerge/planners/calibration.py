@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.ops import merge, unmerge
 from tokenmerge.planners import PLANNERS
 
 SIDES = (8, 16, 24, 32, 48, 64)  # sides of the token grids that are timed
@@ -129,8 +128,8 @@ def _pays(
     plan = make_plan()
 
     def merged() -> Tensor:
-        result = unmerge(plan, layer(merge(plan, x), plan.sizes.log()))
-        return result + (change - unmerge(plan, merge(plan, change)))
+        result = plan.unmerge(layer(plan.merge(x), plan.sizes.log()))
+        return result + (change - plan.unmerge(plan.merge(change)))
 
     time_merged = _seconds(make_plan, device) / blocks + _seconds(merged, device)
     # Of the projections, merging saves a part that grows with the ratio; of attention, with its square.

@@ -32,7 +32,7 @@ class StepPlan:
     Attributes:
         runs: what it runs.
         merging: what it merges.
-        corrected: what it merges if a correction is due in it; None: none ever is.
+        if_due: what it merges if a correction is due in it; None: none ever is.
         caches: whether what it runs is cached, for steps that skip it.
         holds: the parts, ``"deep"`` and ``"finest"``, that are skipped after a single run. Their output then
             stays as it is.
@@ -40,7 +40,7 @@ class StepPlan:
 
     runs: Runs = Runs.EVERYTHING
     merging: Merging = Merging.MERGES
-    corrected: Merging | None = None
+    if_due: Merging | None = None
     caches: bool = False
     holds: frozenset[str] = frozenset()
 
@@ -78,15 +78,15 @@ def plan_generation(config: ToMeConfig, steps: int) -> GenerationPlan:
             runs = Runs.FINEST if at_finest else Runs.LEAST
         complete += caches and runs is Runs.EVERYTHING
         finest += caches and runs is not Runs.LEAST
-        merging, corrected = Merging.MERGES if own.merges else Merging.DENSE, None
+        merging, if_due = Merging.MERGES if own.merges else Merging.DENSE, None
         if config.correction.on and own.merges:
             corrects_next = index + 1 < steps and settings[index + 1].merges
-            corrected = Merging.MEASURES if corrects_next else Merging.DENSE
+            if_due = Merging.MEASURES if corrects_next else Merging.DENSE
             if steps == 1:  # there is no step to correct
-                corrected = Merging.MERGES
+                if_due = Merging.MERGES
             if runs is Runs.EVERYTHING:
                 since = 0 if since is None else since + 1
                 if since % config.correction.every == 0:
-                    since, merging = 0, corrected
-        plan.append(StepPlan(runs, merging, corrected, caches, holds))
+                    since, merging = 0, if_due
+        plan.append(StepPlan(runs, merging, if_due, caches, holds))
     return tuple(plan)

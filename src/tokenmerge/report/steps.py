@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tokenmerge.config import Rule, StepReuse, ToMeConfig
 from tokenmerge.models.base import Host
 from tokenmerge.report.flops import count_flops
+from tokenmerge.runtime.memory.reuse import Residual
 from tokenmerge.runtime.memory.state import Kept, ModelState
 from tokenmerge.runtime.patching.patch import new_state, patch_host, restore
 from tokenmerge.runtime.steps.pipeline import Pipeline
@@ -90,9 +91,14 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept 
         memory = state.threads.value.memory
         tensors: list[Any] = list(memory.model_residuals.values())
         for cache in memory.caches:
-            residuals = [*cache.residuals.values(), *(run.residual for run in cache.runs.values())]
-            tensors += [tensor for one in residuals if one for tensor in (*one.latest, *(one.delta or ()))]
-            tensors += [tensor for plan in cache.plans.values() for tensor in plan]
+            tensors += [
+                tensor for one in (*cache.plans.values(), *cache.residuals.values()) for tensor in one
+            ]
+            skipped = [
+                getattr(one, "residual", one) for one in cache.skippable.values()
+            ]  # of runs and stages
+            residuals = [one for one in skipped if isinstance(one, Residual)]
+            tensors += [tensor for one in residuals for tensor in (*one.latest, *one.delta)]
         once = {id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)}
         return sum(tensor.nbytes for tensor in once.values())
 

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.models.call import HostCall
+from tokenmerge.models.call import HostCall, HostMethod, parameters
 from tokenmerge.ops import SizedPlan, Tokens, plan_by_size
-from tokenmerge.runtime.blocks.host_method import HostMethod, parameters
 from tokenmerge.runtime.memory.state import STATE
 from tokenmerge.runtime.patching.patch import restore
 from tokenmerge.runtime.patching.swap import swap

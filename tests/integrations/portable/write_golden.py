@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from planned import plan_by
 
-from tokenmerge import ToMeConfig, ops
+from tokenmerge import ToMeConfig
 from tokenmerge.integrations.portable import step_number
 
 GOLDEN = Path(__file__).parent / "golden.npz"
@@ -32,7 +32,7 @@ def golden() -> dict[str, np.ndarray]:
             plan = plan_by(planner, x, (1, rows, columns), config, torch.tensor(step_number(TIMESTEP)))
             for field in ("keep", "sources", "targets", "inverse", "sizes"):
                 arrays[f"{grid} {planner} {field}"] = getattr(plan, field).numpy().astype(np.int16)
-            arrays[f"{grid} {planner} merged"] = ops.merge(plan, x.float()).numpy()
+            arrays[f"{grid} {planner} merged"] = plan.merge(x.float()).numpy()
     return arrays
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tokenmerge import ToMeConfig
-from tokenmerge.ops import merge, unmerge
 from tokenmerge.planners import PLANNERS
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "launches.py"
@@ -45,13 +44,13 @@ def test_a_merge_takes_one_launch_after_the_first_and_an_unmerge_one():
     step = torch.zeros((), dtype=torch.int64, device="meta")
     plan = PLANNERS["tome"](features, (1, 16, 16), 128, settings, step)
     with torch.no_grad():  # what the sizes alone need is made once
-        merge(plan._replace(inverse=plan.inverse.clone()), features)
+        plan._replace(inverse=plan.inverse.clone()).merge(features)
     for most in (3, 1):  # the first one sorts the tokens by where they merge
         with launches.counting() as counted:
-            merged = merge(plan, features)
+            merged = plan.merge(features)
         assert counted.of.total() == most, counted.of
     with launches.counting() as counted:
-        unmerge(plan, merged)
+        plan.unmerge(merged)
     assert counted.of.total() == 1, counted.of
 
 

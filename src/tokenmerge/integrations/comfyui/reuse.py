@@ -71,7 +71,7 @@ class BlockRuns:
         if distance is not None and block in self._known:
             residual, _ = self._known[block]
             if residual is not None:
-                image, changed = extrapolated(residual, (image, text), distance)  # type: ignore[arg-type]
+                image, changed = extrapolated(residual, (image, text), distance)
                 text = text if changed is None else changed
             return {"img": image, "txt": text}
         # ComfyUI's blocks add to their input in place. The copies keep the input for the difference.
@@ -95,7 +95,7 @@ class BlockRuns:
             return
         first, *others = run.blocks
         dtype = run.returned[0].dtype
-        residual = Residual(False, tuple(None if total is None else total.to(dtype) for total in run.added))
+        latest = tuple(None if total is None else total.to(dtype) for total in run.added)
         before, blocks = self._known.get(first, (None, 0))
-        residual = updated(before if blocks == len(run.blocks) else None, residual)
+        residual = updated(before if blocks == len(run.blocks) else None, latest)
         self._known |= {first: (residual, len(run.blocks)), **dict.fromkeys(others, (None, 0))}

@@ -16,7 +16,6 @@ from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.ops import Plan, bits, shared_features
 from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge.plans.generation import Merging
-from tokenmerge.runtime.memory.reuse import Residual
 from tokenmerge.runtime.steps.guidance import importance_of_tokens
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, ends_clean
 from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
@@ -53,8 +52,9 @@ class Sampling:
         self.decision = Decision()  # what the running call of the model runs and merges
         self.plans: dict[Hashable, Plan] = {}  # by block, made for the images of one prompt
         self.guidance_change: Tensor | None = None  # of the last step; None: unknown
-        # What parts of the model added in the last step that ran them, by call in the step and part.
-        self.residuals: dict[Hashable, Residual] = {}
+        # What parts of the model added in the last step that ran them, by call in the step and part: of a
+        # stage as a residual that can be extrapolated.
+        self.residuals: dict[Hashable, Any] = {}
         self.runs = BlockRuns()
 
     def say(self, note: str) -> None:
@@ -95,11 +95,11 @@ class Sampling:
         """Return the key of a part of the model in the running call."""
         return self._tracker.call, part
 
-    def of(self, part: Hashable) -> Residual | None:
+    def of(self, part: Hashable) -> Any:
         """Return the residual of a part of the model, from the same call of an earlier step."""
         return self.residuals.get(self.in_call(part))
 
-    def keep(self, part: Hashable, residual: Residual) -> None:
+    def keep(self, part: Hashable, residual: Any) -> None:
         """Cache the residual of a part in the running call."""
         self.residuals[self.in_call(part)] = residual
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenmerge.integrations.comfyui.models import Cut
 from tokenmerge.integrations.comfyui.sampling import Sampling
-from tokenmerge.runtime.memory.reuse import extrapolated, residual_of, updated
+from tokenmerge.runtime.memory.reuse import extrapolated, updated
 
 # ComfyUI's patches that get what a block of the UNet returned.
 _AFTER_BLOCKS = ("input_block_patch", "input_block_patch_after_skip", "output_block_patch")
@@ -31,17 +31,16 @@ def call(
     ``arguments`` are (x, timesteps, context, y, control, transformer_options).
     """
     *first, control, options = arguments
-    distances = {_FINEST: sampling.decision.finest, _DEEP: sampling.decision.deep}
+    distances: dict[str, Any] = {_FINEST: sampling.decision.finest, _DEEP: sampling.decision.deep}
     # The highest part that the running call skips; None: all of the UNet runs.
     skipped = next((part for part in distances if distances[part] is not None and sampling.of(part)), None)
 
     def result(part: str, h: Tensor) -> Tensor:
         """Return the result of a part: extrapolated where it is skipped; otherwise ``h``, which is cached."""
-        before, distance = sampling.of(part), distances[part]
-        if part == skipped and before is not None and distance is not None:
-            found: Tensor = extrapolated(before, [0.0], distance)
-            return found
-        sampling.keep(part, updated(before, residual_of(h, [0.0])))
+        if part == skipped:
+            (h,) = extrapolated(sampling.of(part), [0.0], distances[part])
+        else:
+            sampling.keep(part, updated(sampling.of(part), (h.clone(),)))
         return h
 
     def below_finest(h: Tensor, skip: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:

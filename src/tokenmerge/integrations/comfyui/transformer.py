@@ -8,13 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.integrations.comfyui.sampling import Grid, Running, Sampling, Step, prompts_in, step_in
+from tokenmerge.integrations.comfyui.sampling import Grid, Running, Step, prompts_in, step_in
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
 from tokenmerge.ops import num_tokens
 from tokenmerge.plans.generation import Merging
-from tokenmerge.runtime.blocks.merged_call import COMBINE, add_lost, merged_call, of_image
-from tokenmerge.runtime.memory.reuse import Residual
+from tokenmerge.runtime.blocks.merged_call import add_lost, added_to_image, merged_call
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,21 +55,20 @@ class ReplacedBlock:
         tokens, n, sampling = self.layout.tokens_of(call), num_tokens(grid), step.sampling
         if sampling.decision.merging is Merging.MEASURES:
             image, text = call.result()
-            self._keep(sampling, image - tokens, n)
+            sampling.keep(self.key, added_to_image(self.layout, image, tokens, n))
             return {"img": image, "txt": text}
         place = "transformer" if step.settings.config.plans.blocks else self.key
         prompts = prompts_in(arguments["transformer_options"])
         plan = step.plan(place, self.layout.image(tokens, n), grid, 1, prompts)
         settings, lost = step.at(1), sampling.of(self.key)
-        combine = COMBINE[settings.combine]
         step.running = Running(plan, settings, self.layout.text == "first", weighs=settings.proportional)
         try:
-            image, text = merged_call(call, self.layout, plan, combine, change_only=True)
+            image, text = merged_call(call, self.layout, plan, settings.combine, change_only=True)
         finally:
             step.running = None
         if lost is not None:
-            image = add_lost(self.layout, plan, image, lost.latest, combine)
-            self._keep(sampling, image - tokens, n)
+            image = add_lost(self.layout, plan, image, lost, settings.combine)
+            sampling.keep(self.key, added_to_image(self.layout, image, tokens, n))
         return {"img": image, "txt": text}  # None if a block returns no text, like the last one of SD 3
 
     def _can_merge(self, step: Step, call: HostCall, grid: Grid) -> bool:
@@ -81,9 +79,6 @@ class ReplacedBlock:
         return not (
             step.has_references or call.has(self.layout.dense_if) or _differs_by_frame(call.argument("vec"))
         )
-
-    def _keep(self, sampling: Sampling, added: Tensor, n: int) -> None:
-        sampling.keep(self.key, of_image(self.layout, Residual(True, (added,)), n))
 
 
 def _differs_by_frame(modulation: Any) -> bool:

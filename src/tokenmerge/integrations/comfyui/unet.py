@@ -9,10 +9,8 @@ from torch import Tensor
 
 from tokenmerge.integrations.comfyui.sampling import Running, Step, prompts_in, step_in
 from tokenmerge.models.layout import PLAIN
-from tokenmerge.ops import unmerge
 from tokenmerge.plans.generation import Merging
-from tokenmerge.runtime.blocks.merged_call import COMBINE, add_lost
-from tokenmerge.runtime.memory.reuse import residual_of
+from tokenmerge.runtime.blocks.merged_call import add_lost, combined
 
 
 def before_attention(n: Tensor, context: Any, value: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -28,7 +26,7 @@ def before_attention(n: Tensor, context: Any, value: Any, options: dict[str, Any
         running.merged = "attn1"
     if running.plan is None:
         return n, context, value
-    merged = COMBINE[settings.combine](running.plan, n)
+    merged = combined(running.plan, n, settings.combine)
     own = context is n  # otherwise another node has changed the keys
     running.weighs = own and settings.proportional
     if settings.scope == "keys":
@@ -49,7 +47,7 @@ def before_cross_attention(
     running.merged, running.weighs = "attn2", False
     if running.plan is None:
         return n, context, value
-    return COMBINE[running.settings.combine](running.plan, n), context, value
+    return combined(running.plan, n, running.settings.combine), context, value
 
 
 def after_attention(n: Tensor, options: dict[str, Any]) -> Tensor:
@@ -61,14 +59,13 @@ def after_attention(n: Tensor, options: dict[str, Any]) -> Tensor:
     layer, running.merged, running.weighs = (running.block, running.merged), None, False
     plan, sampling = running.plan, step.sampling
     if plan is None:
-        sampling.keep(layer, residual_of(n, [0.0]))
+        sampling.keep(layer, (n.clone(),))
         return n
-    result, lost = unmerge(plan, n), sampling.of(layer)
+    result, lost = plan.unmerge(n), sampling.of(layer)
     # A node that scales the deep levels changes their size during a sampling.
-    if lost is not None and getattr(lost.latest[0], "shape", None) == result.shape:
-        combine = COMBINE[running.settings.combine]
-        result = add_lost(PLAIN, plan, result, lost.latest, combine)
-        sampling.keep(layer, residual_of(result, [0.0]))
+    if lost is not None and lost[0].shape == result.shape:
+        result = add_lost(PLAIN, plan, result, lost, running.settings.combine)
+        sampling.keep(layer, (result.clone(),))
     return result
 
 

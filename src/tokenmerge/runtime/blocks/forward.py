@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from tokenmerge.config import MergeSettings
+from tokenmerge.config import CACHED_FEATURES, MergeSettings
+from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Layer
-from tokenmerge.models.call import HostCall
+from tokenmerge.models.call import HostCall, HostMethod
+from tokenmerge.models.layout import Layout
+from tokenmerge.models.parallel import splits_tokens
 from tokenmerge.ops import Plan
-from tokenmerge.runtime.blocks.block_runs import block_in_run
-from tokenmerge.runtime.blocks.correction import corrected
-from tokenmerge.runtime.blocks.features import caches_features, with_cached_features
-from tokenmerge.runtime.blocks.host_method import HostMethod
-from tokenmerge.runtime.blocks.merged_call import COMBINE, keyed_call, merged_call
-from tokenmerge.runtime.blocks.planning import active_call, sequence_in
+from tokenmerge.runtime.blocks.merged_call import add_lost, added_to_image, keyed_call, merged_call
+from tokenmerge.runtime.blocks.planning import active_call, caches_features, with_cached_features
 from tokenmerge.runtime.blocks.proportional_attention import ProportionalAttention
+from tokenmerge.runtime.blocks.skipping import block_in_run
 from tokenmerge.runtime.memory.caches import BlockMerge
 from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState
+
+# Where ``nn.Module.compile`` leaves what a module runs instead of its ``forward``.
+COMPILED = "_compiled_call_impl"
+# Returns the result of a call on the merged tokens of a plan.
+MergedCall = Callable[[Plan], Any]
 
 # These functions make the method of a swapped class from that of the original class. A module that is called
 # through a reference to this method after it was restored has no state, and does what its class does.
@@ -59,27 +64,25 @@ def layer_call(original: HostMethod) -> Callable:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
         running = None if state is None else state.block.threads.value.running
-        if state is None or running is None or not running.merges or state.threads.value.cache.dense:
+        if state is None or running is None or running.is_dense or state.threads.value.cache.dense:
             return original.of(self)(*args, **kwargs)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         settings, layer = running.settings, state.layer
         if not takes_part(layer, settings) or not _fits(call, layer, running):
             return call.result()
-        if settings.scope == "block":
-            with _proportional(state, settings, running.plan):
-                return call.result()
-        combine = COMBINE[settings.combine]
+        weighs = settings.proportional and layer.kind == "attn1" and layer.own_keys
 
         def merged(plan: Plan) -> Any:
-            with _proportional(state, settings, plan):
+            with ProportionalAttention(plan, layer.layout, state.block) if weighs else nullcontext():
+                if settings.scope == "block":
+                    return call.result()
                 if settings.scope == "keys":
-                    return keyed_call(self, call, state, plan, combine)
-                return merged_call(call, layer.layout, plan, combine)
+                    return keyed_call(self, call, state, plan, settings.combine)
+                return merged_call(call, layer.layout, plan, settings.combine)
 
-        if running.plan is not None and not state.block.model.context.decision.corrected:
-            return merged(running.plan)
-        residuals, number = state.threads.value.cache.residuals, state.block.call
-        return corrected(residuals, number, running, layer.layout, combine, call, merged, (0.0, 0.0))
+        if settings.scope == "block":
+            return call.result() if running.plan is None else merged(running.plan)
+        return _exact_or_corrected(state, running, call, layer.layout, merged)
 
     return forward
 
@@ -107,8 +110,7 @@ def with_caches(state: BlockState, call: HostCall, run: Callable[[], Any]) -> An
     What the block added is cached where a plan of a later step needs it.
     """
     if caches_features(state):
-        n = sequence_in(state, state.settings).tokens
-        run = functools.partial(with_cached_features, state, call, n, run)
+        run = functools.partial(with_cached_features, state, call, run)
     return block_in_run(state, call, run) if is_skipped(state) else run()
 
 
@@ -121,9 +123,7 @@ def _block_with_gradients(state: BlockState, call: HostCall) -> Any:
     """Run a block, by the plan of its first run where gradient checkpointing runs it again."""
     block, tokens = state.threads.value, state.layout.tokens_of(call)
     if block.running is None:
-        block.running = state.calls.get(tokens)
-    if block.running is None:
-        block.running = state.calls[tokens] = active_call(state, call)
+        block.running = state.calls[tokens] = state.calls.get(tokens) or active_call(state, call)
     return _block(state, call)
 
 
@@ -133,21 +133,41 @@ def _block(state: BlockState, call: HostCall) -> Any:
     try:
         if block.running is None:
             block.running = active_call(state, call)
-        running = block.running
-        layout = state.block_layout if running.settings.scope == "block" else None
-        if layout is None or not running.merges:
+        settings, running = block.running.settings, block.running
+        layout = state.block_layout if settings.scope == "block" else None
+        if layout is None or running.is_dense:
             return call.result()
-        combine = COMBINE[running.settings.combine]
 
         def merged(plan: Plan) -> Any:
-            return merged_call(call, layout, plan, combine, change_only=True)
+            return merged_call(call, layout, plan, settings.combine, change_only=True)
 
-        if running.plan is not None and not state.model.context.decision.corrected:
-            return merged(running.plan)
-        added_to = state.layout.tokens_of(call), call.argument("encoder_hidden_states")
-        return corrected(block.cache.residuals, state.call, running, layout, combine, call, merged, added_to)
+        return _exact_or_corrected(state, running, call, layout, merged)
     finally:
         block.running = None
+
+
+def _exact_or_corrected(
+    state: BlockState | LayerState, running: BlockMerge, call: HostCall, layout: Layout, merged: MergedCall
+) -> Any:
+    """Return the result of a block or layer: exact where it is measured what merging loses, else corrected.
+
+    Where no step of the generation measures it, it is the result of ``merged``.
+    """
+    block = state if isinstance(state, BlockState) else state.block
+    plan = running.plan
+    if plan is not None and not block.model.threads.value.context.decision.corrects:
+        return merged(plan)
+    residuals, number = state.threads.value.cache.residuals, block.call
+    before = residuals.get(number)
+    if plan is None:
+        result = call.result()
+    elif before is None:
+        return merged(plan)
+    else:
+        result = add_lost(layout, plan, merged(plan), before, running.settings.combine)
+    base = block.layout.tokens_of(call) if state is block else 0.0
+    residuals[number] = added_to_image(layout, result, base, running.tokens)
+    return result
 
 
 def count_call(state: BlockState) -> None:
@@ -156,11 +176,51 @@ def count_call(state: BlockState) -> None:
     block.number = 0 if torch.is_grad_enabled() else block.number + 1
 
 
-def _proportional(
-    state: LayerState, settings: MergeSettings, plan: Plan | None
-) -> AbstractContextManager[Any]:
-    """Return a context in which attention counts merged tokens for as many as they stand for, if it shall."""
-    layer = state.layer
-    if plan is not None and settings.proportional and layer.kind == "attn1" and layer.own_keys:
-        return ProportionalAttention(plan, layer.layout, state.block)
-    return nullcontext()
+def compiled_block(names: Callable[[], Sequence[str]]) -> property:
+    """Return the attribute in which a compiled block has its graph; the graph is called with a plan.
+
+    If other calls use the plan too, it is an input of the graph. Otherwise there would be two graphs: one
+    that makes a plan, and one that takes a plan from another call. ``names`` returns the names of the
+    parameters of the block's ``forward``, in order.
+    """
+
+    def call_graph(self: nn.Module, graph: Callable, *args: Any, **kwargs: Any) -> Any:
+        state: BlockState | None = self.__dict__.get(STATE)
+        if state is None or torch.compiler.is_compiling():
+            return graph(*args, **kwargs)
+        context = state.model.context
+        # A plan that serves one call is better made in the graph, where its operations are fused. What the
+        # step log counts, and what is read from a cache, is outside.
+        outside = (
+            context.caches_plans or context.step_log is not None or state.settings.features in CACHED_FEATURES
+        )
+        if not (outside or is_skipped(state) or caches_features(state)):
+            return graph(*args, **kwargs)
+        if splits_tokens(self):
+            raise UnsupportedModelError(
+                f"{state.path}: context parallelism splits tokens inside the graph of this block, and "
+                "what is cached between calls is for the part of each device; leave the model uncompiled, or "
+                "take reuse.every=1, plans.every=1, plans.blocks=False, plans.guidance=False, "
+                "features='input', and no patch.record_steps()"
+            )
+        count_call(state)
+        block, call = state.threads.value, HostCall(graph, names(), args, kwargs)
+
+        def run_graph() -> Any:
+            block.running = active_call(state, call) if outside else None
+            block.counted = True
+            try:
+                return graph(*args, **kwargs)
+            finally:
+                block.running, block.counted = None, False
+
+        return with_caches(state, call, run_graph)
+
+    def get(self: nn.Module) -> Callable | None:
+        graph = self.__dict__.get(COMPILED)
+        return None if graph is None else functools.partial(call_graph, self, graph)
+
+    def put(self: nn.Module, graph: Callable | None) -> None:
+        self.__dict__[COMPILED] = graph
+
+    return property(get, put)

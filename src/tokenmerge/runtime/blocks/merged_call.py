@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,19 +12,18 @@ from torch import Tensor, nn
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.ops import IndexPlan, Plan, keep_destinations, merge, unmerge
+from tokenmerge.ops import IndexPlan, Plan, keep_destinations
 from tokenmerge.ops.once import once
-from tokenmerge.runtime.memory.reuse import Residual
+from tokenmerge.runtime.memory.reuse import Tensors
 from tokenmerge.runtime.memory.state import LayerState
 
-# Makes merged tokens from a plan and tokens.
-Combine = Callable[[Plan, Tensor], Tensor]
-COMBINE: Mapping[str, Combine] = {"mean": merge, "keep": keep_destinations}
+
+def combined(plan: Plan, x: Tensor, combine: str) -> Tensor:
+    """Return the merged tokens ``[b, m, c]`` of tokens ``[b, n, c]``, combined as the settings say."""
+    return plan.merge(x) if combine == "mean" else keep_destinations(plan, x)
 
 
-def merged_call(
-    call: HostCall, layout: Layout, plan: Plan, combine: Combine, change_only: bool = False
-) -> Any:
+def merged_call(call: HostCall, layout: Layout, plan: Plan, combine: str, change_only: bool = False) -> Any:
     """Return the result of a call with merged tokens, unmerged.
 
     With ``change_only``, each token gets what the call added to the merged token that holds it, and not the
@@ -33,9 +32,10 @@ def merged_call(
     tokens = layout.tokens_of(call)
     n, m = plan.inverse.shape[1], plan.keep.shape[1]
     whole = _with_text(layout, plan, tokens.shape[1] - n)
-    merged = (
-        _replace_image(layout, tokens, n, partial(combine, plan)) if whole is None else combine(whole, tokens)
-    )
+    if whole is None:
+        merged = _replace_image(layout, tokens, n, lambda image: combined(plan, image, combine))
+    else:
+        merged = combined(whole, tokens, combine)
     name = layout.tokens or call.names[0]
     now = _following(call, layout, plan).replaced(name, merged)
     if layout.same_as_tokens and call.argument(layout.same_as_tokens) is call.argument(name):
@@ -46,22 +46,20 @@ def merged_call(
         if change_only:
             return _replace_image(layout, value, m, add_change)
         if whole is not None and value.shape[1] == merged.shape[1]:
-            return unmerge(whole, value)
-        return _replace_image(layout, value, m, partial(unmerge, plan))
+            return whole.unmerge(value)
+        return _replace_image(layout, value, m, plan.unmerge)
 
     def add_change(image: Tensor) -> Tensor:
-        return layout.image(tokens, n) + unmerge(plan, image - layout.image(merged, m))
+        return layout.image(tokens, n) + plan.unmerge(image - layout.image(merged, m))
 
     if isinstance(result, Tensor):
         return back(result)
-    results = list(result)
-    for i, value in enumerate(results):
-        if i in layout.outputs and value is not None:
-            results[i] = back(value)
-    return tuple(results)
+    return tuple(
+        back(value) if i in layout.outputs and value is not None else value for i, value in enumerate(result)
+    )
 
 
-def keyed_call(attention: nn.Module, call: HostCall, state: LayerState, plan: Plan, combine: Combine) -> Any:
+def keyed_call(attention: nn.Module, call: HostCall, state: LayerState, plan: Plan, combine: str) -> Any:
     """Return the result of self-attention in which all tokens attend to merged keys and values."""
     if getattr(attention, "fused_projections", False):
         raise UnsupportedModelError(
@@ -70,7 +68,11 @@ def keyed_call(attention: nn.Module, call: HostCall, state: LayerState, plan: Pl
         )
     layout, keys = state.layer.layout, state.layer.keys
     assert keys is not None
-    return _following(call, layout, plan).replaced(keys, combine(plan, layout.tokens_of(call))).result()
+    return (
+        _following(call, layout, plan)
+        .replaced(keys, combined(plan, layout.tokens_of(call), combine))
+        .result()
+    )
 
 
 def _with_text(layout: Layout, plan: Plan, text: int) -> IndexPlan | None:
@@ -83,79 +85,57 @@ def _with_text(layout: Layout, plan: Plan, text: int) -> IndexPlan | None:
     return once(plan.inverse, ("text", text), partial(plan.after, text), plan.sizes)
 
 
-def add_lost(
-    layout: Layout,
-    plan: Plan,
-    result: Any,
-    residuals: Sequence[Tensor | None],
-    combine: Combine,
-) -> Any:
+def add_lost(layout: Layout, plan: Plan, result: Any, residuals: Tensors, combine: str) -> Any:
     """Add back the detail lost by merging: how the residual of a token differs from that of its group.
 
-    ``residuals`` are those of a step without merging, one for each tensor of the result.
+    ``residuals`` are those of the image in a step without merging, one for each tensor of the result.
     """
     n = plan.inverse.shape[1]
 
     def add(value: Tensor, residual: Tensor) -> Tensor:
         image = layout.image(residual, n)
-        lost = image - unmerge(plan, combine(plan, image))
+        lost = image - plan.unmerge(combined(plan, image, combine))
         return _replace_image(layout, value, n, lambda tokens: tokens + lost)
 
-    alone = isinstance(result, Tensor)
-    added = tuple(
-        value if residual is None or not (alone or i in layout.outputs) else add(value, residual)
-        for i, (value, residual) in enumerate(zip([result] if alone else result, residuals, strict=True))
+    if isinstance(result, Tensor):
+        return add(result, residuals[0])
+    pairs = zip(result, residuals, strict=True)
+    return tuple(value if residual is None else add(value, residual) for value, residual in pairs)
+
+
+def added_to_image(layout: Layout, result: Any, base: Tensor | float, n: int) -> Tensors:
+    """Return how each tensor of a result differs from ``base`` in the n tokens of the image.
+
+    None stands for a tensor without them: merging loses nothing of the text.
+    """
+    before = base if isinstance(base, float) else layout.image(base, n)
+    if isinstance(result, Tensor):
+        return (layout.image(result, n) - before,)
+    return tuple(
+        layout.image(value, n) - before if i in layout.outputs and value is not None else None
+        for i, value in enumerate(result)
     )
-    return added[0] if alone else added
-
-
-def of_image(layout: Layout, residual: Residual, n: int) -> Residual:
-    """Return the part of a residual for the n tokens of the image; merging loses nothing of the text."""
-
-    def part(value: Tensor) -> Tensor:
-        image = layout.image(value, n)
-        return image if image.shape == value.shape else image.clone()
-
-    alone = len(residual.latest) == 1
-    parts = tuple(
-        part(value) if value is not None and (alone or i in layout.outputs) else None
-        for i, value in enumerate(residual.latest)
-    )
-    # Not by _replace: PyTorch 2.11 cannot return what that makes from the graph of a block.
-    return Residual(residual.single, parts)
 
 
 def _following(call: HostCall, layout: Layout, plan: Plan) -> HostCall:
     """Return the call with the arguments that have an entry for each token cut down to the merged tokens."""
     for argument in layout.token_arguments:
-        value = call.argument(argument.name)
-        if value is not None:
-            call = call.replaced(argument.name, _follow(value, argument, layout, plan))
+        value, element = call.argument(argument.name), argument.element
+        if value is None:
+            continue
+        follow = partial(_followed, argument=argument, layout=layout, plan=plan)
+        if element is None:
+            now = follow(value)
+        elif isinstance(value, dict):
+            now = {key: follow(part) if key == element else part for key, part in value.items()}
+        else:
+            now = type(value)(follow(part) if i == element else part for i, part in enumerate(value))
+        call = call.replaced(argument.name, now)
     return call
 
 
-def _replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Change the n image tokens of a sequence and leave its text as it is."""
-    text = x.shape[1] - n
-    if text == 0:
-        return change(x)
-    if layout.text == "first":
-        return torch.cat([x[:, :text], change(x[:, text:])], dim=1)
-    return torch.cat([change(x[:, :n]), x[:, n:]], dim=1)
-
-
-def _follow(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -> Any:
-    """Return the entries of an argument for the merged tokens, in their order."""
-    follow, element = partial(_followed, argument=argument, layout=layout, plan=plan), argument.element
-    if element is None:
-        return follow(value)
-    if isinstance(value, dict):
-        part = value.get(element)
-        return value if part is None else {**value, element: follow(part)}
-    return type(value)(follow(part) if i == element else part for i, part in enumerate(value))
-
-
 def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -> Any:
+    """Return the entries of an argument for the merged tokens, in their order."""
     if isinstance(value, (tuple, list)):
         return type(value)([_followed(part, argument, layout, plan) for part in value])
     if value is None or argument.ndim not in (None, value.ndim):
@@ -205,3 +185,13 @@ def _entries(plan: Plan, text: int, layout: Layout) -> Tensor:
     b, n = plan.inverse.shape
     beside = torch.arange(text, device=kept.device).expand(b, -1)
     return torch.cat([beside, kept + text] if layout.text == "first" else [kept, beside + n], dim=1)
+
+
+def _replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Change the n image tokens of a sequence and leave its text as it is."""
+    text = x.shape[1] - n
+    if text == 0:
+        return change(x)
+    if layout.text == "first":
+        return torch.cat([x[:, :text], change(x[:, text:])], dim=1)
+    return torch.cat([change(x[:, :n]), x[:, n:]], dim=1)

@@ -1,8 +1,10 @@
-"""What a block merges in its running call: by a cached plan, or a new one."""
+"""What a block merges in its running call: by a cached plan, or a new one, and what new plans compare."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +22,8 @@ from tokenmerge.planners import (
     sequence_of_part,
 )
 from tokenmerge.plans.generation import Merging
-from tokenmerge.runtime.blocks.features import compared
 from tokenmerge.runtime.memory.caches import BlockMerge
-from tokenmerge.runtime.memory.context import CallContext
-from tokenmerge.runtime.memory.state import BlockState, RecordedPlan
+from tokenmerge.runtime.memory.state import BlockState, CallContext, RecordedPlan
 from tokenmerge.runtime.steps.guidance import importance_of_tokens
 
 
@@ -35,11 +35,10 @@ def sequence_in(state: BlockState, settings: MergeSettings) -> TokenSequence:
 
 def active_call(state: BlockState, call: HostCall) -> BlockMerge:
     """Find out what the running call of a block merges, and refuse an input of fewer tokens than its grid."""
-    layout, context, settings = state.layout, state.model.context, state.settings
-    whole = state.block_layout
+    context, settings, whole = state.model.context, state.settings, state.block_layout
     if settings.scope == "block" and (whole is None or call.has(whole.dense_if)):
         return BlockMerge(settings)
-    x, sequence = layout.tokens_of(call), sequence_in(state, settings)
+    x, sequence = state.layout.tokens_of(call), sequence_in(state, settings)
     if x.shape[1] < sequence.tokens:
         shown = " + ".join(" × ".join(map(str, picture.grid)) for picture in sequence.pictures)
         raise UnsupportedModelError(
@@ -50,10 +49,10 @@ def active_call(state: BlockState, call: HostCall) -> BlockMerge:
     merging = context.decision.merging
     if merging is Merging.DENSE or not sequence.removed or state.threads.value.cache.dense:
         return BlockMerge(settings)
-    mask = call.argument(layout.padding) if layout.padding else None
+    mask = call.argument(state.layout.padding) if state.layout.padding else None
     plan = None if merging is Merging.MEASURES else _plan_of(state, context, settings, sequence, x, mask)
     padded = sequence.tokens if mask is None else x.shape[1]
-    return BlockMerge(settings, True, x.shape[0], padded, plan)
+    return BlockMerge(settings, False, x.shape[0], padded, plan)
 
 
 def _plan_of(
@@ -70,13 +69,14 @@ def _plan_of(
     """
     n, model = sequence.tokens, state.model
     start = None if mask is None else mask.sum(dim=1) - n
-    plans, number = state.threads.value.cache.plans, state.plan_call
+    block = state.threads.value
+    plans, number = block.cache.plans, (context.plan_call, block.number)
     plan = plans.get(number) if context.caches_plans else None
     if plan is None or plan.inverse.shape != (x.shape[0], n):
         with torch.no_grad():  # gradient checkpointing does not plan again, and must save as many tensors
             features = state.layout.image(x, n, start)
             if settings.features in CACHED_FEATURES:
-                features = compared(state, settings.features, x, features, start)
+                features = _compared(state, settings.features, x, features, start)
             plan = _new_plan(state, context, settings.planner, sequence, features)
         if context.caches_plans:
             plans[number] = plan
@@ -102,9 +102,9 @@ def _new_plan(
     importance = _importance(state, context, features) if planner in GUIDED_PLANNERS else None
     if planner in GUIDED_PLANNERS and importance is None:
         planner = "tome"
-    # The step is on the sample's device; blocks of a model on several devices may be elsewhere.
-    step, also = context.step.to(features.device), () if importance is None else (importance,)
-    plan = plan_pictures(PLANNERS[planner], features, sequence.pictures, step, *also)
+    # The seed is on the sample's device; blocks of a model on several devices may be elsewhere.
+    seed, also = context.seed.to(features.device), () if importance is None else (importance,)
+    plan = plan_pictures(PLANNERS[planner], features, sequence.pictures, seed, *also)
     return plan if repeats == 1 else plan.repeated(repeats)
 
 
@@ -128,3 +128,58 @@ def _importance(state: BlockState, context: CallContext, features: Tensor) -> Te
         stacklevel=2,
     )
     return None
+
+
+def _compared(state: BlockState, features: str, x: Tensor, image: Tensor, start: Tensor | None) -> Tensor:
+    """Return what planners compare: what was added in the step before, or the image where that is unknown.
+
+    ``x`` ``[b, text + n + padding, c]`` is the input of a block, and ``image`` ``[b, n, c]`` the image in it,
+    which begins at ``start`` ``[b]``; None: where the layout says.
+    """
+    # Under gradients nothing is cached, and what was cached before is not used.
+    if torch.compiler.is_compiling() or (state.level, features) not in state.model.context.caches_features:
+        return image
+    if features == "model_residual":
+        added = state.model.threads.value.memory.model_residuals.get((*state.call, state.level))
+    else:
+        latest = state.threads.value.cache.residuals.get(state.call)
+        added = None if latest is None else latest[0 if len(latest) == 1 else state.image_place]
+    if added is not None and added.shape == x.shape:
+        added = state.layout.image(added, image.shape[1], start)
+    return image if added is None or added.shape != image.shape else added
+
+
+def caches_features(state: BlockState) -> bool:
+    """Return whether something of a block's call is cached, for plans of a later step."""
+    cached, level = state.model.context.caches_features, state.level
+    own = state.plans_first and (level, "residual") in cached
+    return own or ((state.is_first or state.is_last) and (level, "model_residual") in cached)
+
+
+def with_cached_features(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
+    """Return the result of a block, which ``run`` returns; cache what it, or its level, adds to the image."""
+    cached, level, place = state.model.context.caches_features, state.level, (*state.call, state.level)
+    residuals, thread = state.threads.value.cache.residuals, state.model.threads.value
+    before, n = residuals.get(state.call), sequence_in(state, state.settings).tokens
+    mask = call.argument(state.layout.padding) if state.layout.padding else None
+    start = None if mask is None else mask.sum(dim=1) - n
+    image = state.layout.image(state.layout.tokens_of(call), n, start)
+    if state.is_first and (level, "model_residual") in cached:
+        thread.spans[place] = (image,)
+    result = run()
+    results = (result,) if isinstance(result, Tensor) else result
+    at = 0 if isinstance(result, Tensor) else state.image_place
+    made = state.layout.image(results[at], n, start)
+    # What a correction has cached in this call already stays.
+    if state.plans_first and (level, "residual") in cached and residuals.get(state.call) is before:
+        residuals.pop(state.call, None)
+        if made.shape == image.shape:
+            added = made - image
+            residuals[state.call] = tuple(added if i == at else None for i in range(len(results)))
+    first, *_ = thread.spans.get(place, (None,))
+    if state.is_last and first is not None:
+        thread.memory.model_residuals.pop(place, None)
+        if first.shape == made.shape:
+            thread.memory.model_residuals[place] = made - first
+            thread.spans[place] = (first, made)
+    return result

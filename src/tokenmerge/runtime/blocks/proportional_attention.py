@@ -1,33 +1,42 @@
-"""Proportional attention: a merged token counts for as many keys as it stands for (arXiv 2210.09461)."""
+"""Proportional attention: a merged token counts for as many keys as it stands for (arXiv 2210.09461).
+
+PyTorch's fused attention can be intercepted by a ``TorchFunctionMode``. The kernels of FlashAttention,
+SageAttention, xFormers and others are plain functions without masks, which models call through diffusers'
+table of back-ends or as ``xformers.ops.memory_efficient_attention``. While a model with proportional
+attention is patched, a function that asks the running context first stands in the place of each.
+
+Under context parallelism the back-ends that call PyTorch's attention are among them: a mask would have to be
+gathered from all devices, while longer heads travel between them with the keys.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.layout import Layout
 from tokenmerge.ops import Plan, attend_by_columns, attend_by_values, head_size_with_columns
 from tokenmerge.ops.once import once
+from tokenmerge.runtime.memory.state import BlockState, ModelState
 
+# Back-ends of diffusers that call PyTorch's fused attention, which takes a mask there.
+_WITH_MASK = ("native", "_native_cudnn", "_native_efficient", "_native_math")
+# By the beginning of a back-end's name, the largest head size that its kernel takes. That of SageAttention 3
+# takes two sizes alone, and no other scale than theirs.
+_LARGEST_HEADS = {"sage_blackwell": 0, "sage": 128, "_sage": 128, "flash_4": 128}
+_LARGEST_HEAD = 256  # of all others
 
-class Kernel(NamedTuple):
-    """An attention kernel without mask, of ``query``, ``key`` and ``value``.
-
-    These are ``[b, n, heads, d]`` or ``[b · heads, n, d]``. The largest d that it takes with a ``scale`` is
-    ``largest_head``; 0: it takes none.
-    """
-
-    function: Callable[..., Any]
-    largest_head: int
-
-
+_patched: weakref.WeakSet[ModelState] = weakref.WeakSet()
 # Of the graph that is traced, those whose context lasts.
 _in_graph: list[ProportionalAttention] = []
 
@@ -35,10 +44,10 @@ _in_graph: list[ProportionalAttention] = []
 class ProportionalAttention(TorchFunctionMode):
     """While this context lasts, fused attention adds the logarithm of each key's size to its logits.
 
-    PyTorch's own attention gets a mask for that, and a :class:`Kernel` without masks gets longer heads. This
-    happens at the call of the kernel, because hosts have nothing else in common: most of them take no mask,
-    or take it in a form of their own. Only the first call counts, or the first for each image, since an
-    adapter may attend to other keys after it.
+    PyTorch's own attention gets a mask for that, and a kernel without masks gets longer heads. This happens
+    at the call of the kernel, because hosts have nothing else in common: most of them take no mask, or take
+    it in a form of their own. Only the first call counts, or the first for each image, since an adapter may
+    attend to other keys after it.
 
     The plan's ``sizes`` say how many tokens each key of the image stands for, and the layout where the keys
     of text are, which count once. The path of the ``block`` is read for the error message alone, since
@@ -48,7 +57,7 @@ class ProportionalAttention(TorchFunctionMode):
         UnsupportedModelError: on leaving the context, if no call attended to these keys.
     """
 
-    def __init__(self, plan: Plan, layout: Layout, block: Any) -> None:
+    def __init__(self, plan: Plan, layout: Layout, block: BlockState) -> None:
         super().__init__()
         self.sizes = plan.sizes
         self.layout = layout
@@ -85,15 +94,19 @@ class ProportionalAttention(TorchFunctionMode):
             bias = bias + mask
         return function(**{**given, "attn_mask": bias})
 
-    def attend(self, kernel: Kernel, given: dict[str, Any]) -> Any:
-        """Return the result of a kernel that takes no mask, called with the arguments ``given``."""
+    def attend(self, kernel: Callable[..., Any], largest_head: int, given: dict[str, Any]) -> Any:
+        """Return the result of a kernel that takes no mask, called with the arguments ``given``.
+
+        ``query``, ``key`` and ``value`` are ``[b, n, heads, d]`` or ``[b · heads, n, d]``. The largest d that
+        the kernel takes with a ``scale`` is ``largest_head``; 0: it takes none.
+        """
         query, key, value = (given[name] for name in ("query", "key", "value"))
         sizes = self._sizes_of(*key.shape[:2])
         if sizes is None:
-            return kernel.function(**given)
+            return kernel(**given)
         others = {name: own for name, own in given.items() if name not in ("query", "key", "value", "scale")}
-        call, scale = functools.partial(kernel.function, **others), given.get("scale")
-        if head_size_with_columns(query.shape[-1]) <= kernel.largest_head:
+        call, scale = functools.partial(kernel, **others), given.get("scale")
+        if head_size_with_columns(query.shape[-1]) <= largest_head:
             return attend_by_columns(call, query, key, value, sizes, scale)
         if scale is not None:
             call = functools.partial(call, scale=scale)
@@ -145,3 +158,57 @@ def _log(sizes: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.compiler.is_compiling():
         return sizes.log().to(dtype)
     return torch.log(sizes, out=torch.empty_like(sizes, dtype=dtype))
+
+
+def reach_kernels(state: ModelState) -> None:
+    """Let proportional attention meet the calls of all kernels that are there by now, if the model has it."""
+    if any(settings.proportional for _, settings in state.phases):
+        _patched.add(state)
+        for place, name, largest_head in _places():
+            if not hasattr(place[name], "_tokenmerge_kernel"):
+                place[name] = _asking(place[name], largest_head, takes_mask=name in _WITH_MASK)
+
+
+def leave_kernels(state: ModelState) -> None:
+    """Put all kernels back, unless another patched model needs them."""
+    _patched.discard(state)
+    if not _patched:
+        for place, name, _ in _places():
+            place[name] = getattr(place[name], "_tokenmerge_kernel", place[name])
+
+
+def _places() -> Iterator[tuple[dict[Any, Any], Any, int]]:
+    """Where kernels are looked up by those who call them: (dictionary, key, largest head size)."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    registry = getattr(dispatch, "_AttentionBackendRegistry", None)
+    backends = getattr(registry, "_backends", {})
+    for backend in list(backends):
+        name = getattr(backend, "value", backend)
+        sizes = (size for start, size in _LARGEST_HEADS.items() if name.startswith(start))
+        yield backends, backend, next(sizes, _LARGEST_HEAD)
+    xformers = sys.modules.get("xformers.ops")
+    if hasattr(xformers, "memory_efficient_attention"):
+        yield vars(xformers), "memory_efficient_attention", _LARGEST_HEAD
+
+
+@functools.lru_cache(maxsize=128)  # settings change between passes, and kernels hardly ever
+def _asking(function: Callable[..., Any], largest_head: int, takes_mask: bool) -> Callable[..., Any]:
+    """Return a function that lets the running :class:`ProportionalAttention` call the kernel.
+
+    A kernel that takes a mask gets one, unless its call is one for several devices.
+    """
+    names = tuple(inspect.signature(function).parameters)
+    largest_head = largest_head if "scale" in names else 0
+
+    @functools.wraps(function)
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        if takes_mask and kwargs.get("_parallel_config") is None:
+            return function(*args, **kwargs)
+        for mode in _get_current_function_mode_stack():
+            if isinstance(mode, ProportionalAttention) and mode.is_pending:
+                given = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
+                return mode.attend(function, largest_head, given)
+        return function(*args, **kwargs)
+
+    attention._tokenmerge_kernel = function  # type: ignore[attr-defined]
+    return attention

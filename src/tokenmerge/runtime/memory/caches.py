@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.ops import Plan
 from tokenmerge.plans import Tolerance
-from tokenmerge.runtime.memory.reuse import Residual
+from tokenmerge.runtime.memory.reuse import Tensors
 from tokenmerge.runtime.memory.run_log import RunLog
 from tokenmerge.runtime.steps.guidance import SampleTracker
 from tokenmerge.runtime.steps.step_tracker import StepTracker
@@ -28,36 +28,35 @@ Call = tuple[int, int]
 class Cache:
     """What one block, layer or stage caches between calls.
 
-    Blocks that share plans share the dictionary ``plans``. ``runs`` has a
-    :class:`tokenmerge.runtime.blocks.block_runs.BlockRun` for each call of a block that some steps skip, and
-    ``placeholders`` tensors without memory in the shapes of a stage's result that no running module reads.
-    A block or layer is ``dense`` where other people's code looks at it.
+    Attributes:
+        plans: blocks that share plans share this dictionary.
+        residuals: what a block or layer added to each tensor of its result; None for those without image.
+        skippable: of what steps skip, what takes its place: for a block a
+            :class:`tokenmerge.runtime.blocks.skipping.BlockRun`, for a stage a residual, or tensors without
+            memory in the shapes of a result that no running module reads.
+        dense: whether a block or layer does not merge, since other people's code looks at it.
     """
 
     plans: dict[Call, Plan] = dataclasses.field(default_factory=dict)
-    runs: dict[Call, Any] = dataclasses.field(default_factory=dict)
-    residuals: dict[Call, Residual] = dataclasses.field(default_factory=dict)
-    placeholders: dict[Call, Any] = dataclasses.field(default_factory=dict)
+    residuals: dict[Call, Tensors] = dataclasses.field(default_factory=dict)
+    skippable: dict[Call, Any] = dataclasses.field(default_factory=dict)
     dense: bool = False
 
 
 class Memory:
     """All that one model caches between calls.
 
-    It belongs to one generation. Where settings do not follow the steps, it belongs to one thread.
-
-    Args:
-        groups: for each part of the model (block, layer or stage), the group of parts that share its plans.
+    It belongs to one generation. Where settings do not follow the steps, it belongs to one thread. The
+    ``groups`` say for each part of the model (block, layer or stage) with which parts it shares its plans.
 
     Attributes:
-        seed: number of the running step that draws depend on.
+        seed: the number that draws of the running step depend on.
         config: settings at the guidance scale of the generation; None before its first call.
         tolerance: what changes these settings while the generation runs; None: nothing does.
         timesteps: the scheduler's, where settings do not follow the steps; others begin a generation.
         guidance_differences: what guidance changed in the results of the last step, by the call that planned.
         model_residuals: what all blocks of a level added to the tokens of the image, by the call of the first
             block and its level.
-        caches: one for each part of the model.
     """
 
     def __init__(self, groups: Sequence[Hashable]) -> None:
@@ -75,35 +74,32 @@ class Memory:
 
     def forget(self, first: int = 0, last: int = sys.maxsize) -> None:
         """Drop all that is cached of the calls with these numbers."""
-        for noted in (*self.tracker.noted, self.guidance_differences):
-            _drop(noted, first, last)
+        _drop(first, last, *self.tracker.noted, self.guidance_differences)
         self.forget_plans(first, last)
         self.forget_results(first, last)
 
     def forget_results(self, first: int, last: int) -> None:
         """Drop the cached results of the calls with these numbers."""
-        _drop(self.model_residuals, first, last)
+        _drop(first, last, self.model_residuals)
         for cache in self.caches:
-            for cached in filter(None, (cache.runs, cache.residuals, cache.placeholders)):
-                _drop(cached, first, last)
+            _drop(first, last, cache.residuals, cache.skippable)
 
     def forget_plans(self, first: int, last: int) -> None:
         """Drop the plans of the calls with these numbers."""
-        for cache in self.caches:
-            if cache.plans:
-                _drop(cache.plans, first, last)
+        _drop(first, last, *(cache.plans for cache in self.caches))
 
 
-def _drop(cached: dict[Any, Any], first: int, last: int) -> None:
+def _drop(first: int, last: int, *dictionaries: dict[Any, Any]) -> None:
     """Drop the entries of some calls; keys are their numbers, or begin with them."""
-    for key in tuple(cached):
-        number = key if isinstance(key, int) else key[0]
-        if first <= number <= last:
-            del cached[key]
+    for cached in dictionaries:
+        for key in tuple(cached):
+            number = key if isinstance(key, int) else key[0]
+            if first <= number <= last:
+                del cached[key]
 
 
-class EmptyWhenCopied:
-    """A mapping without arguments, whose copies and pickles begin empty."""
+class WeakDictionary(WeakIdKeyDictionary):
+    """A dictionary of objects that others own, compared by identity. Copies and pickles begin empty."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return type(self)()
@@ -115,16 +111,12 @@ class EmptyWhenCopied:
 class BlockMerge(NamedTuple):
     """What a block merges in its running call, with the settings of the step.
 
-    If it ``merges``, its input has ``images`` of ``tokens``, padding included. The plan is None on a
+    Unless it ``is_dense``, its input has ``images`` of ``tokens``, padding included. The plan is None on a
     correction step, which measures what merging would lose.
     """
 
     settings: MergeSettings
-    merges: bool = False
+    is_dense: bool = True
     images: int = 0
     tokens: int = 0
     plan: Plan | None = None
-
-
-class RecordedMerges(EmptyWhenCopied, WeakIdKeyDictionary):
-    """What calls merged, by the block's input tensor, as long as the tensor is alive."""

@@ -1,4 +1,4 @@
-"""Step reuse: residuals of blocks and layers, and what is made of them in steps that skip these."""
+"""Step reuse: what parts of a model added in the steps that ran them, and what that makes of other steps."""
 
 from __future__ import annotations
 
@@ -11,58 +11,48 @@ from torch import Tensor
 
 from tokenmerge.models.parallel import Part
 
-Tensors = Sequence[Tensor | None]
+# For each tensor of a result: a tensor, or None.
+Tensors = tuple[Any, ...]
 
 _SHORTEST = 1e-8  # of a vector with a direction, as in torch.cosine_similarity
 
 
 class Residual(NamedTuple):
-    """What a block or a layer adds to its input, cached from the step in which it last ran.
+    """What a part of a model adds to its input, cached from the step in which it last ran.
 
     Attributes:
-        single: whether its result is one tensor, and not a tuple.
         latest: what it added to each tensor of its result.
-        delta: change of ``latest`` since the run before, 0 where there was none; None: nobody extrapolates.
-        agreement: how far the delta kept its direction, 0 to 1 for each image; None with ``delta``.
+        delta: change of ``latest`` since the run before, 0 where there was none.
+        agreement: how far the delta kept its direction, 0 to 1 for each image.
     """
 
-    single: bool
-    latest: tuple[Tensor | None, ...]
-    delta: tuple[Tensor | None, ...] | None = None
-    agreement: tuple[Tensor | None, ...] | None = None
+    latest: Tensors
+    delta: Tensors
+    agreement: Tensors
 
 
-def residual_of(result: Any, bases: Sequence[Tensor | float]) -> Residual:
-    """Return the residual of a block or layer: its result less what each tensor was added to."""
-    return Residual(isinstance(result, Tensor), _each(torch.sub, _tensors(result), bases))
+def updated(before: Residual | None, latest: Tensors, part: Part | None = None) -> Residual:
+    """Return the residual after a run that added ``latest``; ``part``: the tokens that it is for."""
+    if before is None or _shapes(latest) != _shapes(before.latest):
+        delta = then = _each(torch.zeros_like, latest)
+    else:
+        delta, then = _each(torch.sub, latest, before.latest), before.delta
+    return Residual(latest, delta, _each(partial(_agreement, part), delta, then))
 
 
-def updated(before: Residual | None, residual: Residual, part: Part | None = None) -> Residual:
-    """Return a residual with its change since the run before; ``part``: the tokens that it is for."""
-    latest, agreement = residual.latest, partial(_agreement, part)
-    if before is None or before.delta is None or _shapes(latest) != _shapes(before.latest):
-        delta = _each(torch.zeros_like, latest)
-        return Residual(residual.single, latest, delta, _each(agreement, delta, delta))
-    delta = _each(torch.sub, latest, before.latest)
-    return Residual(residual.single, latest, delta, _each(agreement, delta, before.delta))
-
-
-def extrapolated(residual: Residual, bases: Sequence[Tensor | float], distance: Tensor) -> Any:
-    """Return the result of a skipped block: its input plus the linearly extrapolated residual.
+def extrapolated(residual: Residual, bases: Sequence[Any], distance: Tensor) -> Tensors:
+    """Return the result of a skipped part: its input plus the linearly extrapolated residual.
 
     TaylorSeer (arXiv 2503.06923) of order 1, damped where the residual changed its direction: what turns back
     between steps, as under strong guidance, is not extrapolated, since that would double the error. The
     ``distance`` is the steps since the last run, divided by the interval between the last two.
     """
-    assert residual.delta is not None
-    assert residual.agreement is not None
-    result = _each(
+    return _each(
         lambda value, delta, agreement: value + delta * (agreement * distance),
         _each(torch.add, residual.latest, bases),
         residual.delta,
         residual.agreement,
     )
-    return result[0] if residual.single else result
 
 
 def _shapes(tensors: Tensors) -> list[torch.Size | None]:
@@ -81,12 +71,8 @@ def _agreement(part: Part | None, delta: Tensor, before: Tensor) -> Tensor:
     return cosine.clamp(min=0).to(delta.dtype).view(-1, *[1] * (delta.ndim - 1))
 
 
-def _each(function: Callable[..., Tensor], *values: Sequence[Tensor | float | None]) -> tuple[Any, ...]:
+def _each(function: Callable[..., Tensor], *values: Sequence[Any]) -> Tensors:
     """Apply a function to the first values of some sequences, then to the second, …; None stays None."""
     return tuple(
         None if any(one is None for one in ones) else function(*ones) for ones in zip(*values, strict=True)
     )
-
-
-def _tensors(result: Any) -> tuple[Tensor | None, ...]:
-    return (result,) if isinstance(result, Tensor) else tuple(result)

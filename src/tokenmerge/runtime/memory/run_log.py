@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,11 @@ from torch import Tensor
 from tokenmerge.config import ToMeConfig
 from tokenmerge.ops import num_tokens
 from tokenmerge.plans import Shown, noise_of
+from tokenmerge.runtime.memory.reuse import Residual
 from tokenmerge.runtime.steps.noise_levels import NoiseLevels
+from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker
+
+_TINY = torch.finfo(torch.float32).tiny
 
 # "merged": the whole model runs, and tokens merge. "unmerged": it runs, and no token merges. Both are
 # complete steps. "reused": a part of the model is skipped.
@@ -77,6 +81,9 @@ class RunLog:
         missed: of the running call: part, steps since it ran, and the length of the forecast's error divided
             by that of the part's change, for each image.
         outputs: of the model, by call in its step and part: when the part last ran.
+        kind_of_step: what each step did, or its last call; empty if the settings do not follow the steps.
+        seconds: from the first call of the model to the end of the last one. On an accelerator, the last
+            operations may still run then.
     """
 
     def __init__(
@@ -89,46 +96,81 @@ class RunLog:
         guidance: float | None = None,
         levels: NoiseLevels | None = None,
     ) -> None:
-        self.config, self.batch, self.steps, self.guidance = config, batch, steps, guidance
+        self.config, self.batch, self.steps = config, batch, steps
+        self.guidance, self.levels = guidance, levels
         sizes = [(rows * patch, columns * patch) for _, rows, columns in grids]
         size: tuple[int | None, int | None] = sizes[0] if sizes else (None, None)
         self.height, self.width = size
         self.references = tuple(sizes[1:])
         self.tokens = sum(map(num_tokens, grids))
-        self.levels = levels
         self.sample: Tensor | None = None
         self.missed: list[tuple[str, int, Tensor]] = []
         self.outputs: dict[tuple[int, str], Tensor] = {}
         self.errors: list[ForecastError] = []
         self.noise = AddedNoise()
-        self._kinds: dict[int, StepKind] = {}
-        self._began = self._ended = time.perf_counter()
-
-    def note_step(self, index: int, kind: StepKind) -> None:
-        """Note what a step does. Of a step that calls the model several times, the last call counts."""
-        self._kinds[index] = kind
+        self.kind_of_step: dict[int, StepKind] = {}
+        self.seconds, self._began = 0.0, time.perf_counter()
 
     def note_end(self) -> None:
         """Note the time at the end of a call."""
-        self._ended = time.perf_counter()
+        self.seconds = time.perf_counter() - self._began
 
-    def forget_outputs(self, call: int) -> None:
-        """Drop what later steps would be compared with, of the calls with this number."""
-        self.outputs = {key: output for key, output in self.outputs.items() if key[0] != call}
-        self.noise.before = None
+    def note_forecast(
+        self, decision: Decision, copies: int, part: str, before: Residual | None, truth: Tensor
+    ) -> None:
+        """Compare what a part has added to the image with the forecast that ``before`` makes of it.
 
-    @property
-    def seconds(self) -> float:
-        """Seconds from the first call of the model to the end of the last one.
-
-        On an accelerator, the last operations may still run then.
+        What a forecast misses of a part's change, it is taken to miss of the change of the model's output.
+        What that changes in the picture that the model predicts follows from the noise level. So errors of
+        all parts and models have one unit: the contrast of the picture.
         """
-        return self._ended - self._began
+        known = decision.forecasts.get(part)
+        if known is None or before is None:
+            return
+        first, delta, agreement = (tensors[0] for tensors in before)
+        if truth.shape != first.shape:
+            return
+        change = truth - first
+        error = torch.addcmul(change, delta, agreement * known[0], value=-1)  # as `extrapolated` forecasts it
+        error, change = (_length(_guided(own, self.guidance, copies)) for own in (error, change))
+        self.missed.append((part, known[1], error / change.clamp(min=_TINY)))
+
+    def note_output(self, decision: Decision, copies: int, tracker: StepTracker, result: Any) -> None:
+        """Compare the model's result with those of earlier steps."""
+        missed, self.missed = self.missed, []
+        sample, self.sample = self.sample, None
+        output = result if isinstance(result, Tensor) else result[0]
+        if sample is None or not isinstance(output, Tensor) or sample.ndim != output.ndim:
+            return  # such as a sample of token ids
+        if self.noise.kept is not None and decision.deep is not None and decision.finest is not None:
+            return  # a step that skips all parts
+        sample, output = sample.detach().chunk(copies)[0], _guided(output.detach(), self.guidance, copies)
+        for axis, size in enumerate(output.shape):  # some models get more than the sample, or return more
+            sample = sample.narrow(axis, 0, min(size, sample.shape[axis]))
+            output = output.narrow(axis, 0, sample.shape[axis])
+        index, levels, picture, weight = tracker.index, self.levels, output, 1.0
+        if levels is not None and (missed or self.noise.kept is None):
+            picture, weight = levels.picture(sample, output, index), levels.weight(index)
+            if tracker.call == 0:
+                self.noise.note(levels, sample, picture, index)
+        if missed:
+            contrast = picture.flatten(1).float().std(1).clamp(min=_TINY)
+            for part, gap, error in missed:
+                before = self.outputs.get((tracker.call, part))
+                if before is not None and before.shape == output.shape:
+                    change = _length(output - before) * (weight / output[0].numel() ** 0.5)
+                    self.errors.append(ForecastError(tracker.done, part, gap, error * change / contrast))
+        for part, skipped in (("deep", decision.deep), ("finest", decision.finest)):
+            if skipped is None:
+                self.outputs[tracker.call, part] = output
+        if tracker.is_last:  # nothing will be compared with it
+            self.outputs = {key: output for key, output in self.outputs.items() if key[0] != tracker.call}
+            self.noise.before = None
 
     @property
     def kinds(self) -> Counter[StepKind]:
-        """How many steps of each kind ran. Empty if the settings do not follow the steps."""
-        return Counter(self._kinds.values())
+        """How many steps of each kind ran."""
+        return Counter(self.kind_of_step.values())
 
 
 def shown(logs: Sequence[RunLog]) -> Shown:
@@ -151,6 +193,18 @@ def shown(logs: Sequence[RunLog]) -> Shown:
     levels = next((log.levels.sigmas for log in logs if log.levels is not None), ())
     steps = next((log.steps for log in logs if log.steps is not None), 0)
     return Shown(found, levels[-steps - 1 :], noise)
+
+
+def _length(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor.flatten(1), dim=1, dtype=torch.float32)
+
+
+def _guided(tensor: Tensor, scale: float | None, copies: int) -> Tensor:
+    """Return a tensor as classifier-free guidance combines it, if its batch holds both parts."""
+    if copies < 2 or scale is None:
+        return tensor
+    unguided, guided, *_ = tensor.chunk(copies)
+    return torch.lerp(unguided, guided, scale)
 
 
 def in_kinds(kinds: Counter[StepKind]) -> str:

@@ -1,4 +1,4 @@
-"""The state of a patched model, its blocks, layers and stages: facts, and what each thread holds."""
+"""The state of a patched model, its blocks, layers and stages: facts, and what threads hold."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import dataclasses
 import functools
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.config.checks import integer
-from tokenmerge.config.origin import is_default, named
+from tokenmerge.config.origin import named
 from tokenmerge.errors import ConfigError, shown
 from tokenmerge.models.base import Layer, ModelCall
 from tokenmerge.models.layout import Grid, Layout
+from tokenmerge.models.parallel import Part
 from tokenmerge.ops import Plan
-from tokenmerge.plans import Facts, Tolerance
-from tokenmerge.runtime.memory.caches import Call, EmptyWhenCopied, Memory, RecordedMerges
-from tokenmerge.runtime.memory.context import CallContext, PartState, ThreadState
+from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Call, Memory, WeakDictionary
 from tokenmerge.runtime.memory.run_log import RunLog
-from tokenmerge.runtime.memory.step_log import StepRecorder
+from tokenmerge.runtime.memory.step_log import StepLog, StepRecorder
 from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline
 from tokenmerge.runtime.steps.scheduler import Generation
+from tokenmerge.runtime.steps.step_seed import StepSeed
+from tokenmerge.runtime.steps.step_tracker import Decision
 
 # Packages through which a call reaches this one.
 _NOT_THE_CALLER = ("tokenmerge", "torch", "diffusers", "contextlib")
@@ -48,31 +49,92 @@ class RecordedPlan:
     references: tuple[tuple[int, int, int], ...] = ()
 
 
-class Memories(EmptyWhenCopied, weakref.WeakKeyDictionary[Generation, Memory]):
-    """What a model caches for each living generation."""
-
-
-class ChoosesSettings(Protocol):
-    """Chooses the settings of each generation: :class:`tokenmerge.default_method.DefaultMethod`."""
-
-    facts_at: Callable[..., Facts]
-    settings: Callable[[Facts], ToMeConfig]
-    tolerance: Callable[[Facts], Tolerance | None]
-    shortfall: Callable[[Facts], str]
-
-
 class Kept(NamedTuple):
     """What other people's code that looks into a model changes in a generation.
 
-    Attributes:
-        config: the settings of the generation.
-        dense: paths of the blocks and layers that do not merge in it.
-        note: says so in a line; empty: nothing changes.
+    The blocks and layers with the paths ``dense`` do not merge in it. The ``note`` says so in a line; empty:
+    nothing changes.
     """
 
     config: ToMeConfig = ToMeConfig()
     dense: frozenset[str] = frozenset()
     note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CallContext:
+    """What holds for one call of a patched model; built once, by the hook before the model.
+
+    Blocks that are called without their model have that of its last call in their thread.
+
+    Attributes:
+        settings: those of the running step, by level.
+        seed: the number that draws of the step depend on, int64.
+        call: number of the call in its step; ``plan_call``: of the call whose plans this one uses.
+        caches_features: level and kind of features that are cached, for the plans of a later step.
+        blocks_are_dense: whether nothing merges, is skipped or is cached in blocks.
+        guidance_copies: how many times the batch holds each sample, for as many prompts.
+        copies_equal: in a graph and on accelerators, whether it does hold equal samples; None: it does.
+        guidance_difference: what guidance changed in the result of the last step; None: unknown.
+        step_log: where blocks note what they merge; None: nobody asked for it.
+    """
+
+    settings: Mapping[int, MergeSettings]
+    seed: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    call: int = 0
+    plan_call: int = 0
+    caches_plans: bool = False
+    caches_features: frozenset[tuple[int, str]] = frozenset()
+    blocks_are_dense: bool = False
+    decision: Decision = dataclasses.field(default_factory=Decision)
+    guidance_copies: int = 1
+    copies_equal: Tensor | None = None
+    guidance_difference: Tensor | None = None
+    step_log: StepLog | None = None
+
+
+class ThreadState:
+    """What belongs to a thread that calls a patched model.
+
+    Attributes:
+        context: what holds for the running call or the last one; before the first, what blocks find that are
+            called without their model.
+        grid: the model's finest token grid in that call.
+        part: the part of the sequence that this process has in that call; None: all of it.
+        own_memory: what is cached where settings do not follow the steps.
+        memory: what that call caches.
+        spans: by call and level, the image tokens that the first block was called with, followed by those
+            that the last block returned, once it has run.
+        running_blocks: the :class:`tokenmerge.runtime.blocks.skipping.RunningBlocks`, if there are any.
+    """
+
+    def __init__(self, context: CallContext, groups: Sequence[Hashable]) -> None:
+        self.context = context
+        self.grid = Grid()
+        self.part: Part | None = None
+        self.seed = StepSeed()
+        self.own_memory = Memory(groups)
+        self.memory = Memory(())
+        self.spans: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
+        self.running_blocks: Any = None
+
+
+class PartState:
+    """What a block, a layer or a stage needs in the running call of a thread.
+
+    Attributes:
+        number: of a block, index of this call among its calls in one model forward; −1 before the first.
+        running: of a block, what its running call merges; None between calls. It is known before the block
+            runs where gradient checkpointing repeats a recorded call, and where a block that is compiled
+            alone gets its plan from outside its graph. Otherwise the block itself finds out.
+        counted: of a block that is compiled alone, whether its running call was numbered outside its graph.
+    """
+
+    def __init__(self) -> None:
+        self.cache = Cache()
+        self.number = -1
+        self.running: BlockMerge | None = None
+        self.counted = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -82,18 +144,19 @@ class ModelState:
     Attributes:
         config: the settings; of the default method, what any of its generations may do.
         phases: (level, what holds there) for each level that merges and each phase, where it merges most.
-        groups: for each part, the group of parts that share its plans.
+        groups: for each of ``parts``, the group of parts that share its plans.
         dense_if_too_small: whether samples with too few tokens run dense, with a warning, or raise an error.
         told: warnings already given.
         method: name of the settings, for messages; empty: the user gave them all.
-        default: the default method, which chooses the settings of each generation; None: ``config`` has them.
-        parts: its blocks, layers and stages that merge or are skipped, in the order of ``groups``.
+        default: the :class:`tokenmerge.default_method.DefaultMethod` that chooses the settings of each
+            generation; None: ``config`` has them.
+        parts: its blocks, layers and stages that merge or are skipped.
+        memories: what is cached for each living generation.
         given_grid: the model's finest token grid in the next calls, where the user gave it.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
-        last_run: what happened in the generation that began last; None before the first.
+        last_run: what happened in the generation that began last.
         kept: what others looked at when a generation last began; before the first, when it was patched.
         settings: what holds for each level that merges, at the first step.
-        follows_steps: whether it has to be known which denoising step it is.
         over_steps: the settings that follow the steps, for messages.
         caches_results: whether what blocks add is cached at some step, to skip them or to plan by it.
         merges: whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
@@ -107,9 +170,9 @@ class ModelState:
     dense_if_too_small: bool = False
     told: set[str] = dataclasses.field(default_factory=set)
     method: str = ""
-    default: ChoosesSettings | None = None
+    default: Any = None
     parts: tuple[BlockState | LayerState | StageState, ...] = ()
-    memories: Memories = dataclasses.field(default_factory=Memories)
+    memories: MutableMapping[Generation, Memory] = dataclasses.field(default_factory=WeakDictionary)
     given_grid: Grid | None = None
     record: dict[str, RecordedPlan] | None = None
     last_run: RunLog | None = None
@@ -144,11 +207,6 @@ class ModelState:
         grid = Grid(given=True)
         grid.shape = 1, height // patch, width // patch
         self.given_grid = grid
-
-    @property
-    def is_default(self) -> bool:
-        """Whether the settings are the default method's, which leaves alone what others look at."""
-        return is_default(self.method)
 
     @property
     def context(self) -> CallContext:
@@ -215,7 +273,7 @@ class BlockState:
         plans_first: whether it is the first of the blocks that share plans.
         is_first: whether it is the first block of its level; ``is_last``: the last one.
         is_read_between: whether more than the next block reads its result, as in a ControlNet.
-        calls: what was recorded of its calls for gradient checkpointing, which runs them again.
+        calls: what its calls merged, by its input, for gradient checkpointing, which runs them again.
     """
 
     model: ModelState
@@ -231,7 +289,7 @@ class BlockState:
     is_last: bool = False
     is_read_between: bool = False
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
-    calls: RecordedMerges = dataclasses.field(default_factory=RecordedMerges)
+    calls: MutableMapping[Tensor, BlockMerge] = dataclasses.field(default_factory=WeakDictionary)
 
     @property
     def settings(self) -> MergeSettings:
@@ -254,11 +312,6 @@ class BlockState:
     def call(self) -> Call:
         """The running call."""
         return self.model.threads.value.context.call, self.threads.value.number
-
-    @property
-    def plan_call(self) -> Call:
-        """The call whose plan the running one uses."""
-        return self.model.threads.value.context.plan_call, self.threads.value.number
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

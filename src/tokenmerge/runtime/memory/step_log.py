@@ -5,20 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenmerge.runtime.memory.caches import EmptyWhenCopied
+from tokenmerge.runtime.memory.caches import WeakDictionary
 from tokenmerge.runtime.memory.run_log import StepKind
 from tokenmerge.runtime.steps.pipeline import PerThread
-from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation
-
-# Waits for the device, and returns the seconds that it took.
-Stopwatch = Callable[[], float]
+from tokenmerge.runtime.steps.scheduler import DenoisingStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,21 +41,52 @@ class StepRow:
     seconds: float
 
 
+class Stopwatch:
+    """Takes the time from its making to :meth:`stop`, without waiting for the device.
+
+    CUDA's own events count, or else the clock of the program, when last operations may still be running.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._began = self._ended = self._now()
+
+    def _now(self) -> Any:
+        if self._stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def stop(self) -> None:
+        """Take the time up to now."""
+        self._ended = self._now()
+
+    def seconds(self) -> float:
+        """Wait for the device, and return the time."""
+        if self._stream is None:
+            return float(self._ended - self._began)
+        self._ended.synchronize()
+        return float(self._began.elapsed_time(self._ended)) / 1000
+
+
+@dataclasses.dataclass(eq=False)
 class _Step:
     """What was measured of a step so far. Tensors are read later, since reading waits for the device."""
 
-    def __init__(self, kind: StepKind) -> None:
-        self.kind = kind
-        self.plans: list[tuple[int, int]] = []
-        self.spans: list[Stopwatch] = []
-        self.squares: list[Tensor] = []  # [2]: of the change and of the result before, for each call
+    kind: StepKind
+    plans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    watches: list[Stopwatch] = dataclasses.field(default_factory=list)  # of each call
+    squares: list[Tensor] = dataclasses.field(
+        default_factory=list
+    )  # [2], of each call: the change, and before
 
     def row(self, index: int) -> StepRow:
         tokens, merged_tokens = max(self.plans, default=(None, None))
         squares = sum((pair.double().cpu() for pair in self.squares), torch.zeros(2, dtype=torch.float64))
         changed, before = squares.sqrt().tolist()
         change = changed / before if before and math.isfinite(changed / before) else None
-        seconds = sum(span() for span in self.spans)
+        seconds = sum(watch.seconds() for watch in self.watches)
         return StepRow(index, self.kind, len(self.plans), tokens, merged_tokens, change, seconds)
 
 
@@ -72,7 +98,6 @@ class StepLog:
         self._latest = _Step("unmerged")
         self._before: list[Tensor | None] = []  # results of the calls of the step before
         self._results: list[Tensor | None] = []  # of this step
-        self._stop: Callable[[], Stopwatch] = lambda: lambda: 0.0
 
     def begin_call(self, step: DenoisingStep, kind: StepKind, device: torch.device) -> None:
         """Note a call of the model. Where a step makes several calls, the last one decides its kind."""
@@ -80,7 +105,7 @@ class StepLog:
             self._before, self._results = self._results, []
             self._steps[step.index] = self._latest = _Step(kind)
         self._latest.kind = kind
-        self._stop = start_stopwatch(device)
+        self._latest.watches.append(Stopwatch(device))
 
     def note_plan(self, tokens: int, merged_tokens: int) -> None:
         """Note a block call that merges."""
@@ -88,7 +113,7 @@ class StepLog:
 
     def end_call(self, result: Any) -> None:
         """Note the end of a call, and what the model returned."""
-        self._latest.spans.append(self._stop())
+        self._latest.watches[-1].stop()
         number, made = len(self._results), _one_tensor(result)
         before = self._before[number] if number < len(self._before) else None
         self._results.append(made)
@@ -106,19 +131,19 @@ class StepLog:
         return tuple(step.row(index) for index, step in sorted(self._steps.items()))
 
 
-class StepRecorder(EmptyWhenCopied):
+class StepRecorder(WeakDictionary):
     """The logs of a model, one for each living generation. Copies and pickles begin empty."""
 
     def __init__(self) -> None:
-        self._logs: weakref.WeakKeyDictionary[Generation, StepLog] = weakref.WeakKeyDictionary()
+        super().__init__()
         self._last: StepLog | None = None
         self._last_of_thread: PerThread[list[StepLog]] = PerThread(list)
 
     def begin_call(self, step: DenoisingStep, kind: StepKind, device: torch.device) -> StepLog:
         """Note a call of the model, and return the log of its generation."""
-        log = self._logs.get(step.generation)
+        log: StepLog | None = self.get(step.generation)
         if log is None:
-            log = self._logs[step.generation] = self._last = StepLog()
+            log = self[step.generation] = self._last = StepLog()
             self._last_of_thread.value[:] = [log]
         log.begin_call(step, kind, device)
         return log
@@ -130,36 +155,8 @@ class StepRecorder(EmptyWhenCopied):
 
     def forget_results(self) -> None:
         """Drop the results that next steps would be compared with, as the model is restored."""
-        for log in self._logs.values():
+        for log in self.values():
             log.forget_results()
-
-
-def start_stopwatch(device: torch.device) -> Callable[[], Stopwatch]:
-    """Start a stopwatch and return the function that stops it. Neither waits for the device.
-
-    CUDA's own events count, or else the clock of the program, when last operations may still be running.
-    """
-    if device.type == "cuda":
-        stream = torch.cuda.current_stream(device)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(stream)
-
-        def seconds_of_device() -> float:
-            end.synchronize()
-            return float(begin.elapsed_time(end)) / 1000
-
-        def stop_device() -> Stopwatch:
-            end.record(stream)
-            return seconds_of_device
-
-        return stop_device
-    began = time.perf_counter()
-
-    def stop() -> Stopwatch:
-        seconds = time.perf_counter() - began
-        return lambda: seconds
-
-    return stop
 
 
 def _one_tensor(result: Any) -> Tensor | None:

@@ -15,13 +15,11 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import part_of
 from tokenmerge.plans.generation import Merging, Runs
-from tokenmerge.runtime.blocks.attention_kernels import reach_kernels
-from tokenmerge.runtime.blocks.block_runs import finish_run
+from tokenmerge.runtime.blocks.proportional_attention import reach_kernels
+from tokenmerge.runtime.blocks.skipping import finish_run
 from tokenmerge.runtime.memory.caches import Memory
-from tokenmerge.runtime.memory.context import CallContext
-from tokenmerge.runtime.memory.forecasts import note_output
 from tokenmerge.runtime.memory.run_log import RunLog, StepKind, shown
-from tokenmerge.runtime.memory.state import STATE, ModelState, StageState
+from tokenmerge.runtime.memory.state import STATE, CallContext, ModelState, StageState
 from tokenmerge.runtime.memory.step_log import StepLog
 from tokenmerge.runtime.patching.call_checks import (
     check_given,
@@ -88,7 +86,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     merges = decision.merging is not Merging.DENSE and any(own.merges for own in settings.values())
     state.threads.value.context = CallContext(
         settings=settings,
-        step=call.seed,
+        seed=call.seed,
         call=tracker.call,
         plan_call=tracker.plan_call,
         caches_plans=caches_plans(config, memory),
@@ -120,7 +118,8 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     if memory.log is not None and not torch.compiler.is_compiling():
         memory.log.note_end()
         if thread.context.decision.caches:
-            note_output(memory.log, thread, result)
+            context = thread.context
+            memory.log.note_output(context.decision, context.guidance_copies, memory.tracker, result)
     if memory.tracker.is_last:
         memory.forget_results(memory.tracker.call, memory.tracker.call)
 
@@ -300,7 +299,7 @@ def _note_call(
     if decision.runs is Runs.EVERYTHING:
         kind = "merged" if merges and decision.merging is Merging.MERGES else "unmerged"
     if step is not None:
-        memory.log.note_step(step.index, kind)
+        memory.log.kind_of_step[step.index] = kind
     if state.recorder is None:
         return None
     if step is None:

@@ -20,9 +20,9 @@ from tokenmerge.errors import ModelInUseError, NothingToMergeError, UnsupportedM
 from tokenmerge.models.base import Host, modules_in
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import part_of
-from tokenmerge.runtime.blocks.attention_kernels import leave_kernels, reach_kernels
 from tokenmerge.runtime.blocks.forward import block_call, layer_call
-from tokenmerge.runtime.blocks.stages import stage_call
+from tokenmerge.runtime.blocks.proportional_attention import leave_kernels, reach_kernels
+from tokenmerge.runtime.blocks.skipping import stage_call
 from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState, ModelState, StageState
 from tokenmerge.runtime.memory.step_log import StepRecorder
 from tokenmerge.runtime.patching.call_checks import check_grid

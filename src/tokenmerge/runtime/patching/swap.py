@@ -17,9 +17,8 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.runtime.blocks.compiled import COMPILED, compiled_block
-from tokenmerge.runtime.blocks.forward import block_call
-from tokenmerge.runtime.blocks.host_method import HostMethod, host_method
+from tokenmerge.models.call import HostMethod, host_method
+from tokenmerge.runtime.blocks.forward import COMPILED, block_call, compiled_block
 from tokenmerge.runtime.memory.state import STATE
 
 # Attributes of a module in which accelerate and diffusers keep its ``forward``, or what keeps it.

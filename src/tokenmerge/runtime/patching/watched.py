@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.config import StepReuse, ToMeConfig
+from tokenmerge.config.origin import is_default
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, modules_in
 from tokenmerge.runtime.blocks.forward import takes_part
@@ -92,7 +93,7 @@ def look(
     names = dict.fromkeys(code.__qualname__ for code in found.values())
     who = f"{', '.join(names)} at {next(iter(found))}{more}"
     name = type(root).__name__
-    if not state.is_default:
+    if not is_default(state.method):
         _refuse_what_a_pipeline_reads(found, seen, root, pipe)
         kinds = ["token"] * any(_meets(path, merged) for path in seen)
         kinds += [f"step ({config.reuse.given})"] * any(_meets(path, skipped) for path in seen)

@@ -24,7 +24,7 @@ class StepTracker:
         done: number of steps of the generation before it.
         plan_call: number of the call whose plans the running one uses.
         planned: by call, the step in which its plans were made, and what they were for.
-        corrected: by call, how many calls ago a correction step was, and the shape then.
+        corrections: by call, how many calls ago a correction step was, and the shape then.
         compared: by call, a question, how many times in a row it got the same answer, and the answer.
         shapes: by call, its shape when it was last made.
         ran: by call and part of the model, the last two steps in which the part ran, and the shape then.
@@ -36,11 +36,11 @@ class StepTracker:
         self.done = self.steps = self.call = self.plan_call = 0
         self.is_last = False
         self.planned: dict[int, tuple[int, object]] = {}
-        self.corrected: dict[int, tuple[int, tuple[object, ...] | None]] = {}
+        self.corrections: dict[int, tuple[int, tuple[object, ...] | None]] = {}
         self.compared: dict[int, tuple[object, int, bool]] = {}
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.ran: dict[tuple[int, str], tuple[int | None, int, tuple[object, ...]]] = {}
-        self.noted = self.planned, self.corrected, self.compared, self.shapes, self.ran
+        self.noted = self.planned, self.corrections, self.compared, self.shapes, self.ran
 
     def begin_call(self, step: DenoisingStep) -> int | None:
         """Note a call of the model, and return the first call number whose cache is stale.
@@ -77,9 +77,9 @@ class StepTracker:
 
         ``every`` counts complete steps. Another shape needs a correction of its own.
         """
-        since, seen = self.corrected.get(self.call, (every, None))
+        since, seen = self.corrections.get(self.call, (every, None))
         due = seen != shape or since + 1 >= every
-        self.corrected[self.call] = 0 if due else since + 1, shape
+        self.corrections[self.call] = 0 if due else since + 1, shape
         return due
 
     def answer(self, question: object, look: Callable[[], bool]) -> bool:
@@ -134,7 +134,7 @@ class Decision:
         runs: what runs in it.
         merging: what merges in it.
         caches: whether what runs is cached, for steps that skip it.
-        corrected: whether some step of the generation measures the error of merging.
+        corrects: whether some step of the generation measures the error of merging.
         deep: how far blocks or deep stages are extrapolated; None: they run. It is a tensor, so that compiled
             blocks need no graph for each value.
         finest: the same for the finest level of a UNet.
@@ -144,7 +144,7 @@ class Decision:
     runs: Runs = Runs.EVERYTHING
     merging: Merging = Merging.MERGES
     caches: bool = False
-    corrected: bool = False
+    corrects: bool = False
     deep: Tensor | None = None
     finest: Tensor | None = None
     forecasts: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
@@ -156,7 +156,7 @@ def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) 
     ``shape`` is that of the call's inputs, and what else cached results depend on.
     """
     if tracker.index < 0:
-        return Decision(corrected=config.correction.on)
+        return Decision(corrects=config.correction.on)
     planned = plan_generation(config, tracker.steps)[tracker.done]
     runs, merging, deep, finest = planned.runs, planned.merging, None, None
     forecasts: dict[str, tuple[float, int]] = {}
@@ -169,10 +169,10 @@ def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) 
         runs_finest = deep is None or runs is not Runs.LEAST
         finest = tracker.extrapolation("finest", runs_finest, shape, "finest" in planned.holds)
         runs = Runs.EVERYTHING if deep is None else Runs.FINEST if finest is None else Runs.LEAST
-    if planned.corrected is not None and runs is Runs.EVERYTHING:
+    if planned.if_due is not None and runs is Runs.EVERYTHING:
         # As planned, unless the model joins late, or the shape of its sample changes.
         due = tracker.corrects(config.correction.every, shape)
-        merging = planned.corrected if due else Merging.MERGES
+        merging = planned.if_due if due else Merging.MERGES
     cached = planned.caches, config.correction.on
     return Decision(runs, merging, *cached, _tensor(deep), _tensor(finest), forecasts)
 

@@ -1,4 +1,4 @@
-"""Runs of blocks that are skipped together, and need one residual for all of them.
+"""Parts of a model that are skipped on some steps: stages of a UNet, and runs of blocks.
 
 Where each block gets the very tensors that the block before it returned, the sum of their residuals is the
 result of the last one less the input of the first one. A step that skips them adds this sum, extrapolated, in
@@ -13,17 +13,45 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from tokenmerge.models.call import HostCall
-from tokenmerge.runtime.memory.caches import Cache, Call
-from tokenmerge.runtime.memory.context import ThreadState
-from tokenmerge.runtime.memory.forecasts import note_forecast
+from tokenmerge.models.call import HostCall, HostMethod
 from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
-from tokenmerge.runtime.memory.state import BlockState
+from tokenmerge.runtime.memory.state import STATE, BlockState, StageState, ThreadState
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+def stage_call(original: HostMethod) -> Callable:
+    """Make the method of a stage: on some steps, its extrapolated result takes its place."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: StageState | None = self.__dict__.get(STATE)
+        if state is None or not state.model.context.decision.caches:
+            return original.of(self)(*args, **kwargs)
+        context, skippable = state.model.context, state.threads.value.cache.skippable
+        call, decision = (context.call, 0), context.decision
+        distance = decision.finest if state.is_finest else decision.deep
+        before = skippable.get(call)
+        if distance is not None and before is not None:
+            if state.is_last:
+                return extrapolated(before, [0.0], distance)[0]
+            return tree_map(torch.zeros_like, before)  # read by modules that are skipped too
+        result = original.of(self)(*args, **kwargs)
+        if state.is_last:
+            latest = (result.clone(),)  # hosts change results in place
+            _note_forecast(
+                state.model.threads.value, "finest" if state.is_finest else "deep", before, *latest
+            )
+            skippable[call] = updated(before, latest)
+        elif before is None:
+            skippable[call] = tree_map(lambda tensor: tensor.new_zeros(()).expand(tensor.shape), result)
+        return result
+
+    return forward
+
+
+@dataclasses.dataclass(eq=False)
 class BlockRun:
     """A block in a run, from the last step that ran it.
 
@@ -42,16 +70,14 @@ class RunningBlocks:
     """Blocks that have run one after another, each with the very tensors that the one before it returned.
 
     Attributes:
-        cache, number: cache and call of the first block.
-        known: the run in which that block was before.
+        first: the first of them, and ``before`` what it was when it ran before.
         start: tokens of the image and of the text that it was called with.
         end: those that the last block returned.
         version: how often the image of ``end`` had been changed in place then; None: nobody counts.
     """
 
-    cache: Cache
-    number: Call
-    known: BlockRun | None
+    first: BlockRun
+    before: BlockRun | None
     start: tuple[Tensor, Any]
     end: tuple[Tensor, Any]
     version: int | None = None
@@ -66,8 +92,8 @@ class RunningBlocks:
 def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
     """Return the result of a block that is skipped on some steps; ``run`` returns that of a complete step."""
     tokens, text = state.layout.tokens_of(call), call.argument("encoder_hidden_states")
-    cache, number, place = state.threads.value.cache, state.call, state.image_place
-    distance, known = state.model.context.decision.deep, cache.runs.get(number)
+    skippable, number, place = state.threads.value.cache.skippable, state.call, state.image_place
+    distance, known = state.model.context.decision.deep, skippable.get(number)
     if distance is not None and known is not None:
         if known.residual is not None:
             tokens, changed = extrapolated(known.residual, (tokens, text), distance)
@@ -81,13 +107,11 @@ def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> A
     continues = running is not None and not state.is_read_between and running.continues_with(tokens, text)
     result = run()
     image, other = (result, None) if isinstance(result, Tensor) else (result[place], result[1 - place])
-    made = BlockRun(isinstance(result, Tensor), other is None)
+    made = skippable[number] = BlockRun(isinstance(result, Tensor), other is None)
     if running is None or not continues:
         finish_run(thread)
-        start = tokens, text
-        running = thread.running_blocks = RunningBlocks(cache, number, cache.runs.get(number), start, start)
-        made = dataclasses.replace(made, residual=None if running.known is None else running.known.residual)
-    cache.runs[number] = made
+        made.residual = None if known is None else known.residual
+        running = thread.running_blocks = RunningBlocks(made, known, (tokens, text), (tokens, text))
     running.end = image, running.end[1] if other is None else other  # blocks without text pass it on
     running.version, running.blocks = _version(image), running.blocks + 1
     return result
@@ -105,13 +129,18 @@ def finish_run(thread: ThreadState) -> None:
         if len(span) == 2 and span[0] is first and span[1] is image:
             # The run has all blocks of a level, by which plans are made: one tensor serves both.
             thread.memory.model_residuals[place] = added
-    residual = Residual(False, (added, None if text is given_text else text - given_text))
-    known = running.known
+    latest = added, None if text is given_text else text - given_text
+    known = running.before
     before = known.residual if known is not None and known.blocks == running.blocks else None
-    note_forecast(thread, "deep", before, residual)
-    residual = updated(before, residual, thread.part)
-    made = running.cache.runs[running.number]
-    running.cache.runs[running.number] = dataclasses.replace(made, residual=residual, blocks=running.blocks)
+    _note_forecast(thread, "deep", before, added)
+    running.first.residual = updated(before, latest, thread.part)
+    running.first.blocks = running.blocks
+
+
+def _note_forecast(thread: ThreadState, part: str, before: Residual | None, truth: Tensor) -> None:
+    log, context = thread.memory.log, thread.context
+    if log is not None and not torch.compiler.is_compiling():
+        log.note_forecast(context.decision, context.guidance_copies, part, before, truth)
 
 
 def _version(tensor: Tensor) -> int | None:
