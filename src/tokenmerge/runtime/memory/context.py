@@ -14,7 +14,7 @@ from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import Part
 from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Memory
 from tokenmerge.runtime.memory.step_log import StepLog
-from tokenmerge.runtime.steps.step_seed import StepSeed
+from tokenmerge.runtime.steps.guidance import StepSeed
 from tokenmerge.runtime.steps.step_tracker import Decision
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenmerge.config import ToMeConfig
 from tokenmerge.ops import num_tokens
 from tokenmerge.plans import Shown, noise_of
-from tokenmerge.runtime.steps.noise_levels import NoiseLevels
+from tokenmerge.runtime.steps.scheduler import NoiseLevels
 
 # "merged": the whole model runs, and tokens merge. "unmerged": it runs, and no token merges. Both are
 # complete steps. "reused": a part of the model is skipped.
@@ -58,7 +58,7 @@ class AddedNoise:
             noise = (before[1] - before[2]).flatten()
             self.kept = torch.dot(noise, (sample - before[2]).flatten()) / noise.square().sum()
             self.levels = levels.sigmas[index - 1], levels.sigmas[index]
-        elif index and levels.lowers(index):
+        elif index and 0 < levels.sigmas[index + 1] < levels.sigmas[index]:
             self.before = index, sample, picture
 
 

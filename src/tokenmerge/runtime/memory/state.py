@@ -287,11 +287,10 @@ class StageState:
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
 
 
+@torch.compiler.assume_constant_result  # called while a graph is traced, and no part of it
 def warn_caller(message: str) -> None:
     """Warn at the line that called this package, through PyTorch and diffusers."""
-    level = 2
-    if not torch.compiler.is_compiling():
-        frame = sys._getframe(1)
-        while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_CALLER:
-            frame, level = frame.f_back, level + 1
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_CALLER:
+        frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)

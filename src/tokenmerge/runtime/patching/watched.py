@@ -19,8 +19,7 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, modules_in
 from tokenmerge.runtime.blocks.forward import takes_part
 from tokenmerge.runtime.memory.state import STATE, BlockState, Kept, ModelState, StageState
-from tokenmerge.runtime.patching.call_checks import merges_tokens
-from tokenmerge.runtime.patching.select import phases_at
+from tokenmerge.runtime.patching.call_checks import merges_tokens, phases_at
 
 # Processors and hooks of these packages compute a result, and keep nothing of what they see …
 _PACKAGES = ("accelerate", "diffusers", "peft", "tokenmerge", "torch")

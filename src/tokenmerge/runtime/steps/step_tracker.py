@@ -62,10 +62,7 @@ class StepTracker:
         return before != shape
 
     def plans(self, every: int, purpose: object) -> bool:
-        """Return whether the running call makes new plans; note that it does.
-
-        Plans are used for ``every`` steps. Another purpose, such as another shape, needs new ones.
-        """
+        """Return whether the running call makes new plans, as for another purpose; note that it does."""
         index, before = self.planned.get(self.call, (None, None))
         due = index is None or before != purpose or self.index - index >= every
         if due:
@@ -100,8 +97,8 @@ class StepTracker:
     ) -> float | None:
         """Return how far the running call extrapolates a part of the model; None: the part runs, as is noted.
 
-        A part that ``holds`` can be skipped after a single run. Its residual then stays as it is, with a
-        distance of 0, because it takes two runs to know how it changes.
+        A part that ``holds`` can be skipped after a single run, with a distance of 0: it takes two runs to
+        know how its residual changes.
         """
         _, last, seen = self.ran.get((self.call, part), (None, None, None))
         if seen == shape and not runs:
@@ -131,8 +128,6 @@ class Decision:
     """What one call of a model runs and merges.
 
     Attributes:
-        runs: what runs in it.
-        merging: what merges in it.
         caches: whether what runs is cached, for steps that skip it.
         corrected: whether some step of the generation measures the error of merging.
         deep: how far blocks or deep stages are extrapolated; None: they run. It is a tensor, so that compiled
@@ -161,9 +156,8 @@ def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) 
     runs, merging, deep, finest = planned.runs, planned.merging, None, None
     forecasts: dict[str, tuple[float, int]] = {}
     if planned.caches:
-        for part in ("deep", "finest"):
-            if (forecast := tracker.forecast(part, shape)) is not None:
-                forecasts[part] = forecast
+        known = {part: tracker.forecast(part, shape) for part in ("deep", "finest")}
+        forecasts = {part: forecast for part, forecast in known.items() if forecast is not None}
         deep = tracker.extrapolation("deep", runs is Runs.EVERYTHING, shape, "deep" in planned.holds)
         # A step that runs everything runs the finest level of a UNet too.
         runs_finest = deep is None or runs is not Runs.LEAST
@@ -173,9 +167,5 @@ def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) 
         # As planned, unless the model joins late, or the shape of its sample changes.
         due = tracker.corrects(config.correction.every, shape)
         merging = planned.corrected if due else Merging.MERGES
-    cached = planned.caches, config.correction.on
-    return Decision(runs, merging, *cached, _tensor(deep), _tensor(finest), forecasts)
-
-
-def _tensor(distance: float | None) -> Tensor | None:
-    return None if distance is None else torch.tensor(distance)
+    distances = [None if distance is None else torch.tensor(distance) for distance in (deep, finest)]
+    return Decision(runs, merging, planned.caches, config.correction.on, *distances, forecasts)
