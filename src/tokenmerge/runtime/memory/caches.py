@@ -75,7 +75,7 @@ class Memory:
 
     def forget(self, first: int = 0, last: int = sys.maxsize) -> None:
         """Drop all that is cached of the calls with these numbers."""
-        for noted in (*self.tracker.noted, self.guidance_differences):
+        for noted in (self.tracker.noted, self.guidance_differences):
             _drop(noted, first, last)
         self.forget_plans(first, last)
         self.forget_results(first, last)

@@ -37,10 +37,7 @@ def merges_tokens(phases: Phases, *grids: GridShape) -> bool:
 
 
 def check_grid(phases: Phases, *grids: GridShape, method: str = "") -> None:
-    """Refuse a call with finest grids of (frames, rows, columns) that have no tokens to merge.
-
-    The first is that of the picture being made, the others are those of reference pictures.
-    """
+    """Refuse a call with finest grids of (frames, rows, columns) that have no tokens to merge."""
     if merges_tokens(phases, *grids) or not any(settings.merges for _, settings in phases):
         return
     if torch.compiler.is_compiling():  # a graph for all sizes knows no numbers
@@ -59,13 +56,12 @@ def check_grid(phases: Phases, *grids: GridShape, method: str = "") -> None:
     over_time = f" × st={settings.st}" if settings.st > 1 else ""
     cells = f"cells of sy={settings.sy} × sx={settings.sx}{over_time}"
     fewest = f" and min_tokens={settings.min_tokens}" if settings.min_tokens else ""
-    lower = [*(["min_tokens"] if fewest else []), "sx, sy and st" if over_time else "sx and sy"]
+    lower = f"{'min_tokens, ' if fewest else ''}{'sx, sy and st' if over_time else 'sx and sy'}"
     given = named(method, f"ratio={settings.ratio:g} with {cells}{fewest}")
-    own = f"lower {', '.join(lower)}, or raise ratio"
     raise NothingToMergeError(
         f"nothing to merge: the sample gives {' × '.join(map(str, sides))} tokens at level {level}, of "
         f"which {given} removes none; generate a larger image, "
-        f"{'or ' if method else ''}{instead(method, own)}"
+        f"{'or ' if method else ''}{instead(method, f'lower {lower}, or raise ratio')}"
     )
 
 

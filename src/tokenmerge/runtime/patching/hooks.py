@@ -294,10 +294,9 @@ def _note_call(call: _Call, config: ToMeConfig, decision: Decision, merges: bool
     if memory.log is None or step is None:
         guidance = guidance_scale(call.pipe)
         grids = state.threads.value.grid.shapes if state.merges else ()
-        steps, levels = getattr(call.scheduler, "num_inference_steps", None), None
-        if step is not None:
-            steps, levels = step.steps, noise_levels(call.scheduler, step)
+        steps = getattr(call.scheduler, "num_inference_steps", None) if step is None else step.steps
         steps = steps if isinstance(steps, int) else None
+        levels = None if step is None else noise_levels(call.scheduler, step)
         memory.log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels)
     state.last_run = memory.log
     memory.log.sample = sample if decision.caches and isinstance(sample, Tensor) else None

@@ -1,8 +1,8 @@
 """Which parts of a model merge, and checking, patching and restoring whole models.
 
 The blocks and layers that merge get another class, and so do the parts of a UNet that are skipped on some
-steps; ``swap`` does that. The models around them keep their classes, which pipelines
-compare, and get hooks that read the denoising step and the token grid.
+steps; ``swap`` does that. The models around them keep their classes, which pipelines compare, and get hooks
+that read the denoising step and the token grid.
 """
 
 from __future__ import annotations
@@ -100,9 +100,8 @@ def hosts_that_merge(
 ) -> tuple[list[Host], list[NothingToMergeError]]:
     """Return the models of a pipeline that merge, and why ControlNets stay dense, before any is changed.
 
-    The size is the height and width of the sample; None stands for what each model was made for. It is not
-    checked if ``check_size`` is False. A denoiser, or a ControlNet without one, that would merge nothing is
-    refused.
+    The size is the height and width of the sample; None stands for what each model was made for. A denoiser,
+    or a ControlNet without one, that would merge nothing is refused.
     """
     merging, left_dense = [], []
     for host in hosts:
@@ -144,10 +143,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
 
 
 def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) -> ModelState:
-    """Return the state of a host that :func:`check_host` accepts; nothing of the host is changed.
-
-    ``facts`` are further ones of :class:`tokenmerge.runtime.memory.state.ModelState`.
-    """
+    """Return the state of a host that :func:`check_host` accepts, with further ``facts`` of a ModelState."""
     merging = parts_to_merge(host, config)
     skipped = list(skipped_parts(host, config))
     blocks = [block for block, _ in merging]
@@ -176,16 +172,12 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
         )
         for place, block in enumerate(blocks)
     ]
-    layer_states = [
-        LayerState(block, f"{block.path}.{layer.name}", layer)
-        for block, (_, layers) in zip(block_states, merging, strict=True)
-        for layer in layers
-    ]
-    stage_states = [
-        StageState(state, path, is_finest, is_last, grids.get(host.root.get_submodule(path)))
-        for path, is_finest, is_last in skipped
-    ]
-    state.parts = (*block_states, *layer_states, *stage_states)
+    layers = [(block, layer) for block, (_, own) in zip(block_states, merging, strict=True) for layer in own]
+    state.parts = (
+        *block_states,
+        *[LayerState(block, f"{block.path}.{layer.name}", layer) for block, layer in layers],
+        *[StageState(state, *stage, grids.get(host.root.get_submodule(stage[0]))) for stage in skipped],
+    )
     pipeline.states.append(state)
     return state
 

@@ -18,7 +18,7 @@ from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, modules_in
 from tokenmerge.runtime.blocks.forward import takes_part
-from tokenmerge.runtime.memory.state import STATE, BlockState, Kept, ModelState, StageState
+from tokenmerge.runtime.memory.state import STATE, BlockState, Kept, LayerState, ModelState, StageState
 from tokenmerge.runtime.patching.call_checks import merges_tokens, phases_at
 
 # Processors and hooks of these packages compute a result, and keep nothing of what they see …
@@ -35,15 +35,13 @@ _STORES = {
 def watchers_in(root: nn.Module) -> dict[str, Any]:
     """Return the class or function that looks at a module, by the path of the module in its model."""
     found = {module: code for module in modules_in(root)[1:] if (code := _watcher_of(module)) is not None}
-    if not found:
-        return {}
-    by_path = {path: found[module] for path, module in root.named_modules() if module in found}
-    return {path: code for path, code in by_path.items() if _looks_at(code, path.rpartition(".")[2])}
-
-
-def _looks_at(code: Any, name: str) -> bool:
-    """Return whether code looks at a module of this name: stores are in all attention, and read in some."""
-    return name in _STORES.get(code.__qualname__, (name,))
+    watchers = {}
+    for path, module in root.named_modules() if found else ():
+        if (code := found.get(module)) is not None:
+            stored = _STORES.get(code.__qualname__)  # stores are in all attention, and read in some
+            if stored is None or path.rpartition(".")[2] in stored:
+                watchers[path] = code
+    return watchers
 
 
 def _watcher_of(module: nn.Module) -> Any:
@@ -136,13 +134,12 @@ def _merged_parts(
     for part in state.parts:
         if isinstance(part, StageState):
             continue
-        block = part if isinstance(part, BlockState) else part.block
-        for _, own in phases_at(config, block.level):
-            if isinstance(part, BlockState):
-                merges = own.scope == "block" and part.block_layout is not None
-            else:
+        for level, own in phases_at(config, (part.block if isinstance(part, LayerState) else part).level):
+            if isinstance(part, LayerState):
                 merges = own.scope != "block" and takes_part(part.layer, own)
-            if merges and own.merges and (grids is None or merges_tokens([(block.level, own)], *grids)):
+            else:
+                merges = own.scope == "block" and part.block_layout is not None
+            if merges and own.merges and (grids is None or merges_tokens([(level, own)], *grids)):
                 yield part.path
 
 

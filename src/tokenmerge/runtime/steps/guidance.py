@@ -30,11 +30,7 @@ class StepSeed:
         self._read: dict[tuple[int, torch.device], Tensor] = {}
 
     def of(self, timestep: Tensor | float, device: torch.device) -> Tensor:
-        """Return the number of a step, int64, on a device.
-
-        The same timestep tensor gives the same result tensor again. On a device, so does the same timestep on
-        the CPU.
-        """
+        """Return the number of a step, int64, on a device. The same timestep has the same tensor there."""
         compiling = torch.compiler.is_compiling()
         if not isinstance(timestep, Tensor) or not needs_sync(timestep):
             if compiling or device.type == "cpu":
@@ -75,8 +71,9 @@ class SampleTracker:
     """
 
     def __init__(self) -> None:
+        self.repeated = False
+        self.result: Tensor | None = None
         self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
-        self.forget()
 
     @property
     def trackable(self) -> bool:
@@ -95,8 +92,7 @@ class SampleTracker:
 
     def forget(self) -> None:
         """Note a call whose sample cannot be found again."""
-        self._last, self.repeated = None, False
-        self.result: Tensor | None = None
+        self._last, self.repeated, self.result = None, False, None
 
 
 def copies_are_equal(sample: Tensor | Sequence[Tensor], copies: int) -> Tensor | None:
@@ -124,9 +120,6 @@ def importance_of_tokens(change: Tensor, *grids: tuple[int, int, int]) -> Tensor
     grid = grids[0]
     if size.ndim not in (4, 5) or (size.ndim == 4 and grid[0] > 1) or len(grids) > 1:
         return None
-    frames = size.mean(dim=1, keepdim=True)
-    if size.ndim == 5 and grid[0] == 1:
-        frames = frames.flatten(0, 2).unsqueeze(1)
-    if frames.ndim == 4:
-        frames = frames.unsqueeze(2)
-    return F.adaptive_avg_pool3d(frames, grid).flatten(1)
+    frames = size.shape[2] if grid[0] > 1 else 1
+    size = size.mean(dim=1).reshape(-1, 1, frames, *size.shape[-2:])
+    return F.adaptive_avg_pool3d(size, grid).flatten(1)

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tokenmerge.models.base import is_a
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, step_of
 
 Value = TypeVar("Value")
@@ -44,10 +45,11 @@ class PerThread(threading.local, Generic[Value]):
 class Pipeline:
     """The pipeline that token merging was applied to, or none.
 
-    Several pipelines may share a model. The one that runs is found on the call stack of the model's call.
+    Pipelines that run in several threads, or within each other, may share a model. The one that runs is found
+    on the call stack of the model's call.
 
     Attributes:
-        states: states of all models of the pipeline, which take part in the same generations.
+        states: states of its models, which take part in the same generations.
         given: returns the pipeline; None: there is none, or it is gone.
     """
 
@@ -60,10 +62,7 @@ class Pipeline:
             self.given = weakref.ref(pipe)
 
     def of_call(self, running: Any) -> Any:
-        """Return the pipeline of a call: the ``running`` one, or the one that token merging was applied to.
-
-        None: there is neither, or token merging was applied to a model alone.
-        """
+        """Return the ``running`` pipeline, or the given one; None where a model alone was given."""
         return (running if self._is_given else None) or self.given()
 
     def memories_of(self, generation: Generation) -> list[Any]:
@@ -84,7 +83,7 @@ class Pipeline:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         # The copy of a pipeline is in the memo already when its models are copied.
-        copied = Pipeline(memo.get(id(given)) if (given := self.given()) is not None else None)
+        copied = Pipeline(memo.get(id(self.given())))
         copied._is_given = self._is_given
         memo[id(self)] = copied
         return copied
@@ -122,8 +121,7 @@ def guidance_copies(pipe: Any) -> int:
     # Not all pipelines tell. Then a batch that is twice the same is taken for a guided one.
     guided = bool(getattr(pipe, "do_classifier_free_guidance", pipe is not None))
     perturbed = bool(getattr(pipe, "do_perturbed_attention_guidance", False))
-    twice = guided and any(cls.__name__ in _GUIDED_TWICE for cls in type(pipe).__mro__)
-    return 1 + guided + perturbed + twice
+    return 1 + guided + perturbed + (guided and is_a(pipe, *_GUIDED_TWICE))
 
 
 def guidance_scale(pipe: Any) -> float | None:
@@ -133,31 +131,23 @@ def guidance_scale(pipe: Any) -> float | None:
     Their ``guidance_scale`` is an input of the model.
     """
     if (guider := getattr(pipe, "guider", None)) is not None:
-        return _scale_of(guider)
+        if not getattr(guider, "_enabled", True):
+            return 1.0
+        # Its highest scale, from the unguided result on. The original formula counts from the guided result,
+        # so that no guidance is 0.
+        scales = getattr(guider, "guidance_scales", [getattr(guider, "guidance_scale", None)])
+        known = all(isinstance(scale, int | float) for scale in scales)
+        original = bool(getattr(guider, "use_original_formulation", False))
+        return float(max(scales)) + original if known else None
     guided = getattr(pipe, "do_classifier_free_guidance", None)
     if guided is None:
         return _number(_default_of(pipe, "true_cfg_scale"))
     return _number(getattr(pipe, "guidance_scale", None) if guided else 1.0)
 
 
-def _scale_of(guider: Any) -> float | None:
-    """Return the highest scale of a guider of modular pipelines, counted from the unguided result."""
-    if not getattr(guider, "_enabled", True):
-        return 1.0
-    scales = getattr(guider, "guidance_scales", [getattr(guider, "guidance_scale", None)])
-    if not all(isinstance(scale, int | float) for scale in scales):
-        return None
-    # The original formula counts from the guided result, so that no guidance is 0.
-    return float(max(scales)) + bool(getattr(guider, "use_original_formulation", False))
-
-
 def running_pipeline() -> Any:
-    """Return the innermost pipeline on the call stack of this thread; None: there is none.
-
-    Models may be shared by pipelines that run in several threads, or within each other. In a graph, no call
-    stack can be read.
-    """
-    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    """Return the innermost pipeline on the call stack of this thread; None: there is none."""
+    frame = None if torch.compiler.is_compiling() else sys._getframe(1)  # no graph can read a call stack
     while frame is not None:  # without a call for each frame, since every call of a model searches
         if frame.f_code.co_varnames[:1] == ("self",):
             owner = frame.f_locals.get("self")

@@ -66,10 +66,8 @@ class DenoisingStep:
 
 
 def scheduler_of(pipe: Any, timestep: Tensor | float) -> Any:
-    """Return the scheduler of a pipeline that a timestep is from; None: it has none.
-
-    Some pipelines have an ``inverse_scheduler`` too, which turns a picture into noise.
-    """
+    """Return the scheduler of a pipeline that a timestep is from; None: it has none."""
+    # Some pipelines have an ``inverse_scheduler`` too, which turns a picture into noise.
     for name, value in getattr(pipe, "__dict__", {}).items():
         if name.endswith("_scheduler") and _offset(timestep, getattr(value, "timesteps", None)) is not None:
             return value
@@ -231,10 +229,7 @@ class NoiseLevels:
         }[self.predicts]
 
     def picture(self, sample: Tensor, output: Tensor, index: int) -> Tensor:
-        """Return the picture that a model predicts at a step: float32, in the shape of the sample.
-
-        The ``output`` is that of the model, as guidance combines it.
-        """
+        """Return the picture that a model predicts with an output, as guidance combines it: float32."""
         if self.predicts == "sample":
             return output.float()
         if self.predicts == "flow":
@@ -258,10 +253,7 @@ def noise_levels(scheduler: Any, step: DenoisingStep) -> NoiseLevels | None:
 
 
 def _sigmas(scheduler: Any, total: int) -> list[float]:
-    """Return the levels in the scheduler's own unit. Without some, they are those of its timesteps.
-
-    They are empty where reading them would wait for the device, or where there are none.
-    """
+    """Return the levels in the scheduler's own unit, or else those of its timesteps; empty: unknown."""
     sigmas = getattr(scheduler, "sigmas", None)
     if isinstance(sigmas, Tensor) and sigmas.device.type == "cpu" and len(sigmas) == total + 1:
         return sigmas.tolist()
