@@ -32,13 +32,7 @@ from tokenmerge.runtime.patching.call_checks import (
 from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.guidance import copies_are_equal, same_step
 from tokenmerge.runtime.steps.pipeline import PerThread, guidance_copies, guidance_scale, running_pipeline
-from tokenmerge.runtime.steps.scheduler import (
-    DenoisingStep,
-    Generation,
-    needs_sync,
-    noise_levels,
-    scheduler_of,
-)
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync, noise_levels, scheduler_of
 from tokenmerge.runtime.steps.step_tracker import Decision, decide
 
 
@@ -271,9 +265,7 @@ def _makes_plans(call: _Call, config: ToMeConfig) -> bool:
     return tracker.plans(config.plans.every, (*call.shape, config.at_step(step.done, step.steps)))
 
 
-def _sample_gone(
-    state: ModelState, memory: Memory | None, generation: weakref.ref[Generation] | None
-) -> None:
+def _sample_gone(state: ModelState, memory: Memory | None, generation: weakref.ref[Any] | None) -> None:
     """Drop what the next step will not use, after all calls on one sample; None: it is gone too."""
     if memory is None:
         return

@@ -16,7 +16,7 @@ from torch import nn
 
 from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import GridShape, modules_in
+from tokenmerge.models.base import Grids, modules_in
 from tokenmerge.runtime.blocks.forward import takes_part
 from tokenmerge.runtime.memory.state import STATE, BlockState, Kept, LayerState, ModelState, StageState
 from tokenmerge.runtime.patching.call_checks import merges_tokens, phases_at
@@ -68,11 +68,7 @@ def is_watching(processor: Any) -> bool:
 
 
 def look(
-    state: ModelState,
-    root: nn.Module,
-    pipe: Any,
-    config: ToMeConfig,
-    grids: tuple[GridShape, ...] | None = None,
+    state: ModelState, root: nn.Module, pipe: Any, config: ToMeConfig, grids: Grids | None = None
 ) -> Kept:
     """Find the code that looks at what a model would merge or skip in a generation, and say so once.
 
@@ -82,7 +78,7 @@ def look(
     if not (found := watchers_in(root)):
         return Kept(config)
     merged, skipped = set(_merged_parts(state, config, grids)), dict(_skipped_parts(state, config))
-    seen = [path for path in found if _meets(path, {*merged, *skipped})]
+    seen = {path: code for path, code in found.items() if _meets(path, {*merged, *skipped})}
     if not seen:
         return Kept(config)
     more = f" and {len(found) - 1} other modules" if len(found) > 1 else ""
@@ -90,7 +86,7 @@ def look(
     who = f"{', '.join(names)} at {next(iter(found))}{more}"
     name = type(root).__name__
     if not state.is_default:
-        _refuse_what_a_pipeline_reads(found, seen, root, pipe)
+        _refuse_what_a_pipeline_reads(seen, root, pipe)
         kinds = ["token"] * any(_meets(path, merged) for path in seen)
         kinds += [f"step ({config.reuse.given})"] * any(_meets(path, skipped) for path in seen)
         state.warn_once(
@@ -110,16 +106,12 @@ def look(
     return Kept(config, frozenset(dense), note)
 
 
-def _refuse_what_a_pipeline_reads(
-    found: Mapping[str, Any], seen: Collection[str], root: nn.Module, pipe: Any
-) -> None:
+def _refuse_what_a_pipeline_reads(seen: Mapping[str, Any], root: nn.Module, pipe: Any) -> None:
     """Refuse settings that leave out what a pipeline of diffusers reads from its own processors."""
-    for path in seen:
-        code = found[path]
-        # A pipeline and its processors are in one file; others only have them left over from it.
-        if code.__qualname__ in _STORES and any(
-            cls.__module__ == code.__module__ for cls in type(pipe).__mro__
-        ):
+    # A pipeline and its processors are in one file; others only have them left over from it.
+    files = {cls.__module__ for cls in type(pipe).__mro__}
+    for path, code in seen.items():
+        if code.__qualname__ in _STORES and code.__module__ in files:
             raise UnsupportedModelError(
                 f"{type(root).__name__}: in every step, {type(pipe).__name__} reads what {code.__qualname__} "
                 f"keeps of each token of {path}, and these settings merge or skip there; take the default "
@@ -127,9 +119,7 @@ def _refuse_what_a_pipeline_reads(
             )
 
 
-def _merged_parts(
-    state: ModelState, config: ToMeConfig, grids: tuple[GridShape, ...] | None
-) -> Iterator[str]:
+def _merged_parts(state: ModelState, config: ToMeConfig, grids: Grids | None) -> Iterator[str]:
     """Yield the paths of the blocks that merge as a whole, and of the layers that merge in others."""
     for part in state.parts:
         if isinstance(part, StageState):
