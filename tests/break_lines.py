@@ -66,9 +66,8 @@ BREAKS = (
     Break(
         "the index of a step",
         "runtime/steps/scheduler.py",
-        "    generation = _generation_of(scheduler, timesteps, int(index), runs_here)\n",
-        "    index = max(int(index) - 1, 0)\n"
-        "    generation = _generation_of(scheduler, timesteps, int(index), runs_here)\n",
+        "    index, total = int(index), len(timesteps)\n",
+        "    index, total = max(int(index) - 1, 0), len(timesteps)\n",
     ),
     Break(
         "the class that removal puts back",

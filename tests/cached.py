@@ -39,7 +39,7 @@ def everything(memory: Memory) -> list[Any]:
             if isinstance(kept, dict)
             for value in kept.values()
         ),
-        *memory.tracker.ran,
+        *(key for key in memory.tracker.noted if key[1] in ("deep", "finest")),
         *memory.guidance_differences.values(),
         *memory.model_residuals.values(),
         *([] if memory.sample.result is None else [memory.sample.result]),

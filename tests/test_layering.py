@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "planners": "ops config",
     "models": "errors",
     "plans": "config models",
-    "runtime.steps": "errors ops config plans",
+    "runtime.steps": "errors ops config models plans",
     "runtime.memory": "errors ops config models plans runtime.steps",
     "runtime.blocks": "errors ops config planners models plans runtime.steps runtime.memory",
     "runtime.patching": "errors ops config planners models plans runtime.steps runtime.memory runtime.blocks",

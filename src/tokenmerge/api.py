@@ -286,7 +286,7 @@ def merge_in_hosts(
     states = {}
     for host in merging:
         states[host.root] = state = new_state(host, config, pipeline, **facts)
-        state.kept = look(state, host.root, pipeline.given, first)
+        state.kept = look(state, host.root, pipeline.given(), first)
         state.keep_dense(state.threads.value.own_memory)
     for host in hosts:
         restore(host.root)

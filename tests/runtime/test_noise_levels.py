@@ -13,8 +13,7 @@ from torch.testing import assert_close
 
 from tokenmerge.plans import noise_of
 from tokenmerge.runtime.memory.run_log import AddedNoise
-from tokenmerge.runtime.steps.noise_levels import NoiseLevels, noise_levels
-from tokenmerge.runtime.steps.scheduler import step_of
+from tokenmerge.runtime.steps.scheduler import NoiseLevels, noise_levels, step_of
 
 # Of NumPy, in diffusers.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")

@@ -26,7 +26,7 @@ from torch.testing import assert_close
 
 from tokenmerge import UnsupportedModelError, apply_token_merging
 from tokenmerge.models.parallel import Part, part_of
-from tokenmerge.runtime.patching import hooks
+from tokenmerge.runtime.patching import call_checks
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 300  # of which most go to importing
@@ -90,7 +90,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, parts: int, size: tuple[int, int], 
     model = model_of(family)
     patch = apply_token_merging(model, settings(family, **changes))
     patch.at_step(0, 4)
-    monkeypatch.setattr(hooks, "part_of", lambda root: Part(0, parts, None))
+    monkeypatch.setattr(call_checks, "part_of", lambda root: Part(0, parts, None))
     with pytest.raises(UnsupportedModelError) as caught:
         call(model, family.inputs(1, *size))
     return str(caught.value)

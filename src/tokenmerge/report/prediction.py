@@ -22,8 +22,13 @@ from tokenmerge.planners.calibration import SIDES
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.report.steps import kept_bytes, mean_flops, merging_most, notes_on_steps, patched
 from tokenmerge.runtime.memory.state import Kept
-from tokenmerge.runtime.patching.patch import check_host, hosts_that_merge
-from tokenmerge.runtime.patching.select import deepest_level, layers_to_merge, merges
+from tokenmerge.runtime.patching.patch import (
+    check_host,
+    deepest_level,
+    hosts_that_merge,
+    layers_to_merge,
+    merges,
+)
 from tokenmerge.text_table import Tabled, TextTable
 
 

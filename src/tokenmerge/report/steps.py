@@ -58,7 +58,7 @@ class _Known(Exception):
 def _kind_of_call(state: ModelState) -> tuple[object, ...]:
     """Return what the operations of the running call depend on, apart from the sizes of its arguments."""
     context, tracker = state.context, state.threads.value.memory.tracker
-    plans = tracker.planned.get(tracker.call, (tracker.index,))[0] == tracker.index
+    plans = tracker.noted.get((tracker.call, "plans"), (tracker.index,))[0] == tracker.index
     return (
         # The first call has no correction to add, and no step before it.
         tracker.index == 0,

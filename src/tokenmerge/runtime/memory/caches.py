@@ -74,7 +74,7 @@ class Memory:
 
     def forget(self, first: int = 0, last: int = sys.maxsize) -> None:
         """Drop all that is cached of the calls with these numbers."""
-        _drop(first, last, *self.tracker.noted, self.guidance_differences)
+        _drop(first, last, self.tracker.noted, self.guidance_differences)
         self.forget_plans(first, last)
         self.forget_results(first, last)
 

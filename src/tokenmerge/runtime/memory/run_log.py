@@ -15,7 +15,7 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.ops import num_tokens
 from tokenmerge.plans import Shown, noise_of
 from tokenmerge.runtime.memory.reuse import Residual
-from tokenmerge.runtime.steps.noise_levels import NoiseLevels
+from tokenmerge.runtime.steps.scheduler import NoiseLevels
 from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -62,7 +62,7 @@ class AddedNoise:
             noise = (before[1] - before[2]).flatten()
             self.kept = torch.dot(noise, (sample - before[2]).flatten()) / noise.square().sum()
             self.levels = levels.sigmas[index - 1], levels.sigmas[index]
-        elif index and levels.lowers(index):
+        elif index and 0 < levels.sigmas[index + 1] < levels.sigmas[index]:
             self.before = index, sample, picture
 
 

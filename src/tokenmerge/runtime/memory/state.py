@@ -24,9 +24,9 @@ from tokenmerge.ops import Plan
 from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Call, Memory, WeakDictionary
 from tokenmerge.runtime.memory.run_log import RunLog
 from tokenmerge.runtime.memory.step_log import StepLog, StepRecorder
+from tokenmerge.runtime.steps.guidance import StepSeed
 from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline
 from tokenmerge.runtime.steps.scheduler import Generation
-from tokenmerge.runtime.steps.step_seed import StepSeed
 from tokenmerge.runtime.steps.step_tracker import Decision
 
 # Packages through which a call reaches this one.
@@ -340,11 +340,10 @@ class StageState:
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
 
 
+@torch.compiler.assume_constant_result  # called while a graph is traced, and no part of it
 def warn_caller(message: str) -> None:
     """Warn at the line that called this package, through PyTorch and diffusers."""
-    level = 2
-    if not torch.compiler.is_compiling():
-        frame = sys._getframe(1)
-        while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_CALLER:
-            frame, level = frame.f_back, level + 1
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_CALLER:
+        frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)

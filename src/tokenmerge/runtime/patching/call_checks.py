@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,15 +12,20 @@ from tokenmerge.config import OWN_NUMBER, MergeSettings, ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import GridShape
-from tokenmerge.models.parallel import Part
+from tokenmerge.models.parallel import Part, part_of
 from tokenmerge.ops import num_tokens
 from tokenmerge.planners import sequence_of, sequence_of_part
 from tokenmerge.plans.generation import Runs, plan_generation
+from tokenmerge.runtime.blocks.attention_kernels import reach_kernels
 from tokenmerge.runtime.memory.state import ModelState, warn_caller
-from tokenmerge.runtime.patching.select import phases_at
 from tokenmerge.runtime.steps.scheduler import DenoisingStep
 
 Phases = Sequence[tuple[int, MergeSettings]]
+
+
+def phases_at(config: ToMeConfig, *levels: int) -> tuple[tuple[int, MergeSettings], ...]:
+    """Return (level, what holds there) for each of some levels and each phase."""
+    return tuple((level, phase.at_level(level)) for level in levels for phase in config.phases())
 
 
 def merges_tokens(phases: Phases, *grids: GridShape) -> bool:
@@ -33,10 +37,7 @@ def merges_tokens(phases: Phases, *grids: GridShape) -> bool:
 
 
 def check_grid(phases: Phases, *grids: GridShape, method: str = "") -> None:
-    """Refuse a call with finest grids of (frames, rows, columns) that have no tokens to merge.
-
-    The first is that of the picture being made, the others are those of reference pictures.
-    """
+    """Refuse a call with finest grids of (frames, rows, columns) that have no tokens to merge."""
     if merges_tokens(phases, *grids) or not any(settings.merges for _, settings in phases):
         return
     if torch.compiler.is_compiling():  # a graph for all sizes knows no numbers
@@ -55,30 +56,21 @@ def check_grid(phases: Phases, *grids: GridShape, method: str = "") -> None:
     over_time = f" × st={settings.st}" if settings.st > 1 else ""
     cells = f"cells of sy={settings.sy} × sx={settings.sx}{over_time}"
     fewest = f" and min_tokens={settings.min_tokens}" if settings.min_tokens else ""
-    lower = [*(["min_tokens"] if fewest else []), "sx, sy and st" if over_time else "sx and sy"]
+    lower = f"{'min_tokens, ' if fewest else ''}{'sx, sy and st' if over_time else 'sx and sy'}"
     given = named(method, f"ratio={settings.ratio:g} with {cells}{fewest}")
-    own = f"lower {', '.join(lower)}, or raise ratio"
     raise NothingToMergeError(
         f"nothing to merge: the sample gives {' × '.join(map(str, sides))} tokens at level {level}, of "
         f"which {given} removes none; generate a larger image, "
-        f"{'or ' if method else ''}{instead(method, own)}"
+        f"{'or ' if method else ''}{instead(method, f'lower {lower}, or raise ratio')}"
     )
 
 
-def check_given(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse a call that leaves out an argument from which the token grid and the step are read."""
-    by = state.call.timestep
-    needed = [state.call.sample, *([by] if isinstance(by, str) else [])]
-    missing = [name for name in needed if arguments.get(name) is None]
-    if missing:
-        raise UnsupportedModelError(
-            f"{type(root).__name__}: called without {' and '.join(missing)}; token merging reads the token "
-            f"grid and the step from {' and '.join(needed)}, so pass {'both' if len(needed) > 1 else 'it'}"
-        )
+def check_call(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Refuse a call that does not fit the settings, and leave its token grids to the blocks.
 
-
-def refuse_tracing(root: nn.Module) -> None:
-    """Refuse a call under ``torch.jit.trace``, which freezes what differs between steps."""
+    The grids are the finest ones: of the picture being made, then of its reference pictures.
+    """
+    thread, call, compiling = state.threads.value, state.call, torch.compiler.is_compiling()
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise UnsupportedModelError(
             f"{type(root).__name__}: torch.jit.trace, which torch.onnx.export(dynamo=False) and "
@@ -87,9 +79,26 @@ def refuse_tracing(root: nn.Module) -> None:
             "`tokenmerge export`, take torch.export.export or torch.onnx.export(dynamo=True), or call "
             "remove_token_merging(model) first to trace the dense model"
         )
+    needed = [name for name in (call.sample, call.timestep) if isinstance(name, str)]
+    missing = [name for name in needed if arguments.get(name) is None]
+    if missing:
+        raise UnsupportedModelError(
+            f"{type(root).__name__}: called without {' and '.join(missing)}; token merging reads the token "
+            f"grid and the step from {' and '.join(needed)}, so pass {'both' if len(needed) > 1 else 'it'}"
+        )
+    if not compiling:
+        reach_kernels(state)  # this model may be a copy, and kernels may have been loaded since
+    thread.part = part_of(root)
+    if state.merges:
+        grids = call.grids(root, arguments, state.given_grid or thread.grid)
+        if compiling or grids != thread.grid.shapes:  # those of the last call have been checked
+            _check_size(state, grids)
+            thread.grid.shapes = grids
+        if thread.part is not None:
+            _check_part(state, root, thread.part, grids)
 
 
-def check_size(state: ModelState, *grids: GridShape) -> None:
+def _check_size(state: ModelState, grids: Sequence[GridShape]) -> None:
     """Refuse a call with finest grids that have no tokens to merge, unless it may run dense."""
     if state.config.reuse.on:  # it saves time without merging
         return
@@ -98,13 +107,10 @@ def check_size(state: ModelState, *grids: GridShape) -> None:
     except NothingToMergeError as error:
         if not state.dense_if_too_small:
             raise
-        message = str(error)
-        if message not in state.told:
-            state.told.add(message)
-            _warn(f"{message}; until then a call with a sample of this size runs dense")
+        state.warn_once(str(error) + "; until then a call with a sample of this size runs dense")
 
 
-def check_part(state: ModelState, root: nn.Module, part: Part, grids: Sequence[GridShape]) -> None:
+def _check_part(state: ModelState, root: nn.Module, part: Part, grids: Sequence[GridShape]) -> None:
     """Refuse parts of pictures, one for each device, from which not equally many tokens can be removed."""
     for _, settings in state.phases:
         whole = sequence_of(grids, settings)
@@ -125,18 +131,10 @@ def check_part(state: ModelState, root: nn.Module, part: Part, grids: Sequence[G
             )
 
 
-@torch.compiler.assume_constant_result  # called while a graph is traced, and no part of it
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
-
-
 def refuse_caches(state: ModelState, root: nn.Module) -> None:
     """Refuse diffusers' caches, which count the calls of blocks, where blocks are skipped on some steps."""
-    if not state.config.reuse.on:
-        return
-    for path, module in root.named_modules():
-        hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
-        for hook in hooks.values():
+    for path, module in root.named_modules() if state.config.reuse.on else ():
+        for hook in getattr(module.__dict__.get("_diffusers_hook"), "hooks", {}).values():
             if hook._is_stateful:
                 raise UnsupportedModelError(
                     f"{path}: {named(state.method, state.config.reuse.given)} leaves blocks out on some "
@@ -147,16 +145,14 @@ def refuse_caches(state: ModelState, root: nn.Module) -> None:
 
 def refuse_training(config: ToMeConfig, method: str) -> None:
     """Refuse settings that cache results between steps, in a call under gradients."""
-    caching = {
-        config.reuse.given: (config.reuse.on, "reuse.every=1"),
-        f"correction.every={config.correction.every}": (config.correction.on, "correction.every=0"),
-    }
-    for given, (on, off) in caching.items():
-        if on:
-            raise ConfigError(
-                f"{named(method, given)} caches results of one step for the next and is for generation: call "
-                f"the model under torch.no_grad(), or {instead(method, f'take {off}')}"
-            )
+    given, off = config.reuse.given, "reuse.every=1"
+    if not config.reuse.on:
+        given, off = f"correction.every={config.correction.every}", "correction.every=0"
+    if config.reuse.on or config.correction.on:
+        raise ConfigError(
+            f"{named(method, given)} caches results of one step for the next and is for generation: call "
+            f"the model under torch.no_grad(), or {instead(method, f'take {off}')}"
+        )
 
 
 def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: DenoisingStep) -> None:
@@ -165,7 +161,6 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
         return
     steps, grids = step.steps, state.threads.value.grid.shapes
     counted = f"{steps} step{'s' if steps > 1 else ''}"
-    phases = phases_at(config, *state.settings)
     of_steps = [rule for rule in config.rules if rule.of_steps]
     each = (config.at_step(index, steps) for index in range(steps))
     if of_steps and not any(own.merges or own.reuse.on for own in each):
@@ -176,12 +171,13 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
     elif (
         config.reuse.on
         and all(one.runs is Runs.EVERYTHING for one in plan_generation(config, steps))
-        and not merges_tokens(phases, *grids)
+        and not merges_tokens(phases_at(config, *state.settings), *grids)
     ):
-        tokens, by_method = sum(map(num_tokens, grids)), bool(state.method)
+        fewest, lower = f", with min_tokens={config.min_tokens},", "lower min_tokens, "
+        if state.method:
+            fewest = lower = ""
         warn_caller(
             f"this generation is dense: of {counted} {named(state.method, config.reuse.given)} leaves none "
-            f"out, and on {tokens} tokens{'' if by_method else f', with min_tokens={config.min_tokens},'} "
-            f"nothing merges; {'' if by_method else 'lower min_tokens, '}generate a larger image, or take "
-            "more steps"
+            f"out, and on {sum(map(num_tokens, grids))} tokens{fewest} nothing merges; {lower}generate a "
+            "larger image, or take more steps"
         )

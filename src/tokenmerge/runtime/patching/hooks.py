@@ -1,43 +1,37 @@
-"""Forward hooks of a patched model: read its grid and step, and fix what holds for the call."""
+"""Forward hooks of a patched model: they fix what holds for a call, and what is used again in later ones."""
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import CACHED_FEATURES, ToMeConfig
 from tokenmerge.config.origin import instead
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.layout import Grid
-from tokenmerge.models.parallel import part_of
 from tokenmerge.plans.generation import Merging, Runs
-from tokenmerge.runtime.blocks.proportional_attention import reach_kernels
 from tokenmerge.runtime.blocks.skipping import finish_run
 from tokenmerge.runtime.memory.caches import Memory
 from tokenmerge.runtime.memory.run_log import RunLog, StepKind, shown
 from tokenmerge.runtime.memory.state import STATE, CallContext, ModelState, StageState
 from tokenmerge.runtime.memory.step_log import StepLog
 from tokenmerge.runtime.patching.call_checks import (
-    check_given,
-    check_part,
-    check_size,
+    check_call,
+    phases_at,
     refuse_caches,
-    refuse_tracing,
     refuse_training,
     warn_where_nothing_is_saved,
 )
-from tokenmerge.runtime.patching.plan_life import begin_plans, caches_plans, features_to_cache
 from tokenmerge.runtime.patching.watched import look
-from tokenmerge.runtime.steps.guidance import copies_are_equal
-from tokenmerge.runtime.steps.noise_levels import noise_levels
+from tokenmerge.runtime.steps.guidance import copies_are_equal, same_step
 from tokenmerge.runtime.steps.pipeline import PerThread, guidance_copies, guidance_scale, running_pipeline
-from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync, scheduler_of
-from tokenmerge.runtime.steps.step_seed import same_step
-from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync, noise_levels, scheduler_of
+from tokenmerge.runtime.steps.step_tracker import Decision, decide
 
 
 class _Call(NamedTuple):
@@ -58,23 +52,21 @@ class _Call(NamedTuple):
     scheduler: Any
     step: DenoisingStep | None
     shape: tuple[int, ...]
+    memory: Memory
 
 
 def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Before the model: check the call, and build what holds for it."""
-    refuse_tracing(root)
     state: ModelState = root.__dict__[STATE]
     arguments = {**dict(zip(state.call.parameters[: len(args)], args, strict=True)), **kwargs}
-    _check_call(state, root, arguments)
+    check_call(state, root, arguments)
     call = _call_with(state, root, arguments)
-    step, compiling = call.step, torch.compiler.is_compiling()
-    memory = _begin_in_memory(state, step, call.seed)
-    tracker = memory.tracker
-    config = _config_of(call, memory)
-    copies, equal = _guidance_copies(call, tracker) if config.plans.guidance else (1, None)
+    step, memory, tracker = call.step, call.memory, call.memory.tracker
+    config = _config_of(call)
+    copies, equal = _guidance_copies(call) if config.plans.guidance else (1, None)
     if step is not None and tracker.changes_shape(call.shape):
         memory.forget_results(tracker.call, tracker.call)
-    if begin_plans(state, config, memory, step, call.sample, call.shape):
+    if _makes_plans(call, config):
         memory.forget_plans(tracker.plan_call, tracker.plan_call)
     if step is not None and torch.is_grad_enabled():
         refuse_training(config, state.method)
@@ -82,21 +74,30 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if step is not None:
         now = config.at_step(step.done, step.steps)
         settings = {level: now.at_level(level) for level in settings}
-    cached = features_to_cache(config, tracker, settings)
+    cached: set[tuple[int, str]] = set()  # since a later step plans by them
+    if step is not None and not torch.is_grad_enabled():
+        for level, own in phases_at(config, *settings):
+            if own.features in CACHED_FEATURES and own.merges:
+                cached.add((level, own.features))
     merges = decision.merging is not Merging.DENSE and any(own.merges for own in settings.values())
     state.threads.value.context = CallContext(
         settings=settings,
         seed=call.seed,
         call=tracker.call,
         plan_call=tracker.plan_call,
-        caches_plans=caches_plans(config, memory),
-        caches_features=cached,
+        caches_plans=config.plans.every > 1
+        or config.plans.blocks
+        # The other prompt of guidance may have a call of its own.
+        or (config.plans.guidance and memory.sample.trackable)
+        # Gradient checkpointing may run blocks again after the model's forward.
+        or (step is not None and torch.is_grad_enabled()),
+        caches_features=frozenset(cached),
         blocks_are_dense=not (merges or cached or (decision.caches and state.skips_blocks)),
         decision=decision,
         guidance_copies=copies,
         copies_equal=equal,
         guidance_difference=memory.guidance_differences.get(tracker.plan_call),
-        step_log=None if compiling else _note_call(call, memory, config, decision, merges),
+        step_log=None if torch.compiler.is_compiling() else _note_call(call, config, decision, merges),
     )
 
 
@@ -110,144 +111,119 @@ def before_blocks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
 
 
 def after_model(root: nn.Module, args: tuple, result: Any) -> None:
-    """After the model's forward: cache what its blocks added. After the last step, drop it."""
+    """After a model that follows the steps: cache what its blocks added. After the last step, drop it."""
     state: ModelState = root.__dict__[STATE]
     thread = state.threads.value
     memory = thread.memory
     finish_run(thread)
-    if memory.log is not None and not torch.compiler.is_compiling():
-        memory.log.note_end()
-        if thread.context.decision.caches:
-            context = thread.context
-            memory.log.note_output(context.decision, context.guidance_copies, memory.tracker, result)
+    assert memory.log is not None
+    memory.log.note_end()
+    if thread.context.decision.caches:
+        context = thread.context
+        memory.log.note_output(context.decision, context.guidance_copies, memory.tracker, result)
     if memory.tracker.is_last:
         memory.forget_results(memory.tracker.call, memory.tracker.call)
-
-
-def compare_guidance(root: nn.Module, args: tuple, result: Any) -> None:
-    """After the model's forward: note what guidance changes in its result."""
-    state: ModelState = root.__dict__[STATE]
-    context, memory = state.context, state.threads.value.memory
-    made = result if isinstance(result, Tensor) else result[0]
-    # Several pictures, or what a ControlNet adds to each level, cannot be compared.
-    if not isinstance(made, Tensor):
-        return
-    sample = memory.sample
-    if context.guidance_copies > 1:
-        unguided, guided, *_ = made.detach().chunk(context.guidance_copies)
-        memory.guidance_differences[context.plan_call] = guided - unguided
-    elif sample.repeated and sample.result is not None:
-        memory.guidance_differences[context.plan_call] = made.detach() - sample.result
-    if sample.trackable and context.guidance_copies == 1:
-        sample.result = made.detach()
+    if state.config.asks_guidance:
+        _compare_guidance(memory, thread.context, result if isinstance(result, Tensor) else result[0])
 
 
 def record_result(root: nn.Module, args: tuple, result: Any) -> None:
     """After the model's forward: record the end of the call and its result, if steps are recorded."""
     state: ModelState = root.__dict__[STATE]
-    if (log := state.context.step_log) is not None and not torch.compiler.is_compiling():
+    if (log := state.context.step_log) is not None:
         log.end_call(result)
 
 
-def _check_call(state: ModelState, root: nn.Module, arguments: dict[str, Any]) -> None:
-    """Refuse a call that does not fit the settings, and leave its token grids to the blocks.
-
-    The grids are the finest ones: of the picture being made, then of its reference pictures.
-    """
-    thread, call = state.threads.value, state.call
-    check_given(state, root, arguments)
-    compiling = torch.compiler.is_compiling()
-    if not compiling:
-        reach_kernels(state)  # this model may be a copy, and kernels may have been loaded since
-    thread.part = part_of(root)
-    if state.merges:
-        last = state.given_grid or thread.grid
-        grids = call.grids(root, arguments, last)
-        if compiling or grids != thread.grid.shapes:  # those of the last call have been checked
-            check_size(state, *grids)
-            thread.grid.shapes = grids
-        if thread.part is not None:
-            check_part(state, root, thread.part, grids)
+def _compare_guidance(memory: Memory, context: CallContext, made: Any) -> None:
+    """Note what guidance changes in the result of a call."""
+    # Several pictures, or what a ControlNet adds to each level, cannot be compared.
+    if not isinstance(made, Tensor):
+        return
+    made, sample = made.detach(), memory.sample
+    if context.guidance_copies > 1:
+        unguided, guided, *_ = made.chunk(context.guidance_copies)
+        memory.guidance_differences[context.plan_call] = guided - unguided
+        return
+    if sample.repeated and sample.result is not None:
+        memory.guidance_differences[context.plan_call] = made - sample.result
+    if sample.trackable:
+        sample.result = made
 
 
 def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> _Call:
-    """Return what is known of a call with these arguments, by name."""
+    """Begin a call with these arguments, by name: return what is known of it."""
     sample, by = arguments[state.call.sample], state.call.timestep
     timestep, first = arguments[by] if isinstance(by, str) else by(root, arguments), sample[0]
     seed = state.threads.value.seed.of(timestep, first.device)
     running = running_pipeline()
     pipe, shape = state.pipeline.of_call(running), (len(sample), *first.shape)
-    if torch.compiler.is_compiling():
-        if state.follows_steps:
-            raise UnsupportedModelError(
-                f"{state.over_steps}: what follows the denoising steps cannot be compiled into one graph "
-                "with the whole model; compile its blocks: model.compile_repeated_blocks()"
-            )
-        return _Call(state, root, sample, timestep, seed, running, pipe, None, None, shape)
-    scheduler, step = scheduler_of(pipe, timestep), None
+    compiling, scheduler, step = torch.compiler.is_compiling(), None, None
+    if not compiling:
+        scheduler = scheduler_of(pipe, timestep)
+    elif state.follows_steps:
+        raise UnsupportedModelError(
+            f"{state.over_steps}: what follows the denoising steps cannot be compiled into one graph "
+            "with the whole model; compile its blocks: model.compile_repeated_blocks()"
+        )
     if state.follows_steps:
         step = state.pipeline.step(scheduler, timestep, pipe is running)
-        _check_step(state, root, step, seed)
+        if step is None:
+            raise ConfigError(
+                f"{state.over_steps}: it has to be known which denoising step it is, and no scheduler says "
+                "so: apply token merging to the pipeline that runs instead of its model, call "
+                "patch.at_step(i, steps) before each step of a loop of your own, or "
+                f"{instead(state.method, 'leave that setting out')}"
+            )
         text = arguments.get("encoder_hidden_states")
         if isinstance(text, Tensor):  # joint blocks change it too, and its length may differ at the next step
             shape = (*shape, *text.shape)
-    return _Call(state, root, sample, timestep, seed, running, pipe, scheduler, step, shape)
+    memory = _begin_in_memory(state, root, step, seed)
+    return _Call(state, root, sample, timestep, seed, running, pipe, scheduler, step, shape, memory)
 
 
-def _check_step(state: ModelState, root: nn.Module, step: DenoisingStep | None, seed: Tensor) -> None:
-    """Refuse a call whose denoising step is not known, or is over."""
-    if step is None:
-        raise ConfigError(
-            f"{state.over_steps}: it has to be known which denoising step it is, and no scheduler says so: "
-            "apply token merging to the pipeline that runs instead of its model, call "
-            "patch.at_step(i, steps) before each step of a loop of your own, or "
-            f"{instead(state.method, 'leave that setting out')}"
-        )
-    known = state.memories.get(step.generation)
-    if known is None:
-        refuse_caches(state, root)
-    elif known.seed is not None and step.index == known.tracker.index and not same_step(known.seed, seed):
-        raise ConfigError(
-            f"step {step.index} of {step.total} is over, by the timestep that the model is called with; "
-            "call patch.at_step(i, steps) before each step of a loop of your own, or apply token merging to "
-            "the very pipeline that runs: others that share its models have schedulers of their own"
-        )
-
-
-def _begin_in_memory(state: ModelState, step: DenoisingStep | None, seed: Tensor) -> Memory:
-    """Begin a call in the memory of its generation, and drop what is stale there."""
+def _begin_in_memory(state: ModelState, root: nn.Module, step: DenoisingStep | None, seed: Tensor) -> Memory:
+    """Begin a call in the memory of its generation: drop what is stale there, refuse a step that is over."""
     thread = state.threads.value
     memory = thread.own_memory
     if step is not None:
         known = state.memories.get(step.generation)
+        if known is None:
+            refuse_caches(state, root)
+        elif known.seed is not None and step.index == known.tracker.index and not same_step(known.seed, seed):
+            raise ConfigError(
+                f"step {step.index} of {step.total} is over, by the timestep that the model is called with; "
+                "call patch.at_step(i, steps) before each step of a loop of your own, or apply token merging "
+                "to the very pipeline that runs: others that share its models have schedulers of their own"
+            )
         memory = state.memories.setdefault(step.generation, known or Memory(state.groups))
+        if (stale := memory.tracker.begin_call(step)) is not None:
+            memory.forget(stale)
     memory.seed = seed
-    if step is not None and (stale := memory.tracker.begin_call(step)) is not None:
-        memory.forget(stale)
     if torch.compiler.is_compiling() or memory is not thread.memory:
         state.use(memory)
     state.begin_call()
     return memory
 
 
-def _config_of(call: _Call, memory: Memory) -> ToMeConfig:
-    """Return the settings of the generation, which its first call chooses."""
-    state, step = call.state, call.step
+def _config_of(call: _Call) -> ToMeConfig:
+    """Return the settings of the generation. Its first call chooses them; a tolerance may change them."""
+    state, step, memory = call.state, call.step, call.memory
     if step is not None and memory.config is not None:
-        return memory.config if memory.tolerance is None else _within_tolerance(state, memory, step)
+        if memory.tolerance is not None and memory.log is not None:
+            if memory.tolerance.asks(step.done):  # after a complete step, this waits once
+                logs = [own.log for own in state.pipeline.memories_of(step.generation)]
+                memory.tolerance.follow(step.done, shown([log for log in logs if log is not None]))
+            memory.config = memory.log.config = memory.tolerance.config
+        return memory.config
     config, tolerance = state.config, None
-    on_meta = call.seed.is_meta  # the operations of single steps are counted
     if step is not None and state.default is not None:
         grid, generation = state.threads.value.grid.shape, step.generation
         facts = state.default.facts_at(grid, step.steps, guidance_scale(call.pipe), generation.ends_clean)
         state.warn_once(state.default.shortfall(facts))
-        config, tolerances = state.default.settings(facts), state.pipeline.tolerances
-        if not on_meta:
-            if generation not in tolerances:  # the pipeline's models share it
-                tolerances[generation] = state.default.tolerance(facts)
-            tolerance = tolerances[generation]
-            config = config if tolerance is None else tolerance.config
-    if on_meta:
+        # The pipeline's models share it.
+        tolerance = generation.tolerance = generation.tolerance or state.default.tolerance(facts)
+        config = state.default.settings(facts) if tolerance is None else tolerance.config
+    if call.seed.is_meta:  # the operations of single steps are counted
         state.keep_dense(memory)
     elif not torch.compiler.is_compiling():
         pipe = call.pipe or call.running
@@ -261,37 +237,57 @@ def _config_of(call: _Call, memory: Memory) -> ToMeConfig:
             # What others look at takes no part in a tolerance.
             memory.tolerance = tolerance if state.kept.config is config else None
             config = config if step is None else state.kept.config
+        if step is not None:
+            warn_where_nothing_is_saved(state, config, step)
     memory.config = config
-    if step is not None and not on_meta:
-        warn_where_nothing_is_saved(state, config, step)
     return config
 
 
-def _within_tolerance(state: ModelState, memory: Memory, step: DenoisingStep) -> ToMeConfig:
-    """Return the settings of a generation with a tolerance. After a complete step, this waits once."""
-    tolerance = memory.tolerance
-    assert tolerance is not None
-    assert memory.log is not None
-    if tolerance.asks(step.done):
-        others = (other.memories.get(step.generation) for other in state.pipeline.states)
-        logs = [own.log for own in others if own is not None and own.log is not None]
-        tolerance.follow(step.done, shown(logs))
-    memory.config = memory.log.config = tolerance.config
-    return memory.config
+def _makes_plans(call: _Call, config: ToMeConfig) -> bool:
+    """Decide which plans a call uses, and return whether it makes them."""
+    state, memory, step = call.state, call.memory, call.step
+    tracker = memory.tracker
+    # With gradients, blocks may run again after the sample was freed, and its plans with it.
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        memory.sample.forget()
+    else:
+        first = call.sample[0] if isinstance(call.sample, list) else call.sample
+        held = weakref.ref(memory)  # the tracker is a part of it
+        generation = None if step is None else weakref.ref(step.generation)
+        memory.sample.begin_call(first, call.seed, lambda _: _sample_gone(state, held(), generation))
+        # It is a second call of one step, and not the first call of the next step.
+        if config.plans.guidance and memory.sample.repeated and (tracker.call > 0 or step is None):
+            return False
+    if step is None:
+        return True
+    tracker.plan_call = tracker.call
+    return tracker.plans(config.plans.every, (*call.shape, config.at_step(step.done, step.steps)))
 
 
-def _note_call(
-    call: _Call, memory: Memory, config: ToMeConfig, decision: Decision, merges: bool
-) -> StepLog | None:
+def _sample_gone(state: ModelState, memory: Memory | None, generation: weakref.ref[Any] | None) -> None:
+    """Drop what the next step will not use, after all calls on one sample; None: it is gone too."""
+    if memory is None:
+        return
+    memory.sample.result = None
+    if generation is None:
+        memory.forget()
+    elif memory.tracker.is_last:
+        memory.forget(memory.tracker.plan_call, memory.tracker.call)
+        living = generation()
+        for other in [] if living is None else state.pipeline.memories_of(living):
+            if not other.tracker.is_last:  # of a model that only runs the first steps
+                other.forget()
+
+
+def _note_call(call: _Call, config: ToMeConfig, decision: Decision, merges: bool) -> StepLog | None:
     """Note what a call does, for the handle. Return the log of its steps; None: they are not recorded."""
-    state, step, sample = call.state, call.step, call.sample
+    state, step, sample, memory = call.state, call.step, call.sample, call.memory
     if memory.log is None or step is None:
         guidance = guidance_scale(call.pipe)
         grids = state.threads.value.grid.shapes if state.merges else ()
-        steps, levels = getattr(call.scheduler, "num_inference_steps", None), None
-        if step is not None:
-            steps, levels = step.steps, noise_levels(call.scheduler, step)
+        steps = getattr(call.scheduler, "num_inference_steps", None) if step is None else step.steps
         steps = steps if isinstance(steps, int) else None
+        levels = None if step is None else noise_levels(call.scheduler, step)
         memory.log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels)
     state.last_run = memory.log
     memory.log.sample = sample if decision.caches and isinstance(sample, Tensor) else None
@@ -308,7 +304,7 @@ def _note_call(
     return None if step is None else state.recorder.begin_call(step, kind, call.seed.device)
 
 
-def _guidance_copies(call: _Call, tracker: StepTracker) -> tuple[int, Tensor | None]:
+def _guidance_copies(call: _Call) -> tuple[int, Tensor | None]:
     """Return how many copies of each sample the batch holds, and a tensor that says whether they are equal.
 
     The tensor is there only where reading it would synchronise the device.
@@ -319,7 +315,7 @@ def _guidance_copies(call: _Call, tracker: StepTracker) -> tuple[int, Tensor | N
     latents = call.state.call.latents(call.root, call.sample)
     if call.state.follows_steps and needs_sync(latents[0]) and not torch.compiler.is_compiling():
         question = (expected, len(call.sample), *call.sample[0].shape)
-        equal = tracker.answer(question, lambda: bool(copies_are_equal(latents, expected)))
+        equal = call.memory.tracker.answer(question, lambda: bool(copies_are_equal(latents, expected)))
         return (expected if equal else 1), None
     found = copies_are_equal(latents, expected)
     if found is None:

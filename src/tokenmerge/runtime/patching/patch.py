@@ -1,15 +1,15 @@
-"""Checking, patching and restoring whole models.
+"""Which parts of a model merge, and checking, patching and restoring whole models.
 
 The blocks and layers that merge get another class, and so do the parts of a UNet that are skipped on some
-steps; ``swap`` does that. The models around them keep their classes, which pipelines
-compare, and get hooks that read the denoising step and the token grid.
+steps; ``swap`` does that. The models around them keep their classes, which pipelines compare, and get hooks
+that read the denoising step and the token grid.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,25 +17,78 @@ from torch import nn
 from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ModelInUseError, NothingToMergeError, UnsupportedModelError
-from tokenmerge.models.base import Host, modules_in
+from tokenmerge.models.base import KINDS, Block, Host, Layer, modules_in
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import part_of
-from tokenmerge.runtime.blocks.forward import block_call, layer_call
+from tokenmerge.runtime.blocks.forward import block_call, layer_call, takes_part
 from tokenmerge.runtime.blocks.proportional_attention import leave_kernels, reach_kernels
 from tokenmerge.runtime.blocks.skipping import stage_call
 from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState, ModelState, StageState
 from tokenmerge.runtime.memory.step_log import StepRecorder
-from tokenmerge.runtime.patching.call_checks import check_grid
-from tokenmerge.runtime.patching.hooks import (
-    after_model,
-    before_blocks,
-    before_model,
-    compare_guidance,
-    record_result,
-)
-from tokenmerge.runtime.patching.select import parts_to_merge, phases_at, skipped_parts, why_nothing_merges
+from tokenmerge.runtime.patching.call_checks import check_grid, phases_at
+from tokenmerge.runtime.patching.hooks import after_model, before_blocks, before_model, record_result
 from tokenmerge.runtime.patching.swap import add_hook, check_swappable, remove_hooks, swap, undo
 from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline, is_pipeline
+
+
+def parts_to_merge(host: Host, config: ToMeConfig) -> list[tuple[Block, list[Layer]]]:
+    """Return the blocks in which something merges, each with the layers whose calls change."""
+    deepest = deepest_level(host.blocks, config)
+    within = [block for block in host.blocks if block.level <= deepest]
+    return [(block, layers_to_merge(block, config)) for block in within if merges(block, config)]
+
+
+def deepest_level(blocks: Iterable[Block], config: ToMeConfig) -> int:
+    """Return the deepest level that merges: ``max_downsample``, or the finest level that can merge."""
+    finest = min((block.level for block in blocks if merges(block, config)), default=1)
+    return max(config.max_downsample, finest)
+
+
+def merges(block: Block, config: ToMeConfig) -> bool:
+    """Return whether something of a block can merge, in some phase."""
+    return any(
+        block.block_layout is not None
+        if own.scope == "block"
+        else any(takes_part(layer, own) for layer in block.layers)
+        for _, own in phases_at(config, block.level)
+    )
+
+
+def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
+    """Return the sub-layers whose calls change, in some phase."""
+    phases = phases_at(config, block.level)
+    return [layer for layer in block.layers if any(takes_part(layer, own) for _, own in phases)]
+
+
+def skipped_parts(host: Host, config: ToMeConfig) -> Iterator[tuple[str, bool, bool]]:
+    """Yield the stages that some steps skip: path, whether at the finest level, whether last there."""
+    if config.reuse.on:
+        yield from ((path, False, path == host.deep_stages[-1]) for path in host.deep_stages)
+    if config.reuse.skips_finest:
+        yield from ((path, True, path == host.shallow_stages[-1]) for path in host.shallow_stages)
+
+
+def why_nothing_merges(host: Host, config: ToMeConfig) -> str:
+    """Return the message of the error for a host in which no block would merge, with what to set instead."""
+    name = type(host.root).__name__
+    if not host.blocks:
+        return (
+            f"nothing to merge: {name} has no transformer block; token merging needs a model with attention"
+        )
+    if config.scope != "layers":
+        what = {"block": "run on merged tokens as a whole", "keys": "be given its keys apart"}
+        return (
+            f"nothing to merge: no transformer block of {name} can {what[config.scope]}, as "
+            f"scope={config.scope!r} needs; take scope='layers'"
+        )
+    wanted = " or ".join(KINDS[kind] for kind in config.merged_layers)
+    reasons = dict.fromkeys(
+        b.dense[kind] for b in host.blocks for kind in config.merged_layers if kind in b.dense
+    )
+    return (
+        f"nothing to merge: no transformer block of {name} has {wanted} that can merge; set merge_attn, "
+        f"merge_crossattn or merge_mlp{''.join(f' ({reason})' for reason in reasons)}"
+    )
 
 
 def hosts_that_merge(
@@ -47,9 +100,8 @@ def hosts_that_merge(
 ) -> tuple[list[Host], list[NothingToMergeError]]:
     """Return the models of a pipeline that merge, and why ControlNets stay dense, before any is changed.
 
-    The size is the height and width of the sample; None stands for what each model was made for. It is not
-    checked if ``check_size`` is False. A denoiser, or a ControlNet without one, that would merge nothing is
-    refused.
+    The size is the height and width of the sample; None stands for what each model was made for. A denoiser,
+    or a ControlNet without one, that would merge nothing is refused.
     """
     merging, left_dense = [], []
     for host in hosts:
@@ -91,10 +143,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
 
 
 def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) -> ModelState:
-    """Return the state of a host that :func:`check_host` accepts; nothing of the host is changed.
-
-    ``facts`` are further ones of :class:`tokenmerge.runtime.memory.state.ModelState`.
-    """
+    """Return the state of a host that :func:`check_host` accepts, with further ``facts`` of a ModelState."""
     merging = parts_to_merge(host, config)
     skipped = list(skipped_parts(host, config))
     blocks = [block for block, _ in merging]
@@ -123,16 +172,12 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
         )
         for place, block in enumerate(blocks)
     ]
-    layer_states = [
-        LayerState(block, f"{block.path}.{layer.name}", layer)
-        for block, (_, layers) in zip(block_states, merging, strict=True)
-        for layer in layers
-    ]
-    stage_states = [
-        StageState(state, path, is_finest, is_last, grids.get(host.root.get_submodule(path)))
-        for path, is_finest, is_last in skipped
-    ]
-    state.parts = (*block_states, *layer_states, *stage_states)
+    layers = [(block, layer) for block, (_, own) in zip(block_states, merging, strict=True) for layer in own]
+    state.parts = (
+        *block_states,
+        *[LayerState(block, f"{block.path}.{layer.name}", layer) for block, layer in layers],
+        *[StageState(state, *stage, grids.get(host.root.get_submodule(stage[0]))) for stage in skipped],
+    )
     pipeline.states.append(state)
     return state
 
@@ -153,8 +198,6 @@ def patch_host(host: Host, state: ModelState) -> None:
     add_hook(host.root, before_model, state)
     if state.follows_steps:
         host.root.register_forward_hook(after_model)
-    if state.config.asks_guidance:
-        host.root.register_forward_hook(compare_guidance)
     if state.recorder is not None:
         host.root.register_forward_hook(record_result)
 

@@ -7,10 +7,11 @@ parameters keep their names, and hooks, adapters and attention processors stay w
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -27,38 +28,31 @@ _HOLDERS = ("forward", "_old_forward", "_diffusers_hook")
 # Makes the method of a swapped class from that of the original class.
 Call = Callable[[HostMethod], Callable[..., Any]]
 
-_swapped_classes: dict[tuple[type, str, Call], Any] = {}
 
-
+@functools.cache
 def _swapped_class(base: type, method: str, call: Call) -> Any:
     """Return the subclass of ``base`` whose ``method`` is ``call`` of what ``base`` has.
 
     There is one for each combination, so that all modules of a class share their compiled code.
     """
-    key = (base, method, call)
-    if key not in _swapped_classes:
-        swapped: Any = type(
-            base.__name__,
-            (base,),
-            {
-                "__module__": base.__module__,
-                "__qualname__": base.__qualname__,
-                "__doc__": base.__doc__,
-                "__reduce_ex__": lambda self, protocol: (_rebuild, key, self.__getstate__()),
-                "_tokenmerge_base": base,
-                "_tokenmerge_method": method,
-            },
-        )
-        original = host_method(base, swapped, method)
-        function: Any = functools.wraps(getattr(base, method))(call(original))
-        # A code object of its own: torch.compile counts the graphs of each, and limits them.
-        function.__code__ = function.__code__.replace()
-        setattr(swapped, method, function)
-        if call is block_call:
-            setattr(swapped, COMPILED, compiled_block(original.names))
-        _announce(swapped, base)
-        _swapped_classes[key] = swapped
-    return _swapped_classes[key]
+    own = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": lambda self, protocol: (_rebuild, (base, method, call), self.__getstate__()),
+        "_tokenmerge_base": base,
+        "_tokenmerge_method": method,
+    }
+    swapped: Any = type(base.__name__, (base,), own)
+    original = host_method(base, swapped, method)
+    function: Any = functools.wraps(getattr(base, method))(call(original))
+    # A code object of its own: torch.compile counts the graphs of each, and limits them.
+    function.__code__ = function.__code__.replace()
+    setattr(swapped, method, function)
+    if call is block_call:
+        setattr(swapped, COMPILED, compiled_block(original.names))
+    _announce(swapped, base)
+    return swapped
 
 
 def _rebuild(base: type, method: str, call: Call) -> nn.Module:
@@ -69,19 +63,15 @@ def _rebuild(base: type, method: str, call: Call) -> nn.Module:
 
 def _announce(swapped: type, base: type) -> None:
     """Tell diffusers' block caches, which look blocks up by exact class, what they know of the original."""
-    hooks = sys.modules.get("diffusers.hooks._helpers")
-    if hooks is None:
-        return
-    try:
-        known = hooks.TransformerBlockRegistry.get(base)
-    except ValueError:  # blocks of this class cannot be cached
-        return
-    hooks.TransformerBlockRegistry.register(swapped, copy.copy(known))
+    if (hooks := sys.modules.get("diffusers.hooks._helpers")) is not None:
+        with contextlib.suppress(ValueError):  # blocks of this class cannot be cached
+            known = hooks.TransformerBlockRegistry.get(base)
+            hooks.TransformerBlockRegistry.register(swapped, copy.copy(known))
 
 
 def swap(module: nn.Module, method: str, call: Call, state: object) -> None:
     """Replace ``method`` of a module by ``call`` of it, which finds ``state`` on the module, until undone."""
-    base = type(module)
+    base: Any = type(module)
     module.__class__ = _swapped_class(base, method, call)
     module.__dict__[STATE] = state
     _rebind_hooks(module, getattr(base, method))
@@ -96,8 +86,8 @@ def add_hook(module: nn.Module, hook: Callable, state: object) -> None:
 def undo(module: nn.Module) -> None:
     """Undo all that :func:`swap` and :func:`add_hook` did to a module."""
     made: Any = type(module)
-    if hasattr(made, "_tokenmerge_base"):
-        swapped: Any = next(cls for cls in made.__mro__ if "_tokenmerge_base" in vars(cls))
+    swapped: Any = next((cls for cls in made.__mro__ if "_tokenmerge_base" in vars(cls)), None)
+    if swapped is not None:
         module.__class__ = _without(made, swapped)
         _rebind_hooks(module, vars(swapped)[swapped._tokenmerge_method])
     remove_hooks(module)
@@ -136,27 +126,24 @@ def _rebind_hooks(module: nn.Module, before: FunctionType) -> None:
         vars(holder)[name] = MethodType(type(module).forward, module)
 
 
-def _hooked_forwards(module: nn.Module, function: FunctionType) -> Iterator[tuple[Any, str]]:
-    """Yield the places (object, attribute) that hold ``function`` bound to the module.
+def _hooked_forwards(module: nn.Module, function: FunctionType) -> list[tuple[Any, str]]:
+    """Return the places (object, attribute) that hold ``function`` bound to the module.
 
     Such are the innermost ends of the hook chains of accelerate and of diffusers, and the ``forward`` that
     the latter leaves on a module when its hooks are removed.
     """
     if module.__dict__.keys().isdisjoint(_HOLDERS):  # as in most models, and quick to see
-        return
+        return []
     places = [(module, "forward"), (module, "_old_forward")]
     for reference in getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", ()):
         places += [(reference, "forward"), (reference, "original_forward")]
-    for holder, name in places:
-        value = vars(holder).get(name)
-        if isinstance(value, MethodType) and value.__self__ is module and value.__func__ is function:
-            yield holder, name
+    bound = MethodType(function, module)
+    return [(holder, name) for holder, name in places if vars(holder).get(name) == bound]
 
 
 def check_swappable(module: nn.Module, path: str, method: str) -> None:
     """Refuse a module whose own attribute would hide the method of its class."""
-    hidden = method in module.__dict__
-    if hidden and not any(True for _ in _hooked_forwards(module, getattr(type(module), method))):
+    if method in module.__dict__ and not _hooked_forwards(module, getattr(type(module), method)):
         raise UnsupportedModelError(
             f"{path}: other software has replaced its method {method!r} on the module itself, so that "
             "merging would have no effect; remove that first, apply token merging, then put it back"

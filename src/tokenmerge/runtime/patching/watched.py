@@ -17,11 +17,10 @@ from torch import nn
 from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.config.origin import is_default
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import GridShape, modules_in
+from tokenmerge.models.base import Grids, modules_in
 from tokenmerge.runtime.blocks.forward import takes_part
-from tokenmerge.runtime.memory.state import STATE, BlockState, Kept, ModelState, StageState
-from tokenmerge.runtime.patching.call_checks import merges_tokens
-from tokenmerge.runtime.patching.select import phases_at
+from tokenmerge.runtime.memory.state import STATE, BlockState, Kept, LayerState, ModelState, StageState
+from tokenmerge.runtime.patching.call_checks import merges_tokens, phases_at
 
 # Processors and hooks of these packages compute a result, and keep nothing of what they see …
 _PACKAGES = ("accelerate", "diffusers", "peft", "tokenmerge", "torch")
@@ -37,15 +36,13 @@ _STORES = {
 def watchers_in(root: nn.Module) -> dict[str, Any]:
     """Return the class or function that looks at a module, by the path of the module in its model."""
     found = {module: code for module in modules_in(root)[1:] if (code := _watcher_of(module)) is not None}
-    if not found:
-        return {}
-    by_path = {path: found[module] for path, module in root.named_modules() if module in found}
-    return {path: code for path, code in by_path.items() if _looks_at(code, path.rpartition(".")[2])}
-
-
-def _looks_at(code: Any, name: str) -> bool:
-    """Return whether code looks at a module of this name: stores are in all attention, and read in some."""
-    return name in _STORES.get(code.__qualname__, (name,))
+    watchers = {}
+    for path, module in root.named_modules() if found else ():
+        if (code := found.get(module)) is not None:
+            stored = _STORES.get(code.__qualname__)  # stores are in all attention, and read in some
+            if stored is None or path.rpartition(".")[2] in stored:
+                watchers[path] = code
+    return watchers
 
 
 def _watcher_of(module: nn.Module) -> Any:
@@ -72,11 +69,7 @@ def is_watching(processor: Any) -> bool:
 
 
 def look(
-    state: ModelState,
-    root: nn.Module,
-    pipe: Any,
-    config: ToMeConfig,
-    grids: tuple[GridShape, ...] | None = None,
+    state: ModelState, root: nn.Module, pipe: Any, config: ToMeConfig, grids: Grids | None = None
 ) -> Kept:
     """Find the code that looks at what a model would merge or skip in a generation, and say so once.
 
@@ -86,7 +79,7 @@ def look(
     if not (found := watchers_in(root)):
         return Kept(config)
     merged, skipped = set(_merged_parts(state, config, grids)), dict(_skipped_parts(state, config))
-    seen = [path for path in found if _meets(path, {*merged, *skipped})]
+    seen = {path: code for path, code in found.items() if _meets(path, {*merged, *skipped})}
     if not seen:
         return Kept(config)
     more = f" and {len(found) - 1} other modules" if len(found) > 1 else ""
@@ -94,7 +87,7 @@ def look(
     who = f"{', '.join(names)} at {next(iter(found))}{more}"
     name = type(root).__name__
     if not is_default(state.method):
-        _refuse_what_a_pipeline_reads(found, seen, root, pipe)
+        _refuse_what_a_pipeline_reads(seen, root, pipe)
         kinds = ["token"] * any(_meets(path, merged) for path in seen)
         kinds += [f"step ({config.reuse.given})"] * any(_meets(path, skipped) for path in seen)
         state.warn_once(
@@ -114,16 +107,12 @@ def look(
     return Kept(config, frozenset(dense), note)
 
 
-def _refuse_what_a_pipeline_reads(
-    found: Mapping[str, Any], seen: Collection[str], root: nn.Module, pipe: Any
-) -> None:
+def _refuse_what_a_pipeline_reads(seen: Mapping[str, Any], root: nn.Module, pipe: Any) -> None:
     """Refuse settings that leave out what a pipeline of diffusers reads from its own processors."""
-    for path in seen:
-        code = found[path]
-        # A pipeline and its processors are in one file; others only have them left over from it.
-        if code.__qualname__ in _STORES and any(
-            cls.__module__ == code.__module__ for cls in type(pipe).__mro__
-        ):
+    # A pipeline and its processors are in one file; others only have them left over from it.
+    files = {cls.__module__ for cls in type(pipe).__mro__}
+    for path, code in seen.items():
+        if code.__qualname__ in _STORES and code.__module__ in files:
             raise UnsupportedModelError(
                 f"{type(root).__name__}: in every step, {type(pipe).__name__} reads what {code.__qualname__} "
                 f"keeps of each token of {path}, and these settings merge or skip there; take the default "
@@ -131,20 +120,17 @@ def _refuse_what_a_pipeline_reads(
             )
 
 
-def _merged_parts(
-    state: ModelState, config: ToMeConfig, grids: tuple[GridShape, ...] | None
-) -> Iterator[str]:
+def _merged_parts(state: ModelState, config: ToMeConfig, grids: Grids | None) -> Iterator[str]:
     """Yield the paths of the blocks that merge as a whole, and of the layers that merge in others."""
     for part in state.parts:
         if isinstance(part, StageState):
             continue
-        block = part if isinstance(part, BlockState) else part.block
-        for _, own in phases_at(config, block.level):
-            if isinstance(part, BlockState):
-                merges = own.scope == "block" and part.block_layout is not None
-            else:
+        for level, own in phases_at(config, (part.block if isinstance(part, LayerState) else part).level):
+            if isinstance(part, LayerState):
                 merges = own.scope != "block" and takes_part(part.layer, own)
-            if merges and own.merges and (grids is None or merges_tokens([(block.level, own)], *grids)):
+            else:
+                merges = own.scope == "block" and part.block_layout is not None
+            if merges and own.merges and (grids is None or merges_tokens([(level, own)], *grids)):
                 yield part.path
 
 

@@ -1,6 +1,7 @@
-"""Guidance calls a model on the same sample with several prompts: in one batch, or one call after another.
+"""Which calls of a model belong together: with one number for random draws, or on one sample.
 
-Both prompts share a plan; guidance would amplify the difference of two plans.
+Guidance calls a model on the same sample with several prompts: in one batch, or one call after another. They
+share a plan and what is drawn at random; guidance would amplify the difference of two plans.
 """
 
 from __future__ import annotations
@@ -12,44 +13,86 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tokenmerge.ops import num_tokens
-from tokenmerge.runtime.steps.step_seed import same_step
+from tokenmerge.ops import bits, num_tokens
+from tokenmerge.runtime.steps.scheduler import needs_sync
+
+
+class StepSeed:
+    """Makes an integer for each denoising step, for random draws: the bits of its timestep as a float32.
+
+    The timestep is taken and not a counter. It is the same for both halves of classifier-free guidance, for
+    every batch size, and when gradient checkpointing runs a block again. In training each sample may have a
+    timestep of its own, and image-to-video models give one to each token; the highest counts for all.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+        self._read: dict[tuple[int, torch.device], Tensor] = {}
+
+    def of(self, timestep: Tensor | float, device: torch.device) -> Tensor:
+        """Return the number of a step, int64, on a device. The same timestep has the same tensor there."""
+        compiling = torch.compiler.is_compiling()
+        if not isinstance(timestep, Tensor) or not needs_sync(timestep):
+            if compiling or device.type == "cpu":
+                return _bits(timestep, device)
+            known = int(_bits(timestep, torch.device("cpu"))), device
+            if known not in self._read:  # copying the number to the device would wait for the device
+                self._read = {known: torch.full((), known[0], device=device)}
+            return self._read[known]
+        if compiling or timestep.is_inference():
+            return _bits(timestep, device)  # its value may have changed unseen
+        if self._last is not None:
+            last, version, number = self._last
+            if last() is timestep and version == timestep._version and number.device == device:
+                return number
+        number = _bits(timestep, device)
+        self._last = weakref.ref(timestep), timestep._version, number
+        return number
+
+
+def _bits(timestep: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(timestep, Tensor) and timestep.ndim and not any(timestep.stride()):
+        timestep = timestep[(0,) * timestep.ndim]  # pipelines expand one number
+    latest = torch.as_tensor(timestep, device=device, dtype=torch.float32)
+    return bits(latest.max() if latest.numel() > 1 else latest.view(()))
+
+
+def same_step(step: Tensor, other: Tensor) -> bool:
+    """Return whether two numbers of steps are equal; a tensor equals itself without being read."""
+    return step is other or torch.equal(step, other)
 
 
 class SampleTracker:
     """Whether a call of a model is on the same sample, at the same step, as the one before it.
 
     Attributes:
-        trackable: whether it can be seen that another call is on the sample of the running one.
         repeated: whether the running call is on the sample of the one before it.
         result: of the call before it, where guidance is compared.
     """
 
     def __init__(self) -> None:
-        self.trackable = self.repeated = False
+        self.repeated = False
         self.result: Tensor | None = None
-        self._sample: weakref.ref[Tensor] | None = None
-        self._version = -1
-        self._step: Tensor | None = None
+        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
-    def begin_call(self, sample: Tensor, step: Tensor, gone: Callable[[], None]) -> None:
+    @property
+    def trackable(self) -> bool:
+        """Whether it can be seen that another call is on the sample of the running one."""
+        return self._last is not None
+
+    def begin_call(self, sample: Tensor, step: Tensor, gone: Callable[[object], None]) -> None:
         """Note a call; ``gone`` is called when its sample is freed, which pipelines do after the step."""
         version = 0 if sample.is_inference() else sample._version  # tensors made in inference mode have none
-        same = self._sample is not None and self._sample() is sample and self._version == version
-        self.repeated = same and self._step is not None and same_step(self._step, step)
-        if self.repeated:
-            return
-
-        def let_go(_: object) -> None:
-            self.result = None
-            gone()
-
-        self._sample, self._version, self._step = weakref.ref(sample, let_go), version, step
-        self.trackable, self.result = True, None
+        self.repeated = False
+        if self._last is not None:
+            last, known, step_then = self._last
+            self.repeated = last() is sample and known == version and same_step(step_then, step)
+        if not self.repeated:
+            self._last, self.result = (weakref.ref(sample, gone), version, step), None
 
     def forget(self) -> None:
         """Note a call whose sample cannot be found again."""
-        self.trackable, self.repeated, self._sample, self.result = False, False, None, None
+        self._last, self.repeated, self.result = None, False, None
 
 
 def copies_are_equal(sample: Tensor | Sequence[Tensor], copies: int) -> Tensor | None:
@@ -77,9 +120,6 @@ def importance_of_tokens(change: Tensor, *grids: tuple[int, int, int]) -> Tensor
     grid = grids[0]
     if size.ndim not in (4, 5) or (size.ndim == 4 and grid[0] > 1) or len(grids) > 1:
         return None
-    frames = size.mean(dim=1, keepdim=True)
-    if size.ndim == 5 and grid[0] == 1:
-        frames = frames.flatten(0, 2).unsqueeze(1)
-    if frames.ndim == 4:
-        frames = frames.unsqueeze(2)
-    return F.adaptive_avg_pool3d(frames, grid).flatten(1)
+    frames = size.shape[2] if grid[0] > 1 else 1
+    size = size.mean(dim=1).reshape(-1, 1, frames, *size.shape[-2:])
+    return F.adaptive_avg_pool3d(size, grid).flatten(1)

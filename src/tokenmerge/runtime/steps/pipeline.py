@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import threading
@@ -12,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.errors import ConfigError
+from tokenmerge.models.base import is_a
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, step_of
 
 Value = TypeVar("Value")
@@ -23,9 +24,7 @@ _GUIDED_TWICE = ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLIns
 
 
 class PerThread(threading.local, Generic[Value]):
-    """Holds one value for each thread, made when the thread first asks for it.
-
-    Copies and pickles of a model begin with new values.
+    """Holds one value for each thread, made when the thread first asks for it; copies begin with new ones.
 
     The value itself is an ordinary object whose attributes change. ``torch.compile`` follows such changes,
     and it would lose assignments to attributes of a ``threading.local``.
@@ -46,34 +45,30 @@ class PerThread(threading.local, Generic[Value]):
 class Pipeline:
     """The pipeline that token merging was applied to, or none.
 
-    Several pipelines may share a model. The one that runs is found on the call stack of the model's call.
+    Pipelines that run in several threads, or within each other, may share a model. The one that runs is found
+    on the call stack of the model's call.
 
     Attributes:
-        states: states of all models of the pipeline, which take part in the same generations.
-        tolerances: tolerances of the living generations; None: nothing changes their settings.
+        states: states of its models, which take part in the same generations.
+        given: returns the pipeline; None: there is none, or it is gone.
     """
 
     def __init__(self, pipe: object = None) -> None:
         self.states: list[Any] = []
-        self.tolerances: weakref.WeakKeyDictionary[Generation, Any] = weakref.WeakKeyDictionary()
+        self.given: Callable[[], Any] = lambda: None
         self._given_step: PerThread[DenoisingStep | None] = PerThread(lambda: None)
         self._is_given = pipe is not None
-        try:
-            self._reference = None if pipe is None else weakref.ref(pipe)
-        except TypeError:  # a plain namespace with models in it
-            self._reference = None
-
-    @property
-    def given(self) -> Any:
-        """The pipeline that token merging was applied to; None if there is none, or it is gone."""
-        return None if self._reference is None else self._reference()
+        with contextlib.suppress(TypeError):  # of None, and of a plain namespace with models in it
+            self.given = weakref.ref(pipe)
 
     def of_call(self, running: Any) -> Any:
-        """Return the pipeline of a call: the ``running`` one, or the one that token merging was applied to.
+        """Return the ``running`` pipeline, or the given one; None where a model alone was given."""
+        return (running if self._is_given else None) or self.given()
 
-        None: there is neither, or token merging was applied to a model alone.
-        """
-        return (running if self._is_given else None) or self.given
+    def memories_of(self, generation: Generation) -> list[Any]:
+        """Return what its models cache for a generation that they take part in."""
+        found = (state.memories.get(generation) for state in self.states)
+        return [memory for memory in found if memory is not None]
 
     def set_step(self, index: int, total: int) -> None:
         """Set the step that comes next in this thread; it overrides the scheduler from now on."""
@@ -83,24 +78,12 @@ class Pipeline:
         self._given_step.value = DenoisingStep(index, total, generation)
 
     def step(self, scheduler: Any, timestep: Tensor | float, runs_here: bool) -> DenoisingStep | None:
-        """Return the denoising step of a call with a timestep; None: nothing says which it is.
-
-        Unless a pipeline with this scheduler ``runs_here``, a generation of another thread is refused.
-        """
-        if (given := self._given_step.value) is not None:
-            return given
-        step = step_of(scheduler, timestep, runs_here)
-        if step is not None and not (runs_here or step.generation.is_of_this_thread):
-            raise ConfigError(
-                "the denoising step is unknown: the scheduler that token merging was applied with is at step "
-                f"{step.index} of {step.total} of a generation in another thread; run a pipeline with a "
-                "scheduler of its own in each thread, or call patch.at_step(i, steps) before each step"
-            )
-        return step
+        """Return the step that was set in this thread, or else that of :func:`step_of`."""
+        return self._given_step.value or step_of(scheduler, timestep, runs_here)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         # The copy of a pipeline is in the memo already when its models are copied.
-        copied = Pipeline(memo.get(id(self.given)) if self.given is not None else None)
+        copied = Pipeline(memo.get(id(self.given())))
         copied._is_given = self._is_given
         memo[id(self)] = copied
         return copied
@@ -124,14 +107,13 @@ def default_guidance(pipe: object) -> float | None:
     return _number(_default_of(pipe, "guidance_scale"))
 
 
+def _default_of(pipe: object, name: str) -> object:
+    """Return the default of a pipeline's argument; None: there is no such argument."""
+    return getattr(inspect.signature(pipe).parameters.get(name), "default", None) if callable(pipe) else None
+
+
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
-
-
-def _default_of(pipe: object, name: str) -> object:
-    """Return the default of a pipeline's argument; None: it has none."""
-    given = inspect.signature(pipe).parameters.get(name) if callable(pipe) else None
-    return None if given is None or given.default is inspect.Parameter.empty else given.default
 
 
 def guidance_copies(pipe: Any) -> int:
@@ -139,8 +121,7 @@ def guidance_copies(pipe: Any) -> int:
     # Not all pipelines tell. Then a batch that is twice the same is taken for a guided one.
     guided = bool(getattr(pipe, "do_classifier_free_guidance", pipe is not None))
     perturbed = bool(getattr(pipe, "do_perturbed_attention_guidance", False))
-    twice = guided and any(cls.__name__ in _GUIDED_TWICE for cls in type(pipe).__mro__)
-    return 1 + guided + perturbed + twice
+    return 1 + guided + perturbed + (guided and is_a(pipe, *_GUIDED_TWICE))
 
 
 def guidance_scale(pipe: Any) -> float | None:
@@ -150,31 +131,23 @@ def guidance_scale(pipe: Any) -> float | None:
     Their ``guidance_scale`` is an input of the model.
     """
     if (guider := getattr(pipe, "guider", None)) is not None:
-        return _scale_of(guider)
+        if not getattr(guider, "_enabled", True):
+            return 1.0
+        # Its highest scale, from the unguided result on. The original formula counts from the guided result,
+        # so that no guidance is 0.
+        scales = getattr(guider, "guidance_scales", [getattr(guider, "guidance_scale", None)])
+        known = all(isinstance(scale, int | float) for scale in scales)
+        original = bool(getattr(guider, "use_original_formulation", False))
+        return float(max(scales)) + original if known else None
     guided = getattr(pipe, "do_classifier_free_guidance", None)
     if guided is None:
         return _number(_default_of(pipe, "true_cfg_scale"))
     return _number(getattr(pipe, "guidance_scale", None) if guided else 1.0)
 
 
-def _scale_of(guider: Any) -> float | None:
-    """Return the highest scale of a guider of modular pipelines, counted from the unguided result."""
-    if not getattr(guider, "_enabled", True):
-        return 1.0
-    scales = getattr(guider, "guidance_scales", [getattr(guider, "guidance_scale", None)])
-    if not all(isinstance(scale, int | float) for scale in scales):
-        return None
-    # The original formula counts from the guided result, so that no guidance is 0.
-    return float(max(scales)) + bool(getattr(guider, "use_original_formulation", False))
-
-
 def running_pipeline() -> Any:
-    """Return the innermost pipeline on the call stack of this thread; None: there is none.
-
-    Models may be shared by pipelines that run in several threads, or within each other. In a graph, no call
-    stack can be read.
-    """
-    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    """Return the innermost pipeline on the call stack of this thread; None: there is none."""
+    frame = None if torch.compiler.is_compiling() else sys._getframe(1)  # no graph can read a call stack
     while frame is not None:  # without a call for each frame, since every call of a model searches
         if frame.f_code.co_varnames[:1] == ("self",):
             owner = frame.f_locals.get("self")

@@ -1,13 +1,17 @@
-"""Which denoising step a scheduler of diffusers is at, and which generation the step belongs to."""
+"""What a scheduler of diffusers says: the denoising step, its generation, and the noise levels."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tokenmerge.errors import ConfigError
+from tokenmerge.plans import Tolerance
 
 # The attribute by which a scheduler's tensor of timesteps holds its generation. ``set_timesteps`` makes a new
 # tensor for each generation, and a deep copy of the tensor takes the attribute along.
@@ -16,26 +20,23 @@ _GENERATION = "_tokenmerge_generation"
 _ON_CPU = "_tokenmerge_on_cpu"
 # Noise before the last step, as a share of the first, that is almost none.
 _ALMOST_NONE = 0.02
+# The noise level of a sample that is noise alone.
+_MOST = 1e4
 
 
 class Generation:
     """One run of a scheduler over its timesteps, or of a loop that calls ``Patch.at_step``.
 
     What is cached between steps lives as long as this object: until the scheduler gets new timesteps.
-
     ``first`` is the index of its first step, since image-to-image does not begin at 0, and ``index`` that of
-    the latest. It began in ``thread``.
+    the latest. A ``tolerance`` changes its settings while it runs.
     """
 
     def __init__(self, first: int, ends_clean: bool = False) -> None:
         self.first = self.index = first
         self.ends_clean = ends_clean
+        self.tolerance: Tolerance | None = None
         self.thread = threading.get_ident()
-
-    @property
-    def is_of_this_thread(self) -> bool:
-        """Whether it began in the running thread."""
-        return self.thread == threading.get_ident()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
         # Pipelines that draw tiles give each tile a deep copy of the scheduler's state.
@@ -65,10 +66,8 @@ class DenoisingStep:
 
 
 def scheduler_of(pipe: Any, timestep: Tensor | float) -> Any:
-    """Return the scheduler of a pipeline that a timestep is from; None: it has none.
-
-    Some pipelines have an ``inverse_scheduler`` too, which turns a picture into noise.
-    """
+    """Return the scheduler of a pipeline that a timestep is from; None: it has none."""
+    # Some pipelines have an ``inverse_scheduler`` too, which turns a picture into noise.
     for name, value in getattr(pipe, "__dict__", {}).items():
         if name.endswith("_scheduler") and _offset(timestep, getattr(value, "timesteps", None)) is not None:
             return value
@@ -78,15 +77,18 @@ def scheduler_of(pipe: Any, timestep: Tensor | float) -> Any:
 def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) -> DenoisingStep | None:
     """Return the step that a scheduler of diffusers is at; None: it does not say.
 
-    The timestep that the model is called with is for schedulers that do not count their steps. Unless the
-    generation is known to run in this thread (``runs_here``), one of another thread is only read.
+    The timestep that the model is called with is for schedulers that do not count their steps. Unless a
+    pipeline with this scheduler ``runs_here``, a generation of another thread is refused.
     """
     timesteps = getattr(scheduler, "timesteps", None)
-    if timesteps is None or len(timesteps) == 0 or _is_unused(scheduler):
+    if timesteps is None or len(timesteps) == 0:
         return None
-    index = getattr(scheduler, "step_index", None)
+    trained = getattr(getattr(scheduler, "config", None), "num_train_timesteps", None)
+    if getattr(scheduler, "num_inference_steps", None) is None and len(timesteps) == trained:
+        return None  # another scheduler is in use
     # The counter is None before the first step. Image-to-image begins at a later one.
-    index = getattr(scheduler, "begin_index", None) if index is None else index
+    counted = (getattr(scheduler, name, None) for name in ("step_index", "begin_index"))
+    index = next((count for count in counted if count is not None), None)
     if index is None:
         index = _offset(timestep, timesteps)
     if index is None:
@@ -98,14 +100,28 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
             index = 0
     if index is None or index >= len(timesteps):  # a generation that is over
         return None
-    generation = _generation_of(scheduler, timesteps, int(index), runs_here)
-    return None if generation is None else DenoisingStep(int(index), len(timesteps), generation)
+    index, total = int(index), len(timesteps)
+    generation = generation_of(timesteps)
+    if not (runs_here or generation is None or generation.thread == threading.get_ident()):
+        raise ConfigError(
+            "the denoising step is unknown: the scheduler that token merging was applied with is at step "
+            f"{index} of {total} of a generation in another thread; run a pipeline with a scheduler of its "
+            "own in each thread, or call patch.at_step(i, steps) before each step"
+        )
+    if generation is None or index < generation.index:  # the timesteps are new, or begin again
+        generation = Generation(index, schedule_ends_clean(scheduler))
+        try:
+            setattr(timesteps, _GENERATION, generation)
+        except AttributeError:  # no tensor
+            return None
+    generation.index = index
+    return DenoisingStep(index, total, generation)
 
 
 def ends_clean(sigmas: Any) -> bool:
     """Return whether flow matching has almost no noise left before its last step, which then changes little.
 
-    It has with the schedule of Stable Diffusion 3, but not with that of FLUX.1. ``sigmas`` are the noise
+    So it is with the schedule of Stable Diffusion 3, but not with that of FLUX.1. ``sigmas`` are the noise
     levels of the steps and, at the end, that of the picture. Those of other models begin above 1.
     """
     return len(sigmas) > 2 and float(sigmas[-2]) <= _ALMOST_NONE and float(sigmas[0]) <= 1
@@ -134,23 +150,7 @@ def needs_sync(value: Tensor) -> bool:
 
 def generation_of(timesteps: Any) -> Generation | None:
     """Return the generation that a scheduler's timesteps belong to; None: it has not begun."""
-    generation: Generation | None = getattr(timesteps, _GENERATION, None)
-    return generation
-
-
-def _generation_of(scheduler: Any, timesteps: Any, index: int, runs_here: bool) -> Generation | None:
-    """Return the generation of timesteps; a new one where they are new or the index goes back."""
-    generation = generation_of(timesteps)
-    if generation is not None and not (runs_here or generation.is_of_this_thread):
-        return generation
-    if generation is None or index < generation.index:
-        generation = Generation(index, schedule_ends_clean(scheduler))
-        try:
-            setattr(timesteps, _GENERATION, generation)
-        except AttributeError:  # no tensor
-            return None
-    generation.index = index
-    return generation
+    return getattr(timesteps, _GENERATION, None)
 
 
 def _offset(timestep: object, timesteps: object) -> int | None:
@@ -166,12 +166,6 @@ def _offset(timestep: object, timesteps: object) -> int | None:
         return None
     place, between = divmod(int(timestep.storage_offset() - timesteps.storage_offset()), stride)
     return place if not between and 0 <= place < len(timesteps) else None
-
-
-def _is_unused(scheduler: Any) -> bool:
-    """Return whether the scheduler still has its training timesteps: another scheduler is in use."""
-    training = getattr(getattr(scheduler, "config", None), "num_train_timesteps", None)
-    return getattr(scheduler, "num_inference_steps", None) is None and len(scheduler.timesteps) == training
 
 
 def _read(timestep: Tensor | float, timesteps: Any) -> tuple[float, Tensor]:
@@ -204,3 +198,72 @@ def _place(timestep: float, scheduled: Tensor, made: int) -> int | None:
         return None
     places = (distance == nearest).nonzero().flatten().tolist()
     return next((place for place in places if place >= made), places[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseLevels:
+    """The noise levels of one generation.
+
+    Attributes:
+        sigmas: noise of each step of the scheduler, divided by the share of the picture, and that after the
+            last step.
+        predicts: ``"epsilon"``, ``"v_prediction"``, ``"sample"`` or, of flow matching, ``"flow"``.
+    """
+
+    sigmas: tuple[float, ...]
+    predicts: str
+
+    def scaled(self, sample: Tensor, index: int) -> Tensor:
+        """Return the picture plus noise of this level, from the sample that a model gets: float32."""
+        sigma = self.sigmas[index]
+        return sample.float() * (1 + sigma if self.predicts == "flow" else (1 + sigma**2) ** 0.5)
+
+    def weight(self, index: int) -> float:
+        """Return how much an error of the model's output at a step changes the picture that it predicts."""
+        sigma = self.sigmas[index]
+        return {
+            "sample": 1.0,
+            "epsilon": sigma,
+            "v_prediction": sigma / (1 + sigma**2) ** 0.5,
+            "flow": sigma / (1 + sigma),
+        }[self.predicts]
+
+    def picture(self, sample: Tensor, output: Tensor, index: int) -> Tensor:
+        """Return the picture that a model predicts with an output, as guidance combines it: float32."""
+        if self.predicts == "sample":
+            return output.float()
+        if self.predicts == "flow":
+            return torch.add(sample.float(), output, alpha=-self.weight(index))
+        scale = (1 + self.sigmas[index] ** 2) ** (-0.5 if self.predicts == "v_prediction" else 0.5)
+        return torch.add(sample.float() * scale, output, alpha=-self.weight(index))
+
+
+def noise_levels(scheduler: Any, step: DenoisingStep) -> NoiseLevels | None:
+    """Return the noise levels of a generation, without waiting for the device; None: they are unknown."""
+    timesteps, config = getattr(scheduler, "timesteps", None), getattr(scheduler, "config", {})
+    if generation_of(timesteps) is not step.generation or hasattr(config, "sigma_data"):
+        return None
+    predicts, levels = config.get("prediction_type", "epsilon"), _sigmas(scheduler, step.total)
+    if is_flow(scheduler) or predicts == "flow_prediction":
+        predicts = "flow"
+        levels = [min(level / max(1 - level, 1 / _MOST), _MOST) for level in levels]
+    known = predicts in ("epsilon", "v_prediction", "sample", "flow")
+    rises = any(later > before for before, later in pairwise(levels))
+    return NoiseLevels(tuple(levels), predicts) if levels and known and not rises else None
+
+
+def _sigmas(scheduler: Any, total: int) -> list[float]:
+    """Return the levels in the scheduler's own unit, or else those of its timesteps; empty: unknown."""
+    sigmas = getattr(scheduler, "sigmas", None)
+    if isinstance(sigmas, Tensor) and sigmas.device.type == "cpu" and len(sigmas) == total + 1:
+        return sigmas.tolist()
+    kept = getattr(scheduler, "alphas_cumprod", None)
+    if not isinstance(kept, Tensor) or kept.device.type != "cpu":
+        return []
+    timesteps = scheduler.timesteps
+    if timesteps.device.type == "cpu":
+        places = timesteps.long().clamp(0, len(kept) - 1)
+    else:  # reading them would wait for the device: they are about evenly spaced
+        places = torch.linspace(len(kept) * (1 - 1 / total), 0, total).long()
+    shares = kept[places].double().clamp(min=_MOST**-2)
+    return [*((1 - shares) / shares).sqrt().tolist(), 0.0]

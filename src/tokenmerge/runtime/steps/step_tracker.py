@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,30 +24,17 @@ class StepTracker:
         index: index of the running step; −1 before the first.
         done: number of steps of the generation before it.
         plan_call: number of the call whose plans the running one uses.
-        planned: by call, the step in which its plans were made, and what they were for.
-        corrections: by call, how many calls ago a correction step was, and the shape then.
-        compared: by call, a question, how many times in a row it got the same answer, and the answer.
-        shapes: by call, its shape when it was last made.
-        ran: by call and part of the model, the last two steps in which the part ran, and the shape then.
-        noted: all of these dictionaries.
+        noted: what a call leaves for the same call of later steps, by its number and a name.
     """
 
     def __init__(self) -> None:
         self.index = -1
         self.done = self.steps = self.call = self.plan_call = 0
         self.is_last = False
-        self.planned: dict[int, tuple[int, object]] = {}
-        self.corrections: dict[int, tuple[int, tuple[object, ...] | None]] = {}
-        self.compared: dict[int, tuple[object, int, bool]] = {}
-        self.shapes: dict[int, tuple[int, ...]] = {}
-        self.ran: dict[tuple[int, str], tuple[int | None, int, tuple[object, ...]]] = {}
-        self.noted = self.planned, self.corrections, self.compared, self.shapes, self.ran
+        self.noted: dict[tuple[int, str], Any] = {}
 
     def begin_call(self, step: DenoisingStep) -> int | None:
-        """Note a call of the model, and return the first call number whose cache is stale.
-
-        As a step begins, that is the number of calls in the step before it. None: the step continues.
-        """
+        """Note a call. As a step begins, return the first call number that the step before did not have."""
         if step.index == self.index:
             self.call += 1
             return None
@@ -57,29 +45,23 @@ class StepTracker:
 
     def changes_shape(self, shape: tuple[int, ...]) -> bool:
         """Return whether the running call has another shape than at the step before; note its shape."""
-        before = self.shapes.get(self.call, shape)
-        self.shapes[self.call] = shape
-        return before != shape
+        before = self.noted.get((self.call, "shape"), shape)
+        self.noted[self.call, "shape"] = shape
+        return bool(before != shape)
 
     def plans(self, every: int, purpose: object) -> bool:
-        """Return whether the running call makes new plans; note that it does.
-
-        Plans are used for ``every`` steps. Another purpose, such as another shape, needs new ones.
-        """
-        index, before = self.planned.get(self.call, (None, None))
+        """Return whether the running call makes new plans, as for another purpose; note that it does."""
+        index, before = self.noted.get((self.call, "plans"), (None, None))
         due = index is None or before != purpose or self.index - index >= every
         if due:
-            self.planned[self.call] = self.index, purpose
+            self.noted[self.call, "plans"] = self.index, purpose
         return due
 
     def corrects(self, every: int, shape: tuple[object, ...]) -> bool:
-        """Return whether a correction is due in the running call; note that it is.
-
-        ``every`` counts complete steps. Another shape needs a correction of its own.
-        """
-        since, seen = self.corrections.get(self.call, (every, None))
+        """Return whether a correction is due, as in one of ``every`` complete steps of a shape; note it."""
+        since, seen = self.noted.get((self.call, "correction"), (every, None))
         due = seen != shape or since + 1 >= every
-        self.corrections[self.call] = 0 if due else since + 1, shape
+        self.noted[self.call, "correction"] = 0 if due else since + 1, shape
         return due
 
     def answer(self, question: object, look: Callable[[], bool]) -> bool:
@@ -87,30 +69,30 @@ class StepTracker:
 
         The device is asked until two steps in a row have given the same answer to the same question.
         """
-        before, times, answer = self.compared.get(self.call, (None, 0, False))
-        if before == question and times == 2:
-            return answer
-        found = look()
-        times = times + 1 if before == question and found == answer else 1
-        self.compared[self.call] = question, times, found
-        return found
+        before, times, answer = self.noted.get((self.call, "answer"), (None, 0, False))
+        if before != question or times < 2:
+            found = look()
+            times = times + 1 if before == question and found == answer else 1
+            self.noted[self.call, "answer"] = question, times, found
+            return found
+        return bool(answer)
 
     def extrapolation(
         self, part: str, runs: bool, shape: tuple[object, ...], holds: bool = True
     ) -> float | None:
         """Return how far the running call extrapolates a part of the model; None: the part runs, as is noted.
 
-        A part that ``holds`` can be skipped after a single run. Its residual then stays as it is, with a
-        distance of 0, because it takes two runs to know how it changes.
+        A part that ``holds`` can be skipped after a single run, with a distance of 0: it takes two runs to
+        know how its residual changes.
         """
-        _, last, seen = self.ran.get((self.call, part), (None, None, None))
+        _, last, seen = self.noted.get((self.call, part), (None, None, None))
         if seen == shape and not runs:
             forecast = self.forecast(part, shape)
             if forecast is not None:
                 return forecast[0]
             if holds:
                 return 0.0
-        self.ran[self.call, part] = last if seen == shape else None, self.index, shape
+        self.noted[self.call, part] = last if seen == shape else None, self.index, shape
         return None
 
     def forecast(self, part: str, shape: tuple[object, ...]) -> tuple[float, int] | None:
@@ -119,7 +101,7 @@ class StepTracker:
         The first is these steps divided by the interval between the last two runs. None: the part has not run
         twice with this shape.
         """
-        before, last, seen = self.ran.get((self.call, part), (None, 0, None))
+        before, last, seen = self.noted.get((self.call, part), (None, 0, None))
         if before is None or seen != shape:
             return None
         since = self.index - last
@@ -131,8 +113,6 @@ class Decision:
     """What one call of a model runs and merges.
 
     Attributes:
-        runs: what runs in it.
-        merging: what merges in it.
         caches: whether what runs is cached, for steps that skip it.
         corrects: whether some step of the generation measures the error of merging.
         deep: how far blocks or deep stages are extrapolated; None: they run. It is a tensor, so that compiled
@@ -151,19 +131,15 @@ class Decision:
 
 
 def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) -> Decision:
-    """Follow the generation plan in the running call, as far as what is cached allows it.
-
-    ``shape`` is that of the call's inputs, and what else cached results depend on.
-    """
+    """Follow the generation plan in the running call, as far as what is cached for this shape allows it."""
     if tracker.index < 0:
         return Decision(corrects=config.correction.on)
     planned = plan_generation(config, tracker.steps)[tracker.done]
     runs, merging, deep, finest = planned.runs, planned.merging, None, None
     forecasts: dict[str, tuple[float, int]] = {}
     if planned.caches:
-        for part in ("deep", "finest"):
-            if (forecast := tracker.forecast(part, shape)) is not None:
-                forecasts[part] = forecast
+        known = {part: tracker.forecast(part, shape) for part in ("deep", "finest")}
+        forecasts = {part: forecast for part, forecast in known.items() if forecast is not None}
         deep = tracker.extrapolation("deep", runs is Runs.EVERYTHING, shape, "deep" in planned.holds)
         # A step that runs everything runs the finest level of a UNet too.
         runs_finest = deep is None or runs is not Runs.LEAST
@@ -173,9 +149,6 @@ def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) 
         # As planned, unless the model joins late, or the shape of its sample changes.
         due = tracker.corrects(config.correction.every, shape)
         merging = planned.if_due if due else Merging.MERGES
-    cached = planned.caches, config.correction.on
-    return Decision(runs, merging, *cached, _tensor(deep), _tensor(finest), forecasts)
-
-
-def _tensor(distance: float | None) -> Tensor | None:
-    return None if distance is None else torch.tensor(distance)
+    found = {"deep": deep, "finest": finest}
+    distances = {part: torch.tensor(distance) for part, distance in found.items() if distance is not None}
+    return Decision(runs, merging, planned.caches, config.correction.on, forecasts=forecasts, **distances)
