@@ -18,7 +18,7 @@ from torch import nn
 from tokenmerge import presets
 from tokenmerge.config import SavedSettings, ToMeConfig, dense_outside, load_settings
 from tokenmerge.config.origin import RATIO, is_default
-from tokenmerge.default_method import DefaultMethod, check_min_psnr, merging_alone
+from tokenmerge.default_method import DefaultMethod, TunedMethod, check_min_psnr, merging_alone
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, shown
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
@@ -36,7 +36,6 @@ from tokenmerge.runtime.patching.patch import (
 )
 from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.pipeline import Pipeline
-from tokenmerge.tuned_method import TunedMethod
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
 from tokenmerge.vit.patch import checked_encoders, patch_encoder
@@ -282,7 +281,7 @@ def merge_in_hosts(
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
     facts = {"dense_if_too_small": dense_if_too_small, "told": set(), "method": method, "default": default}
     denoiser = next((host for host in merging if not host.controlnet), merging[0])
-    first = config if default is None else default.default_settings
+    first = config if default is None else default.settings(default.facts)
     states = {}
     for host in merging:
         states[host.root] = state = new_state(host, config, pipeline, **facts)

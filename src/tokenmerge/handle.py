@@ -14,11 +14,12 @@ from tokenmerge.config import ToMeConfig, to_metadata
 from tokenmerge.config.checks import integer
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError, shown, why
-from tokenmerge.models.base import GridShape, Host
+from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.plans import Estimate
+from tokenmerge.plans import Estimate, Facts, estimate_closeness
 from tokenmerge.report import Conditions, Report, RunSteps, hardly_faster, predict, saved, summary, title
+from tokenmerge.runtime.memory import run_log
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.patching.patch import record_steps, refuse_in_use, restore, state_of
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies
@@ -311,17 +312,10 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if state_of(root) is not self._state:
             return f"{title(self._in_force, conditions)}: removed"
         lines = summary(self._in_force, conditions, report, run)
-        if report is not None and (short := self._shortfall(report)):
-            lines.append(f"  out of reach: {short}")
+        if report is not None and self._default is not None and self._default.facts.follows_steps:
+            short = self._default.shortfall(self._facts_at(report.height, report.width, report.steps))
+            lines += [f"  out of reach: {short}"] * bool(short)
         return "\n".join([*lines, *([f"  not counted: {problem}"] if problem else [])])
-
-    def _shortfall(self, report: Report) -> str:
-        """Return what the counted generation does not reach of a speed-up, see :class:`DefaultMethod`."""
-        if self._default is None or not self._default.facts.follows_steps:
-            return ""
-        run, grid = self._state.last_run, self._grid_at(report.height, report.width)
-        guidance = self._default.facts.guidance if run is None else run.guidance
-        return self._default.shortfall(self._default.facts_at(grid, report.steps, guidance))
 
     @property
     def _in_force(self) -> ToMeConfig:
@@ -336,17 +330,17 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def error(self) -> Estimate | None:
         """How close the last picture is to the dense one, see :attr:`Patch.error`."""
         run = self._state.last_run
-        if run is None or self._default is None:
+        if run is None or not run.steps or self._default is None:
             return None
-        return self._default.estimate(run, self._grid_at(run.height, run.width))
+        facts = self._facts_at(run.height, run.width, run.steps)
+        return estimate_closeness(facts, run.config, run_log.shown([run]))
 
     def _estimated(self) -> str:
         """Return the estimate as text, and what a tolerance did; empty: nothing is known."""
         error, run, default = self.error, self._state.last_run, self._default
         if error is None or run is None or run.steps is None or default is None or default.min_psnr is None:
             return "" if error is None else f"estimated: {error}"
-        grid = self._grid_at(run.height, run.width)
-        planned = default.plan(default.facts_at(grid, run.steps, run.guidance)).config
+        planned = default.plan(self._facts_at(run.height, run.width, run.steps)).config
         ran, plan = (len(own.reuse.steps_of(run.steps).full) for own in (run.config, planned))
         further = f"{ran - plan} further complete step{'s' if ran - plan != 1 else ''}"
         return f"min_psnr {default.min_psnr:g}: {further}; estimated {error}"
@@ -361,8 +355,13 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         pictures, others = divmod(run.batch, guidance_copies(pipe) if self._denoiser.usual_batch > 1 else 1)
         return None if others else pictures
 
-    def _grid_at(self, height: int | None, width: int | None) -> GridShape | None:
-        return None if height is None or width is None else self._denoiser.grid_at(height, width)
+    def _facts_at(self, height: int | None, width: int | None, steps: int | None) -> Facts:
+        """Return the facts of a generation by the default method, with the guidance of the last run."""
+        assert self._default is not None
+        run = self._state.last_run
+        guidance = self._default.facts.guidance if run is None else run.guidance
+        grid = None if height is None or width is None else self._denoiser.grid_at(height, width)
+        return self._default.facts_at(grid, steps, guidance)
 
     def _settings_at(self, height: int | None, width: int | None, steps: int | None) -> ToMeConfig:
         """Return the settings of a run with this size of the latents and number of steps."""
@@ -370,9 +369,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         same = run is not None and (height, width, steps) == (run.height, run.width, run.steps)
         if self._default is None or same or self._state.kept.note:
             return self._in_force
-        guidance = self._default.facts.guidance if run is None else run.guidance
-        facts = self._default.facts_at(self._grid_at(height, width), steps, guidance)
-        return self._default.settings(facts)
+        return self._default.settings(self._facts_at(height, width, steps))
 
 
 class EncoderPatch(Patch[ViTReport, RecordedTokens]):

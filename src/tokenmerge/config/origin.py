@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-_OWN = "pass settings of your own, such as ToMeConfig(ratio=0.5)"
-
-
-# The name of the default method, before the number that was asked for.
-DEFAULT = "speed-up"
-# The name of token merging alone.
-RATIO = "ratio"
+DEFAULT = "speed-up"  # the name of the default method, before the number that was asked for
+RATIO = "ratio"  # the name of token merging alone
 
 
 def is_default(method: str) -> bool:
@@ -49,4 +44,4 @@ def instead(method: str, change: str) -> str:
     """
     if method.endswith(".json"):
         return f"{change} in {method!r}"
-    return _OWN if method else change
+    return "pass settings of your own, such as ToMeConfig(ratio=0.5)" if method else change

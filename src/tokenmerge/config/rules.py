@@ -17,8 +17,7 @@ from tokenmerge.config.checks import (
     share,
     unchecked,
 )
-from tokenmerge.config.names import flat
-from tokenmerge.config.parts import REUSE_CHECKS
+from tokenmerge.config.parts import check_distance, flat
 from tokenmerge.config.settings import CHECKS as MERGE_CHECKS
 from tokenmerge.errors import ConfigError
 
@@ -173,7 +172,7 @@ def dense_outside(start: float, until: float) -> Rules:
 
 
 def _check_full(name: str, value: Any) -> float:
-    plain = REUSE_CHECKS["every"](name, value)
+    plain = check_distance(name, value)
     if plain != 1:
         refuse(name, "1 in a rule for some of the steps, which then skip nothing", value)
     return plain

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmerge.config.checks import Check, check_fields, one_of, refuse, unchecked
-from tokenmerge.config.names import check_known, flat, nested
-from tokenmerge.config.parts import PARTS, Correction, PlanSharing, StepReuse
+from tokenmerge.config.parts import PARTS, Correction, PlanSharing, StepReuse, check_known, flat, nested
 from tokenmerge.config.rules import REUSE_EVERY, Rule, Rules, check_rules, resolved
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
@@ -61,9 +60,8 @@ class ToMeConfig(MergeSettings):
 
     def __post_init__(self) -> None:
         parts = {name: _is_part(part) for name, part in PARTS.items()}
-        check_fields(
-            self, "", {**CHECKS, "max_downsample": one_of((1, 2, 4, 8)), **parts, "rules": check_rules}
-        )
+        levels = one_of((1, 2, 4, 8))
+        check_fields(self, "", {**CHECKS, "max_downsample": levels, **parts, "rules": check_rules})
         _check_together(unchecked(self, rules=()))
         try:
             _check_together(self)
@@ -94,11 +92,8 @@ class ToMeConfig(MergeSettings):
     def phases(self) -> tuple[ToMeConfig, ...]:
         """Return the settings of every phase, from the first step on: rules begin and end between phases."""
         starts = {0.0, *(share for rule in self.rules for share in (rule.start, rule.until))} - {1}
-        found = (
-            _with(self, *resolved(self.rules, functools.partial(Rule.at_share, done=done)))
-            for done in sorted(starts)
-        )
-        return tuple(dict.fromkeys(found))
+        at = (resolved(self.rules, functools.partial(Rule.at_share, done=done)) for done in sorted(starts))
+        return tuple(dict.fromkeys(_with(self, changes, rules) for changes, rules in at))
 
     @property
     def follows_steps(self) -> bool:
@@ -119,8 +114,7 @@ class ToMeConfig(MergeSettings):
     @property
     def cached_features(self) -> str | None:
         """The first features, of any level and any step, that are cached from the step before."""
-        cached = [name for name in self._all("features") if name in CACHED_FEATURES]
-        return cached[0] if cached else None
+        return next((name for name in self._all("features") if name in CACHED_FEATURES), None)
 
     @property
     def merges(self) -> bool:
@@ -128,15 +122,9 @@ class ToMeConfig(MergeSettings):
         return any(self._all("ratio")) or any(self._all("reference_ratio"))
 
     @property
-    def asks_guidance(self) -> bool:
-        """Whether plans depend on what guidance changed in the last step."""
-        return self.guided_planner is not None
-
-    @property
     def guided_planner(self) -> str | None:
         """The first planner, of any level and any step, that looks at what guidance changed."""
-        guided = [name for name in self._all("planner") if name in GUIDED_PLANNERS]
-        return guided[0] if guided else None
+        return next((name for name in self._all("planner") if name in GUIDED_PLANNERS), None)
 
     def _all(self, name: str) -> list[Any]:
         """Return the values of a setting: its own, and those of the rules."""

@@ -153,7 +153,7 @@ def patch_host(host: Host, state: ModelState) -> None:
     add_hook(host.root, before_model, state)
     if state.follows_steps:
         host.root.register_forward_hook(after_model)
-    if state.config.asks_guidance:
+    if state.config.guided_planner:
         host.root.register_forward_hook(compare_guidance)
     if state.recorder is not None:
         host.root.register_forward_hook(record_result)
