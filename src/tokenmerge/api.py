@@ -266,7 +266,7 @@ def merge_in_hosts(
     """Patch a diffusion model as :func:`apply_token_merging` does.
 
     Args:
-        model: a diffusers pipeline or model, or a CompVis-style model.
+        model: as for :func:`apply_token_merging`.
         config: what to merge and how much.
         dense_if_too_small: a call whose sample has too few tokens to merge runs dense, with one warning for
             each size. Otherwise such a call raises NothingToMergeError.
@@ -301,7 +301,7 @@ def _merge_in_encoders(model: object, config: ViTConfig) -> Patch[ViTReport, Rec
     for root, state in states.items():
         restore(root)
         patch_encoder(root, state)
-    return EncoderPatch(model, states)
+    return EncoderPatch(model, states, next(iter(states.values())))
 
 
 def hosts_of(model: object) -> tuple[Host, ...]:
@@ -352,16 +352,8 @@ def token_merging(
 ) -> Iterator[Patch[Any, Any]]:
     """Merge tokens within the context, then restore the earlier state, also after an exception.
 
-    Args:
-        pipe_or_model: as for :func:`apply_token_merging`.
-        config: likewise.
-        speedup: likewise.
-        ratio: likewise.
-
-    Raises:
-        UnsupportedModelError, NothingToMergeError, ConfigError, ModelInUseError: as for
-            :func:`apply_token_merging`. A model that another thread is running when the context ends stays
-            patched.
+    The arguments and errors are those of :func:`apply_token_merging`. If another thread is running a model
+    when the context ends, there is a ModelInUseError, and the model stays patched.
     """
     before = [(root, patch, state_of(root)) for root, patch in _patchable(pipe_or_model)]
     handle = apply_token_merging(pipe_or_model, config, speedup=speedup, ratio=ratio)

@@ -39,22 +39,12 @@ check_min_psnr = optional(number("a number of dB above 0, such as 35", lambda va
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DefaultMethod:
-    """The default method for one pipeline or model.
+    """The default method for one pipeline or model; a ConfigError says that a number is out of range."""
 
-    Attributes:
-        speedup: dense operations divided by those of the generation, ≥ 1, as they are counted.
-        facts: what is known of the model, for the default size and number of steps.
-        changes: functions that change the settings after they were chosen, in order.
-        min_psnr: lowest PSNR to the dense picture in dB, > 0; None: the speed-up alone decides.
-
-    Raises:
-        ConfigError: ``speedup`` is not a number ≥ 1.
-    """
-
-    speedup: float
-    facts: Facts
-    changes: tuple[Change, ...] = ()
-    min_psnr: float | None = None
+    speedup: float  # dense operations divided by those of the generation, ≥ 1, as they are counted
+    facts: Facts  # about the model, for the default size and number of steps
+    changes: tuple[Change, ...] = ()  # they change the settings after these were chosen, in order
+    min_psnr: float | None = None  # lowest PSNR to the dense picture in dB, > 0; None: speed-up alone decides
 
     def __post_init__(self) -> None:
         check_fields(self, "", {"speedup": at_least_1, "min_psnr": check_min_psnr})
@@ -102,11 +92,9 @@ class DefaultMethod:
     ) -> Facts:
         """Return the facts about one generation.
 
-        Args:
-            grid: (frames, rows, columns) of the finest token grid; None: the default.
-            steps: number of steps of the generation; None: the default.
-            guidance: scale of classifier-free guidance; None: unknown.
-            ends_clean: whether almost no noise is left before the last step.
+        ``grid`` is (frames, rows, columns) of the finest token grid. Without it or ``steps``, the default is
+        taken; without ``guidance``, its scale is unknown. ``ends_clean`` says whether almost no noise is left
+        before the last step.
         """
         known = {"grid": grid or self.facts.grid, "steps": steps or self.facts.steps}
         return dataclasses.replace(self.facts, **known, guidance=guidance, ends_clean=ends_clean)
@@ -261,12 +249,11 @@ def settings_for(
     check_counts(height=height, width=width, steps=steps)
     hosts = find_hosts(pipe_or_model)
     method = DefaultMethod.of(pipe_or_model, hosts, speedup)
-    if follows_steps is not None:
-        facts = dataclasses.replace(method.facts, follows_steps=follows_steps)
-        method = dataclasses.replace(method, facts=facts)
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
     grid = None if height is None or width is None else denoiser.grid_at(height, width)
     known = method.facts_at(grid, steps, method.facts.guidance if guidance is None else guidance)
+    if follows_steps is not None:
+        known = dataclasses.replace(known, follows_steps=follows_steps)
     if told := method.shortfall(known):
         warn_caller(told)
     return method.settings(known)

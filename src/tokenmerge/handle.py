@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import nn
@@ -30,19 +30,21 @@ __all__ = ["DiffusionPatch", "EncoderPatch", "Patch", "RecordedPlan"]
 
 AnyReport = TypeVar("AnyReport")
 AnyRecord = TypeVar("AnyRecord")
+Given = int | None  # an argument; None: left out
+Sizes = Sequence[tuple[int, int]] | None
 
 
 class Patch(Generic[AnyReport, AnyRecord]):
     """A handle on a patched model: reports what merging does, sets steps and sizes, and removes the patch."""
 
-    def __init__(self, states: Mapping[nn.Module, Any], recorded: Any) -> None:
-        self._states = states
-        self._recorded = recorded
+    def __init__(self, model: object, states: Mapping[nn.Module, Any], state: Any) -> None:
+        self._model, self._states = model, states
+        self._state = state  # of the model that the handle reports on
 
     @property
     def config(self) -> Any:
         """The settings; of the default method, those of the last generation, or of one by default."""
-        return next(iter(self._states.values())).config
+        return self._state.config
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
@@ -77,6 +79,11 @@ class Patch(Generic[AnyReport, AnyRecord]):
             ConfigError: a number is out of range, or the model has no default size and none is given.
             NothingToMergeError: no token would merge at this size.
         """
+        return self._report(height, width, batch, steps, references)
+
+    def _report(
+        self, height: Given, width: Given, batch: Given, steps: Given, references: Sizes
+    ) -> AnyReport:
         raise NotImplementedError
 
     def metadata(self) -> str:
@@ -191,15 +198,13 @@ class Patch(Generic[AnyReport, AnyRecord]):
         for state in states:
             state.set_size(height, width)
 
-    @contextlib.contextmanager
-    def record(self) -> Iterator[dict[str, AnyRecord]]:
+    def record(self) -> contextlib.AbstractContextManager[dict[str, AnyRecord]]:
         """Within the context, record the last plan of each merging block, by the block's path.
 
         Only the blocks of the denoiser are recorded, or those of the first ControlNet if no denoiser merges.
         For a layer of a vision transformer, the record says which input tokens its output tokens stand for.
         """
-        with self._recorded.recording() as latest:
-            yield latest
+        return self._state.recording()
 
 
 class DiffusionPatch(Patch[Report, RecordedPlan]):
@@ -213,9 +218,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         method: str,
         default: DefaultMethod | None = None,
     ) -> None:
-        self._state = states[denoiser.root]
-        super().__init__(states, self._state)
-        self._model, self._denoiser, self._method, self._default = model, denoiser, method, default
+        super().__init__(model, states, states[denoiser.root])
+        self._denoiser, self._method, self._default = denoiser, method, default
         self._counted: tuple[tuple[object, ...], Report, str | None] | None = None
 
     @property
@@ -252,15 +256,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             )
         return RunSteps(recorder.last.rows())
 
-    def report(
-        self,
-        height: int | None = None,
-        width: int | None = None,
-        batch: int | None = None,
-        steps: int | None = None,
-        references: Sequence[tuple[int, int]] | None = None,
-    ) -> Report:
-        """Count what merging does to each block, see :meth:`Patch.report`."""
+    def _report(self, height: Given, width: Given, batch: Given, steps: Given, references: Sizes) -> Report:
         run = self._state.last_run
         if run is not None:
             if height is width is None:
@@ -375,19 +371,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
 class EncoderPatch(Patch[ViTReport, RecordedTokens]):
     """The handle on a patched vision transformer."""
 
-    def __init__(self, model: object, states: Mapping[nn.Module, Any]) -> None:
-        super().__init__(states, next(iter(states.values())))
-        self._model = model
-
-    def report(
-        self,
-        height: int | None = None,
-        width: int | None = None,
-        batch: int | None = None,
-        steps: int | None = None,
-        references: Sequence[tuple[int, int]] | None = None,
+    def _report(
+        self, height: Given, width: Given, batch: Given, steps: Given, references: Sizes
     ) -> ViTReport:
-        """Count what merging does to each layer, see :meth:`Patch.report`."""
         if steps is not None:
             raise ConfigError(
                 f"steps: a vision transformer has no denoising steps, got {shown(steps)}; leave it out"

@@ -18,7 +18,6 @@ from tokenmerge.config.json_file import (
     to_metadata,
 )
 from tokenmerge.config.parts import Correction, PlanSharing, StepReuse, check_known, flat
-from tokenmerge.config.rules import Rule, dense_outside
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
     GUIDED_PLANNERS,
@@ -29,7 +28,7 @@ from tokenmerge.config.settings import (
     check_below_highest_ratio,
     highest_ratio,
 )
-from tokenmerge.config.tome import SETTINGS, ToMeConfig
+from tokenmerge.config.tome import SETTINGS, Rule, ToMeConfig, dense_outside
 
 __all__ = [
     "CACHED_FEATURES",

@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tokenmerge.config.checks import at_least_1, check_fields, integer, number, optional, refuse
+from tokenmerge.config.checks import at_least_1, check_fields, integer, number, of_type, optional, refuse
 from tokenmerge.config.origin import is_default
 from tokenmerge.config.tome import ToMeConfig
 from tokenmerge.errors import ConfigError, shown
@@ -28,33 +28,24 @@ NAME = "Token merging"
 
 @dataclasses.dataclass(frozen=True)
 class FoundFor:
-    """The signature of settings that were found by a search: what they were found for.
-
-    Args:
-        model: class of the denoiser.
-        height: height of the latents, ≥ 1.
-        width: width of the latents, ≥ 1.
-        steps: denoising steps, ≥ 1.
-        solver: class of the scheduler; None: not recorded.
-        guidance: scale of classifier-free guidance, ≥ 0; 1: none; None: not recorded.
+    """What settings were found for by a search. None stands for what was not recorded.
 
     Raises:
         ConfigError: a value is of the wrong type or out of range.
     """
 
-    model: str
-    height: int
+    model: str  # class of the denoiser
+    height: int  # of the latents, ≥ 1
     width: int
     steps: int
-    solver: str | None = None
-    guidance: float | None = None
+    solver: str | None = None  # class of the scheduler
+    guidance: float | None = None  # scale of classifier-free guidance, ≥ 0; 1: none
 
     def __post_init__(self) -> None:
-        for name, value in (("model", self.model), ("solver", self.solver or "")):
-            if not isinstance(value, str):
-                refuse(f"for.{name}", "the name of a class", value)
-        check_fields(self, "for.", dict.fromkeys(("height", "width", "steps"), integer(1)))
-        check_fields(self, "for.", {"guidance": optional(number("a number ≥ 0", lambda value: value >= 0))})
+        name, guidance = of_type(str, "the name of a class"), number("a number ≥ 0", lambda value: value >= 0)
+        counts = dict.fromkeys(("height", "width", "steps"), integer(1))
+        checks = {"model": name, "solver": optional(name), **counts, "guidance": optional(guidance)}
+        check_fields(self, "for.", checks)
 
     def differences(
         self,
@@ -65,8 +56,6 @@ class FoundFor:
         guidance: float | None = None,
     ) -> list[str]:
         """Return the differences, each as a part of a sentence. Arguments that are None are not compared.
-
-        The arguments are those of the class, with (height, width) as the size.
 
         >>> FoundFor("UNet2DConditionModel", 64, 64, 20).differences(size=(96, 64), steps=4)
         ['latents of 64 × 64, not 96 × 64', '20 steps, not 4']
@@ -83,7 +72,7 @@ class FoundFor:
 
     @staticmethod
     def warning(differences: list[str], speedup: float | None = None) -> str:
-        """Return the warning about differences, at least one.
+        """Return the warning about differences.
 
         ``speedup`` is that of the default method, which runs instead; None: the settings are used anyway.
         """

@@ -208,11 +208,7 @@ REPLACED: Mapping[str, str] = {
 
 
 def check_known(names: Iterable[object], known: Iterable[str]) -> None:
-    """Check that names are those of settings.
-
-    Raises:
-        ConfigError: some are not.
-    """
+    """Raise a ConfigError if names are not all those of settings."""
     known = list(known)
     unknown = [str(name) for name in names if name not in known]
     if not unknown:
@@ -224,14 +220,9 @@ def check_known(names: Iterable[object], known: Iterable[str]) -> None:
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted name.
+    """Return settings by dotted name; a ConfigError says that one is given twice.
 
-    Args:
-        settings: by dotted name, or nested. A nested part is an object, which gives all its fields, or a
-            mapping, which gives some of them.
-
-    Raises:
-        ConfigError: one setting is given twice.
+    A nested part is an object, which gives all its fields, or a mapping, which gives some of them.
 
     >>> flat({"ratio": 0.4, "correction": {"every": 2}})
     {'ratio': 0.4, 'correction.every': 2}
@@ -251,9 +242,6 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a ToMeConfig from settings by dotted name, all of them known.
-
-    Raises:
-        ConfigError: a value of a part is out of range.
 
     >>> nested({"ratio": 0.4, "correction.every": 2})
     {'ratio': 0.4, 'correction': Correction(every=2)}
