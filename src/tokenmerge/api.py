@@ -153,11 +153,7 @@ def apply_token_merging(
 
 
 def _asked(
-    model: object,
-    config: object,
-    speedup: float | None,
-    ratio: float | None,
-    min_psnr: float | None,
+    model: object, config: object, speedup: float | None, ratio: float | None, min_psnr: float | None
 ) -> _Asked:
     """Return what the arguments of apply_token_merging ask for."""
     is_file = isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json"))

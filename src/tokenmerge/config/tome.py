@@ -29,13 +29,7 @@ from tokenmerge.config.parts import (
     flat,
     nested,
 )
-from tokenmerge.config.settings import (
-    CACHED_FEATURES,
-    CHECKS,
-    GUIDED_PLANNERS,
-    MergeSettings,
-    check_together,
-)
+from tokenmerge.config.settings import CACHED_FEATURES, CHECKS, GUIDED_PLANNERS, MergeSettings, check_together
 from tokenmerge.errors import ConfigError
 
 _CONDITIONS: Mapping[str, Check] = {
