@@ -238,17 +238,3 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConfigError(f"{dotted}: given twice, by its name and in {name}; pass it once")
         found |= given
     return found
-
-
-def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a ToMeConfig from settings by dotted name, all of them known.
-
-    >>> nested({"ratio": 0.4, "correction.every": 2})
-    {'ratio': 0.4, 'correction': Correction(every=2)}
-    """
-    parts: dict[str, dict[str, Any]] = {}
-    for name, value in settings.items():
-        part, _, field = name.rpartition(".")
-        parts.setdefault(part, {})[field] = value
-    own = parts.pop("", {})
-    return {**own, **{name: PARTS[name](**fields) for name, fields in parts.items()}}

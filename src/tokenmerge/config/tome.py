@@ -27,7 +27,6 @@ from tokenmerge.config.parts import (
     check_distance,
     check_known,
     flat,
-    nested,
 )
 from tokenmerge.config.settings import CACHED_FEATURES, CHECKS, GUIDED_PLANNERS, MergeSettings, check_together
 from tokenmerge.errors import ConfigError
@@ -37,7 +36,7 @@ _CONDITIONS: Mapping[str, Check] = {
     "start": number("a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1),
     "until": number("a share of the steps, above 0 and up to 1", lambda value: 0 < value <= 1),
 }
-REUSE_EVERY = "reuse.every"
+_REUSE_EVERY = "reuse.every"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -74,7 +73,7 @@ class Rule(Value):
         changes = flat(self.changes)
         checks = CHECKS
         if self.of_steps and self.level is None:
-            checks = {**checks, REUSE_EVERY: _check_full}
+            checks = {**checks, _REUSE_EVERY: _check_full}
         if fixed := [str(name) for name in changes if name not in checks]:
             raise ConfigError(
                 f"cannot change {', '.join(fixed)}; what can be changed under these conditions is "
@@ -152,7 +151,7 @@ def _resolved(rules: Rules, holds: Callable[[Rule], bool], **always: Any) -> tup
 def dense_outside(start: float, until: float) -> Rules:
     """Return rules that make a generation dense outside of a part, given by shares of the steps."""
     Rule(start=start, until=until)  # raises an error if a share is out of its range
-    dense = {"ratio": 0, "reference_ratio": None, REUSE_EVERY: 1}
+    dense = {"ratio": 0, "reference_ratio": None, _REUSE_EVERY: 1}
     before = (Rule(until=start, changes=dense),) if start > 0 else ()
     return (*before, Rule(start=until, changes=dense)) if until < 1 else before
 
@@ -310,7 +309,12 @@ class ToMeConfig(MergeSettings):
         """
         given = flat(settings)
         check_known(given, SETTINGS)
-        return cls(**nested(given))
+        parts: dict[str, dict[str, Any]] = {}
+        for name, value in given.items():
+            part, _, field = name.rpartition(".")
+            parts.setdefault(part, {})[field] = value
+        own = parts.pop("", {})
+        return cls(**{**own, **{name: PARTS[name](**fields) for name, fields in parts.items()}})
 
 
 @functools.lru_cache(maxsize=1024)
@@ -321,8 +325,8 @@ def _at_step(config: ToMeConfig, index: int, steps: int) -> ToMeConfig:
 def _at_time(config: ToMeConfig, holds: Callable[[Rule], bool]) -> ToMeConfig:
     """Return the settings of all levels at a time at which some rules hold. They were checked before."""
     changes, rules = _resolved(config.rules, holds, start=0.0, until=1.0)
-    if REUSE_EVERY in changes:
-        changes["reuse"] = unchecked(config.reuse, every=changes.pop(REUSE_EVERY))
+    if _REUSE_EVERY in changes:
+        changes["reuse"] = unchecked(config.reuse, every=changes.pop(_REUSE_EVERY))
     return unchecked(config, **changes, rules=rules)
 
 
