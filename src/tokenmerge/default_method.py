@@ -96,7 +96,7 @@ class DefaultMethod:
         taken; without ``guidance``, its scale is unknown. ``ends_clean`` says whether almost no noise is left
         before the last step.
         """
-        known = {"grid": grid or self.facts.grid, "steps": steps or self.facts.steps}
+        known: dict[str, Any] = {"grid": grid or self.facts.grid, "steps": steps or self.facts.steps}
         return dataclasses.replace(self.facts, **known, guidance=guidance, ends_clean=ends_clean)
 
     def settings(self, facts: Facts) -> ToMeConfig:
@@ -183,8 +183,8 @@ class TunedMethod(DefaultMethod):
         default, found_for = DefaultMethod.of(pipe, hosts, saved.speedup), saved.found_for
         grid = denoiser.grid_at(found_for.height, found_for.width)
         facts = dataclasses.replace(default.facts, grid=grid, steps=found_for.steps)
-        own = {"found": saved.config, "found_for": found_for, "model": type(denoiser.root).__name__}
-        return cls(default.speedup, facts, **own, pipe=pipe)
+        model = type(denoiser.root).__name__
+        return cls(default.speedup, facts, found=saved.config, found_for=found_for, model=model, pipe=pipe)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "pipe": None}
