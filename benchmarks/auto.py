@@ -118,7 +118,7 @@ def shares_of_steps(config: ToMeConfig, steps: int) -> dict[int, float]:
     if config.plans.every > 1:
         planned = len(range(0, steps, config.plans.every)) / steps
         return {0: planned, 1: 1 - planned}
-    if config.asks_guidance:
+    if config.guided_planner:
         return {0: 1 / steps, 1: 1 - 1 / steps}  # the first step has no step before it
     return {0: 1.0}
 

@@ -39,11 +39,10 @@ MAY_IMPORT = {
     "default_method": "errors config planners models plans runtime.steps runtime.memory",
     "integrations.comfyui": "errors ops config presets planners models plans "
     "runtime.steps runtime.memory runtime.blocks default_method",
-    "tuned_method": "config models plans default_method",
     "handle": "errors config planners models plans default_method "
     "runtime.steps runtime.memory runtime.patching report vit",
     "api": "errors config presets models integrations.export "
-    "runtime.steps runtime.memory runtime.patching report vit default_method tuned_method handle",
+    "runtime.steps runtime.memory runtime.patching report vit default_method handle",
     "integrations.serving": "errors config api",
     "compat": "errors config presets api",
     "pipeline_methods": "errors compat",

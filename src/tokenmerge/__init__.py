@@ -12,7 +12,7 @@ Instead of a speed-up, pass ``ratio=0.5`` to merge half of the tokens and nothin
 with settings of your own, the name of a published method of :mod:`tokenmerge.presets`, a :class:`ViTConfig`
 for a vision transformer, or the path of a file that ``tokenmerge tune`` wrote.
 
-Public names are imported when they are first used, so that parts that do not need PyTorch, such as
+Names that need PyTorch are imported when they are first used, so that parts that do not need it, such as
 ``tokenmerge.paddle``, can be imported without it.
 
 >>> import tokenmerge
@@ -24,6 +24,17 @@ from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from tokenmerge import presets
+from tokenmerge.config import Correction, PlanSharing, Rule, StepReuse, ToMeConfig
+from tokenmerge.errors import (
+    ConfigError,
+    MissingExtraError,
+    ModelInUseError,
+    NothingToMergeError,
+    TokenMergingError,
+    UnsupportedModelError,
+)
 
 __version__ = "0.1.0"
 
@@ -53,39 +64,20 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from tokenmerge import merge, presets
+    from tokenmerge import merge
     from tokenmerge.api import Patch, apply_token_merging, remove_token_merging, token_merging
     from tokenmerge.compat import apply_patch, remove_patch
-    from tokenmerge.config import Correction, PlanSharing, Rule, StepReuse, ToMeConfig
-    from tokenmerge.errors import (
-        ConfigError,
-        MissingExtraError,
-        ModelInUseError,
-        NothingToMergeError,
-        TokenMergingError,
-        UnsupportedModelError,
-    )
     from tokenmerge.vit.config import DecreasingSchedule, ViTConfig
 else:
-    # Where each public name is defined.
+    # Where each name is defined that is imported when it is first used.
     _MODULE_OF = {
         **dict.fromkeys(("Patch", "apply_token_merging", "remove_token_merging", "token_merging"), "api"),
         **dict.fromkeys(("apply_patch", "remove_patch"), "compat"),
         **dict.fromkeys(("DecreasingSchedule", "ViTConfig"), "vit.config"),
-        **dict.fromkeys(("Correction", "PlanSharing", "Rule", "StepReuse", "ToMeConfig"), "config"),
-        "ConfigError": "errors",
-        "MissingExtraError": "errors",
-        "ModelInUseError": "errors",
-        "NothingToMergeError": "errors",
-        "TokenMergingError": "errors",
-        "UnsupportedModelError": "errors",
     }
     # Public modules that ``import tokenmerge`` alone makes available, and what is imported for each.
-    _MODULES = {
-        **{name: name for name in ("compat", "config", "default_method", "errors", "merge")},
-        **{name: name for name in ("presets", "report")},
-        "vit": "vit.report",
-    }
+    _MODULES = {name: name for name in ("compat", "default_method", "merge", "report")}
+    _MODULES["vit"] = "vit.report"
 
     def __getattr__(name: str) -> Any:
         """Import a public name when it is first used (PEP 562)."""

@@ -18,7 +18,7 @@ from torch import nn
 from tokenmerge import presets
 from tokenmerge.config import SavedSettings, ToMeConfig, dense_outside, load_settings
 from tokenmerge.config.origin import RATIO, is_default
-from tokenmerge.default_method import DefaultMethod, check_min_psnr, merging_alone
+from tokenmerge.default_method import DefaultMethod, TunedMethod, check_min_psnr, merging_alone
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, shown
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
@@ -36,7 +36,6 @@ from tokenmerge.runtime.patching.patch import (
 )
 from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.pipeline import Pipeline
-from tokenmerge.tuned_method import TunedMethod
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
 from tokenmerge.vit.patch import checked_encoders, patch_encoder
@@ -154,11 +153,7 @@ def apply_token_merging(
 
 
 def _asked(
-    model: object,
-    config: object,
-    speedup: float | None,
-    ratio: float | None,
-    min_psnr: float | None,
+    model: object, config: object, speedup: float | None, ratio: float | None, min_psnr: float | None
 ) -> _Asked:
     """Return what the arguments of apply_token_merging ask for."""
     is_file = isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json"))
@@ -267,7 +262,7 @@ def merge_in_hosts(
     """Patch a diffusion model as :func:`apply_token_merging` does.
 
     Args:
-        model: a diffusers pipeline or model, or a CompVis-style model.
+        model: as for :func:`apply_token_merging`.
         config: what to merge and how much.
         dense_if_too_small: a call whose sample has too few tokens to merge runs dense, with one warning for
             each size. Otherwise such a call raises NothingToMergeError.
@@ -282,7 +277,7 @@ def merge_in_hosts(
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
     facts = {"dense_if_too_small": dense_if_too_small, "told": set(), "method": method, "default": default}
     denoiser = next((host for host in merging if not host.controlnet), merging[0])
-    first = config if default is None else default.default_settings
+    first = config if default is None else default.settings(default.facts)
     states = {}
     for host in merging:
         states[host.root] = state = new_state(host, config, pipeline, **facts)
@@ -302,7 +297,7 @@ def _merge_in_encoders(model: object, config: ViTConfig) -> Patch[ViTReport, Rec
     for root, state in states.items():
         restore(root)
         patch_encoder(root, state)
-    return EncoderPatch(model, states)
+    return EncoderPatch(model, states, next(iter(states.values())))
 
 
 def hosts_of(model: object) -> tuple[Host, ...]:
@@ -353,16 +348,8 @@ def token_merging(
 ) -> Iterator[Patch[Any, Any]]:
     """Merge tokens within the context, then restore the earlier state, also after an exception.
 
-    Args:
-        pipe_or_model: as for :func:`apply_token_merging`.
-        config: likewise.
-        speedup: likewise.
-        ratio: likewise.
-
-    Raises:
-        UnsupportedModelError, NothingToMergeError, ConfigError, ModelInUseError: as for
-            :func:`apply_token_merging`. A model that another thread is running when the context ends stays
-            patched.
+    The arguments and errors are those of :func:`apply_token_merging`. If another thread is running a model
+    when the context ends, there is a ModelInUseError, and the model stays patched.
     """
     before = [(root, patch, state_of(root)) for root, patch in _patchable(pipe_or_model)]
     handle = apply_token_merging(pipe_or_model, config, speedup=speedup, ratio=ratio)

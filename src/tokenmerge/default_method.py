@@ -1,4 +1,7 @@
-"""The default method: settings for a wanted speed-up, chosen when each generation begins."""
+"""The default method: settings for a wanted speed-up, chosen when each generation begins.
+
+A plan that ``tokenmerge tune`` found takes their place in generations of the kind that it was found for.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
-from tokenmerge.config import Correction, PlanSharing, Rule, StepReuse, ToMeConfig
+from tokenmerge.config import Correction, FoundFor, PlanSharing, Rule, SavedSettings, StepReuse, ToMeConfig
 from tokenmerge.config.checks import at_least_1, check_counts, check_fields, number, optional
 from tokenmerge.config.origin import DEFAULT
 from tokenmerge.errors import ConfigError
@@ -17,23 +21,12 @@ from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.plans import (
-    ROUNDING,
-    Estimate,
-    Facts,
-    Plan,
-    Tolerance,
-    estimate_closeness,
-    facts_of,
-    highest_speedup,
-    plan_for,
-)
-from tokenmerge.runtime.memory.run_log import RunLog, shown
+from tokenmerge.plans import ROUNDING, Facts, Plan, Tolerance, facts_of, highest_speedup, plan_for
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 from tokenmerge.runtime.steps.scheduler import schedule_ends_clean
 
-__all__ = ["DefaultMethod", "schedule_ends_clean", "settings_for"]
+__all__ = ["DefaultMethod", "TunedMethod", "schedule_ends_clean", "settings_for"]
 
 # Functions that run fused attention, of PyTorch or other kernels, called by the model or by its processor in
 # diffusers.
@@ -46,25 +39,15 @@ check_min_psnr = optional(number("a number of dB above 0, such as 35", lambda va
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DefaultMethod:
-    """The default method for one pipeline or model.
+    """The default method for one pipeline or model; a ConfigError says that a number is out of range."""
 
-    Attributes:
-        speedup: dense operations divided by those of the generation, ≥ 1, as they are counted.
-        facts: what is known of the model, for the default size and number of steps.
-        changes: functions that change the settings after they were chosen, in order.
-        min_psnr: lowest PSNR to the dense picture in dB, > 0; None: the speed-up alone decides.
-
-    Raises:
-        ConfigError: ``speedup`` is not a number ≥ 1.
-    """
-
-    speedup: float
-    facts: Facts
-    changes: tuple[Change, ...] = ()
-    min_psnr: float | None = None
+    speedup: float  # dense operations divided by those of the generation, ≥ 1, as they are counted
+    facts: Facts  # about the model, for the default size and number of steps
+    changes: tuple[Change, ...] = ()  # they change the settings after these were chosen, in order
+    min_psnr: float | None = None  # lowest PSNR to the dense picture in dB, > 0; None: speed-up alone decides
 
     def __post_init__(self) -> None:
-        check_fields(self, "", {"speedup": at_least_1})
+        check_fields(self, "", {"speedup": at_least_1, "min_psnr": check_min_psnr})
 
     @classmethod
     def of(
@@ -73,10 +56,8 @@ class DefaultMethod:
         """Return the default method for models that were found in a pipeline or a model.
 
         Raises:
-            ConfigError: ``speedup`` is not a number ≥ 1, ``min_psnr`` is not a number > 0, or no step is
-                known to which it could apply.
+            ConfigError: ``speedup`` is not a number ≥ 1, or ``min_psnr`` is given for a model alone.
         """
-        check_min_psnr("min_psnr", min_psnr)
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
         attention = narrowest_attention([block for host in hosts for block in host.blocks])
         follows_steps = getattr(pipe_or_model, "scheduler", None) is not None
@@ -111,16 +92,12 @@ class DefaultMethod:
     ) -> Facts:
         """Return the facts about one generation.
 
-        Args:
-            grid: (frames, rows, columns) of the finest token grid; None: the default.
-            steps: number of steps of the generation; None: the default.
-            guidance: scale of classifier-free guidance; None: unknown.
-            ends_clean: whether almost no noise is left before the last step.
+        ``grid`` is (frames, rows, columns) of the finest token grid. Without it or ``steps``, the default is
+        taken; without ``guidance``, its scale is unknown. ``ends_clean`` says whether almost no noise is left
+        before the last step.
         """
-        grid, steps = grid or self.facts.grid, steps or self.facts.steps
-        return dataclasses.replace(
-            self.facts, grid=grid, steps=steps, guidance=guidance, ends_clean=ends_clean
-        )
+        known: dict[str, Any] = {"grid": grid or self.facts.grid, "steps": steps or self.facts.steps}
+        return dataclasses.replace(self.facts, **known, guidance=guidance, ends_clean=ends_clean)
 
     def settings(self, facts: Facts) -> ToMeConfig:
         """Return the settings of one generation, or those that it begins with."""
@@ -141,12 +118,6 @@ class DefaultMethod:
     def plan(self, facts: Facts) -> Plan:
         """Return the plan of one generation, without changes."""
         return plan_for(facts, self.speedup)
-
-    def estimate(self, run: RunLog, grid: GridShape | None) -> Estimate | None:
-        """Return how close the picture of a generation is expected to be; None: its steps are unknown."""
-        if not run.steps:
-            return None
-        return estimate_closeness(self.facts_at(grid, run.steps, run.guidance), run.config, shown([run]))
 
     def shortfall(self, facts: Facts) -> str:
         """Return what the settings do not reach of the speed-up, as a sentence; empty: they reach it."""
@@ -177,14 +148,9 @@ class DefaultMethod:
         return f"{DEFAULT} {self.speedup:g}{tolerance}"
 
     @property
-    def default_settings(self) -> ToMeConfig:
-        """The settings of a generation with the default size, number of steps and guidance."""
-        return self.settings(self.facts)
-
-    @property
     def widest(self) -> ToMeConfig:
         """Settings that merge and skip wherever those of some generation do, for patching."""
-        plain = self.default_settings
+        plain = self.settings(self.facts)
         if not self.facts.follows_steps or self.speedup == 1:
             return plain
         skips = self.facts.can_skip
@@ -197,6 +163,51 @@ class DefaultMethod:
             reuse=StepReuse(every=2, shallow_every=2) if skips else StepReuse(),
             rules=(Rule(start=0.5, changes={"scope": "block"}),) if self.facts.whole_blocks else (),
         )
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class TunedMethod(DefaultMethod):
+    """The default method with a plan that ``tokenmerge tune`` found. Its ``facts`` are those of the plan."""
+
+    found: ToMeConfig  # the settings of the plan
+    found_for: FoundFor
+    model: str  # class of the pipeline's denoiser
+    pipe: Any  # its scheduler is read when a generation begins; a copy has None, and compares no solver
+
+    @classmethod
+    def of_saved(cls, pipe: object, hosts: Sequence[Host], saved: SavedSettings) -> TunedMethod:
+        """Return the method for a plan of ``tokenmerge tune`` and the models of a pipeline."""
+        assert saved.speedup is not None
+        assert saved.found_for is not None
+        denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
+        default, found_for = DefaultMethod.of(pipe, hosts, saved.speedup), saved.found_for
+        grid = denoiser.grid_at(found_for.height, found_for.width)
+        facts = dataclasses.replace(default.facts, grid=grid, steps=found_for.steps)
+        model = type(denoiser.root).__name__
+        return cls(default.speedup, facts, found=saved.config, found_for=found_for, model=model, pipe=pipe)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "pipe": None}
+
+    def differences(self, facts: Facts) -> list[str]:
+        """Return how a generation differs from those of the plan. Unknown guidance is not compared."""
+        solver = None if self.pipe is None else type(self.pipe.scheduler).__name__
+        differences = self.found_for.differences(self.model, None, facts.steps, solver, facts.guidance)
+        if facts.grid != self.facts.grid:
+            scale = self.found_for.height // self.facts.grid[1]
+            size = facts.grid[1] * scale, facts.grid[2] * scale
+            differences += self.found_for.differences(size=size) or ["another number of frames"]
+        return differences
+
+    def plan(self, facts: Facts) -> Plan:
+        """Return the plan that was found, or that of the default method in another kind of generation."""
+        plan = super().plan(facts)
+        return plan if self.differences(facts) else dataclasses.replace(plan, config=self.found)
+
+    def shortfall(self, facts: Facts) -> str:
+        """Return how the generation differs from those of the plan; empty: it does not."""
+        differences = self.differences(facts)
+        return self.found_for.warning(differences, self.speedup) if differences else ""
 
 
 def merging_alone(pipe_or_model: object, hosts: Sequence[Host], ratio: float) -> ToMeConfig:
@@ -238,12 +249,11 @@ def settings_for(
     check_counts(height=height, width=width, steps=steps)
     hosts = find_hosts(pipe_or_model)
     method = DefaultMethod.of(pipe_or_model, hosts, speedup)
-    if follows_steps is not None:
-        facts = dataclasses.replace(method.facts, follows_steps=follows_steps)
-        method = dataclasses.replace(method, facts=facts)
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
     grid = None if height is None or width is None else denoiser.grid_at(height, width)
     known = method.facts_at(grid, steps, method.facts.guidance if guidance is None else guidance)
+    if follows_steps is not None:
+        known = dataclasses.replace(known, follows_steps=follows_steps)
     if told := method.shortfall(known):
         warn_caller(told)
     return method.settings(known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import nn
@@ -14,11 +14,12 @@ from tokenmerge.config import ToMeConfig, to_metadata
 from tokenmerge.config.checks import integer
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError, shown, why
-from tokenmerge.models.base import GridShape, Host
+from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.plans import Estimate
+from tokenmerge.plans import Estimate, Facts, estimate_closeness
 from tokenmerge.report import Conditions, Report, RunSteps, hardly_faster, predict, saved, summary, title
+from tokenmerge.runtime.memory import run_log
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.patching.patch import record_steps, refuse_in_use, restore, state_of
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies
@@ -29,19 +30,21 @@ __all__ = ["DiffusionPatch", "EncoderPatch", "Patch", "RecordedPlan"]
 
 AnyReport = TypeVar("AnyReport")
 AnyRecord = TypeVar("AnyRecord")
+Given = int | None  # an argument; None: left out
+Sizes = Sequence[tuple[int, int]] | None
 
 
 class Patch(Generic[AnyReport, AnyRecord]):
     """A handle on a patched model: reports what merging does, sets steps and sizes, and removes the patch."""
 
-    def __init__(self, states: Mapping[nn.Module, Any], recorded: Any) -> None:
-        self._states = states
-        self._recorded = recorded
+    def __init__(self, model: object, states: Mapping[nn.Module, Any], state: Any) -> None:
+        self._model, self._states = model, states
+        self._state = state  # of the model that the handle reports on
 
     @property
     def config(self) -> Any:
         """The settings; of the default method, those of the last generation, or of one by default."""
-        return next(iter(self._states.values())).config
+        return self._state.config
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
@@ -76,6 +79,11 @@ class Patch(Generic[AnyReport, AnyRecord]):
             ConfigError: a number is out of range, or the model has no default size and none is given.
             NothingToMergeError: no token would merge at this size.
         """
+        return self._report(height, width, batch, steps, references)
+
+    def _report(
+        self, height: Given, width: Given, batch: Given, steps: Given, references: Sizes
+    ) -> AnyReport:
         raise NotImplementedError
 
     def metadata(self) -> str:
@@ -190,15 +198,13 @@ class Patch(Generic[AnyReport, AnyRecord]):
         for state in states:
             state.set_size(height, width)
 
-    @contextlib.contextmanager
-    def record(self) -> Iterator[dict[str, AnyRecord]]:
+    def record(self) -> contextlib.AbstractContextManager[dict[str, AnyRecord]]:
         """Within the context, record the last plan of each merging block, by the block's path.
 
         Only the blocks of the denoiser are recorded, or those of the first ControlNet if no denoiser merges.
         For a layer of a vision transformer, the record says which input tokens its output tokens stand for.
         """
-        with self._recorded.recording() as latest:
-            yield latest
+        return self._state.recording()
 
 
 class DiffusionPatch(Patch[Report, RecordedPlan]):
@@ -212,9 +218,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         method: str,
         default: DefaultMethod | None = None,
     ) -> None:
-        self._state = states[denoiser.root]
-        super().__init__(states, self._state)
-        self._model, self._denoiser, self._method, self._default = model, denoiser, method, default
+        super().__init__(model, states, states[denoiser.root])
+        self._denoiser, self._method, self._default = denoiser, method, default
         self._counted: tuple[tuple[object, ...], Report, str | None] | None = None
 
     @property
@@ -251,15 +256,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             )
         return RunSteps(recorder.last.rows())
 
-    def report(
-        self,
-        height: int | None = None,
-        width: int | None = None,
-        batch: int | None = None,
-        steps: int | None = None,
-        references: Sequence[tuple[int, int]] | None = None,
-    ) -> Report:
-        """Count what merging does to each block, see :meth:`Patch.report`."""
+    def _report(self, height: Given, width: Given, batch: Given, steps: Given, references: Sizes) -> Report:
         run = self._state.last_run
         if run is not None:
             if height is width is None:
@@ -311,17 +308,10 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if state_of(root) is not self._state:
             return f"{title(self._in_force, conditions)}: removed"
         lines = summary(self._in_force, conditions, report, run)
-        if report is not None and (short := self._shortfall(report)):
-            lines.append(f"  out of reach: {short}")
+        if report is not None and self._default is not None and self._default.facts.follows_steps:
+            short = self._default.shortfall(self._facts_at(report.height, report.width, report.steps))
+            lines += [f"  out of reach: {short}"] * bool(short)
         return "\n".join([*lines, *([f"  not counted: {problem}"] if problem else [])])
-
-    def _shortfall(self, report: Report) -> str:
-        """Return what the counted generation does not reach of a speed-up, see :class:`DefaultMethod`."""
-        if self._default is None or not self._default.facts.follows_steps:
-            return ""
-        run, grid = self._state.last_run, self._grid_at(report.height, report.width)
-        guidance = self._default.facts.guidance if run is None else run.guidance
-        return self._default.shortfall(self._default.facts_at(grid, report.steps, guidance))
 
     @property
     def _in_force(self) -> ToMeConfig:
@@ -336,17 +326,17 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def error(self) -> Estimate | None:
         """How close the last picture is to the dense one, see :attr:`Patch.error`."""
         run = self._state.last_run
-        if run is None or self._default is None:
+        if run is None or not run.steps or self._default is None:
             return None
-        return self._default.estimate(run, self._grid_at(run.height, run.width))
+        facts = self._facts_at(run.height, run.width, run.steps)
+        return estimate_closeness(facts, run.config, run_log.shown([run]))
 
     def _estimated(self) -> str:
         """Return the estimate as text, and what a tolerance did; empty: nothing is known."""
         error, run, default = self.error, self._state.last_run, self._default
         if error is None or run is None or run.steps is None or default is None or default.min_psnr is None:
             return "" if error is None else f"estimated: {error}"
-        grid = self._grid_at(run.height, run.width)
-        planned = default.plan(default.facts_at(grid, run.steps, run.guidance)).config
+        planned = default.plan(self._facts_at(run.height, run.width, run.steps)).config
         ran, plan = (len(own.reuse.steps_of(run.steps).full) for own in (run.config, planned))
         further = f"{ran - plan} further complete step{'s' if ran - plan != 1 else ''}"
         return f"min_psnr {default.min_psnr:g}: {further}; estimated {error}"
@@ -361,8 +351,13 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         pictures, others = divmod(run.batch, guidance_copies(pipe) if self._denoiser.usual_batch > 1 else 1)
         return None if others else pictures
 
-    def _grid_at(self, height: int | None, width: int | None) -> GridShape | None:
-        return None if height is None or width is None else self._denoiser.grid_at(height, width)
+    def _facts_at(self, height: int | None, width: int | None, steps: int | None) -> Facts:
+        """Return the facts of a generation by the default method, with the guidance of the last run."""
+        assert self._default is not None
+        run = self._state.last_run
+        guidance = self._default.facts.guidance if run is None else run.guidance
+        grid = None if height is None or width is None else self._denoiser.grid_at(height, width)
+        return self._default.facts_at(grid, steps, guidance)
 
     def _settings_at(self, height: int | None, width: int | None, steps: int | None) -> ToMeConfig:
         """Return the settings of a run with this size of the latents and number of steps."""
@@ -370,27 +365,15 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         same = run is not None and (height, width, steps) == (run.height, run.width, run.steps)
         if self._default is None or same or self._state.kept.note:
             return self._in_force
-        guidance = self._default.facts.guidance if run is None else run.guidance
-        facts = self._default.facts_at(self._grid_at(height, width), steps, guidance)
-        return self._default.settings(facts)
+        return self._default.settings(self._facts_at(height, width, steps))
 
 
 class EncoderPatch(Patch[ViTReport, RecordedTokens]):
     """The handle on a patched vision transformer."""
 
-    def __init__(self, model: object, states: Mapping[nn.Module, Any]) -> None:
-        super().__init__(states, next(iter(states.values())))
-        self._model = model
-
-    def report(
-        self,
-        height: int | None = None,
-        width: int | None = None,
-        batch: int | None = None,
-        steps: int | None = None,
-        references: Sequence[tuple[int, int]] | None = None,
+    def _report(
+        self, height: Given, width: Given, batch: Given, steps: Given, references: Sizes
     ) -> ViTReport:
-        """Count what merging does to each layer, see :meth:`Patch.report`."""
         if steps is not None:
             raise ConfigError(
                 f"steps: a vision transformer has no denoising steps, got {shown(steps)}; leave it out"

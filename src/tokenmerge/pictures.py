@@ -32,17 +32,10 @@ def draw_groups(picture: Image.Image, labels: NDArray[np.int64]) -> Image.Image:
     ids, group, tokens = np.unique(labels, return_inverse=True, return_counts=True)
     pixel_group = group.reshape(rows, columns)[row_of[:, None], column_of[None, :]]
 
-    pixels_per_group = np.bincount(pixel_group.ravel(), minlength=len(ids))
-    means = (
-        np.stack(
-            [
-                np.bincount(pixel_group.ravel(), weights=colours[..., channel].ravel(), minlength=len(ids))
-                for channel in range(3)
-            ],
-            axis=-1,
-        )
-        / np.maximum(pixels_per_group, 1)[:, None]
-    )
+    flat = pixel_group.ravel()
+    pixels = np.maximum(np.bincount(flat, minlength=len(ids)), 1)
+    sums = [np.bincount(flat, channel, minlength=len(ids)) for channel in colours.reshape(-1, 3).T]
+    means = np.stack(sums, axis=-1) / pixels[:, None]
     borders = np.array([_border_colour(int(label)) for label in ids])
 
     merged = (tokens > 1)[pixel_group]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.config import PlanSharing, ToMeConfig, names
+from tokenmerge.config import PlanSharing, ToMeConfig, parts
 
 __all__ = ["ca_tome", "ibtm", "sdtm", "sito", "todo", "toma", "tomesd"]
 
@@ -155,4 +155,4 @@ def sito(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 
 
 def _preset(changes: dict[str, Any], **own: Any) -> ToMeConfig:
-    return ToMeConfig.from_dict({**names.flat(own), **names.flat(changes)})
+    return ToMeConfig.from_dict({**parts.flat(own), **parts.flat(changes)})

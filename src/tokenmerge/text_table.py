@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 class Tabled:
@@ -24,13 +24,7 @@ class Tabled:
 
 @dataclasses.dataclass(frozen=True)
 class TextTable:
-    """A table.
-
-    Attributes:
-        title: the line above it.
-        lines: its rows of cells. The first is the header.
-        notes: the lines below it.
-    """
+    """A table with a title above it and notes below it. The first of its lines of cells is the header."""
 
     title: str
     lines: Sequence[Sequence[str]]
@@ -38,7 +32,9 @@ class TextTable:
 
     def __str__(self) -> str:
         notes = (f"note: {note}" for note in self.notes)
-        return "\n".join([self.title, *self._aligned(), *notes])
+        widths = [max(map(len, column)) for column in zip(*self.lines, strict=True)]
+        lines = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in self.lines)
+        return "\n".join([self.title, *lines, *notes])
 
     def as_html(self) -> str:
         """Return the table for a notebook."""
@@ -49,12 +45,6 @@ class TextTable:
             f"<table><caption>{html.escape(self.title)}</caption><thead>{head}</thead>"
             f"<tbody>{body}</tbody></table>" + (f"<ul>{notes}</ul>" if notes else "")
         )
-
-    def _aligned(self) -> Iterable[str]:
-        widths = [max(map(len, column)) for column in zip(*self.lines, strict=True)]
-        for line in self.lines:
-            cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-            yield "  ".join(cells).rstrip()
 
 
 def _row(cells: Sequence[str], tag: str) -> str:

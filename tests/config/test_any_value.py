@@ -21,7 +21,6 @@ from tokenmerge import (
     ViTConfig,
 )
 from tokenmerge.config import (
-    COMBINATIONS,
     PLANNERS,
     SCOPES,
     SETTINGS,
@@ -29,7 +28,7 @@ from tokenmerge.config import (
     load_config,
     save_config,
 )
-from tokenmerge.config.settings import FEATURES
+from tokenmerge.config.settings import COMBINATIONS, FEATURES
 
 MANY = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

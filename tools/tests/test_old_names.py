@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from tokenmerge.config import REPLACED, SETTINGS
+from tokenmerge.config import SETTINGS
+from tokenmerge.config.parts import REPLACED
 from tokenmerge_tools.records.kinds import NEW_NAMES, CellRecord
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.jsonl"))

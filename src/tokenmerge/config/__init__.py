@@ -1,8 +1,8 @@
 """What a user asks for: settings as frozen values, checked when they are made.
 
 ``ToMeConfig`` has the fields of ``MergeSettings``, and further ones. Its rules say what else holds at which
-levels and steps. ``at_step`` and ``at_level`` apply them one after the
-other; the last returns the ``MergeSettings`` that planners and blocks get.
+levels and steps. ``at_step`` and ``at_level`` apply them one after the other; the last returns the
+``MergeSettings`` that planners and blocks get.
 
 Imports only ``errors``, and no torch.
 """
@@ -17,12 +17,9 @@ from tokenmerge.config.json_file import (
     save_config,
     to_metadata,
 )
-from tokenmerge.config.names import REPLACED, check_known, flat
-from tokenmerge.config.parts import Correction, PlanSharing, StepReuse
-from tokenmerge.config.rules import Rule, dense_outside
+from tokenmerge.config.parts import Correction, PlanSharing, StepReuse, check_known, flat
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
-    COMBINATIONS,
     GUIDED_PLANNERS,
     OWN_NUMBER,
     PLANNERS,
@@ -31,15 +28,13 @@ from tokenmerge.config.settings import (
     check_below_highest_ratio,
     highest_ratio,
 )
-from tokenmerge.config.tome import SETTINGS, ToMeConfig
+from tokenmerge.config.tome import SETTINGS, Rule, ToMeConfig, dense_outside
 
 __all__ = [
     "CACHED_FEATURES",
-    "COMBINATIONS",
     "GUIDED_PLANNERS",
     "OWN_NUMBER",
     "PLANNERS",
-    "REPLACED",
     "SCOPES",
     "SETTINGS",
     "Correction",

@@ -93,9 +93,7 @@ def number(wanted: str, accepts: Callable[[float], bool]) -> Check:
     return check
 
 
-# A speed-up, and a share of the denoising steps that is not empty.
 at_least_1 = number("a number ≥ 1, such as 2.0", lambda value: value >= 1)
-share = number("a share of the steps, above 0 and up to 1", lambda value: 0 < value <= 1)
 
 
 def one_of(choices: Sequence[Any]) -> Check:
@@ -111,18 +109,19 @@ def one_of(choices: Sequence[Any]) -> Check:
     return check
 
 
-def switch(name: str, value: Any) -> bool:
-    """Accept True or False."""
-    if not isinstance(value, bool):
-        refuse(name, "True or False", value)
-    return value
+def of_type(accepted: type, wanted: str) -> Check:
+    """Accept a value of a type, which ``wanted`` describes."""
+
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, accepted):
+            refuse(name, wanted, value)
+        return value
+
+    return check
 
 
-def text(name: str, value: Any) -> str:
-    """Accept a string."""
-    if not isinstance(value, str):
-        refuse(name, "a string", value)
-    return value
+switch = of_type(bool, "True or False")
+text = of_type(str, "a string")
 
 
 def optional(check: Check) -> Check:

@@ -4,9 +4,9 @@ A file holds ``{"version": 1, "settings": {...}}``, with the settings as :meth:`
 them. ``tokenmerge tune`` writes ``{"version": 2, "speedup": 2.0, "plan": {...}, "for": {...}}``: the wanted
 speed-up, settings that were found for it, and as fields of :class:`FoundFor` what they were found for.
 
-Parameters hold one line that a person and a program can read: ``Token merging: tome 0.5, {"version": 1,
-"settings": {"ratio": 0.5, "planner": "tiled"}}``. It has the name of the method, the ratio or speed-up that
-was asked for, and the content of a file, without the settings that have their default values.
+Parameters hold one line: ``Token merging: tome 0.5, {"version": 1, "settings": {"ratio": 0.5, "planner":
+"tiled"}}``. It has the name of the method, the ratio or speed-up that was asked for, and the content of a
+file, without the settings that have their default values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tokenmerge.config.checks import at_least_1, check_fields, integer, number, optional, refuse
+from tokenmerge.config.checks import at_least_1, check_fields, integer, number, of_type, optional, refuse
 from tokenmerge.config.origin import is_default
 from tokenmerge.config.tome import ToMeConfig
 from tokenmerge.errors import ConfigError, shown
@@ -28,34 +28,24 @@ NAME = "Token merging"
 
 @dataclasses.dataclass(frozen=True)
 class FoundFor:
-    """The signature of settings that were found by a search: what they were found for.
-
-    Args:
-        model: class of the denoiser.
-        height: height of the latents, ≥ 1.
-        width: width of the latents, ≥ 1.
-        steps: denoising steps, ≥ 1.
-        solver: class of the scheduler; None: not recorded.
-        guidance: scale of classifier-free guidance, ≥ 0; 1: none; None: not recorded.
+    """What settings were found for by a search. None stands for what was not recorded.
 
     Raises:
         ConfigError: a value is of the wrong type or out of range.
     """
 
-    model: str
-    height: int
+    model: str  # class of the denoiser
+    height: int  # of the latents, ≥ 1
     width: int
     steps: int
-    solver: str | None = None
-    guidance: float | None = None
+    solver: str | None = None  # class of the scheduler
+    guidance: float | None = None  # scale of classifier-free guidance, ≥ 0; 1: none
 
     def __post_init__(self) -> None:
-        for name, value in (("model", self.model), ("solver", self.solver or "")):
-            if not isinstance(value, str):
-                refuse(f"for.{name}", "the name of a class", value)
-        checks = dict.fromkeys(("height", "width", "steps"), integer(1))
-        guidance = optional(number("a number ≥ 0", lambda value: value >= 0))
-        check_fields(self, "for.", {**checks, "guidance": guidance})
+        name, guidance = of_type(str, "the name of a class"), number("a number ≥ 0", lambda value: value >= 0)
+        counts = dict.fromkeys(("height", "width", "steps"), integer(1))
+        checks = {"model": name, "solver": optional(name), **counts, "guidance": optional(guidance)}
+        check_fields(self, "for.", checks)
 
     def differences(
         self,
@@ -67,39 +57,34 @@ class FoundFor:
     ) -> list[str]:
         """Return the differences, each as a part of a sentence. Arguments that are None are not compared.
 
-        The arguments are those of the class, with (height, width) as the size.
-
         >>> FoundFor("UNet2DConditionModel", 64, 64, 20).differences(size=(96, 64), steps=4)
         ['latents of 64 × 64, not 96 × 64', '20 steps, not 4']
         """
-        found = []
-        if model not in (None, self.model):
-            found.append(f"{self.model}, not {model}")
-        if size not in (None, (self.height, self.width)):
-            assert size is not None
-            found.append(f"latents of {self.height} × {self.width}, not {size[0]} × {size[1]}")
-        if steps not in (None, self.steps):
-            found.append(f"{self.steps} steps, not {steps}")
-        if None not in (self.solver, solver) and solver != self.solver:
-            found.append(f"{self.solver}, not {solver}")
-        if self.guidance is not None and guidance not in (None, self.guidance):
-            found.append(f"guidance {self.guidance:g}, not {guidance:g}")
-        return found
+        compared = (
+            ("{}, not {}", self.model, model),
+            ("latents of {0[0]} × {0[1]}, not {1[0]} × {1[1]}", (self.height, self.width), size),
+            ("{} steps, not {}", self.steps, steps),
+            ("{}, not {}", self.solver, solver),
+            ("guidance {:g}, not {:g}", self.guidance, guidance),
+        )
+        differing = [one for one in compared if None not in one and one[1] != one[2]]
+        return [text.format(own, other) for text, own, other in differing]
 
     @staticmethod
     def warning(differences: list[str], speedup: float | None = None) -> str:
-        """Return the warning about differences, at least one.
+        """Return the warning about differences.
 
         ``speedup`` is that of the default method, which runs instead; None: the settings are used anyway.
         """
-        if speedup is not None:
+        found_for = f"found for {' and for '.join(differences)}"
+        if speedup is None:
             return (
-                f"this plan was found for {' and for '.join(differences)}, so the default method runs with "
-                f"speedup={speedup:g} instead; run tokenmerge tune for this generation"
+                f"these settings were {found_for}; speed and closeness may differ from what was measured: "
+                "run tokenmerge tune again"
             )
         return (
-            f"these settings were found for {' and for '.join(differences)}; speed and closeness may "
-            "differ from what was measured: run tokenmerge tune again"
+            f"this plan was {found_for}, so the default method runs with speedup={speedup:g} instead; run "
+            "tokenmerge tune for this generation"
         )
 
 
@@ -107,12 +92,9 @@ class FoundFor:
 class SavedSettings:
     """What a file of settings holds.
 
-    Args:
-        config: the settings.
-        found_for: what ``tokenmerge tune`` found them for. None: they were saved, or written by hand, and
-            hold for all generations.
-        speedup: the wanted speed-up that they were found for. In other generations than those of
-            ``found_for``, the default method reaches it. None as for ``found_for``.
+    ``found_for`` and ``speedup`` are what ``tokenmerge tune`` found the settings for: in other generations,
+    the default method reaches that speed-up. Both are None if the settings hold for all generations, as they
+    were saved or written by hand.
     """
 
     config: ToMeConfig
@@ -121,7 +103,7 @@ class SavedSettings:
 
 
 def plan_content(saved: SavedSettings) -> dict[str, Any]:
-    """Return the content of a file of ``tokenmerge tune``. The speed-up and the signature are given."""
+    """Return the content of a file of ``tokenmerge tune``."""
     assert saved.found_for is not None
     return {
         "version": VERSION_OF_PLANS,
@@ -213,43 +195,27 @@ def read_metadata(text: str) -> ToMeConfig:
 
 
 def content(found: Any) -> SavedSettings:
-    """Return the settings in the content of a JSON file.
-
-    Raises:
-        ConfigError: the content has another form, or a setting is unknown or out of range.
-    """
-    if isinstance(found, dict) and found.keys() - {"measured"} == {"version", "speedup", "plan", "for"}:
-        _check_version(found, VERSION_OF_PLANS)
-        speedup = at_least_1("speedup", found["speedup"])
-        return SavedSettings(_settings(found, "plan"), _found_for(found["for"]), speedup)
-    if not isinstance(found, dict) or found.keys() != {"version", "settings"}:
-        keys = list(found) if isinstance(found, dict) else found
-        refuse(
-            "content",
-            'an object with the keys "version" and "settings", or "version", "speedup", "plan" and "for"',
-            keys,
-        )
-    _check_version(found, VERSION)
-    return SavedSettings(_settings(found, "settings"))
-
-
-def _check_version(found: dict[str, Any], version: int) -> None:
+    """Return the settings in the content of a JSON file; a ConfigError says what is wrong with it."""
+    keys = found.keys() if isinstance(found, dict) else set()
+    of_tune = keys - {"measured"} == {"version", "speedup", "plan", "for"}
+    if not of_tune and keys != {"version", "settings"}:
+        wanted = '"version" and "settings", or "version", "speedup", "plan" and "for"'
+        got = list(found) if isinstance(found, dict) else found
+        refuse("content", f"an object with the keys {wanted}", got)
+    version, key = (VERSION_OF_PLANS, "plan") if of_tune else (VERSION, "settings")
     if found["version"] != version or isinstance(found["version"], bool):
         refuse("version", f"{version}, the one that this release reads", found["version"])
-
-
-def _settings(found: dict[str, Any], key: str) -> ToMeConfig:
+    speedup = at_least_1("speedup", found["speedup"]) if of_tune else None
     if not isinstance(found[key], dict):
         refuse(key, 'settings by name, such as {"ratio": 0.5}', found[key])
-    return ToMeConfig.from_dict(found[key])
-
-
-def _found_for(given: Any) -> FoundFor:
+    config = ToMeConfig.from_dict(found[key])
+    if not of_tune:
+        return SavedSettings(config)
     try:
-        return FoundFor(**given)
+        return SavedSettings(config, FoundFor(**found["for"]), speedup)
     except TypeError:
         names = ", ".join(field.name for field in dataclasses.fields(FoundFor))
-        refuse("for", f"an object with the keys {names}", given)
+        refuse("for", f"an object with the keys {names}", found["for"])
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

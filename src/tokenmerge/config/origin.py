@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-_OWN = "pass settings of your own, such as ToMeConfig(ratio=0.5)"
-
-
-# The name of the default method, before the number that was asked for.
-DEFAULT = "speed-up"
-# The name of token merging alone.
-RATIO = "ratio"
+DEFAULT = "speed-up"  # the name of the default method, before the number that was asked for
+RATIO = "ratio"  # the name of token merging alone
 
 
 def is_default(method: str) -> bool:
@@ -21,11 +16,9 @@ def is_default(method: str) -> bool:
 
 
 def named(method: str, given: str) -> str:
-    """Return how a message names a setting.
+    """Return how a message names a setting that is ``given`` with its value.
 
-    Args:
-        method: name of the settings, as the handle of a patch has it; empty: the user gave them all.
-        given: the setting with its value.
+    ``method`` is the name of the settings, as the handle of a patch has it; empty: the user gave them all.
 
     >>> named("", "reuse.every=3"), named("speed-up 2", "reuse.every=3"), named("sdtm", "reuse.every=3")
     ('reuse.every=3', 'the default method', "'sdtm' with reuse.every=3")
@@ -36,11 +29,7 @@ def named(method: str, given: str) -> str:
 
 
 def instead(method: str, change: str) -> str:
-    """Return what to do to change a setting in the call that was made.
-
-    Args:
-        method: as for :func:`named`.
-        change: what to do with settings that the user wrote.
+    """Return what to do in the call that was made; ``change`` is what to do with a user's own settings.
 
     >>> instead("", "take reuse.every=1"), instead("tuned.json", "take reuse.every=1")
     ('take reuse.every=1', "take reuse.every=1 in 'tuned.json'")
@@ -49,4 +38,4 @@ def instead(method: str, change: str) -> str:
     """
     if method.endswith(".json"):
         return f"{change} in {method!r}"
-    return _OWN if method else change
+    return "pass settings of your own, such as ToMeConfig(ratio=0.5)" if method else change

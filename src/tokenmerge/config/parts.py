@@ -1,23 +1,16 @@
-"""The parts of a ToMeConfig: how plans are shared, correction, and step reuse."""
+"""The parts of a ToMeConfig (how plans are shared, correction, step reuse), and the names of its settings.
+
+A setting of a part has a dotted name: ``"reuse.every"`` is the field ``every`` of the part ``reuse``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
-from tokenmerge.config.checks import (
-    Check,
-    Value,
-    as_items,
-    as_number,
-    check_fields,
-    integer,
-    number,
-    refuse,
-    switch,
-)
-from tokenmerge.errors import ConfigError
+from tokenmerge.config.checks import Value, as_items, as_number, check_fields, integer, number, refuse, switch
+from tokenmerge.errors import ConfigError, shown
 
 _EXACT = 2**53  # floats represent every integer up to here
 
@@ -87,13 +80,13 @@ class Correction(Value):
         return self.every > 0
 
 
-def _check_distance(name: str, value: Any) -> float:
+def check_distance(name: str, value: Any) -> float:
+    """Accept a number ≥ 1, as an integer if it is one."""
     plain = number("a number ≥ 1", lambda value: value >= 1)(name, value)
     return int(plain) if plain.is_integer() and plain < _EXACT else plain
 
 
 def _check_places(name: str, value: Any) -> tuple[float, ...]:
-    """Accept places in rising order; there may be none."""
     items = as_items(value)
     places = [as_number(item) for item in items or ()]
     plain = tuple(place for place in places if place is not None and 0 <= place <= 1)
@@ -102,14 +95,6 @@ def _check_places(name: str, value: Any) -> tuple[float, ...]:
             name, "places from 0 (the first step) to 1 (the last) in rising order, such as (0, 0.5, 1)", value
         )
     return plain
-
-
-REUSE_CHECKS: Mapping[str, Check] = {
-    "every": _check_distance,
-    "shallow_every": _check_distance,
-    "full_steps": _check_places,
-    "shallow_steps": _check_places,
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -152,7 +137,8 @@ class StepReuse(Value):
     shallow_steps: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, "reuse.", REUSE_CHECKS)
+        check_fields(self, "reuse.", dict.fromkeys(("every", "shallow_every"), check_distance))
+        check_fields(self, "reuse.", dict.fromkeys(("full_steps", "shallow_steps"), _check_places))
         if self.shallow_every > self.every and not self.full_steps:
             wanted = f"1 to reuse.every={self.every:g}, as a complete step runs the finest level too"
             refuse("reuse.shallow_every", wanted, self.shallow_every)
@@ -183,26 +169,18 @@ class StepReuse(Value):
         (0, 10, 19)
         """
         if self.full_steps:
-            full, others = (
-                {round(place * (steps - 1)) for place in places}
-                for places in (self.full_steps, self.shallow_steps)
-            )
-            return StepsOfReuse(tuple(sorted(full)), tuple(sorted(full | others)))
-        shallow = _evenly(tuple(range(steps)), steps, self.shallow_every)
-        return StepsOfReuse(_evenly(shallow, steps, self.every), shallow)
+            full = {round(place * (steps - 1)) for place in self.full_steps}
+            shallow = full | {round(place * (steps - 1)) for place in self.shallow_steps}
+            return StepsOfReuse(tuple(sorted(full)), tuple(sorted(shallow)))
+        finest = _evenly(tuple(range(steps)), steps, self.shallow_every)
+        return StepsOfReuse(_evenly(finest, steps, self.every), finest)
 
 
-@dataclasses.dataclass(frozen=True)
-class StepsOfReuse:
-    """Which steps of a generation run which part of the model, by their index.
+class StepsOfReuse(NamedTuple):
+    """Which steps of a generation run which part of the model, by their index."""
 
-    Attributes:
-        full: the complete steps, which run the whole model.
-        shallow: the steps that run the finest level of a UNet; all complete steps are among them.
-    """
-
-    full: tuple[int, ...]
-    shallow: tuple[int, ...]
+    full: tuple[int, ...]  # the complete steps, which run the whole model
+    shallow: tuple[int, ...]  # those that run the finest level of a UNet; all complete steps are among them
 
 
 def _evenly(among: tuple[int, ...], steps: int, every: float) -> tuple[int, ...]:
@@ -215,8 +193,48 @@ def _evenly(among: tuple[int, ...], steps: int, every: float) -> tuple[int, ...]
 
 
 # The classes that a ToMeConfig nests, by the name of their field.
-PARTS: Mapping[str, type] = {
-    "plans": PlanSharing,
-    "correction": Correction,
-    "reuse": StepReuse,
+PARTS: Mapping[str, type] = {"plans": PlanSharing, "correction": Correction, "reuse": StepReuse}
+
+# What took the place of removed settings. docs/tried-and-removed.md says why they were removed.
+REPLACED: Mapping[str, str] = {
+    **dict.fromkeys(("levels", "schedule", "phases", "until"), "rules"),
+    **dict.fromkeys(("blend", "clusters", "by_guidance"), "reuse.every"),
+    **dict.fromkeys(("reuse.ends", "reuse.spacing", "reuse.start", "reuse.span"), "reuse.full_steps"),
+    **dict.fromkeys(("reuse.shallow_from", "reuse.shallow_until"), "reuse.shallow_steps"),
+    "correction.steps": "correction.every",
+    "repeat_penalty": "features",
+    "use_rand": "seed",
 }
+
+
+def check_known(names: Iterable[object], known: Iterable[str]) -> None:
+    """Raise a ConfigError if names are not all those of settings."""
+    known = list(known)
+    unknown = [str(name) for name in names if name not in known]
+    if not unknown:
+        return
+    got = ", ".join(map(shown, unknown))
+    instead = {name: REPLACED.get(name) or REPLACED.get(name.partition(".")[0]) for name in unknown}
+    hints = "".join(f"; take {new} instead of {name}" for name, new in instead.items() if new is not None)
+    raise ConfigError(f"expected settings out of {', '.join(known)}, got {got}{hints}")
+
+
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted name; a ConfigError says that one is given twice.
+
+    A nested part is an object, which gives all its fields, or a mapping, which gives some of them.
+
+    >>> flat({"ratio": 0.4, "correction": {"every": 2}})
+    {'ratio': 0.4, 'correction.every': 2}
+    """
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        part = PARTS.get(name)
+        fields = vars(value) if part and isinstance(value, part) else value
+        nests = part is not None and isinstance(fields, Mapping)
+        given = {f"{name}.{field}": own for field, own in fields.items()} if nests else {name: value}
+        for dotted in given:
+            if dotted in found:
+                raise ConfigError(f"{dotted}: given twice, by its name and in {name}; pass it once")
+        found |= given
+    return found

@@ -74,11 +74,9 @@ def highest_ratio(sx: int, sy: int, st: int = 1) -> float:
 
 
 def check_below_highest_ratio(ratio: Any, sx: Any, sy: Any) -> None:
-    """Refuse a ratio at which only the destinations are left, as ppdiffusers does.
+    """Refuse a ratio at which only the destinations are left, as ppdiffusers does, and strides below 1.
 
-    Raises:
-        ConfigError: the ratio is 1 − 1/(sx·sy) or more, or a stride is not valid. Another ratio that is not
-            valid is left to :class:`tokenmerge.ToMeConfig`.
+    Other ratios that are not valid are left to :class:`tokenmerge.ToMeConfig`.
     """
     highest = highest_ratio(CHECKS["sx"]("sx", sx), CHECKS["sy"]("sy", sy))
     if (asked := as_number(ratio)) is not None and asked >= highest:
@@ -218,12 +216,7 @@ class MergeSettings(Value):
 
 
 def check_together(settings: MergeSettings) -> None:
-    """Check what must fit together in settings of one level and step, whose fields are valid one by one.
-
-    Raises:
-        ConfigError: the ratio is too high for the strides, the planner cannot reach over time or compares
-            nothing, or no layer would merge.
-    """
+    """Check what must fit together in settings of one level and step, whose fields are valid one by one."""
     if settings.features != "input" and settings.planner in COMPARES_NOTHING:
         raise ConfigError(
             f"features: planner={settings.planner!r} compares no tokens, got "

@@ -1,24 +1,166 @@
-"""The settings that a user asks for, and what holds at one step and level."""
+"""The settings that a user asks for, rules that change them, and what holds at one step and level."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from tokenmerge.config.checks import Check, check_fields, one_of, refuse, unchecked
-from tokenmerge.config.names import check_known, flat, nested
-from tokenmerge.config.parts import PARTS, Correction, PlanSharing, StepReuse
-from tokenmerge.config.rules import REUSE_EVERY, Rule, Rules, check_rules, resolved
-from tokenmerge.config.settings import (
-    CACHED_FEATURES,
-    CHECKS,
-    GUIDED_PLANNERS,
-    MergeSettings,
-    check_together,
+from tokenmerge.config.checks import (
+    Check,
+    Value,
+    check_fields,
+    integer,
+    number,
+    of_type,
+    one_of,
+    optional,
+    refuse,
+    unchecked,
 )
+from tokenmerge.config.parts import (
+    PARTS,
+    Correction,
+    PlanSharing,
+    StepReuse,
+    check_distance,
+    check_known,
+    flat,
+)
+from tokenmerge.config.settings import CACHED_FEATURES, CHECKS, GUIDED_PLANNERS, MergeSettings, check_together
 from tokenmerge.errors import ConfigError
+
+_CONDITIONS: Mapping[str, Check] = {
+    "level": optional(integer(1)),
+    "start": number("a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1),
+    "until": number("a share of the steps, above 0 and up to 1", lambda value: 0 < value <= 1),
+}
+_REUSE_EVERY = "reuse.every"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Rule(Value):
+    """Settings that hold under conditions, in place of the config's own.
+
+    A :class:`tokenmerge.ToMeConfig` takes rules as mappings, which have the conditions and the changed
+    settings by name: ``{"level": 2, "ratio": 0.25}``.
+
+    Args:
+        level: the resolution level where the rule holds. None: every level. Merging less at deep levels
+            brings the picture closer for little time; merging less at level 1 gives up most of the saving.
+        start: share of the denoising steps from which on it holds, 0 ≤ start < until.
+        until: share of the steps up to which it holds, start < until ≤ 1. Of T steps, the rule holds in those
+            with round(start · T) ≤ i < round(until · T). All shares are of the steps that run: image-to-image
+            with a strength of 0.5 runs half of them, so they are shares of that half.
+        changes: the changed settings by name. Every field of :class:`tokenmerge.config.MergeSettings` can
+            change. A rule for some steps and all levels can set ``reuse.every`` to 1: these steps skip
+            nothing.
+
+    Raises:
+        ConfigError: a value is outside its range, or a setting cannot change under these conditions.
+    """
+
+    level: int | None = None
+    start: float = 0.0
+    until: float = 1.0
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "", _CONDITIONS)
+        if self.start >= self.until:
+            refuse("start", f"less than until={self.until:g}", self.start)
+        changes = flat(self.changes)
+        checks = CHECKS
+        if self.of_steps and self.level is None:
+            checks = {**checks, _REUSE_EVERY: _check_full}
+        if fixed := [str(name) for name in changes if name not in checks]:
+            raise ConfigError(
+                f"cannot change {', '.join(fixed)}; what can be changed under these conditions is "
+                f"{', '.join(checks)}"
+            )
+        plain = {name: checks[name](name, value) for name, value in changes.items()}
+        object.__setattr__(self, "changes", plain)
+
+    @classmethod
+    def of(cls, given: Any) -> Rule:
+        """Return a rule from a mapping of its conditions and changes; a rule stays as it is."""
+        if isinstance(given, Rule):
+            return given
+        if not isinstance(given, Mapping):
+            refuse("rule", 'conditions and settings by name, such as {"level": 2, "ratio": 0.25}', given)
+        conditions = {name: given[name] for name in _CONDITIONS if name in given}
+        changes = {name: value for name, value in given.items() if name not in _CONDITIONS}
+        return cls(**conditions, changes=changes)
+
+    @property
+    def of_steps(self) -> bool:
+        """Whether the rule holds in some steps only."""
+        return (self.start, self.until) != (0, 1)
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """The conditions by name, without those that always hold."""
+        always = {"level": None, "start": 0, "until": 1}
+        return {name: own for name, no in always.items() if (own := getattr(self, name)) != no}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the conditions and changes by name, as :meth:`of` reads them."""
+        return {**self.conditions, **self.changes}
+
+    def __repr__(self) -> str:
+        return repr(self.to_dict())
+
+
+Rules = tuple[Rule, ...]
+
+
+def _check_rules(name: str, value: Any) -> Rules:
+    if not isinstance(value, list | tuple):
+        refuse(name, 'a list of rules, such as [{"level": 2, "ratio": 0.25}]', value)
+    rules = []
+    for place, given in enumerate(value):
+        try:
+            rules.append(Rule.of(given))
+        except ConfigError as error:
+            raise ConfigError(f"{name}[{place}]: {error}") from error
+    return tuple(rules)
+
+
+def _resolved(rules: Rules, holds: Callable[[Rule], bool], **always: Any) -> tuple[dict[str, Any], Rules]:
+    """Apply the rules that hold by conditions that are known now; later rules win.
+
+    ``always`` has these conditions with the values that always hold. Returned are the settings that change,
+    and the rules whose other conditions are not known yet.
+    """
+    changes: dict[str, Any] = {}
+    left: list[Rule] = []
+    for given in filter(holds, rules):
+        rule = unchecked(given, **always)
+        if rule.conditions:
+            left.append(rule)
+            continue
+        changes |= rule.changes
+        left = [
+            unchecked(one, changes={name: own for name, own in one.changes.items() if name not in changes})
+            for one in left
+        ]
+    return changes, tuple(rule for rule in left if rule.changes)
+
+
+def dense_outside(start: float, until: float) -> Rules:
+    """Return rules that make a generation dense outside of a part, given by shares of the steps."""
+    Rule(start=start, until=until)  # raises an error if a share is out of its range
+    dense = {"ratio": 0, "reference_ratio": None, _REUSE_EVERY: 1}
+    before = (Rule(until=start, changes=dense),) if start > 0 else ()
+    return (*before, Rule(start=until, changes=dense)) if until < 1 else before
+
+
+def _check_full(name: str, value: Any) -> float:
+    plain = check_distance(name, value)
+    if plain != 1:
+        refuse(name, "1 in a rule for some of the steps, which then skip nothing", value)
+    return plain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -60,10 +202,12 @@ class ToMeConfig(MergeSettings):
     rules: Rules = ()
 
     def __post_init__(self) -> None:
-        parts = {name: _is_part(part) for name, part in PARTS.items()}
-        check_fields(
-            self, "", {**CHECKS, "max_downsample": one_of((1, 2, 4, 8)), **parts, "rules": check_rules}
-        )
+        parts = {
+            name: of_type(part, f"a {part.__name__} such as {part.__name__}(every=2)")
+            for name, part in PARTS.items()
+        }
+        levels = one_of((1, 2, 4, 8))
+        check_fields(self, "", {**CHECKS, "max_downsample": levels, **parts, "rules": _check_rules})
         _check_together(unchecked(self, rules=()))
         try:
             _check_together(self)
@@ -73,7 +217,6 @@ class ToMeConfig(MergeSettings):
                     _check_together(unchecked(self, rules=self.rules[: place + 1]))
                 except ConfigError as error:
                     raise ConfigError(f"rules[{place}]: {error}") from error
-            raise
 
     def at_step(self, index: int, steps: int) -> ToMeConfig:
         """Return the settings of all levels at step ``index`` of ``steps``.
@@ -87,18 +230,18 @@ class ToMeConfig(MergeSettings):
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - settings are few and small
     def at_level(self, level: int) -> MergeSettings:
         """Return the settings of a level by the rules that hold at all steps."""
-        changes, _ = resolved(self.rules, lambda rule: rule.at_level(level))
+        changes, _ = _resolved(self.rules, lambda rule: rule.level in (None, level), level=None)
         return MergeSettings(**{name: changes.get(name, getattr(self, name)) for name in CHECKS})
 
     @functools.lru_cache(maxsize=256)  # noqa: B019
     def phases(self) -> tuple[ToMeConfig, ...]:
         """Return the settings of every phase, from the first step on: rules begin and end between phases."""
         starts = {0.0, *(share for rule in self.rules for share in (rule.start, rule.until))} - {1}
-        found = (
-            _with(self, *resolved(self.rules, functools.partial(Rule.at_share, done=done)))
-            for done in sorted(starts)
-        )
-        return tuple(dict.fromkeys(found))
+
+        def phase(done: float) -> ToMeConfig:
+            return _at_time(self, lambda rule: rule.start <= done < rule.until)
+
+        return tuple(dict.fromkeys(map(phase, sorted(starts))))
 
     @property
     def follows_steps(self) -> bool:
@@ -119,8 +262,7 @@ class ToMeConfig(MergeSettings):
     @property
     def cached_features(self) -> str | None:
         """The first features, of any level and any step, that are cached from the step before."""
-        cached = [name for name in self._all("features") if name in CACHED_FEATURES]
-        return cached[0] if cached else None
+        return next((name for name in self._all("features") if name in CACHED_FEATURES), None)
 
     @property
     def merges(self) -> bool:
@@ -128,15 +270,9 @@ class ToMeConfig(MergeSettings):
         return any(self._all("ratio")) or any(self._all("reference_ratio"))
 
     @property
-    def asks_guidance(self) -> bool:
-        """Whether plans depend on what guidance changed in the last step."""
-        return self.guided_planner is not None
-
-    @property
     def guided_planner(self) -> str | None:
         """The first planner, of any level and any step, that looks at what guidance changed."""
-        guided = [name for name in self._all("planner") if name in GUIDED_PLANNERS]
-        return guided[0] if guided else None
+        return next((name for name in self._all("planner") if name in GUIDED_PLANNERS), None)
 
     def _all(self, name: str) -> list[Any]:
         """Return the values of a setting: its own, and those of the rules."""
@@ -173,20 +309,25 @@ class ToMeConfig(MergeSettings):
         """
         given = flat(settings)
         check_known(given, SETTINGS)
-        return cls(**nested(given))
-
-
-def _with(config: ToMeConfig, changes: Mapping[str, Any], rules: Rules) -> ToMeConfig:
-    """Copy a config with what rules change, which was checked before."""
-    fields = dict(changes)
-    if REUSE_EVERY in fields:
-        fields["reuse"] = unchecked(config.reuse, every=fields.pop(REUSE_EVERY))
-    return unchecked(config, **fields, rules=rules)
+        parts: dict[str, dict[str, Any]] = {}
+        for name, value in given.items():
+            part, _, field = name.rpartition(".")
+            parts.setdefault(part, {})[field] = value
+        own = parts.pop("", {})
+        return cls(**{**own, **{name: PARTS[name](**fields) for name, fields in parts.items()}})
 
 
 @functools.lru_cache(maxsize=1024)
 def _at_step(config: ToMeConfig, index: int, steps: int) -> ToMeConfig:
-    return _with(config, *resolved(config.rules, lambda rule: rule.at_step(index, steps)))
+    return _at_time(config, lambda rule: round(rule.start * steps) <= index < round(rule.until * steps))
+
+
+def _at_time(config: ToMeConfig, holds: Callable[[Rule], bool]) -> ToMeConfig:
+    """Return the settings of all levels at a time at which some rules hold. They were checked before."""
+    changes, rules = _resolved(config.rules, holds, start=0.0, until=1.0)
+    if _REUSE_EVERY in changes:
+        changes["reuse"] = unchecked(config.reuse, every=changes.pop(_REUSE_EVERY))
+    return unchecked(config, **changes, rules=rules)
 
 
 def _check_together(config: ToMeConfig) -> None:
@@ -205,15 +346,6 @@ def _check_together(config: ToMeConfig) -> None:
             f"plans.guidance: planner={config.guided_planner!r} compares the guided and the unguided result, "
             "which plans.guidance=False does not allow; leave it out, or take another planner"
         )
-
-
-def _is_part(part: type) -> Check:
-    def check(name: str, value: Any) -> Any:
-        if not isinstance(value, part):
-            refuse(name, f"a {part.__name__} such as {part.__name__}(every=2)", value)
-        return value
-
-    return check
 
 
 # Names of all settings: ratio and max_downsample first, as a label of a run shows them.

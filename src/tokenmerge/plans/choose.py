@@ -210,7 +210,7 @@ def _of_runs(steps: int, runs: tuple[int, ...], harm: Power | None) -> float:
 def _runs(facts: Facts, complete: int, finest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return which steps are complete and which run the finest level, of these numbers of steps."""
     steps, spacing = facts.steps, _harms(facts).spacing
-    full, shallow = dataclasses.astuple(_even(steps, complete, finest).steps_of(steps))
+    full, shallow = _even(steps, complete, finest).steps_of(steps)
     if complete == steps:
         return full, shallow
     if facts.ends_clean and finest == steps:

@@ -147,7 +147,7 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
             f"features={config.cached_features!r}: plans compare what {what} added at the step before; the "
             "first step compares the inputs of blocks"
         )
-    if config.asks_guidance:
+    if config.guided_planner:
         notes.append(
             f"planner={config.guided_planner!r}: the planner 'tome' runs until the first guided step is done"
         )

@@ -124,7 +124,7 @@ class _Wrappers:
             step = Step(sampling, now, noise.timestep(sigma), x.shape, whole, _replaced_in(options))
         given = {**model_options, "transformer_options": {**options, KEY: step}}
         results = executor(model, conds, x, sigma, given)
-        if self.settings.config.asks_guidance and len(results) > 1:
+        if self.settings.config.guided_planner and len(results) > 1:
             sampling.guidance_change = results[0] - results[1]
         return results
 

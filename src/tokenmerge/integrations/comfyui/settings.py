@@ -124,7 +124,7 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
         fewest_tokens=fewest_tokens(device, dtype, 2 if target.is_unet else 1, *attention),
     )
     default = DefaultMethod(asked.speedup, facts, (lambda config: _changed(config, asked),))
-    config = default.default_settings
+    config = default.settings(default.facts)
     _applied(config, target, asked)
     return Settings(config, target, asked.start, asked.end, default=default)
 

@@ -16,7 +16,7 @@ from tokenmerge.models.parallel import Part, part_of
 from tokenmerge.ops import num_tokens
 from tokenmerge.planners import sequence_of, sequence_of_part
 from tokenmerge.plans.generation import Runs, plan_generation
-from tokenmerge.runtime.blocks.attention_kernels import reach_kernels
+from tokenmerge.runtime.blocks.proportional_attention import reach_kernels
 from tokenmerge.runtime.memory.state import ModelState, warn_caller
 from tokenmerge.runtime.steps.scheduler import DenoisingStep
 

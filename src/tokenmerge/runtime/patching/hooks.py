@@ -123,7 +123,7 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
         memory.log.note_output(context.decision, context.guidance_copies, memory.tracker, result)
     if memory.tracker.is_last:
         memory.forget_results(memory.tracker.call, memory.tracker.call)
-    if state.config.asks_guidance:
+    if state.config.guided_planner:
         _compare_guidance(memory, thread.context, result if isinstance(result, Tensor) else result[0])
 
 

@@ -95,7 +95,7 @@ class CellBuilder:
                     "compile: settings that follow the denoising steps cannot be compiled into one graph "
                     "with the model; leave --compile out, or take a method that is the same at every step"
                 )
-            if config.asks_guidance:
+            if config.guided_planner:
                 raise ConfigError(
                     f"planner={config.guided_planner!r} needs classifier-free guidance, which a pipeline "
                     "applies; tokenmerge evaluate times it"
