@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from paddle import nn
@@ -21,7 +22,7 @@ _NOT_DENOISERS = ("vae", "vqvae")
 class PaddleBlock:
     """A ``BasicTransformerBlock``."""
 
-    layer: Any  # the block
+    layer: Any
     path: str  # its qualified name in the model
     transformer: Any  # the ``Transformer2DModel`` around it, which makes its tokens
     level: int  # resolution level: 1, 2, 4 …
@@ -47,9 +48,8 @@ class PaddleBlock:
 class PaddleModel:
     """A model that tokens can be merged in: a UNet, a ControlNet, or a transformer such as DiT."""
 
-    root: Any  # the model
-    blocks: tuple[PaddleBlock, ...]  # its blocks, in the order of its layers
-    parameters: tuple[str, ...]  # names of the parameters of its ``forward``: the sample comes first
+    root: Any
+    blocks: tuple[PaddleBlock, ...]  # in the order of its layers
 
     @property
     def name(self) -> str:
@@ -83,10 +83,10 @@ def find_hosts(pipe_or_layer: Any) -> tuple[PaddleModel, ...]:
     return tuple(found.values())
 
 
-def size_of(layer: Any, shape: Sequence[int]) -> tuple[int, int]:
-    """Return the height and width of an input of a layer, which may have its channels last."""
-    rows, columns = shape[1:3] if getattr(layer, "data_format", None) == "NHWC" else shape[-2:]
-    return int(rows), int(columns)
+@functools.cache
+def parameters_of(method: Callable) -> tuple[str, ...]:
+    """Return the names of a method's parameters after ``self``; that of the sample is a model's first one."""
+    return tuple(inspect.signature(method).parameters)[1:]
 
 
 def _layers(pipe_or_layer: Any) -> Iterator[nn.Layer]:
@@ -101,10 +101,10 @@ def _layers(pipe_or_layer: Any) -> Iterator[nn.Layer]:
 
 def _hosts(layer: nn.Layer) -> Iterator[PaddleModel]:
     """Yield the layer itself if it is a model, or else the models in it, such as ControlNets."""
-    names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
     transformers = {path: part for path, part in layer.named_sublayers(include_self=True) if _has_grid(part)}
-    if isinstance(layer, ConfigMixin) and "timestep" in names and transformers:
-        yield PaddleModel(layer, tuple(_blocks(layer, transformers)), names)
+    is_model = isinstance(layer, ConfigMixin) and "timestep" in parameters_of(type(layer).forward)
+    if is_model and transformers:
+        yield PaddleModel(layer, tuple(_blocks(layer, transformers)))
     elif transformers:
         for child in layer.children():
             yield from _hosts(child)

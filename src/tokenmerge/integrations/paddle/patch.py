@@ -26,14 +26,14 @@ from tokenmerge.integrations.paddle.runtime import (
 )
 
 
-def patch_host(host: PaddleModel, run: Run) -> None:
+def patch(run: Run) -> None:
     """Patch a model that :func:`check_swappable` accepts and that is not patched."""
     for block in run.blocks:
         _swap(block.layer, block_call, State(run, block))
         for name in merged_layers(block, run.settings[block.level]):
             _swap(getattr(block.layer, name), layer_call, State(run, block, name))
-    host.root.__dict__[STATE] = State(run)
-    host.root.register_forward_pre_hook(note_call, with_kwargs=True)
+    run.host.root.__dict__[STATE] = State(run)
+    run.host.root.register_forward_pre_hook(note_call, with_kwargs=True)
 
 
 def restore(root: nn.Layer) -> None:

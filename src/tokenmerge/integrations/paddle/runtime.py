@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import paddle
 from paddle import Tensor
 
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.integrations.paddle.arrays import PaddleArrays
-from tokenmerge.integrations.paddle.models import PaddleBlock, PaddleModel, size_of
+from tokenmerge.integrations.paddle.models import PaddleBlock, PaddleModel, parameters_of
 from tokenmerge.integrations.portable import (
     Plan,
     keep_destinations,
@@ -25,23 +23,12 @@ from tokenmerge.integrations.portable import (
     unmerge,
 )
 
-# The method of the original class, bound to the layer.
-Forward: TypeAlias = functools.partial[Any]
+Forward = functools.partial[Any]  # the method of the original class, bound to the layer
 # Key of the state of a patched layer in its ``__dict__``.
 STATE = "_tokenmerge"
 # The attention processors of this module add the given mask to their logits.
 _MASKED = "ppdiffusers.models.attention_processor"
-_XP = PaddleArrays()
 _COMBINE: dict[str, Callable[..., Tensor]] = {"mean": merge, "keep": keep_destinations}
-
-
-class Merge(NamedTuple):
-    """The merge of the block that is running; ``size`` is the number of images and of tokens."""
-
-    path: str
-    plan: Plan
-    size: tuple[int, int]
-    settings: MergeSettings
 
 
 class _Now(threading.local):
@@ -51,7 +38,8 @@ class _Now(threading.local):
         self.step = 0
         self.parts = 1  # number of images of the batch that share a plan
         self.size: tuple[int, int] | None = None  # height and width of the sample; None: no call was seen
-        self.merge: Merge | None = None  # None: the running block is dense, or no block runs
+        # Path and plan of the block that is running; None: it is dense, or no block runs.
+        self.merge: tuple[str, Plan] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Now, ()  # a copy of the model begins anew
@@ -60,11 +48,10 @@ class _Now(threading.local):
 class Run:
     """State that the layers of a patched model share. A copy of the model gets its own."""
 
-    def __init__(self, config: ToMeConfig, host: PaddleModel, blocks: tuple[PaddleBlock, ...]) -> None:
-        self.config, self.host = config, host
-        self.blocks = blocks  # those that merge
-        self.settings: Mapping[int, MergeSettings] = {b.level: config.at_level(b.level) for b in blocks}
-        self.now = _Now()
+    def __init__(self, config: ToMeConfig, host: PaddleModel) -> None:
+        self.config, self.host, self.now = config, host, _Now()
+        self.blocks = blocks_to_merge(host, config)
+        self.settings: Mapping[int, MergeSettings] = {b.level: config.at_level(b.level) for b in self.blocks}
 
 
 class State(NamedTuple):
@@ -84,9 +71,8 @@ def merged_layers(block: PaddleBlock, settings: MergeSettings) -> tuple[str, ...
 
 def blocks_to_merge(host: PaddleModel, config: ToMeConfig) -> tuple[PaddleBlock, ...]:
     """Return the blocks in which something merges."""
-    able = [block for block in host.blocks if merged_layers(block, config.at_level(block.level))]
-    deepest = deepest_level(host, config)
-    return tuple(block for block in able if block.level <= deepest)
+    within = [block for block in host.blocks if block.level <= deepest_level(host, config)]
+    return tuple(block for block in within if merged_layers(block, config.at_level(block.level)))
 
 
 def deepest_level(host: PaddleModel, config: ToMeConfig) -> int:
@@ -101,9 +87,11 @@ def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         NothingToMergeError: the sample is so small that no block would merge a token.
     """
     run: Run = root.__dict__[STATE].run
-    arguments = {**dict(zip(run.host.parameters, args, strict=False)), **kwargs}
-    sample, timestep = arguments[run.host.parameters[0]], arguments.get("timestep")
-    run.now.size = size_of(root, sample.shape)
+    names = parameters_of(type(root).forward)
+    arguments = _arguments(names, args, kwargs)
+    sample, timestep = arguments[names[0]], arguments.get("timestep")
+    height, width = sample.shape[1:3] if _has_channels_last(root) else sample.shape[-2:]
+    run.now.size = int(height), int(width)
     _check_size(run, *run.now.size)
     if isinstance(timestep, Tensor):
         timestep = float(timestep.cast("float32").max())
@@ -115,7 +103,7 @@ def block_call(block: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]
     """Run a transformer block, whose sub-layers merge by a plan made from its input."""
     run, here, _ = block.__dict__[STATE]
     now, settings = run.now, run.settings[here.level]
-    x = _arguments(forward, args, kwargs)["hidden_states"]
+    x = _arguments(parameters_of(forward.func), args, kwargs)["hidden_states"]
     b, n = x.shape[:2]
     grid = here.grid(*now.size) if now.size else None
     if grid is None or grid[0] * grid[1] != n:
@@ -124,8 +112,8 @@ def block_call(block: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]
             "call the model and not a part of it, or restore it with remove_token_merging(model)"
         )
     with paddle.no_grad():
-        plan = plan_tokens(_XP, x, grid, settings, now.step, now.parts if b % now.parts == 0 else 1)
-    now.merge = None if plan is None else Merge(here.path, plan, (b, n), settings)
+        plan = plan_tokens(paddle, x, grid, settings, now.step, now.parts if b % now.parts == 0 else 1)
+    now.merge = None if plan is None else (here.path, plan)
     try:
         return forward(*args, **kwargs)
     finally:
@@ -135,40 +123,43 @@ def block_call(block: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]
 def layer_call(layer: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run attention or the feed-forward layer on merged tokens, and return a result for all tokens."""
     run, block, name = layer.__dict__[STATE]
-    active = run.now.merge
-    arguments = _arguments(forward, args, kwargs)
+    path, plan = run.now.merge or ("", None)
+    arguments = _arguments(parameters_of(forward.func), args, kwargs)
     x = arguments["hidden_states"]
     own_keys = name == "attn1" and block.own_keys
     # Chunks do not fit the plan, and a mask for all keys does not fit merged keys.
     masked = own_keys and arguments.get("attention_mask") is not None
-    if active is None or active.path != block.path or tuple(x.shape[:2]) != active.size or masked:
+    if plan is None or path != block.path or x.shape[:2] != plan.inverse.shape or masked:
         return forward(*args, **kwargs)
-    plan, settings = active.plan, active.settings
-    merged = _COMBINE[settings.combine](_XP, plan, x)
+    settings = run.settings[block.level]
+    merged = _COMBINE[settings.combine](paddle, plan, x)
     if own_keys and settings.proportional:
-        _check_masked(block.path, layer)
+        processor = type(layer.processor)
+        if processor.__module__ != _MASKED:
+            raise UnsupportedModelError(
+                f"{path}: proportional=True needs an attention processor that takes a mask; expected one "
+                f"of ppdiffusers' own, got {processor.__name__}; take one of these, or proportional=False"
+            )
         # An additive mask [b, 1, m] weighs each key by the tokens that it stands for (arXiv 2210.09461).
         arguments["attention_mask"] = paddle.log(plan.sizes).cast(x.dtype).unsqueeze(1)
     if settings.scope == "keys":
         return forward(**{**arguments, "encoder_hidden_states": merged})
-    return unmerge(_XP, plan, forward(**{**arguments, "hidden_states": merged}))
+    return unmerge(paddle, plan, forward(**{**arguments, "hidden_states": merged}))
 
 
-def _arguments(forward: Forward, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name."""
-    return {**dict(zip(_names(forward.func), args, strict=False)), **kwargs}
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-@functools.cache
-def _names(method: Callable) -> tuple[str, ...]:
-    """Return the names of a method's parameters after ``self``."""
-    return tuple(inspect.signature(method).parameters)[1:]
+def _has_channels_last(root: Any) -> bool:
+    return getattr(root, "data_format", None) == "NHWC"
 
 
 def _parts(root: Any, sample: Tensor) -> int:
     """Count how many times the batch holds the same images, once for each prompt of guidance."""
     # The channels that are denoised may be followed by those of a given picture.
-    axis = sample.ndim - 1 if getattr(root, "data_format", None) == "NHWC" else 1
+    axis = sample.ndim - 1 if _has_channels_last(root) else 1
     channels = getattr(root.config, "out_channels", None) or sample.shape[axis]
     latents = sample.slice([axis], [0], [min(channels, sample.shape[axis])])
     for parts in (2, 3):
@@ -181,23 +172,13 @@ def _parts(root: Any, sample: Tensor) -> int:
 
 def _check_size(run: Run, height: int, width: int) -> None:
     """Check that some block has tokens to merge in a sample of this size."""
-    asked = [block for block in run.blocks if run.settings[block.level].ratio]
-    grids = {block.path: block.grid(height, width) for block in asked}
-    if asked and not any(num_removed(grids[b.path], run.settings[b.level]) for b in asked):
-        block, settings = asked[0], run.settings[asked[0].level]
-        rows, columns = grids[block.path]
+    asked = [(block.level, block.grid(height, width), run.settings[block.level]) for block in run.blocks]
+    asked = [own for own in asked if own[2].ratio]
+    if asked and not any(num_removed(grid, settings) for _, grid, settings in asked):
+        level, (rows, columns), settings = asked[0]
         fewest = f" and min_tokens={settings.min_tokens}" if settings.min_tokens else ""
         raise NothingToMergeError(
-            f"nothing to merge: the sample gives {rows} × {columns} tokens at level {block.level}, of which "
+            f"nothing to merge: the sample gives {rows} × {columns} tokens at level {level}, of which "
             f"ratio={settings.ratio:g} with cells of sy={settings.sy} × sx={settings.sx}{fewest} removes "
             "none; generate a larger image, lower sx and sy, or raise ratio"
-        )
-
-
-def _check_masked(path: str, attention: Any) -> None:
-    processor = type(attention.processor)
-    if processor.__module__ != _MASKED:
-        raise UnsupportedModelError(
-            f"{path}: proportional=True needs an attention processor that takes a mask; expected one "
-            f"of ppdiffusers' own, got {processor.__name__}; take one of these, or proportional=False"
         )
