@@ -8,7 +8,6 @@ a new run.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -16,31 +15,7 @@ from torch import Tensor
 
 from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
 
-Sums = tuple[Tensor | None, ...]
-
-
-@dataclasses.dataclass(eq=False)
-class OpenRun:
-    """Consecutive blocks that have run in this call, each on the very tensors that the last one returned."""
-
-    blocks: list[Hashable]  # keys of the blocks
-    # The image and text tokens that the last block returned; None: it returned no text.
-    returned: tuple[Tensor, Tensor | None]
-    # What the blocks added to image and text, in float32, since half precision would lose some of it; None
-    # for a text that the last block does not return.
-    added: Sums
-
-    def continues_with(self, image: Tensor, text: Tensor | None, has_text: bool) -> bool:
-        """Return whether a block was called with these tokens; ``has_text``: it returns a text too."""
-        last, known = self.returned
-        return image is last and (text is known or not has_text)
-
-    def add(self, block: Hashable, returned: tuple[Tensor, Tensor | None], added: Sums) -> None:
-        """Add the next block."""
-        sums = zip(self.added, added, strict=True)
-        self.added = tuple(None if one is None or other is None else one.add_(other) for one, other in sums)
-        self.blocks.append(block)
-        self.returned = returned
+Tokens = tuple[Tensor | None, Tensor | None]  # of image and text
 
 
 class BlockRuns:
@@ -50,7 +25,15 @@ class BlockRuns:
         # By block, the residual of the run that begins with it, and the number of blocks in it. None: another
         # block begins the run.
         self._known: dict[Hashable, tuple[Residual | None, int]] = {}
-        self._open: OpenRun | None = None
+        self._open()
+
+    def _open(self) -> None:
+        # Consecutive blocks of this call, each on the very tensors that the last one returned; what the last
+        # one returned; and what all of them added, in float32, since half precision would lose some of it.
+        # None: a block returned no text.
+        self._blocks: list[Hashable] = []
+        self._returned: Tokens = None, None
+        self._added: Tokens = None, None
 
     def call(
         self,
@@ -77,25 +60,26 @@ class BlockRuns:
         # ComfyUI's blocks add to their input in place. The copies keep the input for the difference.
         copies = {name: arguments[name].clone() for name in ("img", "txt") if arguments.get(name) is not None}
         result = run({**arguments, **copies})
-        returned = result["img"], result.get("txt")
-        pairs = zip(returned, (image, text), strict=True)
-        added = tuple(None if after is None else (after - before).float() for after, before in pairs)
-        last = self._open
-        if last is None or not last.continues_with(image, text, has_text=returned[1] is not None):
+        new_image, new_text = result["img"], result.get("txt")
+        last_image, last_text = self._returned
+        if image is not last_image or not (text is last_text or new_text is None):
             self.finish()
-            self._open = OpenRun([block], returned, added)
-        else:
-            last.add(block, returned, added)
+        added = (new_image - image).float(), None if new_text is None else (new_text - text).float()
+        if self._blocks:
+            sums = zip(self._added, added, strict=True)
+            added = tuple(None if one is None or other is None else one.add_(other) for one, other in sums)
+        self._blocks.append(block)
+        self._returned, self._added = (new_image, new_text), added
         return result
 
     def finish(self) -> None:
         """Cache the residual of the blocks that have run, if there are any."""
-        run, self._open = self._open, None
-        if run is None:
-            return
-        first, *others = run.blocks
-        dtype = run.returned[0].dtype
-        residual = Residual(False, tuple(None if total is None else total.to(dtype) for total in run.added))
-        before, blocks = self._known.get(first, (None, 0))
-        residual = updated(before if blocks == len(run.blocks) else None, residual)
-        self._known |= {first: (residual, len(run.blocks)), **dict.fromkeys(others, (None, 0))}
+        image, _ = self._returned
+        if image is not None:
+            first, *others = self._blocks
+            added = (None if total is None else total.to(image.dtype) for total in self._added)
+            before, blocks = self._known.get(first, (None, 0))
+            before = before if blocks == len(self._blocks) else None
+            self._known |= dict.fromkeys(others, (None, 0))
+            self._known[first] = updated(before, Residual(False, tuple(added))), len(self._blocks)
+        self._open()

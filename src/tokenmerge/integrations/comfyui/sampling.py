@@ -30,10 +30,8 @@ Grid = tuple[int, int, int]
 class Sampling:
     """State that outlives a step. Each sampling has its own, even on the same clone of a model.
 
-    Args:
-        settings: settings of the model.
-        sigmas: noise levels of the steps; empty: unknown.
-        guidance: scale of classifier-free guidance; None: unknown.
+    ``sigmas`` are the noise levels of the steps; empty: unknown. ``guidance`` is the scale of classifier-free
+    guidance; None: unknown.
     """
 
     def __init__(
@@ -44,12 +42,12 @@ class Sampling:
         self._sigmas, self._guidance = sigmas, guidance
         self._grid: Grid | None = None
         self._said: set[str] = set()
-        self._generation = Generation(0)
+        self.generation = Generation(0)
         self.forget()
 
     def forget(self) -> None:
         """Drop everything that is cached."""
-        self._tracker = StepTracker()
+        self.tracker = StepTracker()
         self.decision = Decision()  # what the running call of the model runs and merges
         self.plans: dict[Hashable, Plan] = {}  # by block, made for the images of one prompt
         self.guidance_change: Tensor | None = None  # of the last step; None: unknown
@@ -74,26 +72,13 @@ class Sampling:
             clean = ends_clean(self._sigmas)
             self.settings = self._asked.for_sampling(grid, self.steps, self._guidance, clean)
         index = min(max(0, sum(sigma <= known for known in self._sigmas) - 1), self.steps - 1)
-        if index < self._tracker.index:
+        if index < self.tracker.index:
             self.forget()  # the solver begins anew
         return index
 
-    def begin_call(self, index: int, plan_for: object, same: tuple[object, ...]) -> None:
-        """Decide what a call of the model runs and merges in a step.
-
-        Plans of another purpose than ``plan_for`` are dropped, and so are those that are too old. ``same`` is
-        what residuals depend on: prompts, and shape and place of the latents. Those of a call with another
-        value are not reused.
-        """
-        config, tracker = self.settings.config, self._tracker
-        tracker.begin_call(DenoisingStep(index, self.steps, self._generation))
-        if tracker.call == 0 and tracker.plans(config.plans.every, plan_for):
-            self.plans.clear()
-        self.decision = decide(config, tracker, same)
-
     def in_call(self, part: Hashable) -> Hashable:
         """Return the key of a part of the model in the running call."""
-        return self._tracker.call, part
+        return self.tracker.call, part
 
     def of(self, part: Hashable) -> Residual | None:
         """Return the residual of a part of the model, from the same call of an earlier step."""
@@ -112,7 +97,7 @@ class Step:
         sigma: noise level.
         timestep: the timestep that the model is called with; random draws depend on it.
         latent: shape of the latents.
-        whole: whether every prompt is for the whole picture, so that all prompts get the same latents.
+        whole: whether every prompt is for the whole picture, so that all of them get the same latents.
         replaced: (``"attn1"`` or ``"attn2"``, ComfyUI's name and numbers of a block) of the layers of a UNet
             that another node replaces; they stay dense.
     """
@@ -126,41 +111,48 @@ class Step:
         whole: bool,
         replaced: frozenset[Hashable],
     ) -> None:
-        self._index = sampling.begin_step(sigma, latent)
+        index = sampling.begin_step(sigma, latent)
         self.sampling, self.settings, self._replaced = sampling, sampling.settings, replaced
+        self._step = DenoisingStep(index, sampling.steps, sampling.generation)
         # Of the running call: the tokens at level 1, and whether reference pictures stand beside them.
         self.grid, self.has_references = self.settings.target.grid(latent), False
         self.running: Running | None = None  # what the running block merges; None: it is dense
         self._seed = bits(timestep.float().max())
         self._whole = whole and self.settings.config.plans.guidance
         self._calls = -1
-        self._config = self.settings.config.at_step(self._index, sampling.steps)
+        self._config = self.settings.config.at_step(index, sampling.steps)
         self._plan_for = tuple(latent), self._config
 
     def begin_call(self, latent: Sequence[int], options: Mapping[str, Any] | None = None) -> None:
-        """Prepare a call of the model. ComfyUI may call it for each prompt, and for parts of the picture."""
+        """Decide what a call of the model runs and merges.
+
+        ComfyUI may call it for each prompt, and for parts of the picture.
+        """
         self._calls += 1
         self.grid, self.has_references = self.settings.target.grid(latent), False
         self.running = None
-        options = options or {}
+        sampling, config, options = self.sampling, self.settings.config, options or {}
+        sampling.tracker.begin_call(self._step)
+        if sampling.tracker.call == 0 and sampling.tracker.plans(config.plans.every, self._plan_for):
+            sampling.plans.clear()
+        # Residuals depend on the prompts, and on shape and place of the latents.
         window = getattr(options.get("context_window"), "index_list", ())
-        same = (*latent, *options.get("uuids", ()), *window)
-        self.sampling.begin_call(self._index, self._plan_for, same)
+        shape = (*latent, *options.get("uuids", ()), *window)
+        sampling.decision = decide(config, sampling.tracker, shape)
 
     def is_replaced(self, layer: str, block: tuple[Any, ...]) -> bool:
         """Return whether another node replaces a layer of a block, or all of its transformer."""
         return not self._replaced.isdisjoint(((layer, *block), (layer, *block[:2])))
 
     def at(self, level: int) -> MergeSettings:
-        """Return the settings of a level in this step."""
+        """Return the settings of a level."""
         return self._config.at_level(level)
 
     def merges(self, grid: Grid, level: int) -> bool:
-        """Return whether tokens of a grid merge at a level in this step, unless it is a correction step."""
-        settings = self.at(level)
-        within = level <= self.settings.deepest_level
-        dense = self.sampling.decision.merging is Merging.DENSE
-        return within and not dense and bool(settings.ratio) and num_removed(grid, settings) > 0
+        """Return whether tokens of a grid merge at a level, unless this is a correction step."""
+        if level > self.settings.deepest_level or self.sampling.decision.merging is Merging.DENSE:
+            return False
+        return num_removed(grid, self.at(level)) > 0
 
     def plan(self, place: Hashable, features: Tensor, grid: Grid, level: int, prompts: int) -> Plan:
         """Return the plan of a block in which tokens merge.
@@ -173,8 +165,7 @@ class Step:
             prompts: number of prompts in the batch.
         """
         copies = prompts if self._whole and len(features) % prompts == 0 else 1
-        images = len(features) // copies
-        key = (place, images, grid, None if self._whole else self._calls)
+        key = place, len(features) // copies, grid, None if self._whole else self._calls
         plans = self.sampling.plans
         if key not in plans:
             alike = shared_features(features, copies) if copies > 1 else features
@@ -182,23 +173,22 @@ class Step:
         return plans[key] if copies == 1 else plans[key].repeated(copies)
 
     def _planned(self, features: Tensor, grid: Grid, settings: MergeSettings) -> Plan:
-        seed, name, more = self._seed.to(features.device), settings.planner, []
-        if name in GUIDED_PLANNERS:
-            change = self.sampling.guidance_change
+        planner, change, importance = settings.planner, self.sampling.guidance_change, None
+        if planner in GUIDED_PLANNERS:
             importance = None if change is None else importance_of_tokens(change, grid)
             if importance is None or importance.shape != features.shape[:2]:
-                name = "tome"  # as in the first step, before guidance has changed anything
-            else:
-                more = [importance.to(features.device)]
-        return PLANNERS[name](features, grid, num_removed(grid, settings), settings, seed, *more)
+                planner, importance = "tome", None  # as before guidance has changed anything
+        more = [] if importance is None else [importance.to(features.device)]
+        r, seed = num_removed(grid, settings), self._seed.to(features.device)
+        return PLANNERS[planner](features, grid, r, settings, seed, *more)
 
 
 @dataclasses.dataclass(eq=False)
 class Running:
     """What the running block merges."""
 
-    plan: Plan | None  # which tokens merge; None: this is a correction, and the block runs dense
-    settings: MergeSettings  # settings of its level
+    plan: Plan | None  # None: this is a correction, and the block runs dense
+    settings: MergeSettings  # of its level
     text_first: bool = True  # whether text comes before the image if they share a sequence
     block: tuple[Any, ...] = ()  # ComfyUI's name and numbers for a block of a UNet
     # Name of the running layer, if its tokens are merged or would be; None otherwise.
@@ -213,13 +203,13 @@ class Running:
         """
         if self.plan is None or not self.weighs:
             return None
-        sizes = self.plan.sizes
-        text = tokens - sizes.shape[1]
-        if text < 0 or len(keys) != len(sizes):
+        images, m = self.plan.sizes.shape
+        text = tokens - m
+        if text < 0 or len(keys) != images:
             return None
         self.weighs = False
         beside = (text, 0) if self.text_first else (0, text)
-        return F.pad(sizes.log(), beside).to(keys.dtype).unsqueeze(1)
+        return F.pad(self.plan.sizes.log(), beside).to(keys.dtype).unsqueeze(1)
 
 
 def step_in(options: Any) -> Step | None:
