@@ -218,6 +218,12 @@ def step_in(options: Any) -> Step | None:
     return step if isinstance(step, Step) else None
 
 
+def running_in(options: Any) -> tuple[Any, Running | None]:
+    """Return the running step, and what the running block merges; None: it is dense."""
+    step = step_in(options)
+    return step, None if step is None else step.running
+
+
 def prompts_in(options: dict[str, Any]) -> int:
     """Return the number of prompts in the running batch."""
     return len(options.get("cond_or_uncond") or [0])

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from paddle import nn
+from ppdiffusers import ControlNetModel
 
 from tokenmerge import presets
 from tokenmerge.config import ToMeConfig, check_below_highest_ratio, flat
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.paddle.models import find_hosts
-from tokenmerge.integrations.paddle.patch import check_swappable, patch, restore, run_of
 from tokenmerge.integrations.paddle.report import PaddleReport, predict
-from tokenmerge.integrations.paddle.runtime import Run, deepest_level
+from tokenmerge.integrations.paddle.runtime import Run, check_swappable, deepest_level, patch, restore, run_of
 from tokenmerge.integrations.portable import PLANNERS
 
 # Settings with some supported values, and settings with all values supported. The others keep their defaults.
@@ -74,7 +74,8 @@ def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> PaddlePatch:
     runs = [Run(config, host) for host in find_hosts(pipe_or_layer)]
     for run in runs:
         check_swappable(run.host)
-    needed = [run for run in runs if not run.host.controlnet] or runs
+    # A ControlNet may stay dense next to a denoiser that merges.
+    needed = [run for run in runs if not isinstance(run.host.root, ControlNetModel)] or runs
     if not any(run.blocks for run in needed):
         host = needed[0].host
         raise NothingToMergeError(

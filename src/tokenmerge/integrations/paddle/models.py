@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paddle import nn
-from ppdiffusers import ControlNetModel, DiffusionPipeline, Transformer2DModel
+from ppdiffusers import DiffusionPipeline, Transformer2DModel
 from ppdiffusers.configuration_utils import ConfigMixin
 from ppdiffusers.models.attention import BasicTransformerBlock
 
@@ -57,11 +57,6 @@ class PaddleModel:
         return type(self.root).__name__
 
     @property
-    def controlnet(self) -> bool:
-        """Whether it is a ControlNet, which may stay dense next to a denoiser that merges."""
-        return isinstance(self.root, ControlNetModel)
-
-    @property
     def sample_size(self) -> tuple[int, int] | None:
         """Default height and width of the sample, if it has one."""
         size = getattr(self.root.config, "sample_size", None)
@@ -101,20 +96,19 @@ def _layers(pipe_or_layer: Any) -> Iterator[nn.Layer]:
 
 def _hosts(layer: nn.Layer) -> Iterator[PaddleModel]:
     """Yield the layer itself if it is a model, or else the models in it, such as ControlNets."""
-    transformers = {path: part for path, part in layer.named_sublayers(include_self=True) if _has_grid(part)}
+    transformers = {
+        path: part
+        for path, part in layer.named_sublayers(include_self=True)
+        if isinstance(part, Transformer2DModel)
+        and not part.inference_optimize
+        and (part.is_input_continuous or part.is_input_patches)  # it makes a grid of tokens
+    }
     is_model = isinstance(layer, ConfigMixin) and "timestep" in parameters_of(type(layer).forward)
     if is_model and transformers:
         yield PaddleModel(layer, tuple(_blocks(layer, transformers)))
     elif transformers:
         for child in layer.children():
             yield from _hosts(child)
-
-
-def _has_grid(layer: Any) -> bool:
-    """Return whether a layer makes a grid of tokens and runs blocks on it."""
-    if not isinstance(layer, Transformer2DModel) or layer.inference_optimize:
-        return False
-    return bool(layer.is_input_continuous or layer.is_input_patches)
 
 
 def _blocks(root: Any, transformers: dict[str, Any]) -> Iterator[PaddleBlock]:
