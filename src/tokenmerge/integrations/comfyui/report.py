@@ -21,28 +21,26 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
     target = settings.target
     frames, rows, columns = target.grid(latent)
     settings = settings.for_sampling((frames, rows, columns), _STEPS, None)
-    config = settings.config
-    side = f"{latent[-2]} × {latent[-1]}"
-    lines, dense, merged = [], 0.0, 0.0
+    config, default = settings.config, settings.default
+    asked = f"planner {config.planner}, ratio {config.ratio:g}"
+    if default is not None:
+        asked = f"{default.name}, in an example of {_STEPS} steps"
+    size = f"latents {latent[-2]} × {latent[-1]}"
+    lines, dense, merged = [f"{target.name}, {size}: {_WHERE[config.scope]} merge, {asked}"], 0.0, 0.0
+    unless = f", unless regrouped by {settings.regroup}" if settings.regroup else ""
     for level in target.levels:
         blocks = [block for block in target.blocks if block.level == level]
         grid = (frames, -(-rows // level), -(-columns // level))
         own = max((phase.at_level(level) for phase in config.phases()), key=lambda own: own.ratio)
-        n = num_tokens(grid)
-        r = num_removed(grid, own) if level <= settings.deepest_level and own.ratio else 0
-        at = f"level {level}: " if target.is_unet else ""
+        n, r = num_tokens(grid), num_removed(grid, own) if level <= settings.deepest_level else 0
+        where = f"level {level}: " if target.is_unet else ""
+        where += f"{len(blocks)} block{'s' * (len(blocks) > 1)}"
         if r == 0:
-            lines.append(f"{at}{_blocks(blocks)} dense, {n} tokens")
+            lines.append(f"{where} dense, {n} tokens")
             continue
+        lines.append(f"{where} merged, {n} → {n - r} tokens{unless}")
         own_dense, own_merged = _operations(blocks, own, n, n - r)
         dense, merged = dense + own_dense, merged + own_merged
-        unless = f", unless regrouped by {settings.regroup}" if settings.regroup else ""
-        lines.append(f"{at}{_blocks(blocks)} merged, {n} → {n - r} tokens{unless}")
-    where = _WHERE[config.scope]
-    asked = f"planner {config.planner}, ratio {config.ratio:g}"
-    if settings.default is not None:
-        asked = f"{settings.default.name}, in an example of {_STEPS} steps"
-    head = f"{target.name}, latents {side}: {where} merge, {asked}"
     if dense:
         lines.append(
             f"Merged parts take {1 - merged / dense:.0%} fewer operations on the picture's tokens in a step "
@@ -60,8 +58,7 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
     lines += _step_reuse(settings)
     if (settings.start, settings.end) != (0, 1):
         lines.append(f"All this holds from {settings.start:.0%} to {settings.end:.0%} of the sampling.")
-    lines += settings.notes
-    return "\n".join([head, *lines])
+    return "\n".join([*lines, *settings.notes])
 
 
 def _step_reuse(settings: Settings) -> list[str]:
@@ -76,10 +73,6 @@ def _step_reuse(settings: Settings) -> list[str]:
     if target.is_unet and least:
         lines.append(f"{least} of them skip the finest level too.")
     return lines
-
-
-def _blocks(blocks: Sequence[Block]) -> str:
-    return f"{len(blocks)} block{'s' * (len(blocks) > 1)}"
 
 
 def _operations(blocks: Sequence[Block], settings: MergeSettings, n: int, m: int) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.integrations.comfyui.sampling import Grid, Running, Sampling, Step, prompts_in, step_in
+from tokenmerge.integrations.comfyui.sampling import Running, Sampling, Step, prompts_in, step_in
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
 from tokenmerge.ops import num_tokens
@@ -50,10 +50,15 @@ class ReplacedBlock:
             result = block({**given, "img": given["img"].clone()})
             return result["img"], result.get("txt")
 
-        call, grid = HostCall(run, (), (), arguments), step.grid
-        if not self._can_merge(step, call, grid) or not step.merges(grid, 1):
+        call, grid, n = HostCall(run, (), (), arguments), step.grid, num_tokens(step.grid)
+        tokens, sampling = self.layout.tokens_of(call), step.sampling
+        if self.key[0] == "double_block" and tokens.shape[1] != n:
+            step.has_references = True  # single-stream blocks, which run later, cannot tell them from text
+        dense = (
+            step.has_references or call.has(self.layout.dense_if) or _differs_by_frame(call.argument("vec"))
+        )
+        if dense or not step.merges(grid, 1):
             return block(arguments)
-        tokens, n, sampling = self.layout.tokens_of(call), num_tokens(grid), step.sampling
         if sampling.decision.merging is Merging.MEASURES:
             image, text = call.result()
             self._keep(sampling, image - tokens, n)
@@ -72,15 +77,6 @@ class ReplacedBlock:
             image = add_lost(self.layout, plan, image, lost.latest, combine)
             self._keep(sampling, image - tokens, n)
         return {"img": image, "txt": text}  # None if a block returns no text, like the last one of SD 3
-
-    def _can_merge(self, step: Step, call: HostCall, grid: Grid) -> bool:
-        """Return whether the tokens of this call can merge."""
-        tokens = self.layout.tokens_of(call)
-        if self.key[0] == "double_block" and tokens.shape[1] != num_tokens(grid):
-            step.has_references = True  # single-stream blocks, which run later, cannot tell them from text
-        return not (
-            step.has_references or call.has(self.layout.dense_if) or _differs_by_frame(call.argument("vec"))
-        )
 
     def _keep(self, sampling: Sampling, added: Tensor, n: int) -> None:
         sampling.keep(self.key, of_image(self.layout, Residual(True, (added,)), n))

@@ -188,7 +188,7 @@ class _View:
         if skipped is not None:
             self.middle_block = None  # ComfyUI's forward skips it if it is None
         if skipped == _DEEP:
-            nothing, inputs, outputs = (_no_channels,), unet.input_blocks, unet.output_blocks
+            nothing, inputs, outputs = (_no_channels,), list(unet.input_blocks), list(unet.output_blocks)
             self.input_blocks = [*inputs[: cut.inputs], *[nothing] * (len(inputs) - cut.inputs)]
             self.output_blocks = [*[nothing] * cut.output, *outputs[cut.output :]]
         elif skipped == _FINEST:
