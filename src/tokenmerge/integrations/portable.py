@@ -115,9 +115,8 @@ def plan_tokens(
         features: ``[b, n, c]``: the block's input.
         grid: (rows, columns) of its n tokens, the columns fastest.
         settings: planner, ratio, strides and the seed of the partition.
-        step: number of the denoising step, as :func:`step_number` makes it.
-        parts: number of images, b / ``parts`` apart, that share a plan, such as those of the two prompts of
-            guidance.
+        step: as :func:`step_number` makes it.
+        parts: number of images, b / ``parts`` apart, that share a plan: one for each prompt of guidance.
     """
     r, cell = num_removed(grid, settings), (settings.sy, settings.sx)
     if r == 0:
@@ -139,8 +138,8 @@ def bipartite_soft_matching(
     xp: Any, features: Array, src: np.ndarray, dst: np.ndarray
 ) -> tuple[Array, Array]:
     """Connect each source to its most similar destination (arXiv 2210.09461, section 3)."""
-    sources, destinations = _select(xp, features, src), _unit(xp, _select(xp, features, dst))
-    product, nearest = _best(xp, sources, destinations)
+    sources, destinations = _select(xp, features, src), _select(xp, features, dst)
+    product, nearest = _best(xp, sources, destinations / _length(xp, destinations))
     # The length of a source does not change which destination is nearest, so it divides last and once.
     similarity = product / _length(xp, sources)[..., 0]
     return xp.argsort(similarity, axis=-1, descending=True, stable=True), nearest
@@ -149,7 +148,7 @@ def bipartite_soft_matching(
 def shared_features(xp: Any, features: Array, parts: int) -> Array:
     """Make features by which ``parts`` images get one plan: ``[parts * b, n, c]`` → ``[b, n, parts * c]``."""
     _, n, c = features.shape
-    unit = _unit(xp, features).reshape([parts, -1, n, c])
+    unit = (features / _length(xp, features)).reshape([parts, -1, n, c])
     return unit.transpose([1, 2, 0, 3]).reshape([-1, n, parts * c])
 
 
@@ -216,10 +215,6 @@ def _length(xp: Any, x: Array) -> Array:
     # Several times as fast on a CPU as paddle.linalg.norm.
     length = xp.sqrt(xp.sum(squares * squares, axis=-1, keepdim=True))
     return xp.cast(xp.clip(length, min=smallest), x.dtype)
-
-
-def _unit(xp: Any, x: Array) -> Array:
-    return x / _length(xp, x)
 
 
 def _best(xp: Any, sources: Array, destinations: Array) -> tuple[Array, Array]:

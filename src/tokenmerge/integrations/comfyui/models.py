@@ -26,10 +26,19 @@ class Block:
     layout: Layout | None = None  # layout of the block's call in a transformer; None in a UNet
 
     @property
+    def merging(self) -> Any:
+        """The module whose tokens merge: the whole block, or the self-attention of a UNet's block."""
+        return self.module.attn1 if self.layout is None else self.module
+
+    @property
     def channels(self) -> int:
         """Channels of its tokens; 0 if its weights do not say."""
-        attention = self.module if self.layout is not None else self.module.attn1
-        return min((weight.shape[1] for weight in attention.parameters() if weight.ndim == 2), default=0)
+        return min((weight.shape[1] for weight in self.merging.parameters() if weight.ndim == 2), default=0)
+
+    @property
+    def amount(self) -> Amount:
+        """The work on its tokens, of what merges."""
+        return Amount(per_token=weights_of(self.merging), per_pair=2 * self.channels)
 
     @property
     def heads(self) -> int:
@@ -98,10 +107,7 @@ _WAN = Layout("img", token_arguments=(TokenArgument("pe", axes=(1,), batched=Tru
 # Transformers whose blocks ComfyUI lets a node replace, by the names of their classes. For each list of
 # blocks: the attribute that has it, ComfyUI's name for one, and the layout of its call.
 _REPLACEABLE: Mapping[tuple[str, ...], Sequence[tuple[str, str, Layout]]] = {
-    ("Flux", "Chroma"): [
-        ("double_blocks", "double_block", _FLUX),
-        ("single_blocks", "single_block", _FLUX),
-    ],
+    ("Flux", "Chroma"): [("double_blocks", "double_block", _FLUX), ("single_blocks", "single_block", _FLUX)],
     ("MMDiT",): [("joint_blocks", "double_block", Layout("img"))],
     ("QwenImageTransformer2DModel",): [("transformer_blocks", "double_block", _FLUX)],
     ("WanModel",): [("blocks", "double_block", _WAN)],
@@ -168,11 +174,7 @@ def _work_of_unet(stages: Sequence[Stage], blocks: Sequence[Block], cut: Cut | N
     shares: list[Share] = []
     for way, number, module, level in stages:
         part: Part = "always" if cut is None else "finest" if cut.runs(way, number) else "deep"
-        own = [block for block in blocks if block.key[:2] == (way, number)]
-        merging = Amount(
-            per_token=sum(weights_of(block.module.attn1) for block in own),
-            per_pair=sum(2 * block.channels for block in own),
-        )
+        merging = sum((block.amount for block in blocks if block.key[:2] == (way, number)), Amount())
         rest = Amount(per_token=weights_of(module) - merging.per_token)
         shares += [Share(part, level, frozenset(), rest), Share(part, level, frozenset({"layers"}), merging)]
     return Work(tuple(shares))
@@ -180,9 +182,8 @@ def _work_of_unet(stages: Sequence[Stage], blocks: Sequence[Block], cut: Cut | N
 
 def _work_of_transformer(root: Any, blocks: Sequence[Block]) -> Work:
     """Return how the work of a transformer's call is shared."""
-    inside = sum(weights_of(block.module) for block in blocks)
-    rest = Amount(per_token=max(0, weights_of(root) - inside))
-    merging = Amount(per_token=inside, per_pair=sum(2 * block.channels for block in blocks))
+    merging = sum((block.amount for block in blocks), Amount())
+    rest = Amount(per_token=max(0, weights_of(root) - merging.per_token))
     return Work((Share("always", 1, frozenset(), rest), Share("blocks", 1, frozenset({"block"}), merging)))
 
 

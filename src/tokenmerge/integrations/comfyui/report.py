@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tokenmerge.config import MergeSettings
 from tokenmerge.integrations.comfyui.models import Block, weights_of
 from tokenmerge.integrations.comfyui.settings import Settings
+from tokenmerge.models.work import Amount
 from tokenmerge.ops import num_tokens
 from tokenmerge.planners import num_removed
 from tokenmerge.plans.generation import Runs, plan_generation
@@ -77,14 +78,13 @@ def _step_reuse(settings: Settings) -> list[str]:
 
 def _operations(blocks: Sequence[Block], settings: MergeSettings, n: int, m: int) -> tuple[float, float]:
     """Multiply-accumulates of the merged parts of blocks, on the tokens of one image, dense and merged."""
-    whole, keys = settings.scope == "block", settings.scope == "keys"
+    layers, keys = settings.scope == "layers", settings.scope == "keys"
     # With scope "keys", queries and the output have all tokens: half of the weights, all rows of pairs.
     rows, dense, merged = n if keys else m, 0.0, 0.0
     for block in blocks:
-        weights, pairs = 0, 2 * block.channels if whole or keys or settings.merge_attn else 0
-        if pairs:
-            weights += weights_of(block.module if whole else block.module.attn1)
-        if settings.scope == "layers" and settings.merge_crossattn and block.module.attn2 is not None:
+        own = Amount() if layers and not settings.merge_attn else block.amount
+        weights, pairs = own.per_token, own.per_pair
+        if layers and settings.merge_crossattn and block.module.attn2 is not None:
             weights += weights_of(block.module.attn2.to_q) + weights_of(block.module.attn2.to_out)
         dense += weights * n + pairs * n * n
         merged += weights * (rows + m) / 2 + pairs * rows * m

@@ -118,13 +118,9 @@ class BlockRuns:
         arguments: dict[str, Any],
         run: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> dict[str, Any]:
-        """Return the result of a block that is skipped on some steps.
+        """Return the result of a block, extrapolated by a distance; None: ``run`` computes it.
 
-        Args:
-            block: its key in this call of the model.
-            distance: how far it is extrapolated; None: it runs.
-            arguments: of the block.
-            run: computes the result of a complete step from arguments. It may change their image and text.
+        The key of the ``block`` tells calls of the model in a step apart. ``run`` may change image and text.
         """
         image, text = arguments["img"], arguments.get("txt")
         if distance is not None and block in self._known:
@@ -167,11 +163,11 @@ class Step:
     Args:
         sampling: the sampling that it belongs to.
         sigma: noise level.
-        timestep: the timestep that the model is called with; random draws depend on it.
+        timestep: what the model is called with; random draws depend on it.
         latent: shape of the latents.
         whole: whether every prompt is for the whole picture, so that all of them get the same latents.
-        replaced: (``"attn1"`` or ``"attn2"``, ComfyUI's name and numbers of a block) of the layers of a UNet
-            that another node replaces; they stay dense.
+        replaced: ``"attn1"`` or ``"attn2"`` and ComfyUI's name and numbers of each block of a UNet in which
+            another node replaces this layer; it stays dense.
     """
 
     def __init__(
@@ -227,14 +223,9 @@ class Step:
         return num_removed(grid, self.at(level)) > 0
 
     def plan(self, place: Hashable, features: Tensor, grid: Grid, level: int, prompts: int) -> Plan:
-        """Return the plan of a block in which tokens merge.
+        """Return the plan of a block in which tokens merge; blocks of the same ``place`` share it.
 
-        Args:
-            place: key of the block, or of the blocks that share a plan.
-            features: ``[b, n, c]``, with the images of each prompt in a row.
-            grid: (frames, rows, columns) of the n tokens.
-            level: level of the block.
-            prompts: number of prompts in the batch.
+        The features ``[b, n, c]`` of the grid have the images of each of the ``prompts`` in a row.
         """
         copies = prompts if self._whole and len(features) % prompts == 0 else 1
         key = place, len(features) // copies, grid, None if self._whole else self._calls

@@ -47,11 +47,10 @@ class Asked:
 class Settings:
     """The settings while a model samples."""
 
-    # Which tokens merge, where and how; of the default method, for a size and a number of steps.
-    config: ToMeConfig
+    config: ToMeConfig  # of the default method, for a size and a number of steps
     target: Target
-    start: float = 0.0  # share of the sampling, by noise, before which nothing merges
-    end: float = 1.0  # share of the sampling after which nothing merges
+    start: float = 0.0  # as for Asked
+    end: float = 1.0
     notes: tuple[str, ...] = ()  # how the method differs in ComfyUI, as sentences
     regroup: str = ""  # other nodes before self-attention, which may regroup its tokens, as HyperTile does
     alone: bool = True  # whether no other node skips whole steps, or may read self-attention in every step

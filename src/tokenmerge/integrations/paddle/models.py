@@ -15,8 +15,6 @@ from ppdiffusers.models.attention import BasicTransformerBlock
 
 from tokenmerge.errors import UnsupportedModelError
 
-_NOT_DENOISERS = ("vae", "vqvae")
-
 
 @dataclasses.dataclass(frozen=True)
 class PaddleBlock:
@@ -30,8 +28,8 @@ class PaddleBlock:
     @property
     def sub_layers(self) -> tuple[str, ...]:
         """Which of ``attn1``, ``attn2`` and ``ff`` can merge; not ``ff`` if it runs in chunks of tokens."""
-        there = [name for name in ("attn1", "attn2", "ff") if getattr(self.layer, name, None) is not None]
-        return tuple(name for name in there if name != "ff" or not self.layer._chunk_size)
+        names = ("attn1", "attn2") if self.layer._chunk_size else ("attn1", "attn2", "ff")
+        return tuple(name for name in names if getattr(self.layer, name, None) is not None)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of its tokens for a sample of this size."""
@@ -90,7 +88,7 @@ def _layers(pipe_or_layer: Any) -> Iterator[nn.Layer]:
     elif isinstance(pipe_or_layer, DiffusionPipeline):
         for name, component in pipe_or_layer.components.items():
             parts = component if isinstance(component, (list, tuple)) else [component]
-            if name not in _NOT_DENOISERS:
+            if name not in ("vae", "vqvae"):
                 yield from (part for part in parts if isinstance(part, nn.Layer))
 
 

@@ -112,11 +112,7 @@ def run_of(root: nn.Layer) -> Run | None:
 
 
 def check_swappable(host: PaddleModel) -> None:
-    """Refuse a model that other software has changed in a way that is not compatible with merging.
-
-    Raises:
-        UnsupportedModelError: ppdiffusers' own ``apply_tome`` is on, or a layer has a ``forward`` of its own.
-    """
+    """Refuse a model on which ppdiffusers' ``apply_tome`` is on, or with a ``forward`` on a layer itself."""
     for block in host.blocks:
         if hasattr(type(block.layer), "_parent"):
             raise UnsupportedModelError(
@@ -170,11 +166,7 @@ def _swap(layer: nn.Layer, call: Callable, state: State) -> None:
 
 
 def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Note the step of a model before it runs, and which images differ only in their prompts.
-
-    Raises:
-        NothingToMergeError: the sample is so small that no block would merge a token.
-    """
+    """Note the step of a model before it runs, and which images differ only in their prompts."""
     run: Run = root.__dict__[STATE].run
     names = parameters_of(type(root).forward)
     arguments = _arguments(names, args, kwargs)
@@ -260,7 +252,7 @@ def _parts(root: Any, sample: Tensor) -> int:
 
 
 def _check_size(run: Run, height: int, width: int) -> None:
-    """Check that some block has tokens to merge in a sample of this size."""
+    """Refuse a sample that is so small that no block would merge a token."""
     asked = [(block.level, block.grid(height, width), run.settings[block.level]) for block in run.blocks]
     asked = [own for own in asked if own[2].ratio]
     if asked and not any(num_removed(grid, settings) for _, grid, settings in asked):

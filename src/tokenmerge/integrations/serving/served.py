@@ -31,14 +31,11 @@ class ServedPipeline:
             log.warning("token merging: the model is served dense: %s", error)
 
     def use(self, requested: object) -> None:
-        """Apply what the next generation asks for; nothing happens if that is in force.
-
-        Args:
-            requested: the speed-up that the request asks for; 1 is dense, and None is what the server does.
+        """Apply the speed-up that the next request asks for; 1 is dense, and None is what the server does.
 
         Raises:
-            ConfigError: the speed-up is not a number ≥ 1.
-            UnsupportedModelError: a speed-up is asked for, and the model is not supported.
+            ConfigError: it is not a number ≥ 1.
+            UnsupportedModelError: it is above 1, and the model is not supported.
         """
         wanted = self._wanted if requested is None else speedup(REQUESTED, requested)
         if wanted != self._in_force:
