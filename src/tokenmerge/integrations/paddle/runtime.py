@@ -62,8 +62,8 @@ class State(NamedTuple):
     """State of a patched layer."""
 
     run: Run  # state that it shares with the other layers
-    block: PaddleBlock | None = None  # the block that it is or belongs to; None for a model
-    name: str = ""  # name of a sub-layer in its block
+    block: PaddleBlock | None = None  # that it is or belongs to; None for a model
+    name: str = ""  # of a sub-layer in its block
 
 
 def merged_layers(block: PaddleBlock, settings: MergeSettings) -> tuple[str, ...]:
