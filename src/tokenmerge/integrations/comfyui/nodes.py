@@ -24,8 +24,9 @@ def _choice(values: tuple[str, ...], tooltip: str) -> tuple[list[str], dict[str,
 
 
 def _number(
-    default: float, tooltip: str, lowest: float = 0.0, highest: float = 1.0, step: float = 0.01
+    default: float, tooltip: str, allowed: tuple[float, float, float] = (0.0, 1.0, 0.01)
 ) -> tuple[str, dict[str, Any]]:
+    lowest, highest, step = allowed
     return "FLOAT", {"default": default, "min": lowest, "max": highest, "step": step, "tooltip": tooltip}
 
 
@@ -62,7 +63,7 @@ class TokenMerging:
                     0.5,
                     "Share of the tokens that the other methods remove. Raising it is faster, and the "
                     "picture less close to the dense one.",
-                    highest=0.75,
+                    (0.0, 0.75, 0.01),
                 ),
                 "start_percent": _number(
                     0.0, "Nothing merges and nothing is skipped before this share of the sampling."
@@ -94,9 +95,7 @@ class TokenMerging:
                     2.0,
                     "Wanted speed-up of method auto, by counted operations of the sampling. Raising it makes "
                     "the picture less like the dense one.",
-                    lowest=1.0,
-                    highest=10.0,
-                    step=0.1,
+                    (1.0, 10.0, 0.1),
                 ),
             },
         }

@@ -69,10 +69,9 @@ def _step_reuse(settings: Settings) -> list[str]:
         return ["All steps run the whole model."] if settings.alone else []
     ran = Counter(step.runs for step in plan_generation(config, _STEPS))
     what = "the deep stages" if target.is_unet else "the blocks"
-    complete, least = ran[Runs.EVERYTHING], ran[Runs.LEAST]
-    lines = [f"Of {_STEPS} steps, {complete} run the whole model, and the others skip {what}."]
-    if target.is_unet and least:
-        lines.append(f"{least} of them skip the finest level too.")
+    lines = [f"Of {_STEPS} steps, {ran[Runs.EVERYTHING]} run the whole model, and the others skip {what}."]
+    if target.is_unet and ran[Runs.LEAST]:
+        lines.append(f"{ran[Runs.LEAST]} of them skip the finest level too.")
     return lines
 
 
@@ -83,9 +82,8 @@ def _operations(blocks: Sequence[Block], settings: MergeSettings, n: int, m: int
     rows, dense, merged = n if keys else m, 0.0, 0.0
     for block in blocks:
         own = Amount() if layers and not settings.merge_attn else block.amount
-        weights, pairs = own.per_token, own.per_pair
-        if layers and settings.merge_crossattn and block.module.attn2 is not None:
-            weights += weights_of(block.module.attn2.to_q) + weights_of(block.module.attn2.to_out)
-        dense += weights * n + pairs * n * n
-        merged += weights * (rows + m) / 2 + pairs * rows * m
+        if layers and settings.merge_crossattn and (cross := block.module.attn2) is not None:
+            own += Amount(per_token=weights_of(cross.to_q) + weights_of(cross.to_out))
+        dense += own.at(n)
+        merged += own.per_token * (rows + m) / 2 + own.per_pair * rows * m
     return dense, merged

@@ -103,10 +103,8 @@ def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
         if step.settings.regroup:
             step.sampling.say(step.settings.regrouped)
         return None
-    if step.is_replaced("attn1", block):
-        return None
     level, grid = level_of(options["original_shape"][-2], rows), (1, rows, columns)
-    if not step.merges(grid, level):
+    if step.is_replaced("attn1", block) or not step.merges(grid, level):
         return None
     plan = None
     if step.sampling.decision.merging is not Merging.MEASURES:
