@@ -24,7 +24,7 @@ from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
 KEY = "tokenmerge"
 _log = logging.getLogger(KEY)
 Grid = tuple[int, int, int]
-Tokens = tuple[Tensor | None, Tensor | None]  # of image and text
+Tokens = tuple[Tensor | None, ...]  # of image and text
 
 
 class Sampling:
@@ -136,7 +136,7 @@ class BlockRuns:
         last_image, last_text = self._returned
         if image is not last_image or not (text is last_text or new_text is None):
             self.finish()
-        added = (new_image - image).float(), None if new_text is None else (new_text - text).float()
+        added: Tokens = (new_image - image).float(), None if new_text is None else (new_text - text).float()
         if self._blocks:
             sums = zip(self._added, added, strict=True)
             added = tuple(None if one is None or other is None else one.add_(other) for one, other in sums)
