@@ -60,14 +60,14 @@ class ExportedArithmetic(Arithmetic):
 
 def hash_in_limbs(seed: int, step: Tensor, place: Tensor) -> Limbs:
     """As :func:`tokenmerge.ops.arithmetic.hash_of`, in limbs."""
-    state: Any = _split(seed)
+    state = _split(seed)
     for counter in (step, place):
-        state = tuple(limb ^ other for limb, other in zip(state, _split(counter), strict=True))
+        low, middle, high = (limb ^ other for limb, other in zip(state, _split(counter), strict=True))
+        state = low, middle, high
         for shift, factor in zip((16, 15), FACTORS, strict=True):
             state = _times(_xor_shifted(state, shift), factor)
         state = _xor_shifted(state, 16)
-    limbs: Limbs = state
-    return limbs
+    return state
 
 
 _found: Any = WeakTensorKeyDictionary()
@@ -75,14 +75,13 @@ _found: Any = WeakTensorKeyDictionary()
 
 def _limbs(seed: int, step: Tensor, n: int, device: torch.device | str | None) -> Limbs:
     """Compute the hashes of n places, once for all blocks of a program."""
-    known = _found.setdefault(step, {})
+    known: dict[tuple[int, int], Limbs] = _found.setdefault(step, {})
     if (seed, n) not in known:
         known[seed, n] = hash_in_limbs(seed, step, torch.arange(n, device=device))
-    limbs: Limbs = known[seed, n]
-    return limbs
+    return known[seed, n]
 
 
-def _split(x: Any) -> Any:
+def _split(x: Any) -> Limbs:
     """Return the limbs of the lower 32 bits of an integer, or of a tensor of integers."""
     return x & _LOW, (x >> _LIMB) & _LOW, (x >> 2 * _LIMB) & _HIGH
 
@@ -98,7 +97,7 @@ def _xor_shifted(x: Limbs, shift: int) -> Limbs:
 def _times(x: Limbs, factor: int) -> Limbs:
     """``x * factor`` modulo 2³²: each limb of the result is the sum of up to three products of 22 bits."""
     low, middle, high = x
-    a, b, c = factor & _LOW, (factor >> _LIMB) & _LOW, factor >> 2 * _LIMB
+    a, b, c = _split(factor)
     first = low * a
     second = low * b + middle * a + (first >> _LIMB)
     third = low * c + middle * b + high * a + (second >> _LIMB)

@@ -1,8 +1,8 @@
 """Token merging for array libraries other than PyTorch: the counterpart of ``tokenmerge.ops``.
 
 It needs only NumPy. Functions mean what those of the same names in ``tokenmerge.ops`` mean, and tests compare
-their plans on the same arrays. ``xp`` has the operations that array libraries spell differently, as
-``paddle.arrays.PaddleArrays`` defines them.
+their plans on the same arrays. ``xp`` is the module ``paddle``, or one that has its functions for the arrays
+of another library. Gradients flow through everything but indices.
 """
 
 from __future__ import annotations
@@ -34,17 +34,9 @@ def step_number(timestep: float) -> int:
 def partition(
     grid: tuple[int, int], cell: tuple[int, int], draw: tuple[int, int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Split a token grid into sources and destinations (arXiv 2303.17604, section 4.1).
+    """Split a token grid into read-only indices of sources and destinations (arXiv 2303.17604, section 4.1).
 
-    Args:
-        grid: (rows, columns) of n tokens, the columns fastest.
-        cell: (height, width) of a cell. Tokens beyond the last whole cell of an axis are sources.
-        draw: ``(seed, step)``: take a pseudo-random token of each cell as its destination, a function of the
-            seed, the step and the cell alone. None: the first token of each cell.
-
-    Returns:
-        Read-only indices of the sources ``[n - d]`` and of the destinations ``[d]`` for d whole cells;
-        together a permutation of 0 … n−1.
+    It is ``strided_partition`` of ``tokenmerge.ops``. The step of a draw is that of :func:`step_number`.
 
     >>> src, dst = partition((2, 5), (2, 2))
     >>> dst.tolist(), src.tolist()
@@ -116,33 +108,29 @@ def num_removed(grid: tuple[int, int], settings: MergeSettings) -> int:
 def plan_tokens(
     xp: Any, features: Array, grid: tuple[int, int], settings: MergeSettings, step: int, parts: int = 1
 ) -> Plan | None:
-    """Plan one merge: partition, match, keep the r best edges.
+    """Plan one merge: partition, match, keep the r best edges; None if no token would be removed.
 
     Args:
-        xp: operations for ``features``.
+        xp: the functions for ``features``.
         features: ``[b, n, c]``: the block's input.
         grid: (rows, columns) of its n tokens, the columns fastest.
         settings: planner, ratio, strides and the seed of the partition.
-        step: number of the denoising step, as :func:`step_number` makes it.
-        parts: number of images, b / ``parts`` apart, that share a plan, such as those of the two prompts of
-            guidance.
-
-    Returns:
-        The plan, or None if no token would be removed.
+        step: as :func:`step_number` makes it.
+        parts: number of images, b / ``parts`` apart, that share a plan: one for each prompt of guidance.
     """
     r, cell = num_removed(grid, settings), (settings.sy, settings.sx)
     if r == 0:
         return None
-    if parts > 1:
-        shared = plan_tokens(xp, shared_features(xp, features, parts), grid, settings, step)
-        assert shared is not None  # r > 0
-        return repeated(xp, shared, parts)
     src, dst = partition(grid, cell, None if settings.seed is None else (settings.seed, step))
     if settings.planner == "tome":
-        order, nearest = bipartite_soft_matching(xp, features, src, dst)
+        compared = shared_features(xp, features, parts) if parts > 1 else features
+        order, nearest = bipartite_soft_matching(xp, compared, src, dst)
+        if parts > 1:
+            order, nearest = xp.concat([order] * parts, 0), xp.concat([nearest] * parts, 0)
     else:
-        own = [np.arange(len(src)), own_cell(grid, cell, src)]
-        order, nearest = (_repeat(xp, xp.index(index, features), features.shape[0]) for index in own)
+        images = (features.shape[0], 1)
+        order = _index(xp, np.tile(np.arange(len(src)), images), features)
+        nearest = _index(xp, np.tile(own_cell(grid, cell, src), images), features)
     return make_plan(xp, src, dst, order, nearest, r)
 
 
@@ -150,45 +138,42 @@ def bipartite_soft_matching(
     xp: Any, features: Array, src: np.ndarray, dst: np.ndarray
 ) -> tuple[Array, Array]:
     """Connect each source to its most similar destination (arXiv 2210.09461, section 3)."""
-    sources = _select(xp, features, src)
-    product, nearest = _best(xp, sources, _unit(xp, _select(xp, features, dst)))
+    sources, destinations = _select(xp, features, src), _select(xp, features, dst)
+    product, nearest = _best(xp, sources, destinations / _length(xp, destinations))
     # The length of a source does not change which destination is nearest, so it divides last and once.
-    return xp.descending(product / xp.length(sources)[..., 0]), nearest
+    similarity = product / _length(xp, sources)[..., 0]
+    return xp.argsort(similarity, axis=-1, descending=True, stable=True), nearest
 
 
 def shared_features(xp: Any, features: Array, parts: int) -> Array:
     """Make features by which ``parts`` images get one plan: ``[parts * b, n, c]`` → ``[b, n, parts * c]``."""
-    unit, b = _unit(xp, features), features.shape[0] // parts
-    return xp.concat([unit[i * b : (i + 1) * b] for i in range(parts)], 2)
+    _, n, c = features.shape
+    unit = (features / _length(xp, features)).reshape([parts, -1, n, c])
+    return unit.transpose([1, 2, 0, 3]).reshape([-1, n, parts * c])
 
 
 def make_plan(xp: Any, src: np.ndarray, dst: np.ndarray, order: Array, nearest: Array, r: int) -> Plan:
     """Merge the r sources with the best edges, leave all other tokens alone."""
     (b, s), n = order.shape, len(src) + len(dst)
-    m = n - r
-    image = np.arange(b)[:, None]
-    tokens, merged_tokens = xp.index(image * n, order), xp.index(image * m, order)
-
+    m, image = n - r, np.arange(b)[:, None]
     # Merged sequence: the sources left alone, then the destinations.
-    by_edge = xp.take(xp.index(src, order), order.reshape([-1])).reshape([b, s]) + tokens
-    sources, alone = by_edge[:, :r], by_edge[:, r:]
-    keep = xp.concat([alone, _repeat(xp, xp.index(dst, order), b) + tokens], 1)
-    targets = xp.take_along(nearest, order[:, :r]) + (s - r) + merged_tokens
+    by_edge = xp.take_along_axis(_index(xp, src + image * n, order), order, axis=1)
+    sources, keep = by_edge[:, :r], xp.concat([by_edge[:, r:], _index(xp, dst + image * n, order)], 1)
+    targets = xp.take_along_axis(nearest, order[:, :r], axis=1) + _index(xp, image * m + (s - r), order)
     places = xp.concat([keep, sources], 1).reshape([-1])
-    holders = xp.concat([_repeat(xp, xp.index(np.arange(m), order), b) + merged_tokens, targets], 1)
-    inverse = xp.put(xp.index(np.zeros(b * n, np.int64), order), places, holders.reshape([-1]))
-    sizes = xp.add(xp.count([b * m], order), targets.reshape([-1]), xp.count([b * r], order))
+    holders = xp.concat([_index(xp, np.arange(m) + image * m, order), targets], 1).reshape([-1])
+    inverse = xp.scatter(_index(xp, np.zeros(b * n), order), places, holders)
+    sizes = xp.index_add(xp.ones([b * m], "float32"), targets.reshape([-1]), 0, xp.ones([b * r], "float32"))
     return Plan(keep, sources, targets, inverse.reshape([b, n]), sizes.reshape([b, m]))
 
 
 def merge(xp: Any, plan: Plan, x: Array) -> Array:
     """Replace merged tokens by their mean, summed in float32 or better: ``[b, n, c]`` → ``[b, m, c]``."""
-    b, n, c = x.shape
-    rows = x.reshape([b * n, c])
-    kept, moved = (xp.exact(xp.take(rows, index.reshape([-1]))) for index in (plan.keep, plan.sources))
-    total = xp.add(kept, plan.targets.reshape([-1]), moved)
-    mean = total / xp.as_type(plan.sizes, total).reshape([-1, 1])
-    return xp.as_type(mean, x).reshape([b, -1, c])
+    b, _, c = x.shape
+    kept, moved = (_exact(xp, _rows(xp, x, index)).reshape([-1, c]) for index in (plan.keep, plan.sources))
+    total = xp.index_add(kept, plan.targets.reshape([-1]), 0, moved)
+    mean = total / xp.cast(plan.sizes, total.dtype).reshape([-1, 1])
+    return (mean if mean.dtype == x.dtype else xp.cast(mean, x.dtype)).reshape([b, -1, c])
 
 
 def keep_destinations(xp: Any, plan: Plan, x: Array) -> Array:
@@ -201,51 +186,44 @@ def unmerge(xp: Any, plan: Plan, y: Array) -> Array:
     return _rows(xp, y, plan.inverse)
 
 
-def repeated(xp: Any, plan: Plan, times: int) -> Plan:
-    """Return the plan for ``times`` · b images: b that merge as this plan says, then b more, and so on."""
-    (b, m), n = plan.keep.shape, plan.inverse.shape[1]
-
-    def again(rows: Array, of_one: int) -> Array:
-        return xp.concat([rows + i * b * of_one for i in range(times)], 0)
-
-    return Plan(
-        keep=again(plan.keep, n),
-        sources=again(plan.sources, n),
-        targets=again(plan.targets, m),
-        inverse=again(plan.inverse, m),
-        sizes=again(plan.sizes, 0),
-    )
+def _index(xp: Any, values: np.ndarray, like: Array) -> Array:
+    """Return indices computed with NumPy, on the device of ``like``; arrays of NumPy are on none."""
+    return xp.to_tensor(values, dtype="int64", place=getattr(like, "place", None))
 
 
 def _rows(xp: Any, x: Array, index: Array) -> Array:
+    """Select tokens by their rows ``[b, k]`` in the whole batch: ``[b, n, c]`` → ``[b, k, c]``."""
     b, n, c = x.shape
-    return xp.take(x.reshape([b * n, c]), index.reshape([-1])).reshape([b, -1, c])
+    return xp.gather(x.reshape([b * n, c]), index.reshape([-1])).reshape([b, -1, c])
 
 
 def _select(xp: Any, x: Array, index: np.ndarray) -> Array:
     """Select tokens of all images by one index: ``[b, n, c]`` → ``[b, k, c]``."""
-    b, n, c = x.shape
-    rows = (np.arange(b)[:, None] * n + index).ravel()
-    return xp.take(x.reshape([b * n, c]), xp.index(rows, x)).reshape([b, len(index), c])
+    b, n, _ = x.shape
+    return _rows(xp, x, _index(xp, np.arange(b)[:, None] * n + index, x))
 
 
-def _unit(xp: Any, x: Array) -> Array:
-    return x / xp.length(x)
+def _exact(xp: Any, x: Array) -> Array:
+    """Return an array in float32 if it has half precision, or unchanged."""
+    return xp.cast(x, "float32") if x.dtype in (xp.float16, xp.bfloat16) else x
+
+
+def _length(xp: Any, x: Array) -> Array:
+    """Return the Euclidean norm along the last axis, of size 1. 0 becomes the smallest normal number."""
+    smallest = float(np.finfo(np.float16 if x.dtype == xp.float16 else np.float32).tiny)
+    squares = _exact(xp, x)
+    # Several times as fast on a CPU as paddle.linalg.norm.
+    length = xp.sqrt(xp.sum(squares * squares, axis=-1, keepdim=True))
+    return xp.cast(xp.clip(length, min=smallest), x.dtype)
 
 
 def _best(xp: Any, sources: Array, destinations: Array) -> tuple[Array, Array]:
-    """Return each source's largest product with a destination, and the index of that one: ``[b, s]`` each."""
+    """Return each source's largest product with a destination, and the first index of it: ``[b, s]`` each."""
     b, d, _ = destinations.shape
-    columns = destinations.transpose([0, 2, 1])
-    step = max(1, _SIMILARITIES_AT_ONCE // (b * d))
-    found = [
-        xp.largest(sources[:, start : start + step] @ columns) for start in range(0, sources.shape[1], step)
-    ]
+    columns, step = destinations.transpose([0, 2, 1]), max(1, _SIMILARITIES_AT_ONCE // (b * d))
+    slices = (sources[:, start : start + step] @ columns for start in range(0, sources.shape[1], step))
+    found = [(xp.max(part, axis=-1), xp.argmax(part, axis=-1)) for part in slices]
     if len(found) == 1:
         return found[0]
-    return xp.concat([part[0] for part in found], 1), xp.concat([part[1] for part in found], 1)
-
-
-def _repeat(xp: Any, x: Array, times: int) -> Array:
-    """Return ``[times, k]``: copies of an index ``[k]``."""
-    return xp.concat([x.reshape([1, -1])] * times, 0)
+    products, nearest = zip(*found, strict=True)
+    return xp.concat(products, 1), xp.concat(nearest, 1)

@@ -9,9 +9,8 @@ from ppdiffusers import Transformer2DModel
 from ppdiffusers.models.attention_processor import SlicedAttnProcessor, XFormersAttnProcessor
 
 from tokenmerge import PlanSharing, ToMeConfig, UnsupportedModelError
-from tokenmerge.integrations.paddle.arrays import PaddleArrays
 from tokenmerge.integrations.paddle.models import find_hosts
-from tokenmerge.integrations.paddle.runtime import STATE, Merge
+from tokenmerge.integrations.paddle.runtime import STATE
 from tokenmerge.integrations.portable import plan_tokens
 from tokenmerge.paddle import apply_patch, apply_token_merging, remove_patch
 
@@ -110,8 +109,8 @@ def test_proportional_attention_counts_a_merged_token_as_often_as_it_stands_for_
         config = ToMeConfig(ratio=0.5, scope=scope, proportional=proportional)
         apply_token_merging(unet, config)
         state = attention.__dict__[STATE]
-        plan = plan_tokens(PaddleArrays(), x, (16, 16), config, 0)
-        state.run.now.merge = Merge(state.block.path, plan, (2, 256), config)
+        plan = plan_tokens(paddle, x, (16, 16), config, 0)
+        state.run.now.merge = state.block.path, plan
         results.append(attention(x).numpy())
     assert close(results[0], dense)
     assert not close(results[1], dense)
@@ -150,8 +149,8 @@ def test_a_mask_of_the_keys_leaves_self_attention_dense():
     apply_patch(unet)
     state = block.attn1.__dict__[STATE]
     x, mask = hosts.tensor(2, 256, 32), paddle.zeros([2, 1, 256])
-    plan = plan_tokens(PaddleArrays(), x, (16, 16), ToMeConfig(ratio=0.5), 0)
-    state.run.now.merge = Merge(state.block.path, plan, (2, 256), ToMeConfig(ratio=0.5))
+    plan = plan_tokens(paddle, x, (16, 16), ToMeConfig(ratio=0.5), 0)
+    state.run.now.merge = state.block.path, plan
     masked, merged = block.attn1(x, attention_mask=mask).numpy(), block.attn1(x).numpy()
     remove_patch(unet)
     assert close(masked, block.attn1(x).numpy())

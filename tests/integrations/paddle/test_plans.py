@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from integrations.portable.numpy_arrays import NumpyArrays
+from integrations.portable import numpy_arrays
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.integrations.paddle.arrays import PaddleArrays
 from tokenmerge.integrations.portable import (
     PLANNERS,
     Plan,
@@ -21,7 +20,7 @@ from tokenmerge.integrations.portable import (
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "portable" / "golden.npz"))
 GRIDS = {name: tuple(map(int, name.split("x"))) for name in GOLDEN if " " not in name}
-XP = PaddleArrays()
+XP = paddle
 
 
 def assert_same(ours, theirs):
@@ -48,9 +47,9 @@ def test_plans_are_those_of_numpy(planner, parts, grid):
     config = ToMeConfig(ratio=0.6, planner=planner)
     x = np.random.default_rng(0).standard_normal((2, grid[0] * grid[1], 8))
     ours = plan_tokens(XP, paddle.to_tensor(x), grid, config, 7, parts)
-    theirs = plan_tokens(NumpyArrays(), x, grid, config, 7, parts)
+    theirs = plan_tokens(numpy_arrays, x, grid, config, 7, parts)
     assert_same(ours, theirs)
-    y, numpy = paddle.to_tensor(x), NumpyArrays()
+    y, numpy = paddle.to_tensor(x), numpy_arrays
     np.testing.assert_allclose(merge(XP, ours, y).numpy(), merge(numpy, theirs, x), rtol=1e-12, atol=1e-12)
     kept = keep_destinations(numpy, theirs, x)
     np.testing.assert_array_equal(keep_destinations(XP, ours, y).numpy(), kept)
@@ -64,7 +63,7 @@ def test_equal_similarities_stay_in_order():
     config = ToMeConfig(ratio=0.5)
     assert_same(
         plan_tokens(XP, paddle.to_tensor(x), (16, 16), config, 0),
-        plan_tokens(NumpyArrays(), x, (16, 16), config, 0),
+        plan_tokens(numpy_arrays, x, (16, 16), config, 0),
     )
 
 

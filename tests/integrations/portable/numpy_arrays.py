@@ -1,51 +1,52 @@
-"""The reference that Paddle is compared with, and that PyTorch is compared with where Paddle is missing."""
+"""The reference that Paddle is compared with, and that PyTorch is compared with where Paddle is missing.
+
+The functions of Paddle that ``tokenmerge.integrations.portable`` calls, on arrays of NumPy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+from numpy import argmax, clip, max, ones, sqrt, take_along_axis  # noqa: F401
+
+float16, bfloat16 = np.dtype("float16"), object()  # NumPy has no bfloat16
 
 
-class NumpyArrays:
-    """The operations of ``tokenmerge.integrations.paddle.arrays.PaddleArrays`` on arrays of NumPy."""
+def to_tensor(values: np.ndarray, dtype: str, place: None) -> np.ndarray:
+    return np.asarray(values, dtype=dtype)
 
-    def index(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
-        return values
 
-    def count(self, shape: Sequence[int], like: np.ndarray) -> np.ndarray:
-        return np.ones(shape, dtype=np.float32)
+def gather(x: np.ndarray, index: np.ndarray) -> np.ndarray:
+    return x[index]
 
-    def take(self, x: np.ndarray, index: np.ndarray) -> np.ndarray:
-        return x[index]
 
-    def take_along(self, x: np.ndarray, index: np.ndarray) -> np.ndarray:
-        return np.take_along_axis(x, index, axis=1)
+def scatter(x: np.ndarray, index: np.ndarray, values: np.ndarray) -> np.ndarray:
+    x = x.copy()
+    x[index] = values
+    return x
 
-    def put(self, x: np.ndarray, index: np.ndarray, values: np.ndarray) -> np.ndarray:
-        x = x.copy()
-        x[index] = values
-        return x
 
-    def add(self, x: np.ndarray, index: np.ndarray, values: np.ndarray) -> np.ndarray:
-        x = x.copy()
-        np.add.at(x, index, values)
-        return x
+def index_add(x: np.ndarray, index: np.ndarray, axis: int, values: np.ndarray) -> np.ndarray:
+    assert axis == 0
+    x = x.copy()
+    np.add.at(x, index, values)
+    return x
 
-    def largest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return x.max(axis=-1), x.argmax(axis=-1)
 
-    def descending(self, x: np.ndarray) -> np.ndarray:
-        return np.argsort(-x, axis=-1, kind="stable")
+def argsort(x: np.ndarray, axis: int, descending: bool, stable: bool) -> np.ndarray:
+    assert descending
+    assert stable
+    return np.argsort(-x, axis=axis, kind="stable")
 
-    def length(self, x: np.ndarray) -> np.ndarray:
-        return np.maximum(np.sqrt((x * x).sum(axis=-1, keepdims=True)), np.finfo(x.dtype).tiny)
 
-    def concat(self, parts: Sequence[np.ndarray], axis: int) -> np.ndarray:
-        return np.concatenate(parts, axis=axis)
+def sum(x: np.ndarray, axis: int, keepdim: bool) -> np.ndarray:
+    return x.sum(axis=axis, keepdims=keepdim)
 
-    def exact(self, x: np.ndarray) -> np.ndarray:
-        return x.astype(np.promote_types(x.dtype, np.float32))
 
-    def as_type(self, x: np.ndarray, like: np.ndarray) -> np.ndarray:
-        return x.astype(like.dtype)
+def concat(parts: Sequence[np.ndarray], axis: int) -> np.ndarray:
+    return np.concatenate(parts, axis=axis)
+
+
+def cast(x: np.ndarray, dtype: str | np.dtype) -> np.ndarray:
+    return x.astype(dtype)

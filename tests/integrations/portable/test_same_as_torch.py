@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from integrations.portable.numpy_arrays import NumpyArrays
+from integrations.portable import numpy_arrays
 from planned import plan_by
 
 from tokenmerge import ToMeConfig, ops
@@ -13,13 +13,12 @@ from tokenmerge.integrations.portable import (
     merge,
     own_cell,
     partition,
-    repeated,
     shared_features,
     step_number,
     unmerge,
 )
 
-XP = NumpyArrays()
+XP = numpy_arrays
 GRIDS = [(16, 16), (17, 13), (4, 70), (40, 36)]
 CELLS = [(2, 2), (3, 4), (1, 2)]
 
@@ -106,15 +105,6 @@ def test_plans_shared_by_guidance_are_the_same():
     ours = portable.plan_tokens(XP, x, grid, config, step_number(5.0), parts=2)
     theirs = plan_by("tome", shared, (1, *grid), config, torch_step(5.0)).repeated(2)
     assert_same(ours, theirs)
-
-
-def test_a_repeated_plan_says_the_same_for_each_part():
-    grid = (16, 16)
-    plan = portable.plan_tokens(XP, features(grid, batch=1), grid, ToMeConfig(ratio=0.5), 0)
-    x = features(grid, batch=3)
-    together = merge(XP, repeated(XP, plan, 3), x)
-    for i in range(3):
-        np.testing.assert_array_equal(together[i : i + 1], merge(XP, plan, x[i : i + 1]))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenmerge.errors import ConfigError
@@ -51,7 +51,8 @@ def install(path: str | Path) -> list[Path]:
         if file.is_file() and "__pycache__" not in file.parts
     )
     try:
-        _check(target, files)
+        if (problem := next(_problems(target, files), None)) is not None:
+            raise ConfigError(f"path: {problem}, then run this command again")
         # ComfyUI loads nothing from a folder with this ending.
         with tempfile.TemporaryDirectory(prefix=f"{NAME}-", suffix=".disabled", dir=folder) as unfinished:
             made = Path(unfinished) / NAME
@@ -72,26 +73,17 @@ def install(path: str | Path) -> list[Path]:
     return [target / file for file in files]
 
 
-def _check(target: Path, files: Sequence[Path]) -> None:
-    """Refuse links, and a folder that is not one of this node.
-
-    Raises:
-        ConfigError: one of them is in the place of the folder or of something in it.
-    """
+def _problems(target: Path, files: Sequence[Path]) -> Iterator[str]:
+    """Yield what is in the place of the folder or of something in it, and what to do about that."""
     for place in (target, *sorted({target / part for file in files for part in (file.parent, file)})):
         if place.is_symlink() or getattr(os.path, "isjunction", lambda _: False)(place):
-            raise ConfigError(f"path: {place} is a link; remove it, then run this command again")
+            yield f"{place} is a link; remove it"
         if place.exists() and place.is_dir() == (place.relative_to(target) in files):
-            raise ConfigError(
-                f"path: {place} is in the way; move it to another place, then run this command again"
-            )
+            yield f"{place} is in the way; move it to another place"
     if target.exists() and any(target.iterdir()):
         facts = target / "pyproject.toml"
         if not facts.exists() or _OURS not in facts.read_bytes().splitlines():
-            raise ConfigError(
-                f"path: {target} holds files that are not of this node; move it to another place, then run "
-                "this command again"
-            )
+            yield f"{target} holds files that are not of this node; move it to another place"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -26,10 +26,19 @@ class Block:
     layout: Layout | None = None  # layout of the block's call in a transformer; None in a UNet
 
     @property
+    def merging(self) -> Any:
+        """The module whose tokens merge: the whole block, or the self-attention of a UNet's block."""
+        return self.module.attn1 if self.layout is None else self.module
+
+    @property
     def channels(self) -> int:
         """Channels of its tokens; 0 if its weights do not say."""
-        attention = self.module if self.layout is not None else self.module.attn1
-        return min((weight.shape[1] for weight in attention.parameters() if weight.ndim == 2), default=0)
+        return min((weight.shape[1] for weight in self.merging.parameters() if weight.ndim == 2), default=0)
+
+    @property
+    def amount(self) -> Amount:
+        """The work on its tokens, of what merges."""
+        return Amount(per_token=weights_of(self.merging), per_pair=2 * self.channels)
 
     @property
     def heads(self) -> int:
@@ -39,13 +48,7 @@ class Block:
         return next((heads for heads in found if isinstance(heads, int)), 0)
 
 
-class Stage(NamedTuple):
-    """A stage of a UNet, by ComfyUI's name and number for it."""
-
-    way: str
-    number: int
-    module: nn.Module
-    level: int
+Stage = tuple[str, int, nn.Module, int]  # of a UNet: ComfyUI's name and number for it, module and level
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Cut:
     transformers: int  # number of transformers up to there
 
     def runs(self, way: str, number: int) -> bool:
-        """Return whether a block, by ComfyUI's name and number, is at the finest level."""
+        """Return whether a stage, by ComfyUI's name and number, is at the finest level."""
         return number >= self.output if way == "output" else way == "input" and number < self.inputs
 
 
@@ -65,8 +68,8 @@ class Cut:
 class Target:
     """A model in which tokens can merge."""
 
-    name: str  # name of its class
-    blocks: tuple[Block, ...]  # blocks that can merge, in the order in which they run
+    name: str  # of its class
+    blocks: tuple[Block, ...]  # in the order in which they run
     # Frames, rows and columns of latent positions that make one token at level 1.
     patch: tuple[int, int, int] = (1, 1, 1)
     cut: Cut | None = None  # in a UNet with several levels, for steps that skip its deep stages
@@ -104,10 +107,7 @@ _WAN = Layout("img", token_arguments=(TokenArgument("pe", axes=(1,), batched=Tru
 # Transformers whose blocks ComfyUI lets a node replace, by the names of their classes. For each list of
 # blocks: the attribute that has it, ComfyUI's name for one, and the layout of its call.
 _REPLACEABLE: Mapping[tuple[str, ...], Sequence[tuple[str, str, Layout]]] = {
-    ("Flux", "Chroma"): [
-        ("double_blocks", "double_block", _FLUX),
-        ("single_blocks", "single_block", _FLUX),
-    ],
+    ("Flux", "Chroma"): [("double_blocks", "double_block", _FLUX), ("single_blocks", "single_block", _FLUX)],
     ("MMDiT",): [("joint_blocks", "double_block", Layout("img"))],
     ("QwenImageTransformer2DModel",): [("transformer_blocks", "double_block", _FLUX)],
     ("WanModel",): [("blocks", "double_block", _WAN)],
@@ -116,8 +116,6 @@ _REPLACEABLE: Mapping[tuple[str, ...], Sequence[tuple[str, str, Layout]]] = {
         ("single_blocks", "single_block", _HUNYUAN),
     ],
 }
-# ComfyUI's names for the first part of the path of a UNet's block.
-_WAYS: Mapping[str, str] = {"input_blocks": "input", "middle_block": "middle", "output_blocks": "output"}
 
 
 def find_target(model: Any) -> Target:
@@ -129,14 +127,15 @@ def find_target(model: Any) -> Target:
     root = getattr(getattr(model, "model", None), "diffusion_model", None)
     name = type(root).__name__
     if is_a(root, *compvis.CLASSES) and hasattr(root, "input_blocks"):
-        blocks = [
-            Block(_unet_key(block.path), block.module, block.level)
+        blocks = tuple(
+            Block((*_key(block.path), int(block.path.rpartition(".")[2])), block.module, block.level)
             for block in compvis.describe(root).blocks
             if not getattr(block.module, "disable_self_attn", False)
-        ]
+        )
         if blocks:
-            cut = _cut(stages := _stages(root))
-            return Target(name, tuple(blocks), cut=cut, work=_work_of_unet(stages, blocks, cut))
+            stages = [(*_key(path), stage, level) for path, stage, level in compvis.stages_of(root)]
+            cut = _cut(stages)
+            return Target(name, blocks, cut=cut, work=_work_of_unet(stages, blocks, cut))
     for classes, lists in _REPLACEABLE.items():
         if is_a(root, *classes):
             found = tuple(
@@ -152,37 +151,21 @@ def find_target(model: Any) -> Target:
     )
 
 
-def _unet_key(path: str) -> tuple[str, int, int]:
-    """Return ComfyUI's (way, number, number within) of a block, from its path."""
-    way, *within = path.split(".")
-    return _WAYS[way], 0 if way == "middle_block" else int(within[0]), int(within[-1])
-
-
-def _stages(unet: Any) -> list[Stage]:
-    """Return the stages in the order in which they run. Downsamplers and upsamplers change the level."""
-    found, level = [], 1
-    for number, stage in enumerate(unet.input_blocks):
-        level *= 1 + _has(stage, "Downsample")
-        found.append(Stage("input", number, stage, level))
-    found.append(Stage("middle", 0, unet.middle_block, level))
-    for number, stage in enumerate(unet.output_blocks):
-        found.append(Stage("output", number, stage, level))
-        level //= 1 + _has(stage, "Upsample")
-    return found
-
-
-def _has(module: Any, name: str) -> bool:
-    return any(is_a(part, name) for part in module.modules())
+def _key(path: str) -> tuple[str, int]:
+    """Return ComfyUI's name and number of a UNet's stage, from the path of the stage or of a block in it."""
+    parts = path.split(".")
+    return parts[0].partition("_")[0], 0 if parts[0] == "middle_block" else int(parts[1])
 
 
 def _cut(stages: Sequence[Stage]) -> Cut | None:
     """Return the cut above the deep stages; None: there is one level alone."""
-    inputs = sum(stage.level == 1 for stage in stages if stage.way == "input")
-    outputs = [stage.number for stage in stages if stage.way == "output" and stage.level == 1]
-    if not inputs or not outputs or all(stage.level == 1 for stage in stages):
+    finest = [(way, number) for way, number, _, level in stages if level == 1]
+    inputs = sum(way == "input" for way, _ in finest)
+    outputs = [number for way, number in finest if way == "output"]
+    if not inputs or not outputs or len(finest) == len(stages):
         return None
-    before = [stage.module for stage in stages if stage.way != "output" or stage.number < outputs[0]]
-    transformers = sum(is_a(part, "SpatialTransformer") for module in before for part in module.modules())
+    before = [stage for way, number, stage, _ in stages if way != "output" or number < outputs[0]]
+    transformers = sum(is_a(part, "SpatialTransformer") for stage in before for part in stage.modules())
     return Cut(inputs, outputs[0], transformers)
 
 
@@ -191,11 +174,7 @@ def _work_of_unet(stages: Sequence[Stage], blocks: Sequence[Block], cut: Cut | N
     shares: list[Share] = []
     for way, number, module, level in stages:
         part: Part = "always" if cut is None else "finest" if cut.runs(way, number) else "deep"
-        own = [block for block in blocks if block.key[:2] == (way, number)]
-        merging = Amount(
-            per_token=sum(weights_of(block.module.attn1) for block in own),
-            per_pair=sum(2 * block.channels for block in own),
-        )
+        merging = sum((block.amount for block in blocks if block.key[:2] == (way, number)), Amount())
         rest = Amount(per_token=weights_of(module) - merging.per_token)
         shares += [Share(part, level, frozenset(), rest), Share(part, level, frozenset({"layers"}), merging)]
     return Work(tuple(shares))
@@ -203,10 +182,8 @@ def _work_of_unet(stages: Sequence[Stage], blocks: Sequence[Block], cut: Cut | N
 
 def _work_of_transformer(root: Any, blocks: Sequence[Block]) -> Work:
     """Return how the work of a transformer's call is shared."""
-    inside = sum(weights_of(block.module) for block in blocks)
-    pairs = sum(2 * block.channels for block in blocks)
-    rest = Amount(per_token=max(0, weights_of(root) - inside))
-    merging = Amount(per_token=inside, per_pair=pairs)
+    merging = sum((block.amount for block in blocks), Amount())
+    rest = Amount(per_token=max(0, weights_of(root) - merging.per_token))
     return Work((Share("always", 1, frozenset(), rest), Share("blocks", 1, frozenset({"block"}), merging)))
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.integrations.comfyui import stages, unet
-from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step, step_in
+from tokenmerge.integrations.comfyui import unet
+from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step, running_in, step_in
 from tokenmerge.integrations.comfyui.settings import Settings, beside
 from tokenmerge.integrations.comfyui.transformer import ReplacedBlock
 
@@ -40,11 +41,11 @@ def patched(model: Any, settings: Settings) -> Any:
             assert block.layout is not None
             clone.set_model_patch_replace(ReplacedBlock(block.key, block.layout, inner), "dit", *block.key)
     options = clone.model_options["transformer_options"]
-    before = options.get(_ATTENTION)
+    before = options.pop(_ATTENTION, None)
     before = before.before if isinstance(before, WeighedAttention) else before
-    options.pop(_ATTENTION, None)
-    if settings.config.proportional or before is not None:
-        options[_ATTENTION] = WeighedAttention(before) if settings.config.proportional else before
+    attention = WeighedAttention(before) if settings.config.proportional else before
+    if attention is not None:
+        options[_ATTENTION] = attention
     return clone
 
 
@@ -66,29 +67,22 @@ class WeighedAttention:
         **more: Any,
     ) -> Tensor:
         """Attention with log(size) added to the logits, if the keys are merged tokens."""
-        step = step_in(more.get("transformer_options"))
+        _, running = running_in(more.get("transformer_options"))
         tokens = k.shape[2] if more.get("skip_reshape") else k.shape[1]
-        running = None if step is None else step.running
         bias = None if running is None else running.bias(k, tokens)
         if bias is not None:
             mask = bias if mask is None else _joined(mask, bias)
-            function = _taking_masks(function)
+            if "sage" in getattr(function, "__name__", ""):  # SageAttention ignores masks
+                function = getattr(function, "__globals__", {}).get("attention_pytorch", function)
         if self.before is not None:
-            return self.before(function, q, k, v, heads, mask=mask, **more)
+            function = functools.partial(self.before, function)
         return function(q, k, v, heads, mask=mask, **more)
 
 
 def _joined(mask: Tensor, bias: Tensor) -> Tensor:
     """Return a mask plus a bias ``[b, 1, n]``. The mask may lack a batch axis or have an axis for heads."""
     bias = bias.unsqueeze(1) if mask.ndim == 4 else bias
-    return bias.masked_fill(~mask, float("-inf")) if mask.dtype.is_floating_point is False else mask + bias
-
-
-def _taking_masks(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the function, or PyTorch's attention in place of SageAttention, which ignores masks."""
-    if "sage" not in getattr(function, "__name__", ""):
-        return function
-    return getattr(function, "__globals__", {}).get("attention_pytorch", function)
+    return mask + bias if mask.is_floating_point() else bias.masked_fill(~mask, float("-inf"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +145,7 @@ class _Wrappers:
         arguments = *first, {**options, "patches": unet.innermost(options.get("patches", {}))}
         if target.cut is None or not step.sampling.decision.caches:
             return executor(*arguments, **named)
-        return stages.call(executor, target.cut, step.sampling, arguments, named)
+        return unet.call_stages(executor, target.cut, step.sampling, arguments, named)
 
 
 def _replaced_in(options: dict[str, Any]) -> frozenset[Hashable]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tokenmerge.config import MergeSettings
 from tokenmerge.integrations.comfyui.models import Block, weights_of
 from tokenmerge.integrations.comfyui.settings import Settings
+from tokenmerge.models.work import Amount
 from tokenmerge.ops import num_tokens
 from tokenmerge.planners import num_removed
 from tokenmerge.plans.generation import Runs, plan_generation
@@ -21,28 +22,26 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
     target = settings.target
     frames, rows, columns = target.grid(latent)
     settings = settings.for_sampling((frames, rows, columns), _STEPS, None)
-    config = settings.config
-    side = f"{latent[-2]} × {latent[-1]}"
-    lines, dense, merged = [], 0.0, 0.0
+    config, default = settings.config, settings.default
+    asked = f"planner {config.planner}, ratio {config.ratio:g}"
+    if default is not None:
+        asked = f"{default.name}, in an example of {_STEPS} steps"
+    size = f"latents {latent[-2]} × {latent[-1]}"
+    lines, dense, merged = [f"{target.name}, {size}: {_WHERE[config.scope]} merge, {asked}"], 0.0, 0.0
+    unless = f", unless regrouped by {settings.regroup}" if settings.regroup else ""
     for level in target.levels:
         blocks = [block for block in target.blocks if block.level == level]
         grid = (frames, -(-rows // level), -(-columns // level))
         own = max((phase.at_level(level) for phase in config.phases()), key=lambda own: own.ratio)
-        n = num_tokens(grid)
-        r = num_removed(grid, own) if level <= settings.deepest_level and own.ratio else 0
-        at = f"level {level}: " if target.is_unet else ""
+        n, r = num_tokens(grid), num_removed(grid, own) if level <= settings.deepest_level else 0
+        where = f"level {level}: " if target.is_unet else ""
+        where += f"{len(blocks)} block{'s' * (len(blocks) > 1)}"
         if r == 0:
-            lines.append(f"{at}{_blocks(blocks)} dense, {n} tokens")
+            lines.append(f"{where} dense, {n} tokens")
             continue
+        lines.append(f"{where} merged, {n} → {n - r} tokens{unless}")
         own_dense, own_merged = _operations(blocks, own, n, n - r)
         dense, merged = dense + own_dense, merged + own_merged
-        unless = f", unless regrouped by {settings.regroup}" if settings.regroup else ""
-        lines.append(f"{at}{_blocks(blocks)} merged, {n} → {n - r} tokens{unless}")
-    where = _WHERE[config.scope]
-    asked = f"planner {config.planner}, ratio {config.ratio:g}"
-    if settings.default is not None:
-        asked = f"{settings.default.name}, in an example of {_STEPS} steps"
-    head = f"{target.name}, latents {side}: {where} merge, {asked}"
     if dense:
         lines.append(
             f"Merged parts take {1 - merged / dense:.0%} fewer operations on the picture's tokens in a step "
@@ -60,8 +59,7 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
     lines += _step_reuse(settings)
     if (settings.start, settings.end) != (0, 1):
         lines.append(f"All this holds from {settings.start:.0%} to {settings.end:.0%} of the sampling.")
-    lines += settings.notes
-    return "\n".join([head, *lines])
+    return "\n".join([*lines, *settings.notes])
 
 
 def _step_reuse(settings: Settings) -> list[str]:
@@ -71,28 +69,21 @@ def _step_reuse(settings: Settings) -> list[str]:
         return ["All steps run the whole model."] if settings.alone else []
     ran = Counter(step.runs for step in plan_generation(config, _STEPS))
     what = "the deep stages" if target.is_unet else "the blocks"
-    complete, least = ran[Runs.EVERYTHING], ran[Runs.LEAST]
-    lines = [f"Of {_STEPS} steps, {complete} run the whole model, and the others skip {what}."]
-    if target.is_unet and least:
-        lines.append(f"{least} of them skip the finest level too.")
+    lines = [f"Of {_STEPS} steps, {ran[Runs.EVERYTHING]} run the whole model, and the others skip {what}."]
+    if target.is_unet and ran[Runs.LEAST]:
+        lines.append(f"{ran[Runs.LEAST]} of them skip the finest level too.")
     return lines
-
-
-def _blocks(blocks: Sequence[Block]) -> str:
-    return f"{len(blocks)} block{'s' * (len(blocks) > 1)}"
 
 
 def _operations(blocks: Sequence[Block], settings: MergeSettings, n: int, m: int) -> tuple[float, float]:
     """Multiply-accumulates of the merged parts of blocks, on the tokens of one image, dense and merged."""
-    whole, keys = settings.scope == "block", settings.scope == "keys"
+    layers, keys = settings.scope == "layers", settings.scope == "keys"
     # With scope "keys", queries and the output have all tokens: half of the weights, all rows of pairs.
     rows, dense, merged = n if keys else m, 0.0, 0.0
     for block in blocks:
-        weights, pairs = 0, 2 * block.channels if whole or keys or settings.merge_attn else 0
-        if pairs:
-            weights += weights_of(block.module if whole else block.module.attn1)
-        if settings.scope == "layers" and settings.merge_crossattn and block.module.attn2 is not None:
-            weights += weights_of(block.module.attn2.to_q) + weights_of(block.module.attn2.to_out)
-        dense += weights * n + pairs * n * n
-        merged += weights * (rows + m) / 2 + pairs * rows * m
+        own = Amount() if layers and not settings.merge_attn else block.amount
+        if layers and settings.merge_crossattn and (cross := block.module.attn2) is not None:
+            own += Amount(per_token=weights_of(cross.to_q) + weights_of(cross.to_out))
+        dense += own.at(n)
+        merged += own.per_token * (rows + m) / 2 + own.per_pair * rows * m
     return dense, merged

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from tokenmerge.config import GUIDED_PLANNERS, MergeSettings
-from tokenmerge.integrations.comfyui.reuse import BlockRuns
 from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.ops import Plan, bits, shared_features
 from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge.plans.generation import Merging
+from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
 from tokenmerge.runtime.steps.guidance import importance_of_tokens
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, ends_clean
 from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
@@ -24,15 +24,14 @@ from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
 KEY = "tokenmerge"
 _log = logging.getLogger(KEY)
 Grid = tuple[int, int, int]
+Tokens = tuple[Tensor | None, ...]  # of image and text
 
 
 class Sampling:
     """State that outlives a step. Each sampling has its own, even on the same clone of a model.
 
-    Args:
-        settings: settings of the model.
-        sigmas: noise levels of the steps; empty: unknown.
-        guidance: scale of classifier-free guidance; None: unknown.
+    ``sigmas`` are the noise levels of the steps; empty: unknown. ``guidance`` is the scale of classifier-free
+    guidance; None: unknown.
     """
 
     def __init__(
@@ -43,12 +42,12 @@ class Sampling:
         self._sigmas, self._guidance = sigmas, guidance
         self._grid: Grid | None = None
         self._said: set[str] = set()
-        self._generation = Generation(0)
+        self.generation = Generation(0)
         self.forget()
 
     def forget(self) -> None:
         """Drop everything that is cached."""
-        self._tracker = StepTracker()
+        self.tracker = StepTracker()
         self.decision = Decision()  # what the running call of the model runs and merges
         self.plans: dict[Hashable, Plan] = {}  # by block, made for the images of one prompt
         self.guidance_change: Tensor | None = None  # of the last step; None: unknown
@@ -69,31 +68,17 @@ class Sampling:
         The first step chooses the settings, for the token grid of its latents.
         """
         grid = self.settings.target.grid(latent)
-        if self._grid is None or (self._grid != grid and self._asked.default is not None):
-            self._grid = grid
-            clean = ends_clean(self._sigmas)
+        if self._grid != grid:
+            self._grid, clean = grid, ends_clean(self._sigmas)
             self.settings = self._asked.for_sampling(grid, self.steps, self._guidance, clean)
         index = min(max(0, sum(sigma <= known for known in self._sigmas) - 1), self.steps - 1)
-        if index < self._tracker.index:
+        if index < self.tracker.index:
             self.forget()  # the solver begins anew
         return index
 
-    def begin_call(self, index: int, plan_for: object, same: tuple[object, ...]) -> None:
-        """Decide what a call of the model runs and merges in a step.
-
-        Plans of another purpose than ``plan_for`` are dropped, and so are those that are too old. ``same`` is
-        what residuals depend on: prompts, and shape and place of the latents. Those of a call with another
-        value are not reused.
-        """
-        config, tracker = self.settings.config, self._tracker
-        tracker.begin_call(DenoisingStep(index, self.steps, self._generation))
-        if tracker.call == 0 and tracker.plans(config.plans.every, plan_for):
-            self.plans.clear()
-        self.decision = decide(config, tracker, same)
-
     def in_call(self, part: Hashable) -> Hashable:
         """Return the key of a part of the model in the running call."""
-        return self._tracker.call, part
+        return self.tracker.call, part
 
     def of(self, part: Hashable) -> Any:
         """Return the residual of a part of the model, from the same call of an earlier step."""
@@ -104,17 +89,86 @@ class Sampling:
         self.residuals[self.in_call(part)] = residual
 
 
+class BlockRuns:
+    """The blocks of transformers that one sampling skips in runs, by key; each call in a step has its own.
+
+    In a step that skips a run, its first block adds the extrapolated sum of what the blocks of the run added
+    in complete steps; the other blocks return their input. The sum does not include what a ControlNet adds
+    between two blocks, since ComfyUI also adds it in steps that skip the blocks. Anything else between two
+    blocks begins a new run.
+    """
+
+    def __init__(self) -> None:
+        # By block, the residual of the run that begins with it, and the number of blocks in it. None: another
+        # block begins the run.
+        self._known: dict[Hashable, tuple[Residual | None, int]] = {}
+        self._open()
+
+    def _open(self) -> None:
+        # Consecutive blocks of this call, each on the very tensors that the last one returned; what the last
+        # one returned; and what all of them added, in float32, since half precision would lose some of it.
+        # None: a block returned no text.
+        self._blocks: list[Hashable] = []
+        self._returned: Tokens = None, None
+        self._added: Tokens = None, None
+
+    def call(
+        self,
+        block: Hashable,
+        distance: Tensor | None,
+        arguments: dict[str, Any],
+        run: Callable[[dict[str, Any]], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """Return the result of a block, extrapolated by a distance; None: ``run`` computes it.
+
+        The key of the ``block`` tells calls of the model in a step apart. ``run`` may change image and text.
+        """
+        image, text = arguments["img"], arguments.get("txt")
+        if distance is not None and block in self._known:
+            residual, _ = self._known[block]
+            if residual is not None:
+                image, changed = extrapolated(residual, (image, text), distance)
+                text = text if changed is None else changed
+            return {"img": image, "txt": text}
+        # ComfyUI's blocks add to their input in place. The copies keep the input for the difference.
+        copies = {name: arguments[name].clone() for name in ("img", "txt") if arguments.get(name) is not None}
+        result = run({**arguments, **copies})
+        new_image, new_text = result["img"], result.get("txt")
+        last_image, last_text = self._returned
+        if image is not last_image or not (text is last_text or new_text is None):
+            self.finish()
+        added: Tokens = (new_image - image).float(), None if new_text is None else (new_text - text).float()
+        if self._blocks:
+            sums = zip(self._added, added, strict=True)
+            added = tuple(None if one is None or other is None else one.add_(other) for one, other in sums)
+        self._blocks.append(block)
+        self._returned, self._added = (new_image, new_text), added
+        return result
+
+    def finish(self) -> None:
+        """Cache the residual of the blocks that have run, if there are any."""
+        image, _ = self._returned
+        if image is not None:
+            first, *others = self._blocks
+            added = (None if total is None else total.to(image.dtype) for total in self._added)
+            before, blocks = self._known.get(first, (None, 0))
+            before = before if blocks == len(self._blocks) else None
+            self._known |= dict.fromkeys(others, (None, 0))
+            self._known[first] = updated(before, tuple(added)), len(self._blocks)
+        self._open()
+
+
 class Step:
     """One evaluation of all prompts on one latent: ComfyUI's ``calc_cond_batch``.
 
     Args:
         sampling: the sampling that it belongs to.
         sigma: noise level.
-        timestep: the timestep that the model is called with; random draws depend on it.
+        timestep: what the model is called with; random draws depend on it.
         latent: shape of the latents.
-        whole: whether every prompt is for the whole picture, so that all prompts get the same latents.
-        replaced: (``"attn1"`` or ``"attn2"``, ComfyUI's name and numbers of a block) of the layers of a UNet
-            that another node replaces; they stay dense.
+        whole: whether every prompt is for the whole picture, so that all of them get the same latents.
+        replaced: ``"attn1"`` or ``"attn2"`` and ComfyUI's name and numbers of each block of a UNet in which
+            another node replaces this layer; it stays dense.
     """
 
     def __init__(
@@ -126,55 +180,56 @@ class Step:
         whole: bool,
         replaced: frozenset[Hashable],
     ) -> None:
-        self._index = sampling.begin_step(sigma, latent)
+        index = sampling.begin_step(sigma, latent)
         self.sampling, self.settings, self._replaced = sampling, sampling.settings, replaced
+        self._step = DenoisingStep(index, sampling.steps, sampling.generation)
         # Of the running call: the tokens at level 1, and whether reference pictures stand beside them.
         self.grid, self.has_references = self.settings.target.grid(latent), False
         self.running: Running | None = None  # what the running block merges; None: it is dense
         self._seed = bits(timestep.float().max())
         self._whole = whole and self.settings.config.plans.guidance
         self._calls = -1
-        self._config = self.settings.config.at_step(self._index, sampling.steps)
+        self._config = self.settings.config.at_step(index, sampling.steps)
         self._plan_for = tuple(latent), self._config
 
     def begin_call(self, latent: Sequence[int], options: Mapping[str, Any] | None = None) -> None:
-        """Prepare a call of the model. ComfyUI may call it for each prompt, and for parts of the picture."""
+        """Decide what a call of the model runs and merges.
+
+        ComfyUI may call it for each prompt, and for parts of the picture.
+        """
         self._calls += 1
         self.grid, self.has_references = self.settings.target.grid(latent), False
         self.running = None
-        options = options or {}
+        sampling, config, options = self.sampling, self.settings.config, options or {}
+        sampling.tracker.begin_call(self._step)
+        if sampling.tracker.call == 0 and sampling.tracker.plans(config.plans.every, self._plan_for):
+            sampling.plans.clear()
+        # Residuals depend on the prompts, and on shape and place of the latents.
         window = getattr(options.get("context_window"), "index_list", ())
-        same = (*latent, *options.get("uuids", ()), *window)
-        self.sampling.begin_call(self._index, self._plan_for, same)
+        shape = (*latent, *options.get("uuids", ()), *window)
+        sampling.decision = decide(config, sampling.tracker, shape)
 
     def is_replaced(self, layer: str, block: tuple[Any, ...]) -> bool:
         """Return whether another node replaces a layer of a block, or all of its transformer."""
         return not self._replaced.isdisjoint(((layer, *block), (layer, *block[:2])))
 
     def at(self, level: int) -> MergeSettings:
-        """Return the settings of a level in this step."""
+        """Return the settings of a level."""
         return self._config.at_level(level)
 
     def merges(self, grid: Grid, level: int) -> bool:
-        """Return whether tokens of a grid merge at a level in this step, unless it is a correction step."""
-        settings = self.at(level)
-        within = level <= self.settings.deepest_level
-        dense = self.sampling.decision.merging is Merging.DENSE
-        return within and not dense and bool(settings.ratio) and num_removed(grid, settings) > 0
+        """Return whether tokens of a grid merge at a level, unless this is a correction step."""
+        if level > self.settings.deepest_level or self.sampling.decision.merging is Merging.DENSE:
+            return False
+        return num_removed(grid, self.at(level)) > 0
 
     def plan(self, place: Hashable, features: Tensor, grid: Grid, level: int, prompts: int) -> Plan:
-        """Return the plan of a block in which tokens merge.
+        """Return the plan of a block in which tokens merge; blocks of the same ``place`` share it.
 
-        Args:
-            place: key of the block, or of the blocks that share a plan.
-            features: ``[b, n, c]``, with the images of each prompt in a row.
-            grid: (frames, rows, columns) of the n tokens.
-            level: level of the block.
-            prompts: number of prompts in the batch.
+        The features ``[b, n, c]`` of the grid have the images of each of the ``prompts`` in a row.
         """
         copies = prompts if self._whole and len(features) % prompts == 0 else 1
-        images = len(features) // copies
-        key = (place, images, grid, None if self._whole else self._calls)
+        key = place, len(features) // copies, grid, None if self._whole else self._calls
         plans = self.sampling.plans
         if key not in plans:
             alike = shared_features(features, copies) if copies > 1 else features
@@ -182,23 +237,22 @@ class Step:
         return plans[key] if copies == 1 else plans[key].repeated(copies)
 
     def _planned(self, features: Tensor, grid: Grid, settings: MergeSettings) -> Plan:
-        seed, name, more = self._seed.to(features.device), settings.planner, []
-        if name in GUIDED_PLANNERS:
-            change = self.sampling.guidance_change
+        planner, change, importance = settings.planner, self.sampling.guidance_change, None
+        if planner in GUIDED_PLANNERS:
             importance = None if change is None else importance_of_tokens(change, grid)
             if importance is None or importance.shape != features.shape[:2]:
-                name = "tome"  # as in the first step, before guidance has changed anything
-            else:
-                more = [importance.to(features.device)]
-        return PLANNERS[name](features, grid, num_removed(grid, settings), settings, seed, *more)
+                planner, importance = "tome", None  # as before guidance has changed anything
+        more = [] if importance is None else [importance.to(features.device)]
+        r, seed = num_removed(grid, settings), self._seed.to(features.device)
+        return PLANNERS[planner](features, grid, r, settings, seed, *more)
 
 
 @dataclasses.dataclass(eq=False)
 class Running:
     """What the running block merges."""
 
-    plan: Plan | None  # which tokens merge; None: this is a correction, and the block runs dense
-    settings: MergeSettings  # settings of its level
+    plan: Plan | None  # None: this is a correction, and the block runs dense
+    settings: MergeSettings  # of its level
     text_first: bool = True  # whether text comes before the image if they share a sequence
     block: tuple[Any, ...] = ()  # ComfyUI's name and numbers for a block of a UNet
     # Name of the running layer, if its tokens are merged or would be; None otherwise.
@@ -213,19 +267,25 @@ class Running:
         """
         if self.plan is None or not self.weighs:
             return None
-        sizes = self.plan.sizes
-        text = tokens - sizes.shape[1]
-        if text < 0 or len(keys) != len(sizes):
+        images, m = self.plan.sizes.shape
+        text = tokens - m
+        if text < 0 or len(keys) != images:
             return None
         self.weighs = False
         beside = (text, 0) if self.text_first else (0, text)
-        return F.pad(sizes.log(), beside).to(keys.dtype).unsqueeze(1)
+        return F.pad(self.plan.sizes.log(), beside).to(keys.dtype).unsqueeze(1)
 
 
 def step_in(options: Any) -> Step | None:
     """Return the running step, from ComfyUI's ``transformer_options``; None: nothing merges."""
     step = (options or {}).get(KEY)
     return step if isinstance(step, Step) else None
+
+
+def running_in(options: Any) -> tuple[Any, Running | None]:
+    """Return the running step, and what the running block merges; None: it is dense."""
+    step = step_in(options)
+    return step, None if step is None else step.running
 
 
 def prompts_in(options: dict[str, Any]) -> int:

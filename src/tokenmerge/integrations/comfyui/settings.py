@@ -47,11 +47,10 @@ class Asked:
 class Settings:
     """The settings while a model samples."""
 
-    # Which tokens merge, where and how; of the default method, for a size and a number of steps.
-    config: ToMeConfig
+    config: ToMeConfig  # of the default method, for a size and a number of steps
     target: Target
-    start: float = 0.0  # share of the sampling, by noise, before which nothing merges
-    end: float = 1.0  # share of the sampling after which nothing merges
+    start: float = 0.0  # as for Asked
+    end: float = 1.0
     notes: tuple[str, ...] = ()  # how the method differs in ComfyUI, as sentences
     regroup: str = ""  # other nodes before self-attention, which may regroup its tokens, as HyperTile does
     alone: bool = True  # whether no other node skips whole steps, or may read self-attention in every step
@@ -96,17 +95,20 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
             f"{asked.end:g}; lower start_percent, or raise end_percent"
         )
     if asked.method == AUTO:
-        return _default(target, asked, device, dtype)
+        default = _default(target, asked, device, dtype)
+        config = default.default_settings
+        _applied(config, target, asked)  # for its errors; the default method needs no notes
+        return Settings(config, target, asked.start, asked.end, default=default)
     if asked.method not in METHODS:
         raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {asked.method!r}")
     config = _changed(getattr(presets, asked.method)(asked.ratio), asked)
     if asked.step_reuse == "on" and _can_skip(target):
         config = dataclasses.replace(config, reuse=StepReuse(every=_EVERY))
-    return _applied(config, target, asked)
+    config, notes = _applied(config, target, asked)
+    return Settings(config, target, asked.start, asked.end, notes)
 
 
-def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> Settings:
-    """Return the settings of the default method, as far as a node can apply them."""
+def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> DefaultMethod:
     attention = narrowest(
         ((block.channels, block.heads), (block.key[0], block.level))
         for block in target.blocks
@@ -123,18 +125,7 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
         number_bytes=2 * dtype.itemsize,
         fewest_tokens=fewest_tokens(device, dtype, 2 if target.is_unet else 1, *attention),
     )
-    default = DefaultMethod(asked.speedup, facts, (lambda config: _changed(config, asked),))
-    config = default.settings(default.facts)
-    _applied(config, target, asked)
-    return Settings(config, target, asked.start, asked.end, default=default)
-
-
-def _applied(config: ToMeConfig, target: Target, asked: Asked) -> Settings:
-    """Return the settings as far as ComfyUI lets a node apply them, with notes about the rest."""
-    notes: list[str] = []
-    change = _for_unet if target.is_unet else _for_transformer
-    config = change(config, target, asked, notes)
-    return Settings(config, target, asked.start, asked.end, tuple(notes))
+    return DefaultMethod(asked.speedup, facts, (lambda config: _changed(config, asked),))
 
 
 def _can_skip(target: Target) -> bool:
@@ -154,33 +145,32 @@ def _changed(config: ToMeConfig, asked: Asked) -> ToMeConfig:
     return dataclasses.replace(config, **changes)
 
 
-def _for_unet(config: ToMeConfig, target: Target, asked: Asked, notes: list[str]) -> ToMeConfig:
-    if config.scope not in ("layers", "keys"):
-        raise ConfigError(
-            f"scope: ComfyUI lets a node change the attention of a UNet and not its whole blocks, got "
-            f"{config.scope!r}, by method {asked.method!r}; take scope 'layers', or another method"
+def _applied(config: ToMeConfig, target: Target, asked: Asked) -> tuple[ToMeConfig, tuple[str, ...]]:
+    """Return the settings as far as ComfyUI lets a node apply them, with notes about the rest."""
+    notes: list[str] = []
+    if target.is_unet:
+        if config.scope not in ("layers", "keys"):
+            raise ConfigError(
+                f"scope: ComfyUI lets a node change the attention of a UNet and not its whole blocks, got "
+                f"{config.scope!r}, by method {asked.method!r}; take scope 'layers', or another method"
+            )
+        if config.merge_mlp and config.scope == "layers":
+            config = dataclasses.replace(config, merge_mlp=False)
+            notes.append("MLPs stay dense: ComfyUI lets a node change only the attention of a UNet.")
+        if target.levels[0] > config.max_downsample:
+            notes.append(f"Level {target.levels[0]} merges, which is the finest one with attention here.")
+    elif config.scope != "block":
+        if asked.scope != OF_METHOD or config.scope == "keys":
+            raise ConfigError(
+                "scope: ComfyUI lets a node replace whole blocks of this model and not the layers in them, "
+                f"got {config.scope!r}, by method {asked.method!r}; take scope 'block', or leave it to the "
+                "method" + (", and another method" if config.scope == "keys" else "")
+            )
+        config = dataclasses.replace(config, scope="block")
+        notes.append(
+            "Whole blocks merge: ComfyUI lets a node replace the blocks of this model, not their layers."
         )
-    if config.merge_mlp and config.scope == "layers":
-        config = dataclasses.replace(config, merge_mlp=False)
-        notes.append("MLPs stay dense: ComfyUI lets a node change only the attention of a UNet.")
-    if target.levels[0] > config.max_downsample:
-        notes.append(f"Level {target.levels[0]} merges, which is the finest one with attention here.")
-    return config
-
-
-def _for_transformer(config: ToMeConfig, target: Target, asked: Asked, notes: list[str]) -> ToMeConfig:
-    if config.scope == "block":
-        return config
-    if asked.scope != OF_METHOD or config.scope == "keys":
-        raise ConfigError(
-            "scope: ComfyUI lets a node replace whole blocks of this model and not the layers in them, got "
-            f"{config.scope!r}, by method {asked.method!r}; take scope 'block', or leave it to the method"
-            + (", and another method" if config.scope == "keys" else "")
-        )
-    notes.append(
-        "Whole blocks merge: ComfyUI lets a node replace the blocks of this model, not their layers."
-    )
-    return dataclasses.replace(config, scope="block")
+    return config, tuple(notes)
 
 
 def beside(settings: Settings, options: Mapping[str, Any]) -> Settings:
@@ -210,9 +200,9 @@ def beside(settings: Settings, options: Mapping[str, Any]) -> Settings:
         notes.append(
             f"Blocks that {later} replaced after Token Merging may not merge; place Token Merging after it."
         )
-    notes = [*settings.notes, *notes]
+    told = (*settings.notes, *notes)
     return dataclasses.replace(
-        settings, config=config, default=default, regroup=regroup, alone=alone, notes=tuple(notes)
+        settings, config=config, default=default, regroup=regroup, alone=alone, notes=told
     )
 
 

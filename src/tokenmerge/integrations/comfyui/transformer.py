@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.integrations.comfyui.sampling import Grid, Running, Step, prompts_in, step_in
+from tokenmerge.integrations.comfyui.sampling import Running, Step, prompts_in, step_in
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
 from tokenmerge.ops import num_tokens
@@ -49,36 +49,33 @@ class ReplacedBlock:
             result = block({**given, "img": given["img"].clone()})
             return result["img"], result.get("txt")
 
-        call, grid = HostCall(run, (), (), arguments), step.grid
-        if not self._can_merge(step, call, grid) or not step.merges(grid, 1):
-            return block(arguments)
-        tokens, n, sampling = self.layout.tokens_of(call), num_tokens(grid), step.sampling
-        if sampling.decision.merging is Merging.MEASURES:
-            image, text = call.result()
-            sampling.keep(self.key, added_to_image(self.layout, image, tokens, n))
-            return {"img": image, "txt": text}
-        place = "transformer" if step.settings.config.plans.blocks else self.key
-        prompts = prompts_in(arguments["transformer_options"])
-        plan = step.plan(place, self.layout.image(tokens, n), grid, 1, prompts)
-        settings, lost = step.at(1), sampling.of(self.key)
-        step.running = Running(plan, settings, self.layout.text == "first", weighs=settings.proportional)
-        try:
-            image, text = merged_call(call, self.layout, plan, settings.combine, change_only=True)
-        finally:
-            step.running = None
-        if lost is not None:
-            image = add_lost(self.layout, plan, image, lost, settings.combine)
-            sampling.keep(self.key, added_to_image(self.layout, image, tokens, n))
-        return {"img": image, "txt": text}  # None if a block returns no text, like the last one of SD 3
-
-    def _can_merge(self, step: Step, call: HostCall, grid: Grid) -> bool:
-        """Return whether the tokens of this call can merge."""
+        call, sampling, n = HostCall(run, (), (), arguments), step.sampling, num_tokens(step.grid)
         tokens = self.layout.tokens_of(call)
-        if self.key[0] == "double_block" and tokens.shape[1] != num_tokens(grid):
+        if self.key[0] == "double_block" and tokens.shape[1] != n:
             step.has_references = True  # single-stream blocks, which run later, cannot tell them from text
-        return not (
+        dense = (
             step.has_references or call.has(self.layout.dense_if) or _differs_by_frame(call.argument("vec"))
         )
+        if dense or not step.merges(step.grid, 1):
+            return block(arguments)
+        lost, measures = sampling.of(self.key), sampling.decision.merging is Merging.MEASURES
+        if measures:
+            image, text = call.result()
+        else:
+            place = "transformer" if step.settings.config.plans.blocks else self.key
+            prompts = prompts_in(arguments["transformer_options"])
+            plan = step.plan(place, self.layout.image(tokens, n), step.grid, 1, prompts)
+            settings, text_first = step.at(1), self.layout.text == "first"
+            step.running = Running(plan, settings, text_first, weighs=settings.proportional)
+            try:
+                image, text = merged_call(call, self.layout, plan, settings.combine, change_only=True)
+            finally:
+                step.running = None
+            if lost is not None:
+                image = add_lost(self.layout, plan, image, lost, settings.combine)
+        if measures or lost is not None:
+            sampling.keep(self.key, added_to_image(self.layout, image, tokens, n))
+        return {"img": image, "txt": text}  # None if a block returns no text, like the last one of SD 3
 
 
 def _differs_by_frame(modulation: Any) -> bool:

@@ -1,16 +1,30 @@
-"""Patches of the attention of UNets. They have no state: all of it is in the running step."""
+"""Patches of the attention of UNets, and steps that skip their deep stages, or the finest level too.
+
+The patches have no state: all of it is in the running step. A step that skips stages calls ComfyUI's own
+forward on a view of the UNet, in which the skipped blocks do nothing; no module changes. What they would have
+returned is extrapolated from the steps that ran them (DeepCache, arXiv 2312.00858; TaylorSeer, arXiv
+2503.06923).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.integrations.comfyui.sampling import Running, Step, prompts_in, step_in
+from tokenmerge.integrations.comfyui.models import Cut
+from tokenmerge.integrations.comfyui.sampling import Running, Sampling, Step, prompts_in, running_in, step_in
 from tokenmerge.models.layout import PLAIN
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.blocks.merged_call import add_lost, combined
+from tokenmerge.runtime.memory.reuse import extrapolated, updated
+
+# ComfyUI's patches that get what a block of the UNet returned.
+_AFTER_BLOCKS = ("input_block_patch", "input_block_patch_after_skip", "output_block_patch")
+# The parts whose results are cached.
+_DEEP, _FINEST = "deep", "finest"
 
 
 def before_attention(n: Tensor, context: Any, value: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -19,30 +33,28 @@ def before_attention(n: Tensor, context: Any, value: Any, options: dict[str, Any
     if step is None:
         return n, context, value
     step.running = running = _running(step, n, options)
-    settings = None if running is None else running.settings
-    if running is None or settings is None or not (settings.scope == "keys" or settings.merge_attn):
+    keys_alone = running is not None and running.settings.scope == "keys"
+    if running is None or not (keys_alone or running.settings.merge_attn):
         return n, context, value
-    if settings.scope == "layers":
+    if not keys_alone:
         running.merged = "attn1"
     if running.plan is None:
         return n, context, value
-    merged = combined(running.plan, n, settings.combine)
-    own = context is n  # otherwise another node has changed the keys
-    running.weighs = own and settings.proportional
-    if settings.scope == "keys":
-        return (n, merged, merged) if own else (n, context, value)
-    return (merged, merged, merged) if own else (merged, context, value)
+    merged = combined(running.plan, n, running.settings.combine)
+    if context is n:  # otherwise another node has changed the keys
+        running.weighs = running.settings.proportional
+        context = value = merged
+    return n if keys_alone else merged, context, value
 
 
 def before_cross_attention(
     n: Tensor, context: Any, value: Any, options: dict[str, Any]
 ) -> tuple[Any, Any, Any]:
     """``attn2_patch``: merge the queries of cross-attention."""
-    step = step_in(options)
-    running = None if step is None else step.running
+    step, running = running_in(options)
     if running is None or running.settings.scope == "keys" or not running.settings.merge_crossattn:
         return n, context, value
-    if step is not None and step.is_replaced("attn2", running.block):
+    if step.is_replaced("attn2", running.block):
         return n, context, value
     running.merged, running.weighs = "attn2", False
     if running.plan is None:
@@ -52,9 +64,8 @@ def before_cross_attention(
 
 def after_attention(n: Tensor, options: dict[str, Any]) -> Tensor:
     """``attn1_output_patch`` and ``attn2_output_patch``: give each token the result of its merged token."""
-    step = step_in(options)
-    running = None if step is None else step.running
-    if step is None or running is None or running.merged is None:
+    step, running = running_in(options)
+    if running is None or running.merged is None:
         return n
     layer, running.merged, running.weighs = (running.block, running.merged), None, False
     plan, sampling = running.plan, step.sampling
@@ -90,15 +101,13 @@ def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
         if step.settings.regroup:
             step.sampling.say(step.settings.regrouped)
         return None
-    if step.is_replaced("attn1", block):
-        return None
-    level = level_of(options["original_shape"][-2], rows)
-    if not step.merges((1, rows, columns), level):
+    level, grid = level_of(options["original_shape"][-2], rows), (1, rows, columns)
+    if step.is_replaced("attn1", block) or not step.merges(grid, level):
         return None
     plan = None
     if step.sampling.decision.merging is not Merging.MEASURES:
         place = (level, way) if step.settings.config.plans.blocks else block
-        plan = step.plan(place, n, (1, rows, columns), level, prompts_in(options))
+        plan = step.plan(place, n, grid, level, prompts_in(options))
     return Running(plan, step.at(level), block=block)
 
 
@@ -120,3 +129,94 @@ PATCHES: Mapping[str, Callable[..., Any]] = {
     "attn2_patch": before_cross_attention,
     "attn2_output_patch": after_attention,
 }
+
+
+def call_stages(
+    executor: Any, cut: Cut, sampling: Sampling, arguments: Sequence[Any], named: Mapping[str, Any]
+) -> Any:
+    """Call the UNet in ComfyUI's wrapper ``diffusion_model``, without the stages that the step skips.
+
+    ``arguments`` are (x, timesteps, context, y, control, transformer_options).
+    """
+    *first, control, options = arguments
+    distances: dict[str, Any] = {_FINEST: sampling.decision.finest, _DEEP: sampling.decision.deep}
+    # The highest part that the running call skips; None: all of the UNet runs.
+    skipped = next((part for part in distances if distances[part] is not None and sampling.of(part)), None)
+
+    def result(part: str, h: Tensor) -> Tensor:
+        """Return the result of a part: extrapolated where it is skipped; otherwise ``h``, which is cached."""
+        if part == skipped:
+            (h,) = extrapolated(sampling.of(part), [0.0], distances[part])
+        else:
+            sampling.keep(part, updated(sampling.of(part), (h.clone(),)))
+        return h
+
+    def below_finest(h: Tensor, skip: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Cache the result of the deep stages, or extrapolate it; an ``output_block_patch``."""
+        if options["block"][1] == cut.output:
+            h = result(_DEEP, h)
+            if skipped == _DEEP:
+                options["transformer_index"] = cut.transformers  # GLIGEN counts transformers
+        return h, skip
+
+    patches = dict(options.get("patches", {}))
+    if skipped == _DEEP:
+        for name in _AFTER_BLOCKS:
+            patches[name] = [_where_blocks_run(patch, cut) for patch in patches.get(name, ())]
+        control = _control(control, cut)
+    elif skipped == _FINEST:
+        control = None
+    patches["output_block_patch"] = [below_finest, *patches.get("output_block_patch", ())]
+    view = _View(executor.class_obj, cut, skipped)
+    if sampling.settings.config.reuse.skips_finest:
+        out = view.out
+        view.out = lambda h: out(result(_FINEST, h))
+    forward = types.MethodType(executor.original.__func__, view)
+    inner = executor.new_class_executor(forward, view, executor.wrappers, executor.idx + 1)
+    return inner.execute(*first, control, {**options, "patches": patches}, **named)
+
+
+class _View:
+    """A view of a UNet for its forward, without the blocks that a call skips."""
+
+    def __init__(self, unet: Any, cut: Cut, skipped: str | None) -> None:
+        self._unet, self.out = unet, unet.out
+        if skipped is not None:
+            self.middle_block = None  # ComfyUI's forward skips it if it is None
+        if skipped == _DEEP:
+            nothing, inputs, outputs = (_no_channels,), list(unet.input_blocks), list(unet.output_blocks)
+            self.input_blocks = [*inputs[: cut.inputs], *[nothing] * (len(inputs) - cut.inputs)]
+            self.output_blocks = [*[nothing] * cut.output, *outputs[cut.output :]]
+        elif skipped == _FINEST:
+            self.input_blocks = self.output_blocks = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._unet, name)
+
+
+def _no_channels(x: Tensor) -> Tensor:
+    return x[:, :0]
+
+
+def _where_blocks_run(patch: Callable[..., Any], cut: Cut) -> Callable[..., Any]:
+    """Return a patch that does nothing after skipped blocks."""
+
+    def patched(*values: Any) -> Any:
+        *tensors, options = values
+        if cut.runs(*options["block"]):
+            return patch(*values)
+        return tuple(tensors) if len(tensors) > 1 else tensors[0]
+
+    return patched
+
+
+def _control(control: dict[str, Any] | None, cut: Cut) -> dict[str, Any] | None:
+    """Return what a ControlNet adds to the blocks that run; the first block's value is the last one."""
+    if control is None:
+        return None
+    kept = dict(control)
+    for way in ("input", "middle", "output"):
+        values = control.get(way, [])
+        last = len(values) - 1
+        kept[way] = [value if cut.runs(way, last - i) else None for i, value in enumerate(values)]
+    return kept

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from paddle import nn
+from ppdiffusers import ControlNetModel
 
 from tokenmerge import presets
 from tokenmerge.config import ToMeConfig, check_below_highest_ratio, flat
 from tokenmerge.errors import ConfigError, NothingToMergeError
-from tokenmerge.integrations.paddle.models import PaddleModel, find_hosts
-from tokenmerge.integrations.paddle.patch import check_swappable, patch_host, restore, run_of
+from tokenmerge.integrations.paddle.models import find_hosts
 from tokenmerge.integrations.paddle.report import PaddleReport, predict
-from tokenmerge.integrations.paddle.runtime import Run, blocks_to_merge, deepest_level
+from tokenmerge.integrations.paddle.runtime import Run, check_swappable, deepest_level, patch, restore, run_of
 from tokenmerge.integrations.portable import PLANNERS
 
 # Settings with some supported values, and settings with all values supported. The others keep their defaults.
@@ -31,10 +31,8 @@ Model = TypeVar("Model")
 class PaddlePatch:
     """A handle on a patched model, which :func:`apply_token_merging` returns."""
 
-    def __init__(self, pipe_or_layer: Any, config: ToMeConfig, runs: dict[Any, Run]) -> None:
-        self._model = pipe_or_layer
-        self._config = config
-        self._runs = runs
+    def __init__(self, pipe_or_layer: Any, config: ToMeConfig, runs: Sequence[Run]) -> None:
+        self._model, self._config, self._runs = pipe_or_layer, config, runs
 
     def report(self, height: int | None = None, width: int | None = None, batch: int = 2) -> PaddleReport:
         """Count what merging does for a sample of this size: :func:`tokenmerge.paddle.predict`."""
@@ -42,16 +40,16 @@ class PaddlePatch:
 
     def remove(self) -> None:
         """Restore the models. One that was patched again or restored in the meantime stays as it is."""
-        for root, run in self._runs.items():
-            if run_of(root) is run:
-                restore(root)
+        for run in self._runs:
+            if run_of(run.host.root) is run:
+                restore(run.host.root)
 
     def __str__(self) -> str:
         return str(self.report())
 
 
 def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> PaddlePatch:
-    """PaddlePatch a model of ppdiffusers in place, so that it merges tokens from its next call on.
+    """Patch a model of ppdiffusers in place, so that it merges tokens from its next call on.
 
     If an error is raised, the model stays as it was.
 
@@ -73,19 +71,22 @@ def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> PaddlePatch:
         ConfigError: ``config`` is not a configuration, or has a setting that is not supported on Paddle.
     """
     _check_offered(config)
-    hosts = find_hosts(pipe_or_layer)
-    for host in hosts:
-        check_swappable(host)
-    blocks = [blocks_to_merge(host, config) for host in hosts]
-    needed = [host for host in hosts if not host.controlnet] or list(hosts)
-    if not any(mine for host, mine in zip(hosts, blocks, strict=True) if host in needed):
-        raise NothingToMergeError(_why_nothing(needed[0], config))
-    runs = {}
-    for host, mine in zip(hosts, blocks, strict=True):
-        restore(host.root)
-        if mine:
-            runs[host.root] = Run(config, host, mine)
-            patch_host(host, runs[host.root])
+    runs = [Run(config, host) for host in find_hosts(pipe_or_layer)]
+    for run in runs:
+        check_swappable(run.host)
+    # A ControlNet may stay dense next to a denoiser that merges.
+    needed = [run for run in runs if not isinstance(run.host.root, ControlNetModel)] or runs
+    if not any(run.blocks for run in needed):
+        host = needed[0].host
+        raise NothingToMergeError(
+            f"nothing to merge: no transformer block of {host.name} at the levels to "
+            f"{deepest_level(host, config)} has a layer that scope={config.scope!r} and merge_attn, "
+            "merge_crossattn and merge_mlp ask for; feed-forward layers that run in chunks stay dense"
+        )
+    for run in runs:
+        restore(run.host.root)
+        if run.blocks:
+            patch(run)
     return PaddlePatch(pipe_or_layer, config, runs)
 
 
@@ -105,15 +106,15 @@ def token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Iterator[PaddlePatc
 
     The arguments and errors are those of :func:`apply_token_merging`.
     """
-    before = [(host, run_of(host.root)) for host in find_hosts(pipe_or_layer)]
-    patch = apply_token_merging(pipe_or_layer, config)
+    before = [(host.root, run_of(host.root)) for host in find_hosts(pipe_or_layer)]
+    handle = apply_token_merging(pipe_or_layer, config)
     try:
-        yield patch
+        yield handle
     finally:
-        for host, run in before:
-            restore(host.root)
+        for root, run in before:
+            restore(root)
             if run is not None:
-                patch_host(host, run)
+                patch(run)
 
 
 def apply_patch(
@@ -171,8 +172,7 @@ def remove_tome(pipe_or_layer: Model, only_return_self: bool = True) -> Model | 
     remove_patch(pipe_or_layer)
     if only_return_self:
         return pipe_or_layer
-    hosts: list[Any] = [host.root for host in find_hosts(pipe_or_layer)]
-    return pipe_or_layer, hosts
+    return pipe_or_layer, [host.root for host in find_hosts(pipe_or_layer)]
 
 
 def _check_offered(config: Any) -> None:
@@ -197,11 +197,3 @@ def _check_offered(config: Any) -> None:
                     f"{name}: not supported on Paddle, got {value!r}; leave it out, or use a pipeline of "
                     "diffusers"
                 )
-
-
-def _why_nothing(host: PaddleModel, config: ToMeConfig) -> str:
-    return (
-        f"nothing to merge: no transformer block of {host.name} at the levels to "
-        f"{deepest_level(host, config)} has a layer that scope={config.scope!r} and merge_attn, "
-        "merge_crossattn and merge_mlp ask for; feed-forward layers that run in chunks stay dense"
-    )

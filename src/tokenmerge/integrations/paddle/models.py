@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from paddle import nn
-from ppdiffusers import ControlNetModel, DiffusionPipeline, Transformer2DModel
+from ppdiffusers import DiffusionPipeline, Transformer2DModel
 from ppdiffusers.configuration_utils import ConfigMixin
 from ppdiffusers.models.attention import BasicTransformerBlock
 
 from tokenmerge.errors import UnsupportedModelError
-
-_NOT_DENOISERS = ("vae", "vqvae")
 
 
 @dataclasses.dataclass(frozen=True)
 class PaddleBlock:
     """A ``BasicTransformerBlock``."""
 
-    layer: Any  # the block
+    layer: Any
     path: str  # its qualified name in the model
     transformer: Any  # the ``Transformer2DModel`` around it, which makes its tokens
     level: int  # resolution level: 1, 2, 4 …
@@ -29,8 +28,8 @@ class PaddleBlock:
     @property
     def sub_layers(self) -> tuple[str, ...]:
         """Which of ``attn1``, ``attn2`` and ``ff`` can merge; not ``ff`` if it runs in chunks of tokens."""
-        there = [name for name in ("attn1", "attn2", "ff") if getattr(self.layer, name, None) is not None]
-        return tuple(name for name in there if name != "ff" or not self.layer._chunk_size)
+        names = ("attn1", "attn2") if self.layer._chunk_size else ("attn1", "attn2", "ff")
+        return tuple(name for name in names if getattr(self.layer, name, None) is not None)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of its tokens for a sample of this size."""
@@ -47,19 +46,13 @@ class PaddleBlock:
 class PaddleModel:
     """A model that tokens can be merged in: a UNet, a ControlNet, or a transformer such as DiT."""
 
-    root: Any  # the model
-    blocks: tuple[PaddleBlock, ...]  # its blocks, in the order of its layers
-    parameters: tuple[str, ...]  # names of the parameters of its ``forward``: the sample comes first
+    root: Any
+    blocks: tuple[PaddleBlock, ...]  # in the order of its layers
 
     @property
     def name(self) -> str:
         """Its class."""
         return type(self.root).__name__
-
-    @property
-    def controlnet(self) -> bool:
-        """Whether it is a ControlNet, which may stay dense next to a denoiser that merges."""
-        return isinstance(self.root, ControlNetModel)
 
     @property
     def sample_size(self) -> tuple[int, int] | None:
@@ -83,10 +76,10 @@ def find_hosts(pipe_or_layer: Any) -> tuple[PaddleModel, ...]:
     return tuple(found.values())
 
 
-def size_of(layer: Any, shape: Sequence[int]) -> tuple[int, int]:
-    """Return the height and width of an input of a layer, which may have its channels last."""
-    rows, columns = shape[1:3] if getattr(layer, "data_format", None) == "NHWC" else shape[-2:]
-    return int(rows), int(columns)
+@functools.cache
+def parameters_of(method: Callable) -> tuple[str, ...]:
+    """Return the names of a method's parameters after ``self``; that of the sample is a model's first one."""
+    return tuple(inspect.signature(method).parameters)[1:]
 
 
 def _layers(pipe_or_layer: Any) -> Iterator[nn.Layer]:
@@ -95,26 +88,25 @@ def _layers(pipe_or_layer: Any) -> Iterator[nn.Layer]:
     elif isinstance(pipe_or_layer, DiffusionPipeline):
         for name, component in pipe_or_layer.components.items():
             parts = component if isinstance(component, (list, tuple)) else [component]
-            if name not in _NOT_DENOISERS:
+            if name not in ("vae", "vqvae"):
                 yield from (part for part in parts if isinstance(part, nn.Layer))
 
 
 def _hosts(layer: nn.Layer) -> Iterator[PaddleModel]:
     """Yield the layer itself if it is a model, or else the models in it, such as ControlNets."""
-    names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
-    transformers = {path: part for path, part in layer.named_sublayers(include_self=True) if _has_grid(part)}
-    if isinstance(layer, ConfigMixin) and "timestep" in names and transformers:
-        yield PaddleModel(layer, tuple(_blocks(layer, transformers)), names)
+    transformers = {
+        path: part
+        for path, part in layer.named_sublayers(include_self=True)
+        if isinstance(part, Transformer2DModel)
+        and not part.inference_optimize
+        and (part.is_input_continuous or part.is_input_patches)  # it makes a grid of tokens
+    }
+    is_model = isinstance(layer, ConfigMixin) and "timestep" in parameters_of(type(layer).forward)
+    if is_model and transformers:
+        yield PaddleModel(layer, tuple(_blocks(layer, transformers)))
     elif transformers:
         for child in layer.children():
             yield from _hosts(child)
-
-
-def _has_grid(layer: Any) -> bool:
-    """Return whether a layer makes a grid of tokens and runs blocks on it."""
-    if not isinstance(layer, Transformer2DModel) or layer.inference_optimize:
-        return False
-    return bool(layer.is_input_continuous or layer.is_input_patches)
 
 
 def _blocks(root: Any, transformers: dict[str, Any]) -> Iterator[PaddleBlock]:

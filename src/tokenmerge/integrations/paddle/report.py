@@ -47,20 +47,14 @@ class PaddleReport:
 
     def __str__(self) -> str:
         """Return a table in plain text."""
-        header = ("block", "level", "grid", "tokens", "merged", "GFLOPs of what merges")
-        lines = [
-            (
-                f"{row.model}: {row.path}",
-                str(row.level),
-                f"{row.grid[0]} × {row.grid[1]}",
-                f"{row.tokens} → {row.merged_tokens}",
-                row.merged,
-                f"{row.flops_dense / 1e9:.2f} → {row.flops_merged / 1e9:.2f}",
-            )
-            for row in self.rows
-        ]
+        lines = [("block", "level", "grid", "tokens", "merged", "GFLOPs of what merges")]
+        for row in self.rows:
+            tokens = f"{row.tokens} → {row.merged_tokens}"
+            flops = f"{row.flops_dense / 1e9:.2f} → {row.flops_merged / 1e9:.2f}"
+            grid = f"{row.grid[0]} × {row.grid[1]}"
+            lines.append((f"{row.model}: {row.path}", str(row.level), grid, tokens, row.merged, flops))
         title = f"sample {self.height} × {self.width}, batch {self.batch}"
-        return str(TextTable(title, [header, *lines], self.notes))
+        return str(TextTable(title, lines, self.notes))
 
 
 def predict(
@@ -94,13 +88,12 @@ def predict(
 def _rows(host: PaddleModel, config: ToMeConfig, height: int, width: int, batch: int) -> Iterator[PaddleRow]:
     for block in blocks_to_merge(host, config):
         settings, grid = config.at_level(block.level), block.grid(height, width)
-        n, r = grid[0] * grid[1], num_removed(grid, settings)
+        n, r, keys_alone = grid[0] * grid[1], num_removed(grid, settings), settings.scope == "keys"
         names = merged_layers(block, settings)
         if not r:
             continue
-        queries = n if settings.scope == "keys" else n - r
         dense = sum(_flops(block, name, n, n) for name in names)
-        merged = sum(_flops(block, name, queries, n - r) for name in names)
+        merged = sum(_flops(block, name, n if keys_alone else n - r, n - r) for name in names)
         yield PaddleRow(
             model=host.name,
             path=block.path,
@@ -108,7 +101,7 @@ def _rows(host: PaddleModel, config: ToMeConfig, height: int, width: int, batch:
             grid=grid,
             tokens=n,
             merged_tokens=n - r,
-            merged=f"keys of {names[0]}" if settings.scope == "keys" else "+".join(names),
+            merged="+".join(names) if not keys_alone else f"keys of {names[0]}",
             flops_dense=batch * dense,
             flops_merged=batch * (merged + _matching_flops(block, grid, settings)),
         )

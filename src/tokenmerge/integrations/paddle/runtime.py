@@ -1,20 +1,23 @@
-"""The hooks and methods of a patched model: they note the step and the grid, merge, and unmerge."""
+"""Patches the layers of a model, and runs what merges in them. No other file changes layers of Paddle.
+
+The class of a block or of its sub-layer is swapped for a subclass of the same name. Its ``forward`` looks up
+and calls that of the original class at each call. Parameters keep their names; hooks, adapters and attention
+processors stay where they are. Models keep their classes and get a hook.
+"""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import paddle
-from paddle import Tensor
+from paddle import Tensor, nn
 
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.integrations.paddle.arrays import PaddleArrays
-from tokenmerge.integrations.paddle.models import PaddleBlock, PaddleModel, size_of
+from tokenmerge.integrations.paddle.models import PaddleBlock, PaddleModel, parameters_of
 from tokenmerge.integrations.portable import (
     Plan,
     keep_destinations,
@@ -25,23 +28,11 @@ from tokenmerge.integrations.portable import (
     unmerge,
 )
 
-# The method of the original class, bound to the layer.
-Forward: TypeAlias = functools.partial[Any]
-# Key of the state of a patched layer in its ``__dict__``.
-STATE = "_tokenmerge"
+Forward = functools.partial[Any]  # the method of the original class, bound to the layer
+STATE = "_tokenmerge"  # key of the state of a patched layer in its ``__dict__``
 # The attention processors of this module add the given mask to their logits.
 _MASKED = "ppdiffusers.models.attention_processor"
-_XP = PaddleArrays()
 _COMBINE: dict[str, Callable[..., Tensor]] = {"mean": merge, "keep": keep_destinations}
-
-
-class Merge(NamedTuple):
-    """The merge of the block that is running; ``size`` is the number of images and of tokens."""
-
-    path: str
-    plan: Plan
-    size: tuple[int, int]
-    settings: MergeSettings
 
 
 class _Now(threading.local):
@@ -51,7 +42,8 @@ class _Now(threading.local):
         self.step = 0
         self.parts = 1  # number of images of the batch that share a plan
         self.size: tuple[int, int] | None = None  # height and width of the sample; None: no call was seen
-        self.merge: Merge | None = None  # None: the running block is dense, or no block runs
+        # Path and plan of the block that is running; None: it is dense, or no block runs.
+        self.merge: tuple[str, Plan] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Now, ()  # a copy of the model begins anew
@@ -60,19 +52,18 @@ class _Now(threading.local):
 class Run:
     """State that the layers of a patched model share. A copy of the model gets its own."""
 
-    def __init__(self, config: ToMeConfig, host: PaddleModel, blocks: tuple[PaddleBlock, ...]) -> None:
-        self.config, self.host = config, host
-        self.blocks = blocks  # those that merge
-        self.settings: Mapping[int, MergeSettings] = {b.level: config.at_level(b.level) for b in blocks}
-        self.now = _Now()
+    def __init__(self, config: ToMeConfig, host: PaddleModel) -> None:
+        self.config, self.host, self.now = config, host, _Now()
+        self.blocks = blocks_to_merge(host, config)
+        self.settings: Mapping[int, MergeSettings] = {b.level: config.at_level(b.level) for b in self.blocks}
 
 
 class State(NamedTuple):
     """State of a patched layer."""
 
     run: Run  # state that it shares with the other layers
-    block: PaddleBlock | None = None  # the block that it is or belongs to; None for a model
-    name: str = ""  # name of a sub-layer in its block
+    block: PaddleBlock | None = None  # that it is or belongs to; None for a model
+    name: str = ""  # of a sub-layer in its block
 
 
 def merged_layers(block: PaddleBlock, settings: MergeSettings) -> tuple[str, ...]:
@@ -84,9 +75,8 @@ def merged_layers(block: PaddleBlock, settings: MergeSettings) -> tuple[str, ...
 
 def blocks_to_merge(host: PaddleModel, config: ToMeConfig) -> tuple[PaddleBlock, ...]:
     """Return the blocks in which something merges."""
-    able = [block for block in host.blocks if merged_layers(block, config.at_level(block.level))]
-    deepest = deepest_level(host, config)
-    return tuple(block for block in able if block.level <= deepest)
+    within = [block for block in host.blocks if block.level <= deepest_level(host, config)]
+    return tuple(block for block in within if merged_layers(block, config.at_level(block.level)))
 
 
 def deepest_level(host: PaddleModel, config: ToMeConfig) -> int:
@@ -94,16 +84,95 @@ def deepest_level(host: PaddleModel, config: ToMeConfig) -> int:
     return max(config.max_downsample, min((block.level for block in host.blocks), default=1))
 
 
-def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Note the step of a model before it runs, and which images differ only in their prompts.
+def patch(run: Run) -> None:
+    """Patch a model that :func:`check_swappable` accepts and that is not patched."""
+    for block in run.blocks:
+        _swap(block.layer, block_call, State(run, block))
+        for name in merged_layers(block, run.settings[block.level]):
+            _swap(getattr(block.layer, name), layer_call, State(run, block, name))
+    run.host.root.__dict__[STATE] = State(run)
+    run.host.root.register_forward_pre_hook(note_call, with_kwargs=True)
 
-    Raises:
-        NothingToMergeError: the sample is so small that no block would merge a token.
-    """
+
+def restore(root: nn.Layer) -> None:
+    """Restore every layer of a model. A model that is not patched stays as it is."""
+    for layer in root.sublayers(include_self=True):
+        if layer.__dict__.pop(STATE, None) is not None:
+            layer.__class__ = getattr(type(layer), "_tokenmerge_base", type(layer))
+            # Find the hook by its function, because the handle of a hook does not work on a copied layer.
+            for key, hook in list(layer._forward_pre_hooks.items()):
+                if hook is note_call:
+                    del layer._forward_pre_hooks[key]
+                    layer._forward_pre_hooks_with_kwargs_flag.pop(key, None)
+
+
+def run_of(root: nn.Layer) -> Run | None:
+    """Return the state that the layers of a patched model share; None for a model that is not patched."""
+    return getattr(root.__dict__.get(STATE), "run", None)
+
+
+def check_swappable(host: PaddleModel) -> None:
+    """Refuse a model on which ppdiffusers' ``apply_tome`` is on, or with a ``forward`` on a layer itself."""
+    for block in host.blocks:
+        if hasattr(type(block.layer), "_parent"):
+            raise UnsupportedModelError(
+                f"{block.path}: ppdiffusers' own apply_tome is on; call ppdiffusers' remove_tome() first, "
+                "before tokenmerge.paddle.pipeline_methods is imported, which replaces it"
+            )
+        layers = {f".{name}": getattr(block.layer, name) for name in block.sub_layers}
+        for name, layer in {"": block.layer, **layers}.items():
+            if "forward" in layer.__dict__:
+                raise UnsupportedModelError(
+                    f"{block.path}{name}: other software has replaced its method 'forward' on "
+                    "the layer itself, so that merging would have no effect; remove that first, apply token "
+                    "merging, then put it back"
+                )
+
+
+@functools.cache
+def _swapped_class(base: Any, call: Callable) -> Any:
+    """Return the only subclass of ``base`` whose ``forward`` runs ``call`` around that of ``base``."""
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        original = functools.partial(base.forward, self)
+        # Other code may keep a reference to this method, and call it after the layer was restored.
+        return call(self, original, args, kwargs) if STATE in self.__dict__ else original(*args, **kwargs)
+
+    return type(
+        base.__name__,
+        (base,),
+        {
+            "forward": forward,
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "__reduce_ex__": lambda self, protocol: (_rebuild, (base, call), self.__getstate__()),
+            "_tokenmerge_base": base,
+        },
+    )
+
+
+def _rebuild(base: type, call: Callable) -> nn.Layer:
+    """Make an empty layer of a swapped class, for pickle and deepcopy: the class has no import path."""
+    cls = _swapped_class(base, call)
+    return cls.__new__(cls)
+
+
+def _swap(layer: nn.Layer, call: Callable, state: State) -> None:
+    layer.__dict__[STATE] = state
+    base: Any = type(layer)
+    layer.__class__ = _swapped_class(base, call)
+
+
+def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Note the step of a model before it runs, and which images differ only in their prompts."""
     run: Run = root.__dict__[STATE].run
-    arguments = {**dict(zip(run.host.parameters, args, strict=False)), **kwargs}
-    sample, timestep = arguments[run.host.parameters[0]], arguments.get("timestep")
-    run.now.size = size_of(root, sample.shape)
+    names = parameters_of(type(root).forward)
+    arguments = _arguments(names, args, kwargs)
+    sample, timestep = arguments[names[0]], arguments.get("timestep")
+    height, width = sample.shape[1:3] if _has_channels_last(root) else sample.shape[-2:]
+    run.now.size = int(height), int(width)
     _check_size(run, *run.now.size)
     if isinstance(timestep, Tensor):
         timestep = float(timestep.cast("float32").max())
@@ -115,7 +184,7 @@ def block_call(block: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]
     """Run a transformer block, whose sub-layers merge by a plan made from its input."""
     run, here, _ = block.__dict__[STATE]
     now, settings = run.now, run.settings[here.level]
-    x = _arguments(forward, args, kwargs)["hidden_states"]
+    x = _arguments(parameters_of(forward.func), args, kwargs)["hidden_states"]
     b, n = x.shape[:2]
     grid = here.grid(*now.size) if now.size else None
     if grid is None or grid[0] * grid[1] != n:
@@ -124,8 +193,8 @@ def block_call(block: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]
             "call the model and not a part of it, or restore it with remove_token_merging(model)"
         )
     with paddle.no_grad():
-        plan = plan_tokens(_XP, x, grid, settings, now.step, now.parts if b % now.parts == 0 else 1)
-    now.merge = None if plan is None else Merge(here.path, plan, (b, n), settings)
+        plan = plan_tokens(paddle, x, grid, settings, now.step, now.parts if b % now.parts == 0 else 1)
+    now.merge = None if plan is None else (here.path, plan)
     try:
         return forward(*args, **kwargs)
     finally:
@@ -135,40 +204,43 @@ def block_call(block: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]
 def layer_call(layer: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run attention or the feed-forward layer on merged tokens, and return a result for all tokens."""
     run, block, name = layer.__dict__[STATE]
-    active = run.now.merge
-    arguments = _arguments(forward, args, kwargs)
+    path, plan = run.now.merge or ("", None)
+    arguments = _arguments(parameters_of(forward.func), args, kwargs)
     x = arguments["hidden_states"]
     own_keys = name == "attn1" and block.own_keys
     # Chunks do not fit the plan, and a mask for all keys does not fit merged keys.
     masked = own_keys and arguments.get("attention_mask") is not None
-    if active is None or active.path != block.path or tuple(x.shape[:2]) != active.size or masked:
+    if plan is None or path != block.path or x.shape[:2] != plan.inverse.shape or masked:
         return forward(*args, **kwargs)
-    plan, settings = active.plan, active.settings
-    merged = _COMBINE[settings.combine](_XP, plan, x)
+    settings = run.settings[block.level]
+    merged = _COMBINE[settings.combine](paddle, plan, x)
     if own_keys and settings.proportional:
-        _check_masked(block.path, layer)
+        processor = type(layer.processor)
+        if processor.__module__ != _MASKED:
+            raise UnsupportedModelError(
+                f"{path}: proportional=True needs an attention processor that takes a mask; expected one "
+                f"of ppdiffusers' own, got {processor.__name__}; take one of these, or proportional=False"
+            )
         # An additive mask [b, 1, m] weighs each key by the tokens that it stands for (arXiv 2210.09461).
         arguments["attention_mask"] = paddle.log(plan.sizes).cast(x.dtype).unsqueeze(1)
     if settings.scope == "keys":
         return forward(**{**arguments, "encoder_hidden_states": merged})
-    return unmerge(_XP, plan, forward(**{**arguments, "hidden_states": merged}))
+    return unmerge(paddle, plan, forward(**{**arguments, "hidden_states": merged}))
 
 
-def _arguments(forward: Forward, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name."""
-    return {**dict(zip(_names(forward.func), args, strict=False)), **kwargs}
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-@functools.cache
-def _names(method: Callable) -> tuple[str, ...]:
-    """Return the names of a method's parameters after ``self``."""
-    return tuple(inspect.signature(method).parameters)[1:]
+def _has_channels_last(root: Any) -> bool:
+    return getattr(root, "data_format", None) == "NHWC"
 
 
 def _parts(root: Any, sample: Tensor) -> int:
     """Count how many times the batch holds the same images, once for each prompt of guidance."""
     # The channels that are denoised may be followed by those of a given picture.
-    axis = sample.ndim - 1 if getattr(root, "data_format", None) == "NHWC" else 1
+    axis = sample.ndim - 1 if _has_channels_last(root) else 1
     channels = getattr(root.config, "out_channels", None) or sample.shape[axis]
     latents = sample.slice([axis], [0], [min(channels, sample.shape[axis])])
     for parts in (2, 3):
@@ -180,24 +252,14 @@ def _parts(root: Any, sample: Tensor) -> int:
 
 
 def _check_size(run: Run, height: int, width: int) -> None:
-    """Check that some block has tokens to merge in a sample of this size."""
-    asked = [block for block in run.blocks if run.settings[block.level].ratio]
-    grids = {block.path: block.grid(height, width) for block in asked}
-    if asked and not any(num_removed(grids[b.path], run.settings[b.level]) for b in asked):
-        block, settings = asked[0], run.settings[asked[0].level]
-        rows, columns = grids[block.path]
+    """Refuse a sample that is so small that no block would merge a token."""
+    asked = [(block.level, block.grid(height, width), run.settings[block.level]) for block in run.blocks]
+    asked = [own for own in asked if own[2].ratio]
+    if asked and not any(num_removed(grid, settings) for _, grid, settings in asked):
+        level, (rows, columns), settings = asked[0]
         fewest = f" and min_tokens={settings.min_tokens}" if settings.min_tokens else ""
         raise NothingToMergeError(
-            f"nothing to merge: the sample gives {rows} × {columns} tokens at level {block.level}, of which "
+            f"nothing to merge: the sample gives {rows} × {columns} tokens at level {level}, of which "
             f"ratio={settings.ratio:g} with cells of sy={settings.sy} × sx={settings.sx}{fewest} removes "
             "none; generate a larger image, lower sx and sy, or raise ratio"
-        )
-
-
-def _check_masked(path: str, attention: Any) -> None:
-    processor = type(attention.processor)
-    if processor.__module__ != _MASKED:
-        raise UnsupportedModelError(
-            f"{path}: proportional=True needs an attention processor that takes a mask; expected one "
-            f"of ppdiffusers' own, got {processor.__name__}; take one of these, or proportional=False"
         )

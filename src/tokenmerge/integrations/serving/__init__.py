@@ -13,8 +13,7 @@ from tokenmerge.config.checks import number
 from tokenmerge.errors import ConfigError
 
 SPEEDUP, SETTINGS = "TOKENMERGE_SPEEDUP", "TOKENMERGE_SETTINGS"
-# What a request calls its own speed-up.
-REQUESTED = "tokenmerge_speedup"
+REQUESTED = "tokenmerge_speedup"  # what a request calls its own speed-up
 DENSE = 1.0
 
 speedup = number("a number ≥ 1, such as 2.0", lambda value: value >= 1)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
-from tokenmerge.api import Patch, apply_token_merging, remove_token_merging
+from tokenmerge.api import apply_token_merging, remove_token_merging
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.integrations.serving import DENSE, REQUESTED, speedup
 
@@ -26,29 +25,24 @@ class ServedPipeline:
         self._pipe, self._wanted, self._log = pipe, wanted, log
         self._in_force: float | str = DENSE
         try:
-            patch = self._apply(wanted)
+            self._apply(wanted, describe=True)
         except UnsupportedModelError as error:
             self._wanted = DENSE
             log.warning("token merging: the model is served dense: %s", error)
-        else:
-            self._tell(patch)
 
     def use(self, requested: object) -> None:
-        """Apply what the next generation asks for; nothing happens if that is in force.
-
-        Args:
-            requested: the speed-up that the request asks for; 1 is dense, and None is what the server does.
+        """Apply the speed-up that the next request asks for; 1 is dense, and None is what the server does.
 
         Raises:
-            ConfigError: the speed-up is not a number ≥ 1.
-            UnsupportedModelError: a speed-up is asked for, and the model is not supported.
+            ConfigError: it is not a number ≥ 1.
+            UnsupportedModelError: it is above 1, and the model is not supported.
         """
         wanted = self._wanted if requested is None else speedup(REQUESTED, requested)
         if wanted != self._in_force:
             self._apply(wanted)
-            self._tell()
 
-    def _apply(self, wanted: float | str) -> Patch[Any, Any] | None:
+    def _apply(self, wanted: float | str, describe: bool = False) -> None:
+        """Apply it, and log it; ``describe``: with what the patch says of itself."""
         patch = None
         if isinstance(wanted, str):
             patch = apply_token_merging(self._pipe, wanted)
@@ -57,10 +51,5 @@ class ServedPipeline:
         elif self._in_force != DENSE:
             remove_token_merging(self._pipe)
         self._in_force = wanted
-        return patch
-
-    def _tell(self, patch: Patch[Any, Any] | None = None) -> None:
-        """Log what is in force, and what a patch says of itself."""
-        name = self._in_force if isinstance(self._in_force, str) else f"{self._in_force:g}×"
-        name = "dense" if self._in_force == DENSE else name
-        self._log.info("token merging: %s%s", name, "" if patch is None else f"\n{patch}")
+        name = wanted if isinstance(wanted, str) else "dense" if wanted == DENSE else f"{wanted:g}×"
+        self._log.info("token merging: %s%s", name, f"\n{patch}" if describe and patch is not None else "")

@@ -17,19 +17,8 @@ PARTS = ("input_blocks", "middle_block")  # other libraries have classes of the 
 
 
 def describe(root: Any) -> Host:
-    """Find the blocks. Downsamplers and upsamplers between them change the level."""
-    blocks: list[Block] = []
-    level = 1
-    for i, stage in enumerate(root.input_blocks):
-        blocks += _blocks(stage, f"input_blocks.{i}", level)
-        if any(is_a(part, "Downsample") for part in stage.modules()):
-            level *= 2
-    blocks += _blocks(root.middle_block, "middle_block", level)
-    for i, stage in enumerate(getattr(root, "output_blocks", ())):
-        blocks += _blocks(stage, f"output_blocks.{i}", level)
-        if any(is_a(part, "Upsample") for part in stage.modules()):
-            level //= 2
-
+    """Find the blocks."""
+    blocks = [block for path, stage, level in stages_of(root) for block in _blocks(stage, path, level)]
     context = blocks[0].module.attn2.to_k.in_features if blocks else None
     size = getattr(root, "image_size", None)
     return Host(
@@ -42,6 +31,20 @@ def describe(root: Any) -> Host:
         controlnet=is_a(root, "ControlNet"),
         example=lambda height, width, batch: _example(root, context, Blank(root, batch), height, width),
     )
+
+
+def stages_of(root: Any) -> Iterator[tuple[str, Any, int]]:
+    """Yield path, module and resolution level of each stage, in the order in which they run."""
+    level = 1
+    for i, stage in enumerate(root.input_blocks):
+        if any(is_a(part, "Downsample") for part in stage.modules()):
+            level *= 2
+        yield f"input_blocks.{i}", stage, level
+    yield "middle_block", root.middle_block, level
+    for i, stage in enumerate(getattr(root, "output_blocks", ())):
+        yield f"output_blocks.{i}", stage, level
+        if any(is_a(part, "Upsample") for part in stage.modules()):
+            level //= 2
 
 
 def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
