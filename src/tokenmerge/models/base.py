@@ -13,6 +13,7 @@ from tokenmerge.models.layout import PLAIN, Grid, Layout
 
 GridShape = tuple[int, int, int]  # frames, rows, columns, in tokens
 Grids = tuple[GridShape, ...]  # of the pictures in a sequence of tokens
+Arguments = Mapping[str, Any]  # of a call, by name
 
 KINDS = {
     "attn1": "self-attention",
@@ -32,6 +33,11 @@ def is_a(module: object, *names: str) -> bool:
     return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
+def is_called(module: object, text: str) -> bool:
+    """Return whether the name of the class of an object, or of a base class, has this part."""
+    return any(text in cls.__name__ for cls in type(module).__mro__)
+
+
 def modules_in(root: nn.Module) -> list[nn.Module]:
     """Return the modules of ``root.modules()``, level by level.
 
@@ -49,50 +55,31 @@ def modules_in(root: nn.Module) -> list[nn.Module]:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A sub-layer that can run on merged tokens.
+    """A sub-layer that can run on merged tokens."""
 
-    Attributes:
-        kind: ``"attn1"`` self-attention or joint attention, ``"attn2"`` cross-attention, ``"ff"`` the MLP.
-        name: attribute of the block that holds it.
-        layout: layout of its call.
-        own_keys: whether the keys and values of attention come from the tokens that it is called with.
-        keys: name of the argument that gives self-attention other tokens for keys and values; None: there is
-            no such argument.
-    """
-
-    kind: Literal["attn1", "attn2", "ff"]
-    name: str
+    kind: Literal["attn1", "attn2", "ff"]  # self-attention or joint attention, cross-attention, the MLP
+    name: str  # attribute of the block that holds it
     layout: Layout = PLAIN
-    own_keys: bool = True
+    own_keys: bool = True  # the keys and values of attention come from the tokens that it is called with
+    # Argument that gives self-attention other tokens for keys and values; None: there is no such argument.
     keys: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One transformer block.
+    """One transformer block."""
 
-    Attributes:
-        path: its qualified name in the host.
-        module: the block.
-        layers: its sub-layers that can merge, in the order in which they run.
-        layout: layout of the call, as far as the layers need it, and where the image is in the result.
-        block_layout: layout of the call of the whole block, for blocks that can run on merged tokens from
-            start to end; None: the block cannot.
-        method: the method that gradient checkpointing recomputes: ``"forward"`` or ``"_forward"``.
-        grid: the module whose first argument ``[b, c, h, w]`` has the block's token grid, n = h·w; None: the
-            block has the grid of the whole model.
-        level: resolution level as a divisor of the host's finest token grid: 1, 2, 4 …
-        dense: kinds of sub-layer that cannot merge in this block, each with the reason as text.
-    """
-
-    path: str
+    path: str  # its qualified name in the host
     module: Any
-    layers: tuple[Layer, ...]
-    layout: Layout = PLAIN
-    block_layout: Layout | None = None
-    method: str = "forward"
+    layers: tuple[Layer, ...]  # those that can merge, in the order in which they run
+    layout: Layout = PLAIN  # of its call, as far as the layers need it, and where the image is in the result
+    block_layout: Layout | None = None  # of its call if it can run on merged tokens from start to end
+    method: str = "forward"  # the method that gradient checkpointing recomputes, or "_forward"
+    # The module whose first argument [b, c, h, w] has the block's token grid, n = h·w; None: it has the grid
+    # of the whole model.
     grid: nn.Module | None = None
-    level: int = 1
+    level: int = 1  # resolution level as a divisor of the host's finest token grid: 1, 2, 4 …
+    # Kinds of sub-layer that cannot merge in this block, each with the reason as text.
     dense: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -117,71 +104,47 @@ def listed(root: Any, name: str, layers: tuple[Layer, ...], **facts: Any) -> tup
     return tuple(blocks)
 
 
-def is_called(module: object, text: str) -> bool:
-    """Return whether the name of the class of an object, or of a base class, has this part."""
-    return any(text in cls.__name__ for cls in type(module).__mro__)
-
-
 def _all_of_it(root: Any, sample: Any) -> Any:
     return sample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelCall:
-    """The names and functions that describe a call of a model.
+    """The names and functions that describe a call of a model."""
 
-    Attributes:
-        sample: name of the argument for the sample.
-        timestep: name of the argument for the timestep. For a model without one, a function: (root, arguments
-            of a call by name) → a number that differs between denoising steps.
-        grids: (root, arguments of a call by name, grids of the last call) → (frames, rows, columns) of the
-            finest token grid of each picture in the sequence, the picture being made first. Raises
-            UnsupportedModelError for a call whose tokens have none.
-        takes_references: whether reference pictures may follow the picture being made.
-        latents: (root, sample) → the part of the sample that is the same for all prompts of guidance.
-        patch: side of the square of latent positions that makes one token.
-        parameters: names of all arguments, in order.
-    """
-
-    sample: str
-    timestep: str | Callable[[Any, Mapping[str, Any]], Tensor]
-    grids: Callable[[Any, Mapping[str, Any], Grid], Grids]
-    takes_references: bool = False
+    sample: str  # name of the argument for the sample
+    # Name of the argument for the timestep. For a model without one, a function: (root, arguments of a call)
+    # → a number that differs between denoising steps.
+    timestep: str | Callable[[Any, Arguments], Tensor]
+    # (root, arguments of a call, grids of the last call) → the finest token grid of each picture in the
+    # sequence, the picture being made first. It raises UnsupportedModelError if the tokens have none.
+    grids: Callable[[Any, Arguments, Grid], Grids]
+    takes_references: bool = False  # reference pictures may follow the picture being made
+    # (root, sample) → the part of the sample that is the same for all prompts of guidance.
     latents: Callable[[Any, Any], Any] = _all_of_it
-    patch: int = 1
-    parameters: tuple[str, ...] = ()
+    patch: int = 1  # side of the square of latent positions that makes one token
+    parameters: tuple[str, ...] = ()  # names of all arguments, in order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Host(ModelCall):
-    """A denoiser or a ControlNet.
-
-    Attributes:
-        root: the model.
-        blocks: its transformer blocks in the order in which they run.
-        sample_size: height and width of the sample that the model was made for; None if it does not say.
-        example: ``(height, width, batch)`` → arguments by name of a call with a sample of that size. Models
-            that take references get their heights and widths as a fourth argument.
-        controlnet: whether it is a ControlNet. It may stay dense next to a denoiser that merges.
-        frames: number of frames in the token grid that the model was made for; 1 for pictures.
-        limits: what users should know before merging in this model, as text.
-        deep_stages: paths of the UNet stages below the finest level, in the order in which they run. The
-            finest level reads the result of the last one and no other. Empty for other models.
-        shallow_stages: paths of the UNet stages at the finest level, in the order in which they run. The
-            layers after them read the result of the last one and no other. Empty for other models.
-        on_cpu: names of parameters that stay on the CPU in the copy without weights that counts FLOPs,
-            because the model uses their device in a way that the meta device does not support.
-    """
+    """A denoiser or a ControlNet."""
 
     root: nn.Module
-    blocks: tuple[Block, ...]
-    sample_size: tuple[int, int] | None
+    blocks: tuple[Block, ...]  # in the order in which they run
+    sample_size: tuple[int, int] | None  # height and width that the model was made for, if it says them
+    # (height, width, batch) → arguments of a call with a sample of that size. Models that take references
+    # get their heights and widths as a fourth argument.
     example: Callable[..., dict[str, Any]]
-    controlnet: bool = False
-    frames: int = 1
-    limits: tuple[str, ...] = ()
+    controlnet: bool = False  # a ControlNet may stay dense next to a denoiser that merges
+    frames: int = 1  # of the token grid that the model was made for; 1 for pictures
+    limits: tuple[str, ...] = ()  # what users should know before merging in this model, as text
+    # Paths of the stages of a UNet in the order in which they run: below the finest level, and at it. What
+    # follows reads the result of the last one of each and no other. Empty for other models.
     deep_stages: tuple[str, ...] = ()
     shallow_stages: tuple[str, ...] = ()
+    # Names of parameters that stay on the CPU in the copy without weights that counts FLOPs, because the
+    # model uses their device in a way that the meta device does not support.
     on_cpu: tuple[str, ...] = ()
 
     @property

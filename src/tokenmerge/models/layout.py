@@ -17,16 +17,12 @@ class Grid:
 
     A sequence has one grid, or one for each of several pictures in a row: that of the picture being made,
     then those of its reference pictures.
-
-    Attributes:
-        sides: ``[frames, rows, columns, 0]`` for each grid, an empty tensor with the sides as its shape.
-            torch.compile makes a graph for each value of an integer of a module, but can make one graph for
-            all shapes of a tensor.
-        given: whether the user gave the grid with ``Patch.at_size``.
     """
 
+    # For each grid an empty tensor of shape [frames, rows, columns, 0]: torch.compile makes a graph for each
+    # value of an integer of a module, but can make one graph for all shapes of a tensor.
     sides: tuple[Tensor, ...] = dataclasses.field(default_factory=lambda: (torch.empty(0, 0, 0, 0),))
-    given: bool = False
+    given: bool = False  # the user gave the grid with ``Patch.at_size``
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
@@ -54,50 +50,38 @@ class TokenArgument:
     """An argument with an entry for each token, such as a position table or a mask.
 
     A merged token gets the entry of the token whose place it takes.
-
-    Attributes:
-        name: name of the argument. A missing argument, or None, is left alone.
-        axes: the axes of the tokens. An axis of length 1, which the host broadcasts, is left alone.
-        batched: whether the first axis is the batch (length 1: the same entries for all images). If it is
-            not, all images of a batch must share one plan.
-        element: index of the element of a tuple, or key of the value of a dictionary, that has the entries;
-            None: all elements.
-        ndim: the argument has such entries only if it has this number of axes; None: any number.
-        broadcasts_to: the number of axes that the host broadcasts it to. Missing axes are added in front, and
-            ``axes`` count with them. None: no axes are missing.
     """
 
-    name: str
-    axes: tuple[int, ...]
+    name: str  # a missing argument, or None, is left alone
+    axes: tuple[
+        int, ...
+    ]  # those of the tokens; an axis of length 1, which the host broadcasts, is left alone
+    # The first axis is the batch (length 1: the same entries for all images). If it is not, all images of a
+    # batch must share one plan.
     batched: bool = False
+    # Index of the element of a tuple, or key of the value of a dictionary, that has the entries; None: all.
     element: int | str | None = None
-    ndim: int | None = None
+    ndim: int | None = None  # the argument has such entries only if it has this number of axes; None: any
+    # The number of axes that the host broadcasts it to. Missing axes are added in front, and ``axes`` count
+    # with them. None: no axes are missing.
     broadcasts_to: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Layout of the call of a block or a layer that takes tokens ``[b, n, c]``.
+    """Layout of the call of a block or a layer that takes tokens ``[b, n, c]``."""
 
-    Attributes:
-        tokens: name of the argument with the tokens; None: the first argument, as in every layer.
-        text: where text tokens stand if they share a sequence with the image, in the tokens or in a token
-            argument. Text never merges.
-        padding: name of a mask ``[b, text + n]`` that is true before the padding. It is for blocks whose
-            sequences are text, image and padding, with texts of different lengths. None: there is no padding.
-        token_arguments: arguments with an entry for each token.
-        same_as_tokens: name of an argument that may be the same tensor as the tokens.
-        outputs: indices of the image tokens in a result that is a tuple.
-        dense_if: names of arguments that only fit the whole grid. A call with one of them stays dense.
-    """
-
-    tokens: str | None = None
+    tokens: str | None = None  # the argument with the tokens; None: the first one, as in every layer
+    # Where text tokens stand if they share a sequence with the image, in the tokens or in a token argument.
+    # Text never merges.
     text: Literal["first", "last"] = "first"
+    # Name of a mask [b, text + n] that is true before the padding, for blocks whose sequences are text, image
+    # and padding, with texts of different lengths. None: there is no padding.
     padding: str | None = None
     token_arguments: tuple[TokenArgument, ...] = ()
-    same_as_tokens: str | None = None
-    outputs: tuple[int, ...] = (0,)
-    dense_if: tuple[str, ...] = ()
+    same_as_tokens: str | None = None  # name of an argument that may be the same tensor as the tokens
+    outputs: tuple[int, ...] = (0,)  # indices of the image tokens in a result that is a tuple
+    dense_if: tuple[str, ...] = ()  # arguments that only fit the whole grid: a call with one stays dense
 
     @property
     def batched(self) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Block, Grids, Host, is_a
+from tokenmerge.models.base import Arguments, Block, Grids, Host, is_a
 from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.family import Example, example_of
 from tokenmerge.models.layout import Grid
@@ -113,7 +113,7 @@ def _refuse_other_attention(root: Any) -> None:
         )
 
 
-def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     # The batch holds the frames of a video, so each merges on its own.
     rows, columns = arguments["sample"].shape[-2:]
     return ((1, rows, columns),)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from tokenmerge.models.base import Block, Grids, Host, is_a
+from tokenmerge.models.base import Arguments, Block, Grids, Host, is_a
 from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.family import Blank
 from tokenmerge.models.layout import Grid
@@ -56,7 +56,7 @@ def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
                 )
 
 
-def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     rows, columns = arguments["x"].shape[-2:]
     return ((1, rows, columns),)
 

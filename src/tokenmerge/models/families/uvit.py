@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.models.base import Block, Grids, Host, Layer
+from tokenmerge.models.base import Arguments, Block, Grids, Host, Layer
 from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.family import Blank
 from tokenmerge.models.layout import Grid
@@ -38,13 +38,13 @@ def _outer_blocks(root: Any, name: str) -> Iterator[Block]:
         yield Block(f"{name}.attention_blocks.{i}", block, _OUTER)
 
 
-def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     stride = 2 if root.config.downsample else 1
     rows, columns = (-(-side // stride) for side in arguments["input_ids"].shape[-2:])
     return ((1, rows, columns),)
 
 
-def _masked(root: Any, arguments: Mapping[str, Any]) -> Tensor:
+def _masked(root: Any, arguments: Arguments) -> Tensor:
     """Count the tokens that are still masked: nothing else changes with the step."""
     return (arguments["input_ids"] == root.config.vocab_size - 1).sum(dim=(1, 2)).max()
 
