@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -95,13 +95,17 @@ class Block:
         return self.level, self.batched, self.path.partition(".")[0]
 
 
-def listed(root: Any, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:
+def layers_in(module: object, layers: Iterable[Layer]) -> tuple[Layer, ...]:
+    """Return those of the layers that a block has."""
+    return tuple(layer for layer in layers if getattr(module, layer.name, None) is not None)
+
+
+def listed(root: nn.Module, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:
     """Describe the blocks of one module list, each with the layers that it has and further facts."""
-    blocks = []
-    for i, block in enumerate(getattr(root, name)):
-        own = tuple(layer for layer in layers if getattr(block, layer.name, None) is not None)
-        blocks.append(Block(f"{name}.{i}", block, own, **facts))
-    return tuple(blocks)
+    blocks: Any = root.get_submodule(name)
+    return tuple(
+        Block(f"{name}.{i}", block, layers_in(block, layers), **facts) for i, block in enumerate(blocks)
+    )
 
 
 def _all_of_it(root: Any, sample: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.models.base import Host, is_a
-from tokenmerge.models.basic_block import basic_block
+from tokenmerge.models.basic_block import basic_blocks
 from tokenmerge.models.family import Blank, transformer_host
 
 CLASSES = ("DiTTransformer2DModel", "PixArtTransformer2DModel", "LatteTransformer3DModel")
@@ -13,10 +13,7 @@ CLASSES = ("DiTTransformer2DModel", "PixArtTransformer2DModel", "LatteTransforme
 
 def describe(root: Any) -> Host:
     """Find the blocks. Of Latte, these are the spatial blocks, whose batch axis holds the frames."""
-    blocks = tuple(
-        basic_block(f"transformer_blocks.{i}", block) for i, block in enumerate(root.transformer_blocks)
-    )
-    return transformer_host(root, blocks, _others)
+    return transformer_host(root, basic_blocks(root, "transformer_blocks"), _others)
 
 
 def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:

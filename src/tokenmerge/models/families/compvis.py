@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.models.base import Arguments, Block, Grids, Host, is_a
-from tokenmerge.models.basic_block import basic_block
+from tokenmerge.models.basic_block import basic_blocks
 from tokenmerge.models.family import Blank
 from tokenmerge.models.layout import Grid
 
@@ -21,12 +21,12 @@ def describe(root: Any) -> Host:
     blocks: list[Block] = []
     level = 1
     for i, stage in enumerate(root.input_blocks):
-        blocks += _blocks(stage, f"input_blocks.{i}", level)
+        blocks += _blocks(root, f"input_blocks.{i}", level)
         if any(is_a(part, "Downsample") for part in stage.modules()):
             level *= 2
-    blocks += _blocks(root.middle_block, "middle_block", level)
+    blocks += _blocks(root, "middle_block", level)
     for i, stage in enumerate(getattr(root, "output_blocks", ())):
-        blocks += _blocks(stage, f"output_blocks.{i}", level)
+        blocks += _blocks(root, f"output_blocks.{i}", level)
         if any(is_a(part, "Upsample") for part in stage.modules()):
             level //= 2
 
@@ -44,16 +44,11 @@ def describe(root: Any) -> Host:
     )
 
 
-def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
-    for path, module in stage.named_modules(prefix=prefix):
+def _blocks(root: nn.Module, stage: str, level: int) -> Iterator[Block]:
+    for path, module in root.get_submodule(stage).named_modules(prefix=stage):
         if is_a(module, "SpatialTransformer"):
-            for i, block in enumerate(module.transformer_blocks):
-                # The checkpointing of these repositories recomputes `_forward`, not `forward`.
-                method = "_forward" if hasattr(block, "_forward") else "forward"
-                path_of_block = f"{path}.transformer_blocks.{i}"
-                yield basic_block(
-                    path_of_block, block, grid=module, level=level, method=method, context="context"
-                )
+            name = f"{path}.transformer_blocks"
+            yield from basic_blocks(root, name, context="context", grid=module, level=level)
 
 
 def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:

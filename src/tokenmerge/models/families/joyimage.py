@@ -41,13 +41,13 @@ def describe(root: Any) -> Host:
 
 def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     if is_a(root, _PLUS):
-        return _listed_pictures(arguments["shape_list"])
+        return _pictures_in(arguments["shape_list"])
     # Pictures [b, picture, c, f, h, w] of one size, or one picture [b, c, f, h, w].
     shape = arguments["hidden_states"].shape
     return (in_tokens(shape[-3:], root.config),) * (shape[1] if len(shape) == 6 else 1)
 
 
-def _listed_pictures(shapes: Sequence[Sequence[GridShape]]) -> Grids:
+def _pictures_in(shapes: Sequence[Sequence[GridShape]]) -> Grids:
     first, *others = (tuple((frames, rows, columns) for frames, rows, columns in own) for own in shapes)
     if any(own != first for own in others):
         raise UnsupportedModelError(

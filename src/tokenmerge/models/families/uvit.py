@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.models.base import Arguments, Block, Grids, Host, Layer
-from tokenmerge.models.basic_block import basic_block
+from tokenmerge.models.base import Arguments, Grids, Host, Layer, listed
+from tokenmerge.models.basic_block import basic_blocks
 from tokenmerge.models.family import Blank
 from tokenmerge.models.layout import Grid
 
@@ -20,10 +19,13 @@ _OUTER = (Layer("attn2", "attn1"), Layer("attn2", "attn2"))
 
 def describe(root: Any) -> Host:
     """Find the blocks of all three parts, which have the same tokens."""
-    middle = (basic_block(f"transformer_layers.{i}", b) for i, b in enumerate(root.transformer_layers))
     return Host(
         root=root,
-        blocks=(*_outer_blocks(root, "down_block"), *middle, *_outer_blocks(root, "up_block")),
+        blocks=(
+            *listed(root, "down_block.attention_blocks", _OUTER),
+            *basic_blocks(root, "transformer_layers"),
+            *listed(root, "up_block.attention_blocks", _OUTER),
+        ),
         sample="input_ids",
         timestep=_masked,
         grids=_grids,
@@ -31,11 +33,6 @@ def describe(root: Any) -> Host:
         example=lambda height, width, batch: _example(root, Blank(root, batch), height, width),
         patch=2 if root.config.downsample else 1,
     )
-
-
-def _outer_blocks(root: Any, name: str) -> Iterator[Block]:
-    for i, block in enumerate(getattr(root, name).attention_blocks):
-        yield Block(f"{name}.attention_blocks.{i}", block, _OUTER)
 
 
 def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
