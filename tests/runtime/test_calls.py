@@ -40,7 +40,7 @@ def functions_called(run):
 FACTS = {
     "config/settings.py": "properties of the settings",
     "config/parts.py": "properties of the settings",
-    "models/layout.py": "which of a call's tokens are the image's, and the sides of their grid",
+    "models/base.py": "which of a call's tokens are the image's, and the sides of their grid",
     "models/call.py": "the arguments of a host's call, which it makes",
     "runtime/memory/state.py": "what a block is, and what holds for its running call",
     "runtime/blocks/host_method.py": "the host's method and the names of its parameters",

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from tokenmerge.models.base import Block, Layer, layers_in
-from tokenmerge.models.layout import KEY_MASK, Layout
+from tokenmerge.models.base import KEY_MASK, Block, Layer, Layout, layers_in
 
 _SELF_ATTENTION = Layout(token_arguments=(KEY_MASK,))
 # The attention mask of cross-attention covers the text, so it has no entries for image tokens.

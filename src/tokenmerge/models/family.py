@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tokenmerge.models.base import Block, Host, is_called
+from tokenmerge.models.base import Block, Host, Layer, is_called, layers_in
 from tokenmerge.models.grids import patch_of, picture_grids, video_grids
 from tokenmerge.models.placement import dtype_of
 
@@ -60,6 +60,14 @@ def example_of(root: Any, example: Example, timestep: str = "timestep") -> Examp
         return {**given, **example(root, zeros, height, width, *references)}
 
     return arguments
+
+
+def listed(root: nn.Module, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:
+    """Describe the blocks of one module list, each with the layers that it has and further facts."""
+    blocks: Any = root.get_submodule(name)
+    return tuple(
+        Block(f"{name}.{i}", block, layers_in(block, layers), **facts) for i, block in enumerate(blocks)
+    )
 
 
 def transformer_host(

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Arguments, Grids, GridShape
-from tokenmerge.models.layout import Grid
+from tokenmerge.models.base import Arguments, Grid, Grids, GridShape
 
 
 def patch_of(config: Any) -> tuple[int, int, int]:

@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Arguments, Grids, Host, is_a
+from tokenmerge.models.base import Arguments, Grid, Grids, Host, is_a
 from tokenmerge.models.basic_block import basic_blocks
 from tokenmerge.models.family import Example, example_of
-from tokenmerge.models.layout import Grid
 
 # Their first argument is [b, c, h, w]; for a video the batch holds its frames. Attention over time is in
 # other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other lists of blocks.

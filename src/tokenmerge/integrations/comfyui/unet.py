@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tokenmerge.integrations.comfyui.sampling import Running, Step, prompts_in, step_in
-from tokenmerge.models.layout import PLAIN
+from tokenmerge.models.base import PLAIN
 from tokenmerge.ops import unmerge
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.blocks.merged_call import COMBINE, add_lost

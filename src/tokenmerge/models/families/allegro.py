@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.layout import KEY_MASK, Layout, TokenArgument
+from tokenmerge.models.base import KEY_MASK, Host, Layer, Layout, TokenArgument
+from tokenmerge.models.family import Blank, listed, transformer_host
 
 CLASSES = ("AllegroTransformer3DModel",)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.family import transformer_host
-from tokenmerge.models.layout import Layout
+from tokenmerge.models.base import Host, Layer, Layout
+from tokenmerge.models.family import listed, transformer_host
 
 CLASSES = ("AuraFlowTransformer2DModel",)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tokenmerge.models.base import Arguments, Grids, Host, Layer, listed
-from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.base import PLAIN, ROTARY, Arguments, Grid, Grids, Host, Layer
+from tokenmerge.models.family import Blank, listed, transformer_host
 from tokenmerge.models.grids import patch_of
-from tokenmerge.models.layout import PLAIN, ROTARY, Grid
 
 CLASSES = ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel")
 

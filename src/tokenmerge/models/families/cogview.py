@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Arguments, Grids, Host, Layer, is_a, listed
-from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.base import ROTARY, Arguments, Grid, Grids, Host, Layer, is_a
+from tokenmerge.models.family import Blank, listed, transformer_host
 from tokenmerge.models.grids import picture_grids
-from tokenmerge.models.layout import ROTARY, Grid
 
 CLASSES = ("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel")
 

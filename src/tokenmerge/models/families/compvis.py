@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from tokenmerge.models.base import Arguments, Block, Grids, Host, is_a
+from tokenmerge.models.base import Arguments, Block, Grid, Grids, Host, is_a
 from tokenmerge.models.basic_block import basic_blocks
 from tokenmerge.models.family import Blank
-from tokenmerge.models.layout import Grid
 
 CLASSES = ("UNetModel", "ControlNet")
 PARTS = ("input_blocks", "middle_block")  # other libraries have classes of the same names without these

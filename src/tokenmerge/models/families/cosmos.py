@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.layout import ROTARY
+from tokenmerge.models.base import ROTARY, Host, Layer
+from tokenmerge.models.family import Blank, listed, transformer_host
 
 CLASSES = ("CosmosTransformer3DModel",)
 

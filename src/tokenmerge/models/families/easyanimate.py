@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.models.base import Block, Host, Layer
+from tokenmerge.models.base import ROTARY, Block, Host, Layer
 from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.layout import ROTARY
 
 CLASSES = ("EasyAnimateTransformer3DModel",)
 

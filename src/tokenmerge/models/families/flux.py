@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Arguments, Grids, Host, Layer, is_a, listed
-from tokenmerge.models.family import Blank, Sizes, device_of_values, transformer_host
+from tokenmerge.models.base import POSITIONS, Arguments, Grid, Grids, Host, Layer, Layout, TokenArgument, is_a
+from tokenmerge.models.family import Blank, Sizes, device_of_values, listed, transformer_host
 from tokenmerge.models.grids import grids_of_ids
-from tokenmerge.models.layout import POSITIONS, Grid, Layout, TokenArgument
 
 _SECOND = "Flux2Transformer2DModel"
 CLASSES = (

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.family import Blank, device_of_values, transformer_host
-from tokenmerge.models.layout import KEY_MASK, POSITIONS, ROTARY, Layout
+from tokenmerge.models.base import KEY_MASK, POSITIONS, ROTARY, Host, Layer, Layout, is_a
+from tokenmerge.models.family import Blank, device_of_values, listed, transformer_host
 
 # Height and width of the latents, for 720p and for 2048 × 2048 pixels. Later autoencoders compress more.
 _SIZES = {

@@ -9,10 +9,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Arguments, Grids, GridShape, Host, Layer, is_a, listed
-from tokenmerge.models.family import Blank, Sizes, transformer_host
+from tokenmerge.models.base import (
+    KEY_MASK,
+    OWN_POSITIONS,
+    Arguments,
+    Grid,
+    Grids,
+    GridShape,
+    Host,
+    Layer,
+    Layout,
+    TokenArgument,
+    is_a,
+)
+from tokenmerge.models.family import Blank, Sizes, listed, transformer_host
 from tokenmerge.models.grids import in_tokens, patch_of
-from tokenmerge.models.layout import KEY_MASK, OWN_POSITIONS, Grid, Layout, TokenArgument
 
 _PLUS = "JoyImageEditPlusTransformer3DModel"
 CLASSES = ("JoyImageEditTransformer3DModel", _PLUS)

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Arguments, Grids, Host, Layer, listed
-from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.base import OWN_POSITIONS, Arguments, Grid, Grids, Host, Layer, Layout
+from tokenmerge.models.family import Blank, listed, transformer_host
 from tokenmerge.models.grids import grids_of_coordinates, in_tokens
-from tokenmerge.models.layout import OWN_POSITIONS, Grid, Layout
 
 CLASSES = ("LTXVideoTransformer3DModel",)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.family import transformer_host
-from tokenmerge.models.layout import OWN_POSITIONS, Layout, TokenArgument
+from tokenmerge.models.base import OWN_POSITIONS, Host, Layer, Layout, TokenArgument
+from tokenmerge.models.family import listed, transformer_host
 
 CLASSES = ("Lumina2Transformer2DModel",)
 

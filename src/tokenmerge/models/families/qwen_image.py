@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Arguments, Grids, Host, Layer, is_a, listed
-from tokenmerge.models.family import Blank, Sizes, transformer_host
-from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.base import Arguments, Grid, Grids, Host, Layer, Layout, TokenArgument, is_a
+from tokenmerge.models.family import Blank, Sizes, listed, transformer_host
 
 _CONTROLNET = "QwenImageControlNetModel"
 CLASSES = ("QwenImageTransformer2DModel", _CONTROLNET)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.models.base import Arguments, Grids, Host, Layer, is_a, listed
-from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.base import Arguments, Grid, Grids, Host, Layer, Layout, is_a
+from tokenmerge.models.family import Blank, listed, transformer_host
 from tokenmerge.models.grids import picture_grids
-from tokenmerge.models.layout import Grid, Layout
 
 _CONTROLNET = "SD3ControlNetModel"
 CLASSES = ("SD3Transformer2DModel", _CONTROLNET)

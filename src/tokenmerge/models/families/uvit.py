@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.models.base import Arguments, Grids, Host, Layer, listed
+from tokenmerge.models.base import Arguments, Grid, Grids, Host, Layer
 from tokenmerge.models.basic_block import basic_blocks
-from tokenmerge.models.family import Blank
-from tokenmerge.models.layout import Grid
+from tokenmerge.models.family import Blank, listed
 
 CLASSES = ("UVit2DModel",)
 

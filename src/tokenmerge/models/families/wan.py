@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.base import Host, Layer, Layout, TokenArgument, is_a
+from tokenmerge.models.family import Blank, listed, transformer_host
 
 CLASSES = (
     "WanTransformer3DModel",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Arguments, Grids, Host, Layer, listed
-from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.base import Arguments, Grid, Grids, Host, Layer, Layout, TokenArgument
+from tokenmerge.models.family import Blank, listed, transformer_host
 
 CLASSES = ("ZImageTransformer2DModel",)
 

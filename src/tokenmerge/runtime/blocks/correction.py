@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tokenmerge.models.base import Layout
 from tokenmerge.models.call import HostCall
-from tokenmerge.models.layout import Layout
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.blocks.merged_call import Combine, add_lost, of_image
 from tokenmerge.runtime.memory.caches import BlockMerge, Call

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.models.layout import Grid
+from tokenmerge.models.base import Grid
 from tokenmerge.models.parallel import Part
 from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Memory
 from tokenmerge.runtime.memory.step_log import StepLog

@@ -17,8 +17,7 @@ from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.config.checks import integer
 from tokenmerge.config.origin import is_default, named
 from tokenmerge.errors import ConfigError, shown
-from tokenmerge.models.base import Layer, ModelCall
-from tokenmerge.models.layout import Grid, Layout
+from tokenmerge.models.base import Grid, Layer, Layout, ModelCall
 from tokenmerge.ops import Plan
 from tokenmerge.plans import Facts, Tolerance
 from tokenmerge.runtime.memory.caches import Call, EmptyWhenCopied, Memory, RecordedMerges

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import instead
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge.models.layout import Grid
+from tokenmerge.models.base import Grid
 from tokenmerge.models.parallel import part_of
 from tokenmerge.plans.generation import Merging, Runs
 from tokenmerge.runtime.blocks.attention_kernels import reach_kernels

@@ -17,8 +17,7 @@ from torch import nn
 from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ModelInUseError, NothingToMergeError, UnsupportedModelError
-from tokenmerge.models.base import Host, modules_in
-from tokenmerge.models.layout import Grid
+from tokenmerge.models.base import Grid, Host, modules_in
 from tokenmerge.models.parallel import part_of
 from tokenmerge.runtime.blocks.attention_kernels import leave_kernels, reach_kernels
 from tokenmerge.runtime.blocks.forward import block_call, layer_call
