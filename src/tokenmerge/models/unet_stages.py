@@ -35,10 +35,8 @@ def describe_stages(root: Any, example: Example, *, controlnet: bool = False) ->
     if not blocks:
         _refuse_other_attention(root)
     # A model that returns the result of every level, such as a ControlNet, has no stages that can be skipped.
-    deep_stages, shallow_stages = (), ()
-    if len(getattr(root, "up_blocks", ())) > 1 and root.mid_block is not None:
-        first, *deep, last = (path for path, _, _ in stages_of(root))
-        deep_stages, shallow_stages = tuple(deep), (first, last)
+    can_skip = len(getattr(root, "up_blocks", ())) > 1 and root.mid_block is not None
+    paths = tuple(path for path, _, _ in stages_of(root)) if can_skip else ()
     size = getattr(root.config, "sample_size", None)
     return Host(
         root=root,
@@ -50,8 +48,8 @@ def describe_stages(root: Any, example: Example, *, controlnet: bool = False) ->
         sample_size=(size, size) if isinstance(size, int) else size and tuple(size),
         controlnet=controlnet,
         example=example_of(root, example),
-        deep_stages=deep_stages,
-        shallow_stages=shallow_stages,
+        deep_stages=paths[1:-1],
+        shallow_stages=(paths[0], paths[-1]) if paths else (),
     )
 
 
