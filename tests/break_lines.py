@@ -89,7 +89,7 @@ BREAKS = (
     ),
     Break(
         "the place of the image in a joint sequence",
-        "models/layout.py",
+        "models/base.py",
         'if self.text == "first" else',
         'if self.text != "first" else',
     ),

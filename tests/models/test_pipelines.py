@@ -10,9 +10,9 @@ from tests.models.tiny import FAMILIES, noise, seeded
 from torch import Tensor
 
 from tokenmerge import StepReuse, ToMeConfig, apply_token_merging, remove_token_merging
+from tokenmerge.models.base import Grid
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.grids import grids_of_ids
-from tokenmerge.models.layout import Grid
 from tokenmerge.runtime.memory.state import STATE
 
 

@@ -40,7 +40,7 @@ def functions_called(run):
 FACTS = {
     "config/settings.py": "properties of the settings",
     "config/parts.py": "properties of the settings",
-    "models/layout.py": "which of a call's tokens are the image's, and the sides of their grid",
+    "models/base.py": "which of a call's tokens are the image's, and the sides of their grid",
     "models/call.py": "the host's method, its parameters, and the arguments of its call, which it makes",
     "runtime/memory/state.py": "what a block is, and what holds for its running call",
 }

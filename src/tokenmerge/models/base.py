@@ -1,18 +1,20 @@
-"""The facts that a family's file gives about a model, its blocks and its layers."""
+"""The facts that a family's file gives about a model, its blocks, its layers, and the layouts of calls."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from tokenmerge.models.layout import PLAIN, Grid, Layout
+from tokenmerge.models.call import HostCall
 
 GridShape = tuple[int, int, int]  # frames, rows, columns, in tokens
 Grids = tuple[GridShape, ...]  # of the pictures in a sequence of tokens
+Arguments = Mapping[str, Any]  # of a call, by name
 
 KINDS = {
     "attn1": "self-attention",
@@ -32,6 +34,11 @@ def is_a(module: object, *names: str) -> bool:
     return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
+def is_called(module: object, text: str) -> bool:
+    """Return whether the name of the class of an object, or of a base class, has this part."""
+    return any(text in cls.__name__ for cls in type(module).__mro__)
+
+
 def modules_in(root: nn.Module) -> list[nn.Module]:
     """Return the modules of ``root.modules()``, level by level.
 
@@ -47,52 +54,130 @@ def modules_in(root: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """A sub-layer that can run on merged tokens.
+@dataclasses.dataclass(eq=False)
+class Grid:
+    """The token grids of the running call, noted by the module whose input shows them.
 
-    Attributes:
-        kind: ``"attn1"`` self-attention or joint attention, ``"attn2"`` cross-attention, ``"ff"`` the MLP.
-        name: attribute of the block that holds it.
-        layout: layout of its call.
-        own_keys: whether the keys and values of attention come from the tokens that it is called with.
-        keys: name of the argument that gives self-attention other tokens for keys and values; None: there is
-            no such argument.
+    A sequence has one grid, or one for each of several pictures in a row: that of the picture being made,
+    then those of its reference pictures.
     """
 
-    kind: Literal["attn1", "attn2", "ff"]
-    name: str
+    # For each grid an empty tensor of shape [frames, rows, columns, 0]: torch.compile makes a graph for each
+    # value of an integer of a module, but can make one graph for all shapes of a tensor.
+    sides: tuple[Tensor, ...] = dataclasses.field(default_factory=lambda: (torch.empty(0, 0, 0, 0),))
+    given: bool = False  # the user gave the grid with ``Patch.at_size``
+
+    @property
+    def shapes(self) -> Grids:
+        """(frames, rows, columns) of each grid."""
+        # A list, since blocks ask often, and a generator takes a Python call for each item.
+        shapes = [(sides.shape[0], sides.shape[1], sides.shape[2]) for sides in self.sides]
+        return tuple(shapes)
+
+    @shapes.setter
+    def shapes(self, shapes: Grids) -> None:
+        self.sides = tuple([torch.empty(*shape, 0) for shape in shapes])
+
+    @property
+    def shape(self) -> GridShape:
+        """(frames, rows, columns) of the first grid."""
+        return self.shapes[0]
+
+    @shape.setter
+    def shape(self, shape: GridShape) -> None:
+        self.shapes = (shape,)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenArgument:
+    """An argument with an entry for each token, such as a position table or a mask.
+
+    A merged token gets the entry of the token whose place it takes.
+    """
+
+    name: str  # a missing argument, or None, is left alone
+    axes: tuple[int, ...]  # of the tokens; an axis of length 1, which the host broadcasts, is left alone
+    # The first axis is the batch (length 1: the same entries for all images). If it is not, all images of a
+    # batch must share one plan.
+    batched: bool = False
+    # Index of the element of a tuple, or key of the value of a dictionary, that has the entries; None: all.
+    element: int | str | None = None
+    ndim: int | None = None  # the argument has such entries only if it has this number of axes; None: any
+    # The number of axes that the host broadcasts it to. Missing axes are added in front, and ``axes`` count
+    # with them. None: no axes are missing.
+    broadcasts_to: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Layout of the call of a block or a layer that takes tokens ``[b, n, c]``."""
+
+    tokens: str | None = None  # the argument with the tokens; None: the first one, as in every layer
+    # Where text tokens stand if they share a sequence with the image, in the tokens or in a token argument.
+    # Text never merges.
+    text: Literal["first", "last"] = "first"
+    # Name of a mask [b, text + n] that is true before the padding, for blocks whose sequences are text, image
+    # and padding, with texts of different lengths. None: there is no padding.
+    padding: str | None = None
+    token_arguments: tuple[TokenArgument, ...] = ()
+    same_as_tokens: str | None = None  # name of an argument that may be the same tensor as the tokens
+    outputs: tuple[int, ...] = (0,)  # indices of the image tokens in a result that is a tuple
+    dense_if: tuple[str, ...] = ()  # arguments that only fit the whole grid: a call with one stays dense
+
+    @property
+    def batched(self) -> bool:
+        """Whether each image of a batch can have its own plan."""
+        return all(argument.batched for argument in self.token_arguments)
+
+    def tokens_of(self, call: HostCall) -> Tensor:
+        """Return the tokens of a call."""
+        return call.argument(self.tokens or call.names[0])
+
+    def image(self, x: Tensor, n: int, start: Tensor | None = None) -> Tensor:
+        """Return the n image tokens of a sequence; ``start`` ``[b]``: first index, if it differs by image."""
+        if start is not None:
+            places = start.unsqueeze(1) + torch.arange(n, device=x.device)
+            return x.take_along_dim(places.unsqueeze(-1), dim=1)
+        if x.shape[1] == n:
+            return x  # the very tensor, by which a run of blocks is recognised
+        return x[:, x.shape[1] - n :] if self.text == "first" else x[:, :n]
+
+
+PLAIN = Layout()  # image tokens only, and no argument with an entry for each
+# Rotary positions with an entry for each image token, which the whole batch shares or each sample has.
+POSITIONS = TokenArgument("image_rotary_emb", axes=(0,))
+OWN_POSITIONS = TokenArgument("image_rotary_emb", axes=(1,), batched=True)
+KEY_MASK = TokenArgument("attention_mask", axes=(-1,), batched=True)
+ROTARY = Layout(token_arguments=(POSITIONS,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A sub-layer that can run on merged tokens."""
+
+    kind: Literal["attn1", "attn2", "ff"]  # self-attention or joint attention, cross-attention, the MLP
+    name: str  # attribute of the block that holds it
     layout: Layout = PLAIN
-    own_keys: bool = True
+    own_keys: bool = True  # the keys and values of attention come from the tokens that it is called with
+    # Argument that gives self-attention other tokens for keys and values; None: there is no such argument.
     keys: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One transformer block.
+    """One transformer block."""
 
-    Attributes:
-        path: its qualified name in the host.
-        module: the block.
-        layers: its sub-layers that can merge, in the order in which they run.
-        layout: layout of the call, as far as the layers need it, and where the image is in the result.
-        block_layout: layout of the call of the whole block, for blocks that can run on merged tokens from
-            start to end; None: the block cannot.
-        method: the method that gradient checkpointing recomputes: ``"forward"`` or ``"_forward"``.
-        grid: the module whose first argument ``[b, c, h, w]`` has the block's token grid, n = h·w; None: the
-            block has the grid of the whole model.
-        level: resolution level as a divisor of the host's finest token grid: 1, 2, 4 …
-        dense: kinds of sub-layer that cannot merge in this block, each with the reason as text.
-    """
-
-    path: str
+    path: str  # its qualified name in the host
     module: Any
-    layers: tuple[Layer, ...]
-    layout: Layout = PLAIN
-    block_layout: Layout | None = None
-    method: str = "forward"
+    layers: tuple[Layer, ...]  # those that can merge, in the order in which they run
+    layout: Layout = PLAIN  # of its call, as far as the layers need it, and where the image is in the result
+    block_layout: Layout | None = None  # of its call if it can run on merged tokens from start to end
+    method: str = "forward"  # the method that gradient checkpointing recomputes, or "_forward"
+    # The module whose first argument [b, c, h, w] has the block's token grid, n = h·w; None: it has the grid
+    # of the whole model.
     grid: nn.Module | None = None
-    level: int = 1
+    level: int = 1  # resolution level as a divisor of the host's finest token grid: 1, 2, 4 …
+    # Kinds of sub-layer that cannot merge in this block, each with the reason as text.
     dense: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -108,18 +193,9 @@ class Block:
         return self.level, self.batched, self.path.partition(".")[0]
 
 
-def listed(root: Any, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:
-    """Describe the blocks of one module list, each with the layers that it has and further facts."""
-    blocks = []
-    for i, block in enumerate(getattr(root, name)):
-        own = tuple(layer for layer in layers if getattr(block, layer.name, None) is not None)
-        blocks.append(Block(f"{name}.{i}", block, own, **facts))
-    return tuple(blocks)
-
-
-def is_called(module: object, text: str) -> bool:
-    """Return whether the name of the class of an object, or of a base class, has this part."""
-    return any(text in cls.__name__ for cls in type(module).__mro__)
+def layers_in(module: object, layers: Iterable[Layer]) -> tuple[Layer, ...]:
+    """Return those of the layers that a block has."""
+    return tuple(layer for layer in layers if getattr(module, layer.name, None) is not None)
 
 
 def _all_of_it(root: Any, sample: Any) -> Any:
@@ -128,60 +204,41 @@ def _all_of_it(root: Any, sample: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelCall:
-    """The names and functions that describe a call of a model.
+    """The names and functions that describe a call of a model."""
 
-    Attributes:
-        sample: name of the argument for the sample.
-        timestep: name of the argument for the timestep. For a model without one, a function: (root, arguments
-            of a call by name) → a number that differs between denoising steps.
-        grids: (root, arguments of a call by name, grids of the last call) → (frames, rows, columns) of the
-            finest token grid of each picture in the sequence, the picture being made first. Raises
-            UnsupportedModelError for a call whose tokens have none.
-        takes_references: whether reference pictures may follow the picture being made.
-        latents: (root, sample) → the part of the sample that is the same for all prompts of guidance.
-        patch: side of the square of latent positions that makes one token.
-        parameters: names of all arguments, in order.
-    """
-
-    sample: str
-    timestep: str | Callable[[Any, Mapping[str, Any]], Tensor]
-    grids: Callable[[Any, Mapping[str, Any], Grid], Grids]
-    takes_references: bool = False
+    sample: str  # name of the argument for the sample
+    # Name of the argument for the timestep. For a model without one, a function: (root, arguments of a call)
+    # → a number that differs between denoising steps.
+    timestep: str | Callable[[Any, Arguments], Tensor]
+    # (root, arguments of a call, grids of the last call) → the finest token grid of each picture in the
+    # sequence, the picture being made first. It raises UnsupportedModelError if the tokens have none.
+    grids: Callable[[Any, Arguments, Grid], Grids]
+    takes_references: bool = False  # reference pictures may follow the picture being made
+    # (root, sample) → the part of the sample that is the same for all prompts of guidance.
     latents: Callable[[Any, Any], Any] = _all_of_it
-    patch: int = 1
-    parameters: tuple[str, ...] = ()
+    patch: int = 1  # side of the square of latent positions that makes one token
+    parameters: tuple[str, ...] = ()  # names of all arguments, in order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Host(ModelCall):
-    """A denoiser or a ControlNet.
-
-    Attributes:
-        root: the model.
-        blocks: its transformer blocks in the order in which they run.
-        sample_size: height and width of the sample that the model was made for; None if it does not say.
-        example: ``(height, width, batch)`` → arguments by name of a call with a sample of that size. Models
-            that take references get their heights and widths as a fourth argument.
-        controlnet: whether it is a ControlNet. It may stay dense next to a denoiser that merges.
-        frames: number of frames in the token grid that the model was made for; 1 for pictures.
-        limits: what users should know before merging in this model, as text.
-        deep_stages: paths of the UNet stages below the finest level, in the order in which they run. The
-            finest level reads the result of the last one and no other. Empty for other models.
-        shallow_stages: paths of the UNet stages at the finest level, in the order in which they run. The
-            layers after them read the result of the last one and no other. Empty for other models.
-        on_cpu: names of parameters that stay on the CPU in the copy without weights that counts FLOPs,
-            because the model uses their device in a way that the meta device does not support.
-    """
+    """A denoiser or a ControlNet."""
 
     root: nn.Module
-    blocks: tuple[Block, ...]
-    sample_size: tuple[int, int] | None
+    blocks: tuple[Block, ...]  # in the order in which they run
+    sample_size: tuple[int, int] | None  # height and width that the model was made for, if it says them
+    # (height, width, batch) → arguments of a call with a sample of that size. Models that take references
+    # get their heights and widths as a fourth argument.
     example: Callable[..., dict[str, Any]]
-    controlnet: bool = False
-    frames: int = 1
-    limits: tuple[str, ...] = ()
+    controlnet: bool = False  # a ControlNet may stay dense next to a denoiser that merges
+    frames: int = 1  # of the token grid that the model was made for; 1 for pictures
+    limits: tuple[str, ...] = ()  # what users should know before merging in this model, as text
+    # Paths of the stages of a UNet in the order in which they run: below the finest level, and at it. What
+    # follows reads the result of the last one of each and no other. Empty for other models.
     deep_stages: tuple[str, ...] = ()
     shallow_stages: tuple[str, ...] = ()
+    # Names of parameters that stay on the CPU in the copy without weights that counts FLOPs, because the
+    # model uses their device in a way that the meta device does not support.
     on_cpu: tuple[str, ...] = ()
 
     @property

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tokenmerge.models.base import Block, Host, is_called
+from tokenmerge.models.base import Block, Host, Layer, is_called, layers_in
 from tokenmerge.models.grids import patch_of, picture_grids, video_grids
 from tokenmerge.models.placement import dtype_of
 
 Example = Callable[..., dict[str, Any]]
+Sizes = Sequence[tuple[int, int]]  # heights and widths of the latents of reference pictures
 
 
 class Blank:
@@ -61,11 +62,21 @@ def example_of(root: Any, example: Example, timestep: str = "timestep") -> Examp
     return arguments
 
 
+def listed(root: nn.Module, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:
+    """Describe the blocks of one module list, each with the layers that it has and further facts."""
+    blocks: Any = root.get_submodule(name)
+    return tuple(
+        Block(f"{name}.{i}", block, layers_in(block, layers), **facts) for i, block in enumerate(blocks)
+    )
+
+
 def transformer_host(
     root: Any,
-    example: Example,
     blocks: tuple[Block, ...],
+    others: Example | None = None,
     *,
+    text: tuple[int, int] | None = None,
+    text_mask: str | None = None,
     sample_size: tuple[int, int] | None = None,
     patch: int | None = None,
     latent_frames: int = 1,
@@ -76,9 +87,12 @@ def transformer_host(
     Args:
         root: the model. Its sample is called ``hidden_states`` and its timestep ``timestep``, unless
             ``particulars`` name others.
-        example: (root, zeros, height, width) → arguments by name of a call with latents of that size, without
-            the timestep. ``zeros`` is a :class:`Blank`.
         blocks: its transformer blocks in the order in which they run.
+        others: (root, zeros, height, width) → arguments by name of a call with latents of that size, besides
+            the timestep and the text. ``zeros`` is a :class:`Blank`. They need the sample only if it is not
+            ``[b, config.in_channels, (latent_frames,) height, width]``.
+        text: tokens and channels of the argument ``encoder_hidden_states``; None: ``others`` gives the text.
+        text_mask: name of the argument for a mask of the text's tokens; None: the model needs none.
         sample_size: height and width of the latents that the model was made for; by default a square with
             the side ``config.sample_size``.
         patch: side of the square of latent positions that makes one token; by default from
@@ -87,20 +101,33 @@ def transformer_host(
         particulars: other fields of :class:`Host`. ``grids`` is by default that of a picture or a video. A
             class whose name has "ControlNet" is one.
     """
-    size = sample_size or (root.config.sample_size,) * 2
+    frames = (latent_frames,) if latent_frames > 1 else ()
     facts: dict[str, Any] = {
         "sample": "hidden_states",
         "timestep": "timestep",
-        "grids": picture_grids if latent_frames == 1 else video_grids,
+        "grids": video_grids if frames else picture_grids,
         "controlnet": is_called(root, "ControlNet"),
         **particulars,
     }
+
+    def example(root: Any, zeros: Blank, height: int, width: int, *references: Any) -> dict[str, Any]:
+        own = others(root, zeros, height, width, *references) if others else {}
+        sample = own.get(facts["sample"])
+        if sample is None:
+            sample = zeros(root.config.in_channels, *frames, height, width)
+        usual = {facts["sample"]: sample}
+        if text is not None:
+            usual["encoder_hidden_states"] = zeros(*text)
+            if text_mask is not None:
+                usual[text_mask] = zeros.full_mask(text[0])
+        return {**usual, **own}
+
     return Host(
         root=root,
         blocks=blocks,
         example=example_of(root, example, facts["timestep"]),
-        sample_size=size,
+        sample_size=sample_size or (root.config.sample_size,) * 2,
         patch=patch or patch_of(root.config)[2],
-        frames=latent_frames // patch_of(root.config)[0] if latent_frames > 1 else 1,
+        frames=latent_frames // patch_of(root.config)[0] if frames else 1,
         **facts,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Grids, GridShape
-from tokenmerge.models.layout import Grid
+from tokenmerge.models.base import Arguments, Grid, Grids, GridShape
 
 
 def patch_of(config: Any) -> tuple[int, int, int]:
@@ -33,14 +32,14 @@ def in_tokens(sides: Sequence[int], config: Any) -> GridShape:
     return frames, rows, columns
 
 
-def picture_grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+def picture_grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     """Return the token grid of a picture, from the last two axes of ``hidden_states``: height and width."""
     height, width = arguments["hidden_states"].shape[-2:]
     _, rows, columns = patch_of(root.config)
     return ((1, height // rows, width // columns),)
 
 
-def video_grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+def video_grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     """Return the token grid of a video ``hidden_states`` ``[b, c, f, h, w]``."""
     return (in_tokens(arguments["hidden_states"].shape[2:], root.config),)
 
@@ -48,7 +47,7 @@ def video_grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
 _known: Any = WeakTensorKeyDictionary()
 
 
-def grids_of_ids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     """Return the token grids of the pictures that the argument ``img_ids`` describes.
 
     ``img_ids`` are ``[n, d]`` or ``[b, n, d]``: for each of the n tokens of ``hidden_states`` the number of

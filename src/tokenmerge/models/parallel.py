@@ -13,17 +13,11 @@ from tokenmerge.models.base import is_a
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """The part of each sequence that a process has.
+    """The part of each sequence that a process has."""
 
-    Attributes:
-        index: its place among the parts, 0 ≤ index < parts.
-        parts: their number, one for each device.
-        group: the group of the processes that have these parts.
-    """
-
-    index: int
-    parts: int
-    group: Any
+    index: int  # its place among the parts, 0 ≤ index < parts
+    parts: int  # their number, one for each device
+    group: Any  # the group of the processes that have these parts
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over the processes; each has to call this."""

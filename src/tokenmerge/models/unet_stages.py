@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Block, Grids, Host, is_a
-from tokenmerge.models.basic_block import basic_block
+from tokenmerge.models.base import Arguments, Grid, Grids, Host, is_a
+from tokenmerge.models.basic_block import basic_blocks
 from tokenmerge.models.family import Example, example_of
-from tokenmerge.models.layout import Grid
 
 # Their first argument is [b, c, h, w]; for a video the batch holds its frames. Attention over time is in
 # other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other lists of blocks.
@@ -27,10 +26,18 @@ def describe_stages(root: Any, example: Example, *, controlnet: bool = False) ->
     Raises:
         UnsupportedModelError: its attention is not in transformer blocks.
     """
-    blocks = [block for path, stage, level in stages_of(root) for block in _blocks(stage, path, level)]
+    blocks = [
+        block
+        for way, stage, level in stages_of(root)
+        for path, module in _transformers(stage, way)
+        for block in basic_blocks(root, f"{path}.transformer_blocks", grid=module, level=level)
+    ]
     if not blocks:
         _refuse_other_attention(root)
-    deep_stages, shallow_stages = _skipped_stages(root)
+    # A model that returns the result of every level, such as a ControlNet, has no stages that can be skipped.
+    can_skip = len(getattr(root, "up_blocks", ())) > 1 and root.mid_block is not None
+    paths = tuple(path for path, _, _ in stages_of(root)) if can_skip else ()
+    size = getattr(root.config, "sample_size", None)
     return Host(
         root=root,
         blocks=tuple(blocks),
@@ -38,11 +45,11 @@ def describe_stages(root: Any, example: Example, *, controlnet: bool = False) ->
         timestep="timestep",
         grids=_grids,
         latents=_latents,
-        sample_size=_sample_size(root),
+        sample_size=(size, size) if isinstance(size, int) else size and tuple(size),
         controlnet=controlnet,
         example=example_of(root, example),
-        deep_stages=deep_stages,
-        shallow_stages=shallow_stages,
+        deep_stages=paths[1:-1],
+        shallow_stages=(paths[0], paths[-1]) if paths else (),
     )
 
 
@@ -61,31 +68,8 @@ def stages_of(root: Any) -> Iterator[tuple[str, Any, int]]:
             level //= 2
 
 
-def _skipped_stages(root: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the paths of the stages below the finest level, and of those at it: the first and the last one.
-
-    A model that returns the result of every level, such as a ControlNet, has none.
-    """
-    if len(getattr(root, "up_blocks", ())) < 2 or root.mid_block is None:
-        return (), ()
-    first, *deep, last = (path for path, _, _ in stages_of(root))
-    return tuple(deep), (first, last)
-
-
-def _sample_size(root: Any) -> tuple[int, int] | None:
-    size = getattr(root.config, "sample_size", None)
-    return (size, size) if isinstance(size, int) else size and tuple(size)
-
-
 def _has(stage: Any, *names: str) -> bool:
     return any(getattr(stage, name, None) is not None for name in names)
-
-
-def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
-    for path, module in _transformers(stage, prefix):
-        for i, block in enumerate(module.transformer_blocks):
-            name = f"{path}.transformer_blocks.{i}"
-            yield basic_block(name, block, grid=module, level=level)
 
 
 def _transformers(module: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -113,7 +97,7 @@ def _refuse_other_attention(root: Any) -> None:
         )
 
 
-def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     # The batch holds the frames of a video, so each merges on its own.
     rows, columns = arguments["sample"].shape[-2:]
     return ((1, rows, columns),)

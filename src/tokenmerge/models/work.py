@@ -13,6 +13,8 @@ from torch import nn
 from tokenmerge.models.base import Block, Host
 from tokenmerge.models.unet_stages import stages_of
 
+# "always" runs in every step. Step reuse skips the others: "finest" and "deep" are the finest level of a UNet
+# and what lies below, "blocks" the blocks of other models.
 Part = Literal["always", "finest", "deep", "blocks"]
 LAYERS, BLOCK = "layers", "block"
 
@@ -25,17 +27,11 @@ _TEXT_ARGUMENTS = ("encoder_hidden_states", "context")
 
 @dataclasses.dataclass(frozen=True)
 class Amount:
-    """Multiplications for one sample: a polynomial in the number of tokens.
+    """Multiplications for one sample: a polynomial in the number of tokens."""
 
-    Attributes:
-        fixed: those that do not depend on the picture, such as on the text.
-        per_token: those for each token, such as weights.
-        per_pair: those for each pair of tokens, in attention.
-    """
-
-    fixed: float = 0.0
-    per_token: float = 0.0
-    per_pair: float = 0.0
+    fixed: float = 0.0  # those that do not depend on the picture, such as on the text
+    per_token: float = 0.0  # such as those with weights
+    per_pair: float = 0.0  # those for each pair of tokens, in attention
 
     def at(self, tokens: float) -> float:
         """Return the multiplications for this number of tokens.
@@ -54,39 +50,23 @@ class Amount:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The work that runs in the same steps, at one resolution level, and merges under the same settings.
-
-    Attributes:
-        part: ``"always"`` runs in every step. Step reuse skips the others: ``"finest"`` and ``"deep"`` are
-            the finest level of a UNet and what lies below, ``"blocks"`` the blocks of other models.
-        level: its resolution level, as a divisor of the finest token grid: 1, 2, 4 …
-        scopes: the scopes of token merging that merge it: ``"layers"``, ``"block"``.
-        amount: its multiplications, in tokens of its level.
-    """
+    """The work that runs in the same steps, at one resolution level, and merges under the same settings."""
 
     part: Part
-    level: int
-    scopes: frozenset[str]
-    amount: Amount
+    level: int  # as a divisor of the finest token grid: 1, 2, 4 …
+    scopes: frozenset[str]  # the scopes of token merging that merge it: "layers", "block"
+    amount: Amount  # in tokens of its level
 
 
 @dataclasses.dataclass(frozen=True)
 class Planning:
-    """A merge plan that blocks can share.
+    """A merge plan that blocks can share."""
 
-    Attributes:
-        parts: the parts of the model with blocks that use it, as for a :class:`Share`.
-        level: its resolution level.
-        channels: channels of the tokens that are compared.
-        scopes: the scopes of token merging that need it.
-        blocks: number of blocks that can share it.
-    """
-
-    parts: frozenset[Part]
+    parts: frozenset[Part]  # those with blocks that use it
     level: int
-    channels: int
-    scopes: frozenset[str]
-    blocks: int
+    channels: int  # of the tokens that are compared
+    scopes: frozenset[str]  # the scopes of token merging that need it
+    blocks: int  # number of blocks that can share it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +90,7 @@ class Work:
 def work_of(host: Host, text: int | None = None) -> Work:
     """Compute how the work of a call is shared, from the sizes of the weights. Nothing runs.
 
-    Args:
-        host: the model.
-        text: number of text tokens of a call. None: as many as the family's example has.
+    ``text`` is the number of text tokens of a call; None: as many as the family's example has.
     """
     words = _words(host) if text is None else text
     found: dict[tuple[Part, int, frozenset[str]], Amount] = defaultdict(Amount)

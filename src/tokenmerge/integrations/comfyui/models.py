@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import is_a
+from tokenmerge.models.base import Layout, TokenArgument, is_a
 from tokenmerge.models.families import compvis
 from tokenmerge.models.grids import patch_of
-from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.models.work import Amount, Part, Share, Work
 
 

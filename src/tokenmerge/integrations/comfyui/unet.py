@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenmerge.integrations.comfyui.models import Cut
 from tokenmerge.integrations.comfyui.sampling import Running, Sampling, Step, prompts_in, running_in, step_in
-from tokenmerge.models.layout import PLAIN
+from tokenmerge.models.base import PLAIN
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.blocks.merged_call import add_lost, combined
 from tokenmerge.runtime.memory.reuse import extrapolated, updated

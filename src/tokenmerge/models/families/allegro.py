@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.layout import KEY_MASK, Layout, TokenArgument
+from tokenmerge.models.base import KEY_MASK, Host, Layer, Layout, TokenArgument
+from tokenmerge.models.family import Blank, listed, transformer_host
 
 CLASSES = ("AllegroTransformer3DModel",)
 
@@ -20,25 +19,23 @@ _LAYERS = (Layer("attn1", "attn1", _ATTENTION), Layer("attn2", "attn2"), Layer("
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
+    config = root.config
     return transformer_host(
         root,
-        _example,
         listed(root, "transformer_blocks", _LAYERS),
-        sample_size=(root.config.sample_height, root.config.sample_width),
-        latent_frames=root.config.sample_frames,
+        _positions,
+        text=(512, config.caption_channels),
+        text_mask="encoder_attention_mask",
+        sample_size=(config.sample_height, config.sample_width),
+        latent_frames=config.sample_frames,
     )
 
 
-def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
-    config, words = root.config, 512
+def _positions(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
     frames = config.sample_frames // config.patch_size_t
     rows, columns = height // config.patch_size, width // config.patch_size
     axis = config.attention_head_dim // 3
     tables = [(torch.zeros(side, axis, device=root.device),) * 2 for side in (frames, rows, columns)]
     places = torch.zeros(1, frames * rows * columns, device=root.device, dtype=torch.int64)
-    return {
-        "hidden_states": zeros(config.in_channels, config.sample_frames, height, width),
-        "encoder_hidden_states": zeros(words, config.caption_channels),
-        "encoder_attention_mask": zeros.full_mask(words),
-        "image_rotary_emb": (tuple(tables), (places,) * 3),
-    }
+    return {"image_rotary_emb": (tuple(tables), (places,) * 3)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.models.base import Host, is_a
-from tokenmerge.models.basic_block import basic_block
+from tokenmerge.models.basic_block import basic_blocks
 from tokenmerge.models.family import Blank, transformer_host
 
 CLASSES = ("DiTTransformer2DModel", "PixArtTransformer2DModel", "LatteTransformer3DModel")
@@ -13,24 +13,21 @@ CLASSES = ("DiTTransformer2DModel", "PixArtTransformer2DModel", "LatteTransforme
 
 def describe(root: Any) -> Host:
     """Find the blocks. Of Latte, these are the spatial blocks, whose batch axis holds the frames."""
-    blocks = tuple(
-        basic_block(f"transformer_blocks.{i}", block) for i, block in enumerate(root.transformer_blocks)
-    )
-    return transformer_host(root, _example, blocks)
+    return transformer_host(root, basic_blocks(root, "transformer_blocks"), _others)
 
 
-def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
-    video = (config.video_length,) if is_a(root, "LatteTransformer3DModel") else ()
-    sample = zeros(config.in_channels, *video, height, width)
-    arguments: dict[str, Any] = {"hidden_states": sample}
     if is_a(root, "DiTTransformer2DModel"):
-        arguments["class_labels"] = zeros.integers()
-        return arguments
-    arguments["encoder_hidden_states"] = zeros(
-        120 if video else 300, config.caption_channels or config.cross_attention_dim
-    )
-    if is_a(root, "PixArtTransformer2DModel"):
-        sizes = {"resolution": zeros(2), "aspect_ratio": zeros(1)} if root.use_additional_conditions else {}
-        arguments["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None, **sizes}
-    return arguments
+        return {"class_labels": zeros.integers()}
+    text_width = config.caption_channels or config.cross_attention_dim
+    if is_a(root, "LatteTransformer3DModel"):
+        return {
+            "hidden_states": zeros(config.in_channels, config.video_length, height, width),
+            "encoder_hidden_states": zeros(120, text_width),
+        }
+    sizes = {"resolution": zeros(2), "aspect_ratio": zeros(1)} if root.use_additional_conditions else {}
+    return {
+        "encoder_hidden_states": zeros(300, text_width),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None, **sizes},
+    }

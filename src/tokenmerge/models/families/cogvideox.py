@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
-from tokenmerge.models.base import Grids, Host, Layer, listed
-from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.base import PLAIN, ROTARY, Arguments, Grid, Grids, Host, Layer
+from tokenmerge.models.family import Blank, listed, transformer_host
 from tokenmerge.models.grids import patch_of
-from tokenmerge.models.layout import PLAIN, ROTARY, Grid
 
 CLASSES = ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel")
 
@@ -18,18 +16,18 @@ def describe(root: Any) -> Host:
     """Find the blocks. The smaller checkpoints have no rotary positions."""
     config = root.config
     attention = ROTARY if config.use_rotary_positional_embeddings else PLAIN
-    layers = (Layer("attn1", "attn1", attention), Layer("ff", "ff"))
     return transformer_host(
         root,
-        _example,
-        listed(root, "transformer_blocks", layers),
+        listed(root, "transformer_blocks", (Layer("attn1", "attn1", attention), Layer("ff", "ff"))),
+        _others,
+        text=(config.max_text_seq_length, config.text_embed_dim),
         grids=_grids,
         sample_size=(config.sample_height, config.sample_width),
         latent_frames=_frames(root),
     )
 
 
-def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     patch_t, rows, columns = patch_of(root.config)
     _, frames, _, height, width = arguments["hidden_states"].shape
     return ((-(-frames // patch_t), height // rows, width // columns),)
@@ -41,13 +39,10 @@ def _frames(root: Any) -> int:
     return frames + frames % patch_of(root.config)[0]
 
 
-def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
     sample = zeros(_frames(root), config.in_channels, height, width)
-    arguments: dict[str, Any] = {
-        "hidden_states": sample,
-        "encoder_hidden_states": zeros(config.max_text_seq_length, config.text_embed_dim),
-    }
+    arguments: dict[str, Any] = {"hidden_states": sample}
     if config.use_rotary_positional_embeddings:
         tokens = math.prod(_grids(root, arguments, Grid())[0])
         arguments["image_rotary_emb"] = (sample.new_zeros(tokens, config.attention_head_dim),) * 2

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Grids, Host, Layer, is_a, listed
-from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.base import ROTARY, Arguments, Grid, Grids, Host, Layer, is_a
+from tokenmerge.models.family import Blank, listed, transformer_host
 from tokenmerge.models.grids import picture_grids
-from tokenmerge.models.layout import ROTARY, Grid
 
 CLASSES = ("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel")
 
@@ -24,10 +22,10 @@ def describe(root: Any) -> Host:
         blocks = listed(root, "transformer_blocks", _FOUR, dense={"ff": _SHARED})
     else:
         blocks = listed(root, "transformer_blocks", _PLUS)
-    return transformer_host(root, _example, blocks, grids=_grids)
+    return transformer_host(root, blocks, _sizes, text=(224, root.config.text_embed_dim), grids=_grids)
 
 
-def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     if "batch_flag" in (arguments.get("attention_kwargs") or {}):
         raise UnsupportedModelError(
             "attention_kwargs: batch_flag packs samples into one sequence, which has no token grid; train "
@@ -36,12 +34,6 @@ def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     return picture_grids(root, arguments, last)
 
 
-def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
-    config = root.config
-    return {
-        "hidden_states": zeros(config.in_channels, height, width),
-        "encoder_hidden_states": zeros(224, config.text_embed_dim),
-        "original_size": zeros(2).fill_(1024),
-        "target_size": zeros(2).fill_(1024),
-        "crop_coords": zeros(2),
-    }
+def _sizes(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    size = zeros(2).fill_(1024)
+    return {"original_size": size, "target_size": size, "crop_coords": zeros(2)}

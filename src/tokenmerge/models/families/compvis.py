@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from tokenmerge.models.base import Block, Grids, Host, is_a
-from tokenmerge.models.basic_block import basic_block
+from tokenmerge.models.base import Arguments, Block, Grid, Grids, Host, is_a
+from tokenmerge.models.basic_block import basic_blocks
 from tokenmerge.models.family import Blank
-from tokenmerge.models.layout import Grid
 
 CLASSES = ("UNetModel", "ControlNet")
 PARTS = ("input_blocks", "middle_block")  # other libraries have classes of the same names without these
@@ -18,7 +17,7 @@ PARTS = ("input_blocks", "middle_block")  # other libraries have classes of the 
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    blocks = [block for path, stage, level in stages_of(root) for block in _blocks(stage, path, level)]
+    blocks = [block for path, _, level in stages_of(root) for block in _blocks(root, path, level)]
     context = blocks[0].module.attn2.to_k.in_features if blocks else None
     size = getattr(root, "image_size", None)
     return Host(
@@ -47,19 +46,14 @@ def stages_of(root: Any) -> Iterator[tuple[str, Any, int]]:
             level //= 2
 
 
-def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
-    for path, module in stage.named_modules(prefix=prefix):
+def _blocks(root: nn.Module, stage: str, level: int) -> Iterator[Block]:
+    for path, module in root.get_submodule(stage).named_modules(prefix=stage):
         if is_a(module, "SpatialTransformer"):
-            for i, block in enumerate(module.transformer_blocks):
-                # The checkpointing of these repositories recomputes `_forward`, not `forward`.
-                method = "_forward" if hasattr(block, "_forward") else "forward"
-                path_of_block = f"{path}.transformer_blocks.{i}"
-                yield basic_block(
-                    path_of_block, block, grid=module, level=level, method=method, context="context"
-                )
+            name = f"{path}.transformer_blocks"
+            yield from basic_blocks(root, name, context="context", grid=module, level=level)
 
 
-def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     rows, columns = arguments["x"].shape[-2:]
     return ((1, rows, columns),)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.layout import ROTARY
+from tokenmerge.models.base import ROTARY, Host, Layer
+from tokenmerge.models.family import Blank, listed, transformer_host
 
 CLASSES = ("CosmosTransformer3DModel",)
 
@@ -16,16 +15,11 @@ _LAYERS = (Layer("attn1", "attn1", ROTARY), Layer("attn2", "attn2"), Layer("ff",
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    return transformer_host(
-        root,
-        _example,
-        listed(root, "transformer_blocks", _LAYERS),
-        sample_size=(88, 160),
-        latent_frames=_FRAMES,
-    )
+    blocks = listed(root, "transformer_blocks", _LAYERS)
+    return transformer_host(root, blocks, _others, sample_size=(88, 160), latent_frames=_FRAMES)
 
 
-def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
     text_dim = config.crossattn_proj_in_channels if config.use_crossattn_projection else config.text_embed_dim
     # One of `in_channels` is the mask of frames that are given. The padding mask is an extra channel.

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.models.base import Block, Host, Layer
+from tokenmerge.models.base import ROTARY, Block, Host, Layer
 from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.layout import ROTARY
 
 CLASSES = ("EasyAnimateTransformer3DModel",)
 
-_FRAMES = 13  # latent frames: 49 frames of video
 _ATTENTION = Layer("attn1", "attn1", ROTARY)
 _SHARED = "blocks with one MLP run it on the image and then on the text; merge_mlp leaves it dense"
 
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
+    config = root.config
     return transformer_host(
         root,
-        _example,
         tuple(_block(f"transformer_blocks.{i}", block) for i, block in enumerate(root.transformer_blocks)),
-        sample_size=(root.config.sample_height, root.config.sample_width),
-        latent_frames=_FRAMES,
+        _second_text,
+        text=(256, config.text_embed_dim),
+        sample_size=(config.sample_height, config.sample_width),
+        latent_frames=13,  # 49 frames of video
     )
 
 
@@ -32,12 +32,7 @@ def _block(path: str, block: Any) -> Block:
     return Block(path, block, (_ATTENTION, Layer("ff", "ff")))
 
 
-def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
-    config = root.config
-    arguments = {
-        "hidden_states": zeros(config.in_channels, _FRAMES, height, width),
-        "encoder_hidden_states": zeros(256, config.text_embed_dim),
-    }
-    if root.text_proj_t5 is not None:
-        arguments["encoder_hidden_states_t5"] = zeros(256, config.text_embed_dim_t5)
-    return arguments
+def _second_text(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    if root.text_proj_t5 is None:
+        return {}
+    return {"encoder_hidden_states_t5": zeros(256, root.config.text_embed_dim_t5)}

@@ -1,11 +1,10 @@
-"""FLUX.1, its ControlNets and models with the same structure: Chroma, Bria, FIBO, LongCat-Image, Ovis-Image.
+"""FLUX.1, its ControlNets, FLUX.2 and models like them: Chroma, Bria, FIBO, LongCat-Image, Ovis-Image.
 
 Blocks with two streams are followed by blocks with one. The whole batch shares its rotary positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -13,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.family import Blank, device_of_values, transformer_host
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.models.base import POSITIONS, Arguments, Grid, Grids, Host, Layer, Layout, TokenArgument, is_a
+from tokenmerge.models.family import Blank, Sizes, device_of_values, listed, transformer_host
 from tokenmerge.models.grids import grids_of_ids
-from tokenmerge.models.layout import POSITIONS, Layout, TokenArgument
 
+_SECOND = "Flux2Transformer2DModel"
 CLASSES = (
     "FluxTransformer2DModel",
     "FluxControlNetModel",
+    _SECOND,
     "ChromaTransformer2DModel",
     "BriaTransformer2DModel",
     "BriaFiboTransformer2DModel",
@@ -30,47 +31,62 @@ CLASSES = (
 
 # In both kinds of block, position tables and masks cover text and image. An IP-Adapter adds a third result,
 # which belongs to the image.
-MASK = TokenArgument("attention_mask", axes=(-2, -1), batched=True, broadcasts_to=4)
-_ATTENTION = Layout(text="first", token_arguments=(POSITIONS, MASK), outputs=(0, 2))
+_MASK = TokenArgument("attention_mask", axes=(-2, -1), batched=True, broadcasts_to=4)
+_ATTENTION = Layout(text="first", token_arguments=(POSITIONS, _MASK), outputs=(0, 2))
 # Users pass a mask to all attention in a dictionary. Blocks of Chroma get another mask as [b, n]. Blocks
 # return (text, image); single blocks of Chroma return one sequence.
 _BLOCK = Layout(
     token_arguments=(
         POSITIONS,
         TokenArgument("attention_mask", axes=(1,), batched=True),
-        replace(MASK, name="joint_attention_kwargs", element=MASK.name),
-        replace(MASK, name="attention_kwargs", element=MASK.name),
+        replace(_MASK, name="joint_attention_kwargs", element=_MASK.name),
+        replace(_MASK, name="attention_kwargs", element=_MASK.name),
     ),
     outputs=(1,),
 )
 _DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 _SINGLE = (Layer("attn1", "attn", _ATTENTION),)
 _FUSED = "single-stream blocks project attention and MLP together; merge_mlp leaves their MLP dense"
+_ONE_LAYER = "single-stream blocks run attention and MLP as one layer, so merge_attn merges both"
+_WORDS = 512
 
 
 def describe(root: Any) -> Host:
     """Find the blocks of both lists."""
+    second = is_a(root, _SECOND)
     # The blocks of FIBO get their mask inside another argument.
-    block_layout = None if is_a(root, "BriaFiboTransformer2DModel") else _BLOCK
+    block_layout = None if second or is_a(root, "BriaFiboTransformer2DModel") else _BLOCK
+    dense = {} if second else {"ff": _FUSED}
     blocks = (
         *listed(root, "transformer_blocks", _DOUBLE, layout=Layout(outputs=(1,)), block_layout=block_layout),
-        *listed(root, "single_transformer_blocks", _SINGLE, block_layout=block_layout, dense={"ff": _FUSED}),
+        *listed(root, "single_transformer_blocks", _SINGLE, block_layout=block_layout, dense=dense),
     )
     return transformer_host(
         root,
-        _example,
         blocks,
-        grids=grids_of_ids,
+        _others,
+        text=(_WORDS, root.config.joint_attention_dim),
+        grids=_grids,
         takes_references=True,
         sample_size=(128, 128),
         patch=2,
+        limits=(_ONE_LAYER,) if second else (),
     )
 
 
-def packed_ids(root: Any, sizes: Sequence[tuple[int, int]], axes: int) -> Tensor:
+def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
+    if mode := arguments.get("kv_cache_mode"):
+        raise UnsupportedModelError(
+            f"kv_cache_mode={mode!r}: keys and values of reference pictures are cached between steps, and "
+            "merging would change their tokens; call remove_token_merging(pipe) first"
+        )
+    return grids_of_ids(root, arguments, last)
+
+
+def _ids(root: Any, sizes: Sizes, axes: int) -> Tensor:
     """Make position ids ``[n, axes]`` of pictures in a row: number, row, column, zeros for each token.
 
-    ``sizes`` are the heights and widths of their latents. A token is made of 2 × 2 latent positions.
+    A token is made of 2 × 2 latent positions.
     """
     pictures = []
     for number, (height, width) in enumerate(sizes):
@@ -82,24 +98,21 @@ def packed_ids(root: Any, sizes: Sequence[tuple[int, int]], axes: int) -> Tensor
     return torch.cat(pictures)
 
 
-def _example(
-    root: Any, zeros: Blank, height: int, width: int, references: Sequence[tuple[int, int]] = ()
-) -> dict[str, Any]:
-    config, words = root.config, 512
-    ids = packed_ids(root, [(height, width), *references], 3)
+def _others(root: Any, zeros: Blank, height: int, width: int, references: Sizes = ()) -> dict[str, Any]:
+    config = root.config
+    ids = _ids(root, [(height, width), *references], axes=4 if is_a(root, _SECOND) else 3)
     tokens = zeros(len(ids), config.in_channels)
     arguments: dict[str, Any] = {
         "hidden_states": tokens,
-        "encoder_hidden_states": zeros(words, config.joint_attention_dim),
         "img_ids": ids,
-        "txt_ids": ids.new_zeros(words, 3),
+        "txt_ids": ids.new_zeros(_WORDS, ids.shape[1]),
         "controlnet_cond": tokens,
-        "attention_mask": zeros.full_mask(words + len(ids)),
+        "attention_mask": zeros.full_mask(_WORDS + len(ids)),
     }
     if pooled := getattr(config, "pooled_projection_dim", None):
         arguments["pooled_projections"] = zeros(pooled)
     if layers := getattr(root, "caption_projection", None):  # FIBO: a text embedding for each block
-        arguments["text_encoder_layers"] = [zeros(words, config.text_encoder_dim) for _ in layers]
+        arguments["text_encoder_layers"] = [zeros(_WORDS, config.text_encoder_dim) for _ in layers]
     if getattr(root, "input_hint_block", None) is not None:  # a ControlNet that takes the picture itself
         arguments["controlnet_cond"] = zeros(3, height * 8, width * 8)
     if getattr(root, "union", False):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.layout import ROTARY
+from tokenmerge.models.base import ROTARY, Host, Layer, is_a
+from tokenmerge.models.family import Blank, listed, transformer_host
 
 _CONTROLNET = "HunyuanDiT2DControlNetModel"
 CLASSES = ("HunyuanDiT2DModel", _CONTROLNET)
@@ -17,24 +16,22 @@ _LAYERS = (Layer("attn1", "attn1", ROTARY), Layer("attn2", "attn2", ROTARY), Lay
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    return transformer_host(root, _example, listed(root, "blocks", _LAYERS))
+    text = root.config.text_len, root.config.cross_attention_dim
+    return transformer_host(root, listed(root, "blocks", _LAYERS), _others, text=text)
 
 
-def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
-    sample = zeros(config.in_channels, height, width)
     tokens = (height // config.patch_size) * (width // config.patch_size)
     arguments = {
-        "hidden_states": sample,
-        "encoder_hidden_states": zeros(config.text_len, config.cross_attention_dim),
         "text_embedding_mask": zeros(config.text_len),
         "encoder_hidden_states_t5": zeros(config.text_len_t5, config.cross_attention_dim_t5),
         "text_embedding_mask_t5": zeros(config.text_len_t5),
-        "image_rotary_emb": (sample.new_zeros(tokens, config.attention_head_dim),) * 2,
+        "image_rotary_emb": (zeros().new_zeros(tokens, config.attention_head_dim),) * 2,
     }
     if config.use_style_cond_and_image_meta_size:
         arguments["image_meta_size"] = zeros(6)
         arguments["style"] = zeros.integers()
     if is_a(root, _CONTROLNET):
-        arguments["controlnet_cond"] = zeros(*sample.shape[1:])
+        arguments["controlnet_cond"] = zeros(config.in_channels, height, width)
     return arguments

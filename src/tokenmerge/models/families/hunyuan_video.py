@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.family import Blank, device_of_values, transformer_host
-from tokenmerge.models.layout import KEY_MASK, POSITIONS, ROTARY, Layout
+from tokenmerge.models.base import KEY_MASK, POSITIONS, ROTARY, Host, Layer, Layout, is_a
+from tokenmerge.models.family import Blank, device_of_values, listed, transformer_host
 
 # Height and width of the latents, for 720p and for 2048 × 2048 pixels. Later autoencoders compress more.
 _SIZES = {
@@ -20,7 +19,7 @@ _SIZES = {
 }
 CLASSES = tuple(_SIZES)
 
-_FRAMES = 33  # latent frames: 129 frames of video
+_WORDS = 256
 _ATTENTION = Layout(text="last", token_arguments=(POSITIONS, KEY_MASK))
 _DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 _SINGLE = (Layer("attn1", "attn", _ATTENTION),)
@@ -38,36 +37,30 @@ def describe(root: Any) -> Host:
             *listed(root, "transformer_blocks", _DOUBLE),
             *listed(root, "single_transformer_blocks", _SINGLE, dense={"ff": _FUSED}),
         )
+    # In most checkpoints of HunyuanImage, the sample is [b, c, h, w].
+    patch = root.config.patch_size
+    of_pictures = not isinstance(patch, int) and len(patch) == 2
     return transformer_host(
         root,
-        _example,
         blocks,
+        _others,
+        text=(_WORDS, root.config.text_embed_dim),
+        text_mask="encoder_attention_mask",
         sample_size=next(size for name, size in _SIZES.items() if is_a(root, name)),
-        latent_frames=1 if _of_pictures(root) else _FRAMES,
+        latent_frames=1 if of_pictures else 33,  # 129 frames of video
     )
 
 
-def _of_pictures(root: Any) -> bool:
-    """Return whether the sample is [b, c, h, w], as in most checkpoints of HunyuanImage."""
-    patch = root.config.patch_size
-    return not isinstance(patch, int) and len(patch) == 2
-
-
-def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
-    config, words = root.config, 256
-    frames = () if _of_pictures(root) else (_FRAMES,)
-    arguments: dict[str, Any] = {
-        "hidden_states": zeros(config.in_channels, *frames, height, width),
-        "encoder_hidden_states": zeros(words, config.text_embed_dim),
-        "encoder_attention_mask": zeros.full_mask(words),
-    }
+def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
+    arguments: dict[str, Any] = {}
     if is_a(root, "HunyuanVideoTransformer3DModel"):
         arguments["pooled_projections"] = zeros(config.pooled_projection_dim)
     if getattr(config, "use_meanflow", False):
         arguments["timestep_r"] = zeros()
     if getattr(config, "text_embed_2_dim", None):
-        arguments["encoder_hidden_states_2"] = zeros(words, config.text_embed_2_dim)
-        arguments["encoder_attention_mask_2"] = zeros.full_mask(words)
+        arguments["encoder_hidden_states_2"] = zeros(_WORDS, config.text_embed_2_dim)
+        arguments["encoder_attention_mask_2"] = zeros.full_mask(_WORDS)
     if is_a(root, "HunyuanVideo15Transformer3DModel"):
         # All zeros mean that no start picture is given; the model reads the values to find out.
         picture = zeros(729, config.image_embed_dim)

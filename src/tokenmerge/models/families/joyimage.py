@@ -5,17 +5,27 @@ Only the pictures have rotary positions. Edit-Plus has pictures of any size, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Grids, GridShape, Host, Layer, is_a, listed
-from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.base import (
+    KEY_MASK,
+    OWN_POSITIONS,
+    Arguments,
+    Grid,
+    Grids,
+    GridShape,
+    Host,
+    Layer,
+    Layout,
+    TokenArgument,
+    is_a,
+)
+from tokenmerge.models.family import Blank, Sizes, listed, transformer_host
 from tokenmerge.models.grids import in_tokens, patch_of
-from tokenmerge.models.layout import KEY_MASK, OWN_POSITIONS, Grid, Layout, TokenArgument
 
 _PLUS = "JoyImageEditPlusTransformer3DModel"
-_WORDS = 1024  # text tokens, and those that the text encoder makes of the reference pictures
 CLASSES = ("JoyImageEditTransformer3DModel", _PLUS)
 
 # Positions are (those of the pictures, those of the text), or in Edit-Plus (cosine, sine) of the pictures.
@@ -30,23 +40,25 @@ def describe(root: Any) -> Host:
     layers = (Layer("attn1", "attn", layout), Layer("ff", "img_mlp", Layout(text="last")))
     return transformer_host(
         root,
-        _example_plus if plus else _example,
         listed(root, "double_blocks", layers, layout=Layout(text="last"), block_layout=layout),
+        _plus_pictures if plus else _pictures,
+        text=(1024, root.config.text_dim),  # with the tokens that the text encoder makes of the references
+        text_mask="encoder_hidden_states_mask" if plus else None,
         grids=_grids,
         takes_references=True,
         sample_size=(128, 128),
     )
 
 
-def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     if is_a(root, _PLUS):
-        return _listed_pictures(arguments["shape_list"])
+        return _pictures_in(arguments["shape_list"])
     # Pictures [b, picture, c, f, h, w] of one size, or one picture [b, c, f, h, w].
     shape = arguments["hidden_states"].shape
     return (in_tokens(shape[-3:], root.config),) * (shape[1] if len(shape) == 6 else 1)
 
 
-def _listed_pictures(shapes: Sequence[Sequence[GridShape]]) -> Grids:
+def _pictures_in(shapes: Sequence[Sequence[GridShape]]) -> Grids:
     first, *others = (tuple((frames, rows, columns) for frames, rows, columns in own) for own in shapes)
     if any(own != first for own in others):
         raise UnsupportedModelError(
@@ -56,29 +68,23 @@ def _listed_pictures(shapes: Sequence[Sequence[GridShape]]) -> Grids:
     return first
 
 
-def _example(
-    root: Any, zeros: Blank, height: int, width: int, references: Sequence[tuple[int, int]] = ()
-) -> dict[str, Any]:
+def _pictures(root: Any, zeros: Blank, height: int, width: int, references: Sizes = ()) -> dict[str, Any]:
     if any(size != (height, width) for size in references):
         raise UnsupportedModelError(
             f"references: this model takes pictures of the size of the sample, {height} × {width}, got "
             f"{', '.join(f'{rows} × {columns}' for rows, columns in references)}; pass that size"
         )
     frames = patch_of(root.config)[0]
-    pictures = (1 + len(references), root.config.in_channels, frames, height, width)
-    return {"hidden_states": zeros(*pictures), "encoder_hidden_states": zeros(_WORDS, root.config.text_dim)}
+    return {"hidden_states": zeros(1 + len(references), root.config.in_channels, frames, height, width)}
 
 
-def _example_plus(
-    root: Any, zeros: Blank, height: int, width: int, references: Sequence[tuple[int, int]] = ()
+def _plus_pictures(
+    root: Any, zeros: Blank, height: int, width: int, references: Sizes = ()
 ) -> dict[str, Any]:
     patch = patch_of(root.config)
-    sizes = [(height, width), *references]
-    shapes = [(1, rows // patch[1], columns // patch[2]) for rows, columns in sizes]
+    shapes = [(1, rows // patch[1], columns // patch[2]) for rows, columns in [(height, width), *references]]
     patches = sum(rows * columns for _, rows, columns in shapes)
     return {
         "hidden_states": zeros(patches, root.config.in_channels, *patch),
-        "encoder_hidden_states": zeros(_WORDS, root.config.text_dim),
-        "encoder_hidden_states_mask": zeros.full_mask(_WORDS),
         "shape_list": [shapes] * zeros.batch,
     }

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Grids, Host, Layer, listed
-from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.base import OWN_POSITIONS, Arguments, Grid, Grids, Host, Layer, Layout
+from tokenmerge.models.family import Blank, listed, transformer_host
 from tokenmerge.models.grids import grids_of_coordinates, in_tokens
-from tokenmerge.models.layout import OWN_POSITIONS, Grid, Layout
 
 CLASSES = ("LTXVideoTransformer3DModel",)
 
@@ -25,15 +23,17 @@ def describe(root: Any) -> Host:
     """Find the blocks."""
     return transformer_host(
         root,
-        _example,
         listed(root, "transformer_blocks", _LAYERS),
+        _others,
+        text=(128, root.config.caption_channels),
+        text_mask="encoder_attention_mask",
         grids=_grids,
         sample_size=(16, 22),
         latent_frames=_FRAMES,
     )
 
 
-def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     sides: list[Any] = [arguments.get(name) for name in ("num_frames", "height", "width")]
     coordinates = arguments.get("video_coords")
     # Where coordinates are given, some pipelines leave the sides out, and others set them to 1.
@@ -48,13 +48,10 @@ def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     return (in_tokens(sides, root.config),)
 
 
-def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
-    config = root.config
+def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     return {
-        "hidden_states": zeros(_FRAMES * height * width, config.in_channels),
+        "hidden_states": zeros(_FRAMES * height * width, root.config.in_channels),
         "timestep": zeros(1).fill_(500),
-        "encoder_hidden_states": zeros(128, config.caption_channels),
-        "encoder_attention_mask": zeros.full_mask(128),
         "num_frames": _FRAMES,
         "height": height,
         "width": width,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.layout import OWN_POSITIONS, Layout, TokenArgument
+from tokenmerge.models.base import OWN_POSITIONS, Host, Layer, Layout, TokenArgument
+from tokenmerge.models.family import listed, transformer_host
 
 CLASSES = ("Lumina2Transformer2DModel",)
 
@@ -24,15 +23,7 @@ def describe(root: Any) -> Host:
     """Find the blocks that see the image."""
     return transformer_host(
         root,
-        _example,
         (*listed(root, "noise_refiner", _LAYERS), *listed(root, "layers", _LAYERS, layout=_BLOCK)),
+        text=(256, root.config.cap_feat_dim),
+        text_mask="encoder_attention_mask",
     )
-
-
-def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
-    config = root.config
-    return {
-        "hidden_states": zeros(config.in_channels, height, width),
-        "encoder_hidden_states": zeros(256, config.cap_feat_dim),
-        "encoder_attention_mask": zeros.full_mask(256),
-    }

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.base import Host, Layer, Layout, TokenArgument
+from tokenmerge.models.family import listed, transformer_host
 
 CLASSES = ("PRXTransformer2DModel",)
 
@@ -18,18 +17,6 @@ _NO_LAYER = "the MLP of PRX is not a separate layer; merge_mlp leaves it dense"
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    return transformer_host(
-        root,
-        _example,
-        listed(root, "blocks", _LAYERS, dense={"ff": _NO_LAYER}),
-        sample_size=(64, 64),
-    )
-
-
-def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
-    config = root.config
-    return {
-        "hidden_states": zeros(config.in_channels, height, width),
-        "encoder_hidden_states": zeros(256, config.context_in_dim),
-        "attention_mask": zeros.full_mask(256),
-    }
+    blocks = listed(root, "blocks", _LAYERS, dense={"ff": _NO_LAYER})
+    text = 256, root.config.context_in_dim
+    return transformer_host(root, blocks, text=text, text_mask="attention_mask", sample_size=(64, 64))

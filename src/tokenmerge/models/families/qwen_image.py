@@ -5,13 +5,11 @@ Rotary positions (image, text) are shared by the batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Grids, Host, Layer, is_a, listed
-from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.base import Arguments, Grid, Grids, Host, Layer, Layout, TokenArgument, is_a
+from tokenmerge.models.family import Blank, Sizes, listed, transformer_host
 
 _CONTROLNET = "QwenImageControlNetModel"
 CLASSES = ("QwenImageTransformer2DModel", _CONTROLNET)
@@ -25,8 +23,9 @@ def describe(root: Any) -> Host:
     """Find the blocks."""
     return transformer_host(
         root,
-        _example,
         listed(root, "transformer_blocks", _LAYERS, layout=Layout(outputs=(1,))),
+        _others,
+        text=(512, root.config.joint_attention_dim),
         grids=_grids,
         takes_references=True,
         sample_size=(128, 128),
@@ -35,7 +34,7 @@ def describe(root: Any) -> Host:
     )
 
 
-def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     # QwenImage-Layered splits a picture into several layers. The picture that it splits is the last one.
     first = arguments["img_shapes"][0]
     pictures = [tuple(picture) for picture in (first if isinstance(first, list) else [first])]
@@ -53,24 +52,17 @@ def _is_layered(root: Any) -> bool:
     return getattr(root.config, "use_layer3d_rope", False)
 
 
-def _example(
-    root: Any, zeros: Blank, height: int, width: int, references: Sequence[tuple[int, int]] = ()
-) -> dict[str, Any]:
+def _others(root: Any, zeros: Blank, height: int, width: int, references: Sizes = ()) -> dict[str, Any]:
     config = root.config
     made = [(height, width)]
     if _is_layered(root):
         made, references = made * _MADE, references or made  # there is always a picture to split
     shapes = [(1, rows // 2, columns // 2) for rows, columns in [*made, *references]]
     tokens = zeros(sum(rows * columns for _, rows, columns in shapes), config.in_channels)
-    arguments: dict[str, Any] = {
-        "hidden_states": tokens,
-        "encoder_hidden_states": zeros(512, config.joint_attention_dim),
-        "img_shapes": [shapes] * zeros.batch,
-    }
+    arguments: dict[str, Any] = {"hidden_states": tokens, "img_shapes": [shapes] * zeros.batch}
     if getattr(config, "use_additional_t_cond", False):
         arguments["additional_t_cond"] = zeros.integers()
     if is_a(root, _CONTROLNET):
-        arguments["controlnet_cond"] = zeros(
-            tokens.shape[1], config.in_channels + config.extra_condition_channels
-        )
+        channels = config.in_channels + config.extra_condition_channels
+        arguments["controlnet_cond"] = zeros(tokens.shape[1], channels)
     return arguments

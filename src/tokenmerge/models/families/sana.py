@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.base import Host, Layer, is_a
+from tokenmerge.models.family import Blank, listed, transformer_host
 
 _CONTROLNET = "SanaControlNetModel"
 CLASSES = ("SanaTransformer2DModel", _CONTROLNET)
@@ -19,18 +19,12 @@ def describe(root: Any) -> Host:
     """Find the blocks."""
     return transformer_host(
         root,
-        _example,
         listed(root, "transformer_blocks", _LAYERS, dense={"ff": _CONVOLUTIONS}),
+        _condition if is_a(root, _CONTROLNET) else None,
+        text=(300, root.config.caption_channels),
         limits=(_LITTLE_TO_GAIN,),
     )
 
 
-def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
-    config = root.config
-    arguments = {
-        "hidden_states": zeros(config.in_channels, height, width),
-        "encoder_hidden_states": zeros(300, config.caption_channels),
-    }
-    if is_a(root, _CONTROLNET):
-        arguments["controlnet_cond"] = zeros(config.in_channels, height, width)
-    return arguments
+def _condition(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    return {"controlnet_cond": zeros(root.config.in_channels, height, width)}

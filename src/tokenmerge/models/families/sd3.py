@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from tokenmerge.models.base import Grids, Host, Layer, is_a, listed
-from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.base import Arguments, Grid, Grids, Host, Layer, Layout, is_a
+from tokenmerge.models.family import Blank, listed, transformer_host
 from tokenmerge.models.grids import picture_grids
-from tokenmerge.models.layout import Grid, Layout
 
 _CONTROLNET = "SD3ControlNetModel"
 CLASSES = ("SD3Transformer2DModel", _CONTROLNET)
@@ -21,27 +19,23 @@ _BLOCK = Layout(outputs=(1,))  # a block returns (text, image)
 def describe(root: Any) -> Host:
     """Find the blocks."""
     blocks = listed(root, "transformer_blocks", _LAYERS, block_layout=_BLOCK)
-    return transformer_host(root, _example, blocks, grids=_grids)
+    return transformer_host(root, blocks, _others, grids=_grids)
 
 
-def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     # A ControlNet without position embeddings takes tokens as its sample; its condition is always latents.
     latents = arguments["controlnet_cond" if is_a(root, _CONTROLNET) else "hidden_states"]
     return picture_grids(root, {"hidden_states": latents}, last)
 
 
-def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
-    arguments = {
-        "hidden_states": zeros(config.in_channels, height, width),
-        "pooled_projections": zeros(config.pooled_projection_dim),
-    }
+    arguments = {"pooled_projections": zeros(config.pooled_projection_dim)}
     if root.context_embedder is not None:
         arguments["encoder_hidden_states"] = zeros(77 + 256, config.joint_attention_dim)
     if is_a(root, _CONTROLNET):
-        arguments["controlnet_cond"] = zeros(
-            config.in_channels + config.extra_conditioning_channels, height, width
-        )
+        channels = config.in_channels + config.extra_conditioning_channels
+        arguments["controlnet_cond"] = zeros(channels, height, width)
         if root.pos_embed is None:
             tokens = (height // config.patch_size) * (width // config.patch_size)
             arguments["hidden_states"] = zeros(tokens, root.inner_dim)

@@ -1,28 +1,37 @@
-"""UNets and ControlNets of diffusers: SD 1.x, 2.x, SDXL, models derived from them, and AudioLDM 2.
+"""UNets and ControlNets of diffusers: SD 1.x, 2.x, SDXL, models derived from them, AudioLDM 2 and video.
 
-Of ControlNet-XS, the UNet and the small control network inside its stages merge.
+Of ControlNet-XS, the UNet and the small control network inside its stages merge. The UNets for video are
+AnimateDiff and its SparseCtrl, ModelScope, I2VGen-XL and Stable Video Diffusion. Each frame of a video merges
+on its own, in the blocks that attend within it. Blocks that attend over time stay dense.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from tokenmerge.models.base import Host, is_a
 from tokenmerge.models.family import Blank
 from tokenmerge.models.unet_stages import describe_stages
 
-_AUDIO = "AudioLDM2UNet2DConditionModel"  # on spectrograms (rows: time, columns: frequency)
-_XS = "UNetControlNetXSModel"
 _CONTROLNETS = ("ControlNetModel", "ControlNetUnionModel")
-CLASSES = ("UNet2DConditionModel", _AUDIO, _XS, *_CONTROLNETS)
+_SPARSECTRL = "SparseControlNetModel"
+_VIDEO = ("UNetMotionModel", _SPARSECTRL, "UNet3DConditionModel", "I2VGenXLUNet")
+_XS = "UNetControlNetXSModel"
+_AUDIO = "AudioLDM2UNet2DConditionModel"  # on spectrograms (rows: time, columns: frequency)
+_STABLE_VIDEO = "UNetSpatioTemporalConditionModel"
+CLASSES = ("UNet2DConditionModel", *_CONTROLNETS, *_VIDEO, _XS, _AUDIO, _STABLE_VIDEO)
+
+_FRAMES = 16
 
 
 def describe(root: Any) -> Host:
-    """Find the blocks of a UNet or a ControlNet."""
-    example = _example_with_sound if is_a(root, _AUDIO) else _example_of_xs if is_a(root, _XS) else _example
-    return describe_stages(root, example, controlnet=is_a(root, *_CONTROLNETS))
+    """Find the blocks of a UNet or a ControlNet; of one for video, the spatial blocks."""
+    special = {_XS: _example_of_xs, _AUDIO: _example_with_sound, _STABLE_VIDEO: _example_of_stable_video}
+    examples = special | dict.fromkeys(_VIDEO, _example_of_video)
+    example = next((own for name, own in examples.items() if is_a(root, name)), _example)
+    return describe_stages(root, example, controlnet=is_a(root, *_CONTROLNETS, _SPARSECTRL))
 
 
 def _text_width(root: Any) -> int:
@@ -31,7 +40,7 @@ def _text_width(root: Any) -> int:
     return width[0] if isinstance(width, list | tuple) else width
 
 
-def added_conditions(root: Any, zeros: Blank) -> dict[str, Any]:
+def _added_conditions(root: Any, zeros: Blank) -> dict[str, Any]:
     """Return the argument ``added_cond_kwargs`` of SDXL and IP-Adapters, by name; empty for other models."""
     config = root.config
     conditions: dict[str, Any] = {}
@@ -45,12 +54,10 @@ def added_conditions(root: Any, zeros: Blank) -> dict[str, Any]:
     return {"added_cond_kwargs": conditions} if conditions else {}
 
 
-def condition_picture(zeros: Blank, channels: int, widths: list[int], *size: int) -> Tensor:
-    """Return the conditioning picture of a ControlNet, for latents of height and width ``size``.
-
-    Its embedding halves the resolution once for each of ``widths`` but the first.
-    """
-    return zeros(channels, *(side * 2 ** (len(widths) - 1) for side in size))
+def _picture_size(widths: list[int], height: int, width: int) -> tuple[int, int]:
+    """Return the size of a ControlNet's picture, whose embedding halves it for each width but the first."""
+    factor = 2 ** (len(widths) - 1)
+    return height * factor, width * factor
 
 
 def _input_shape(projection: nn.Module) -> tuple[int, ...]:
@@ -62,11 +69,10 @@ def _input_shape(projection: nn.Module) -> tuple[int, ...]:
 
 def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
-    sample = zeros(config.in_channels, height, width)
     arguments: dict[str, Any] = {
-        "sample": sample,
+        "sample": zeros(config.in_channels, height, width),
         "encoder_hidden_states": zeros(77, _text_width(root)),
-        **added_conditions(root, zeros),
+        **_added_conditions(root, zeros),
     }
     if config.class_embed_type in ("projection", "simple_projection"):
         arguments["class_labels"] = zeros(config.projection_class_embeddings_input_dim)
@@ -74,9 +80,8 @@ def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]
         arguments["class_labels"] = zeros.integers()
 
     if is_a(root, *_CONTROLNETS):
-        widths = config.conditioning_embedding_out_channels
-        picture = condition_picture(zeros, config.conditioning_channels, widths, height, width)
-        arguments["controlnet_cond"] = picture
+        size = _picture_size(config.conditioning_embedding_out_channels, height, width)
+        arguments["controlnet_cond"] = picture = zeros(config.conditioning_channels, *size)
         if is_a(root, "ControlNetUnionModel"):
             arguments["controlnet_cond"] = [picture]
             arguments["control_type"] = zeros(config.num_control_type)
@@ -87,12 +92,12 @@ def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]
 
 def _example_of_xs(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
-    channels, widths = config.ctrl_conditioning_channels, config.ctrl_conditioning_embedding_out_channels
+    size = _picture_size(config.ctrl_conditioning_embedding_out_channels, height, width)
     return {
         "sample": zeros(root.in_channels, height, width),
         "encoder_hidden_states": zeros(77, _text_width(root)),
-        "controlnet_cond": condition_picture(zeros, channels, widths, height, width),
-        **added_conditions(root, zeros),
+        "controlnet_cond": zeros(config.ctrl_conditioning_channels, *size),
+        **_added_conditions(root, zeros),
     }
 
 
@@ -109,3 +114,38 @@ def _example_with_sound(root: Any, zeros: Blank, height: int, width: int) -> dic
         if found := [text for text in of_transformers if text is not None]:
             arguments[name] = zeros(words, found[0])
     return arguments
+
+
+def _example_of_video(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
+    motion = is_a(root, "UNetMotionModel", _SPARSECTRL)
+    frames = min(_FRAMES, config.motion_max_seq_length) if motion else _FRAMES
+    sample = zeros(config.in_channels, frames, height, width)
+    text = zeros(77, config.cross_attention_dim)
+    arguments = {
+        "sample": sample,
+        # AnimateDiff takes the text once for each frame.
+        "encoder_hidden_states": text.repeat_interleave(frames, dim=0) if motion else text,
+        **_added_conditions(root, zeros),
+    }
+    if is_a(root, _SPARSECTRL):
+        size = height, width
+        if not config.use_simplified_condition_embedding:
+            size = _picture_size(config.conditioning_embedding_out_channels, height, width)
+        arguments["controlnet_cond"] = zeros(config.conditioning_channels, frames, *size)
+        arguments["conditioning_mask"] = zeros(1, frames, *size)
+    if is_a(root, "I2VGenXLUNet"):
+        arguments["fps"] = zeros.integers().fill_(16)
+        arguments["image_latents"] = zeros(*sample.shape[1:])
+        arguments["image_embeddings"] = zeros(config.cross_attention_dim)
+    return arguments
+
+
+def _example_of_stable_video(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
+    times = config.projection_class_embeddings_input_dim // config.addition_time_embed_dim
+    return {
+        "sample": zeros(config.num_frames, config.in_channels, height, width),
+        "encoder_hidden_states": zeros(1, _text_width(root)),
+        "added_time_ids": zeros(times),
+    }

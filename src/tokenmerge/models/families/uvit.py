@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.models.base import Block, Grids, Host, Layer
-from tokenmerge.models.basic_block import basic_block
-from tokenmerge.models.family import Blank
-from tokenmerge.models.layout import Grid
+from tokenmerge.models.base import Arguments, Grid, Grids, Host, Layer
+from tokenmerge.models.basic_block import basic_blocks
+from tokenmerge.models.family import Blank, listed
 
 CLASSES = ("UVit2DModel",)
 
@@ -20,10 +18,13 @@ _OUTER = (Layer("attn2", "attn1"), Layer("attn2", "attn2"))
 
 def describe(root: Any) -> Host:
     """Find the blocks of all three parts, which have the same tokens."""
-    middle = (basic_block(f"transformer_layers.{i}", b) for i, b in enumerate(root.transformer_layers))
     return Host(
         root=root,
-        blocks=(*_outer_blocks(root, "down_block"), *middle, *_outer_blocks(root, "up_block")),
+        blocks=(
+            *listed(root, "down_block.attention_blocks", _OUTER),
+            *basic_blocks(root, "transformer_layers"),
+            *listed(root, "up_block.attention_blocks", _OUTER),
+        ),
         sample="input_ids",
         timestep=_masked,
         grids=_grids,
@@ -33,18 +34,13 @@ def describe(root: Any) -> Host:
     )
 
 
-def _outer_blocks(root: Any, name: str) -> Iterator[Block]:
-    for i, block in enumerate(getattr(root, name).attention_blocks):
-        yield Block(f"{name}.attention_blocks.{i}", block, _OUTER)
-
-
-def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     stride = 2 if root.config.downsample else 1
     rows, columns = (-(-side // stride) for side in arguments["input_ids"].shape[-2:])
     return ((1, rows, columns),)
 
 
-def _masked(root: Any, arguments: Mapping[str, Any]) -> Tensor:
+def _masked(root: Any, arguments: Arguments) -> Tensor:
     """Count the tokens that are still masked: nothing else changes with the step."""
     return (arguments["input_ids"] == root.config.vocab_size - 1).sum(dim=(1, 2)).max()
 

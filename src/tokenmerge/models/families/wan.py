@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.base import Host, Layer, Layout, TokenArgument, is_a
+from tokenmerge.models.family import Blank, listed, transformer_host
 
 CLASSES = (
     "WanTransformer3DModel",
@@ -37,22 +36,14 @@ def describe(root: Any) -> Host:
     blocks = listed(root, "blocks", _LAYERS, block_layout=block_layout)
     if is_a(root, "WanVACETransformer3DModel"):
         blocks = (*listed(root, "vace_blocks", _LAYERS, layout=_CONTROL), *blocks)
-    return transformer_host(
-        root,
-        _example,
-        blocks,
-        sample_size=(60, 104),
-        latent_frames=_FRAMES,
-    )
+    text = 512, root.config.text_dim
+    return transformer_host(root, blocks, _others, text=text, sample_size=(60, 104), latent_frames=_FRAMES)
 
 
-def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
     frames = _FRAMES - _FRAMES % getattr(config, "num_frame_per_block", 1)
-    arguments: dict[str, Any] = {
-        "hidden_states": zeros(config.in_channels, frames, height, width),
-        "encoder_hidden_states": zeros(512, config.text_dim),
-    }
+    arguments: dict[str, Any] = {"hidden_states": zeros(config.in_channels, frames, height, width)}
     if config.image_dim is not None:
         arguments["encoder_hidden_states_image"] = zeros(257, config.image_dim)
     if is_a(root, "WanVACETransformer3DModel"):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Grids, Host, Layer, listed
-from tokenmerge.models.family import Blank, transformer_host
-from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.base import Arguments, Grid, Grids, Host, Layer, Layout, TokenArgument
+from tokenmerge.models.family import Blank, listed, transformer_host
 
 CLASSES = ("ZImageTransformer2DModel",)
 
@@ -20,13 +18,13 @@ _LAYERS = (Layer("attn1", "attention", _ATTENTION), Layer("ff", "feed_forward", 
 
 def describe(root: Any) -> Host:
     """Find the blocks that see the image."""
+    blocks = tuple(
+        block for name in ("noise_refiner", "layers") for block in listed(root, name, _LAYERS, layout=_BLOCK)
+    )
     return transformer_host(
         root,
-        _example,
-        (
-            *listed(root, "noise_refiner", _LAYERS, layout=_BLOCK),
-            *listed(root, "layers", _LAYERS, layout=_BLOCK),
-        ),
+        blocks,
+        _others,
         sample="x",
         timestep="t",
         grids=_grids,
@@ -35,7 +33,7 @@ def describe(root: Any) -> Host:
     )
 
 
-def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
+def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     images = arguments["x"]
     if isinstance(images[0], list):
         raise UnsupportedModelError(
@@ -52,7 +50,7 @@ def _grids(root: Any, arguments: Mapping[str, Any], last: Grid) -> Grids:
     return ((frames // patch_t, height // patch, width // patch),)
 
 
-def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
     return {
         "x": list(zeros(config.in_channels, config.all_f_patch_size[0], height, width)),

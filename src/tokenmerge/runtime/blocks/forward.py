@@ -12,9 +12,8 @@ from torch import nn
 
 from tokenmerge.config import CACHED_FEATURES, MergeSettings
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Layer
+from tokenmerge.models.base import Layer, Layout
 from tokenmerge.models.call import HostCall, HostMethod
-from tokenmerge.models.layout import Layout
 from tokenmerge.models.parallel import splits_tokens
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.blocks.merged_call import add_lost, added_to_image, keyed_call, merged_call

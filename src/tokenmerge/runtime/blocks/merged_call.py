@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.models.base import Layout, TokenArgument
 from tokenmerge.models.call import HostCall
-from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.ops import IndexPlan, Plan, keep_destinations
 from tokenmerge.ops.once import once
 from tokenmerge.runtime.memory.reuse import Tensors

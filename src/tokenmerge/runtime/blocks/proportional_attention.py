@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.layout import Layout
+from tokenmerge.models.base import Layout
 from tokenmerge.ops import Plan, attend_by_columns, attend_by_values, head_size_with_columns
 from tokenmerge.ops.once import once
 from tokenmerge.runtime.memory.state import BlockState, ModelState

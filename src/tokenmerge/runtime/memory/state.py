@@ -17,8 +17,7 @@ from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.config.checks import integer
 from tokenmerge.config.origin import named
 from tokenmerge.errors import ConfigError, shown
-from tokenmerge.models.base import Layer, ModelCall
-from tokenmerge.models.layout import Grid, Layout
+from tokenmerge.models.base import Grid, Layer, Layout, ModelCall
 from tokenmerge.models.parallel import Part
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Call, Memory, WeakDictionary

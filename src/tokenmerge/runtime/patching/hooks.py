@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tokenmerge.config import CACHED_FEATURES, ToMeConfig
 from tokenmerge.config.origin import instead
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge.models.layout import Grid
+from tokenmerge.models.base import Grid
 from tokenmerge.plans.generation import Merging, Runs
 from tokenmerge.runtime.blocks.skipping import finish_run
 from tokenmerge.runtime.memory.caches import Memory

@@ -17,8 +17,7 @@ from torch import nn
 from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ModelInUseError, NothingToMergeError, UnsupportedModelError
-from tokenmerge.models.base import KINDS, Block, Host, Layer, modules_in
-from tokenmerge.models.layout import Grid
+from tokenmerge.models.base import KINDS, Block, Grid, Host, Layer, modules_in
 from tokenmerge.models.parallel import part_of
 from tokenmerge.runtime.blocks.forward import block_call, layer_call, takes_part
 from tokenmerge.runtime.blocks.proportional_attention import leave_kernels, reach_kernels
