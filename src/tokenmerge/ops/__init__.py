@@ -3,7 +3,6 @@
 They know neither models nor settings, and import nothing else of the package.
 """
 
-from tokenmerge.ops.arithmetic import bits
 from tokenmerge.ops.matching import (
     bipartite_soft_matching,
     by_similarity,
@@ -45,7 +44,6 @@ __all__ = [
     "attend_by_columns",
     "attend_by_values",
     "bipartite_soft_matching",
-    "bits",
     "by_similarity",
     "features_if_shared",
     "head_size_with_columns",

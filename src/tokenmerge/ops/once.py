@@ -17,7 +17,10 @@ Made = TypeVar("Made")
 # Devices on which an operation is no launch, so that less work is faster than fewer operations.
 WITHOUT_LAUNCHES = {"cpu"}
 
-_MOST = 256  # results of each function that are kept, the latest ones
+
+def in_graph() -> bool:
+    """Return whether a graph is made now: sizes may be symbolic in it, and it needs each step by itself."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
 
 
 def made_once(make: Callable[Sizes, Made]) -> Callable[Sizes, Made]:
@@ -25,22 +28,15 @@ def made_once(make: Callable[Sizes, Made]) -> Callable[Sizes, Made]:
 
     The arguments are sizes and, as the last one, a device. Nobody may change the tensors that it makes.
     """
-    known: dict[object, Made] = {}
+    # Autograd cannot save tensors of inference mode.
+    known: Any = functools.lru_cache(maxsize=256)(torch.inference_mode(False)(make))
 
     @functools.wraps(make)
     def get(*args: Sizes.args, **kwargs: Sizes.kwargs) -> Made:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined] # sizes may be symbolic
-            return make(*args, **kwargs)
-        empty = torch.empty(0, device=args[-1])  # type: ignore[call-overload]
+        empty = None if in_graph() else torch.empty(0, device=args[-1])  # type: ignore[call-overload]
         if type(empty) is not Tensor:  # FakeTensorMode makes tensors of its own, and takes no others
             return make(*args, **kwargs)
-        key = *args[:-1], empty.device
-        made = known.get(key)
-        if made is None:
-            with torch.inference_mode(False):  # autograd cannot save tensors of inference mode
-                made = known[key] = make(*args, **kwargs)
-            while len(known) > _MOST:
-                known.pop(next(iter(known)), None)
+        made: Made = known(*args[:-1], empty.device)
         return made
 
     return get
@@ -59,12 +55,6 @@ def first_rows(b: int, n: int, shift: int, device: torch.device | str | None) ->
 
 
 @made_once
-def rows_of_images(b: int, n: int, device: torch.device | str | None) -> Tensor:
-    """Return the rows of b images of n rows: ``[b, n]``."""
-    return torch.arange(b * n, device=device).view(b, n)
-
-
-@made_once
 def ones(b: int, n: int, device: torch.device | str | None) -> Tensor:
     """Return float32 ones: ``[b, n]``."""
     return torch.ones(b, n, device=device)
@@ -78,7 +68,7 @@ def once(of: Tensor, key: Hashable, make: Callable[[], Made], value: Tensor | No
 
     If there is a ``value``, make it anew where that is another tensor than before, or was changed in place.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+    if in_graph():
         return make()
     known = _made.setdefault(of, {})
     version = None if value is None or value.is_inference() else value._version
