@@ -32,15 +32,12 @@ from tokenmerge.ops.plan import (
 from tokenmerge.ops.sized_attention import attend_by_columns, attend_by_values, head_size_with_columns
 from tokenmerge.ops.soft import SoftPlan, Tiles, make_soft_plan, tile
 from tokenmerge.ops.tiles import tiled_matching, tiled_plan
-from tokenmerge.ops.tokens import SizedPlan, Tokens, plan_by_size
 
 __all__ = [
     "IndexPlan",
     "Plan",
-    "SizedPlan",
     "SoftPlan",
     "Tiles",
-    "Tokens",
     "attend_by_columns",
     "attend_by_values",
     "bipartite_soft_matching",
@@ -57,7 +54,6 @@ __all__ = [
     "num_tokens",
     "own_cell",
     "partition_at",
-    "plan_by_size",
     "shared_features",
     "strided_partition",
     "tile",

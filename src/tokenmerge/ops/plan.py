@@ -175,8 +175,8 @@ def make_plan(
 def plan_of_rows(rows: Tensor, order: Tensor, targets: Tensor, weights: Tensor | None = None) -> IndexPlan:
     """Return the plan that merges the first r sources of an order ``[b, s]`` into ``targets`` ``[b, r]``.
 
-    ``rows`` ``[b, n]`` are those of the sources of each image, then those of its destinations. ``targets`` are
-    merged rows, and ``weights`` ``[b, r]`` are those of the tokens that merge; None: all count.
+    ``rows`` ``[b, n]`` are those of the sources of each image, then those of its destinations. ``targets``
+    are merged rows, and ``weights`` ``[b, r]`` are those of the tokens that merge; None: all count.
     """
     (b, n), s, r, device = rows.shape, order.shape[1], targets.shape[1], rows.device
     m = n - r
