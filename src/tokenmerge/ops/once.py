@@ -18,11 +18,6 @@ Made = TypeVar("Made")
 WITHOUT_LAUNCHES = {"cpu"}
 
 
-def in_graph() -> bool:
-    """Return whether a graph is made now: sizes may be symbolic in it, and it needs each step by itself."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-
-
 def made_once(make: Callable[Sizes, Made]) -> Callable[Sizes, Made]:
     """Keep what a function makes, so that other calls with the same arguments launch nothing.
 
@@ -33,7 +28,9 @@ def made_once(make: Callable[Sizes, Made]) -> Callable[Sizes, Made]:
 
     @functools.wraps(make)
     def get(*args: Sizes.args, **kwargs: Sizes.kwargs) -> Made:
-        empty = None if in_graph() else torch.empty(0, device=args[-1])  # type: ignore[call-overload]
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined] # sizes may be symbolic
+            return make(*args, **kwargs)
+        empty = torch.empty(0, device=args[-1])  # type: ignore[call-overload]
         if type(empty) is not Tensor:  # FakeTensorMode makes tensors of its own, and takes no others
             return make(*args, **kwargs)
         made: Made = known(*args[:-1], empty.device)
@@ -68,7 +65,7 @@ def once(of: Tensor, key: Hashable, make: Callable[[], Made], value: Tensor | No
 
     If there is a ``value``, make it anew where that is another tensor than before, or was changed in place.
     """
-    if in_graph():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return make()
     known = _made.setdefault(of, {})
     version = None if value is None or value.is_inference() else value._version

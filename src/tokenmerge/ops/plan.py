@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tokenmerge.ops.arithmetic import arithmetic
-from tokenmerge.ops.once import first_numbers, first_rows, in_graph, once, ones
+from tokenmerge.ops.once import first_numbers, first_rows, once, ones
 from tokenmerge.ops.partition import with_destinations
 from tokenmerge.ops.soft import SoftPlan, join_soft
 
@@ -47,7 +47,7 @@ class IndexPlan(NamedTuple):
         rows = x.reshape(b * n, c)
         exact = torch.promote_types(x.dtype, torch.float32)
         # Autograd and graphs need each step by itself; otherwise fewer launches do the same.
-        fuses = not (torch.is_grad_enabled() or in_graph())
+        fuses = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing())  # type: ignore[attr-defined]
         if fuses and self.weights is None and x.device.type in _AVERAGING_DEVICES:
             tokens, starts = once(self.inverse, "groups", self._groups)
             return F.embedding_bag(tokens, rows, starts, mode="mean").view(b, -1, c)
@@ -116,8 +116,9 @@ class IndexPlan(NamedTuple):
         # Each image moves behind the text of those before it and its own.
         shift = first_rows(b, before, before, device)
         own = self.shifted(shift, shift)
-        keep = torch.cat([_rows(b, before + n, device)[:, :before], own.keep], dim=1)
-        inverse = torch.cat([_rows(b, before + m, device)[:, :before], own.inverse], dim=1)
+        tokens = first_numbers(b * (before + n), device).view(b, -1)[:, :before]
+        merged = first_numbers(b * (before + m), device).view(b, -1)[:, :before]
+        keep, inverse = torch.cat([tokens, own.keep], dim=1), torch.cat([merged, own.inverse], dim=1)
         sizes = torch.cat([ones(b, before, device), own.sizes], dim=1)
         return IndexPlan(keep, own.sources, own.targets, inverse, sizes, own.weights)
 
@@ -140,11 +141,6 @@ class IndexPlan(NamedTuple):
         keep = torch.cat([beside, own.keep], dim=1)
         sizes = torch.cat([torch.ones_like(others, dtype=own.sizes.dtype), own.sizes], dim=1)
         return IndexPlan(keep, own.sources, own.targets, inverse, sizes, own.weights).in_batch()
-
-
-def _rows(b: int, n: int, device: torch.device) -> Tensor:
-    """Return the rows of b images of n rows: ``[b, n]``."""
-    return first_numbers(b * n, device).view(b, n)
 
 
 # A plan of either kind: each token merges into one other, or is shared out over several.
@@ -182,7 +178,7 @@ def plan_of_rows(rows: Tensor, order: Tensor, targets: Tensor, weights: Tensor |
     m = n - r
     # The tokens that merge, those left alone, and the destinations. The latter two are the merged sequence.
     tokens = torch.cat([rows[:, :s].gather(1, order), rows[:, s:]], dim=1)
-    merged = torch.cat([targets, _rows(b, m, device)], dim=1)
+    merged = torch.cat([targets, first_numbers(b * m, device).view(b, m)], dim=1)
     inverse = torch.empty(b * n, dtype=torch.int64, device=device).scatter(
         0, tokens.view(-1), merged.view(-1)
     )

@@ -1,4 +1,4 @@
-"""ToMe for vision transformers: plans, and what the tokens of repeated merges stand for (arXiv 2210.09461)."""
+"""ToMe for vision transformers (arXiv 2210.09461): plans, and what tokens that merge repeatedly stand for."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.ops import IndexPlan, Plan, keep_destinations, merge, unmerge
+from tokenmerge.ops import IndexPlan, Plan, keep_destinations, merge
 from tokenmerge.ops.once import once
 from tokenmerge.runtime.memory.reuse import Residual
 from tokenmerge.runtime.memory.state import LayerState
@@ -46,11 +46,11 @@ def merged_call(
         if change_only:
             return _replace_image(layout, value, m, add_change)
         if whole is not None and value.shape[1] == merged.shape[1]:
-            return unmerge(whole, value)
-        return _replace_image(layout, value, m, partial(unmerge, plan))
+            return whole.unmerge(value)
+        return _replace_image(layout, value, m, plan.unmerge)
 
     def add_change(image: Tensor) -> Tensor:
-        return layout.image(tokens, n) + unmerge(plan, image - layout.image(merged, m))
+        return layout.image(tokens, n) + plan.unmerge(image - layout.image(merged, m))
 
     if isinstance(result, Tensor):
         return back(result)
@@ -98,7 +98,7 @@ def add_lost(
 
     def add(value: Tensor, residual: Tensor) -> Tensor:
         image = layout.image(residual, n)
-        lost = image - unmerge(plan, combine(plan, image))
+        lost = image - plan.unmerge(combine(plan, image))
         return _replace_image(layout, value, n, lambda tokens: tokens + lost)
 
     alone = isinstance(result, Tensor)
