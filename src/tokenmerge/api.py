@@ -38,9 +38,9 @@ from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.pipeline import Pipeline
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
-from tokenmerge.vit.patch import checked_encoders, patch_encoder
+from tokenmerge.vit.planner import RecordedTokens
 from tokenmerge.vit.report import ViTReport
-from tokenmerge.vit.runtime import EncoderState, RecordedTokens
+from tokenmerge.vit.runtime import EncoderState, checked_encoders, patch_encoder
 
 __all__ = ["Patch", "apply_token_merging", "remove_token_merging", "token_merging"]
 

@@ -23,8 +23,8 @@ from tokenmerge.runtime.memory import run_log
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.patching.patch import record_steps, refuse_in_use, restore, state_of
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies
+from tokenmerge.vit.planner import RecordedTokens
 from tokenmerge.vit.report import ViTReport, predict_vit
-from tokenmerge.vit.runtime import RecordedTokens
 
 __all__ = ["DiffusionPatch", "EncoderPatch", "Patch", "RecordedPlan"]
 

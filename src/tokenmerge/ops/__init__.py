@@ -3,7 +3,6 @@
 They know neither models nor settings, and import nothing else of the package.
 """
 
-from tokenmerge.ops.arithmetic import bits
 from tokenmerge.ops.matching import (
     bipartite_soft_matching,
     by_similarity,
@@ -25,19 +24,15 @@ from tokenmerge.ops.plan import IndexPlan, Plan, join_plans, keep_destinations, 
 from tokenmerge.ops.sized_attention import attend_by_columns, attend_by_values, head_size_with_columns
 from tokenmerge.ops.soft import SoftPlan, Tiles, make_soft_plan, tile
 from tokenmerge.ops.tiles import tiled_matching, tiled_plan
-from tokenmerge.ops.tokens import SizedPlan, Tokens, plan_by_size
 
 __all__ = [
     "IndexPlan",
     "Plan",
-    "SizedPlan",
     "SoftPlan",
     "Tiles",
-    "Tokens",
     "attend_by_columns",
     "attend_by_values",
     "bipartite_soft_matching",
-    "bits",
     "by_similarity",
     "features_if_shared",
     "head_size_with_columns",
@@ -50,7 +45,6 @@ __all__ = [
     "num_tokens",
     "own_cell",
     "partition_at",
-    "plan_by_size",
     "shared_features",
     "strided_partition",
     "tile",

@@ -17,7 +17,11 @@ class Arithmetic:
     """These operations as PyTorch computes them."""
 
     def bits(self, value: Tensor) -> Tensor:
-        """See the function :func:`bits`."""
+        """Return the bits of float32 numbers as signed integers: any shape → int64 of that shape.
+
+        >>> Arithmetic().bits(torch.tensor([0.0, 1.0, -2.0])).tolist()
+        [0, 1065353216, -1073741824]
+        """
         return value.view(torch.int32).to(torch.int64)
 
     def remainders(self, size: int, draw: Draw, n: int, device: torch.device | str | None) -> Tensor:
@@ -73,12 +77,3 @@ def arithmetic() -> Arithmetic:
     # In the graphs of torch.compile, torch.compiler.is_exporting() is True too before torch 2.13.
     exporting = torch.compiler._is_exporting_flag or torch.jit.is_tracing()  # type: ignore[attr-defined]
     return _in_exports if exporting else _pytorch
-
-
-def bits(value: Tensor) -> Tensor:
-    """Return the bits of float32 numbers as signed integers: a tensor of any shape → int64 of that shape.
-
-    >>> bits(torch.tensor([0.0, 1.0, -2.0])).tolist()
-    [0, 1065353216, -1073741824]
-    """
-    return arithmetic().bits(value)

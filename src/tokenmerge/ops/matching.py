@@ -35,13 +35,10 @@ def bipartite_soft_matching(features: Tensor, src: Tensor, dst: Tensor) -> tuple
 
 
 def most_similar(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the edges of :func:`bipartite_soft_matching`, without sorting them.
+    """Return the edges of :func:`bipartite_soft_matching`, of the same arguments, without sorting them.
 
-    It takes the same arguments.
-
-    Returns:
-        ``(similarity, nearest)``, both ``[b, s]``: for each source the similarity of its most similar
-        destination, −1 … 1, and the position of that destination in ``dst``.
+    They are ``(similarity, nearest)``, both ``[b, s]``: for each source the similarity of its most similar
+    destination, −1 … 1, and the position of that destination in ``dst``.
     """
     sources, lengths, destinations = compared(features, src, dst)
     product, nearest = largest_products(sources, destinations)
@@ -61,9 +58,8 @@ def by_similarity(similarity: Tensor) -> Tensor:
 def compared(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return what :func:`bipartite_soft_matching` multiplies, in float32 at least.
 
-    Returns:
-        Features of the sources ``[b, s, c]``, their lengths ``[b, s]``, and features of the destinations,
-        divided by their lengths, ``[b, d, c]``. None: those of the sources are divided already.
+    It is the features of the sources ``[b, s, c]``, their lengths ``[b, s]``, or None if the features are
+    divided by them already, and the features of the destinations ``[b, d, c]``, divided by their lengths.
     """
     tokens, s = selected(features, with_destinations(src, dst)), src.shape[-1]
     if features.device.type not in WITHOUT_LAUNCHES:
@@ -129,9 +125,9 @@ def shared_features(features: Tensor, parts: int) -> Tensor:
 def features_if_shared(features: Tensor, parts: int, shared: Tensor) -> Tensor:
     """:func:`shared_features` if the boolean tensor ``shared`` is true, without reading its value.
 
-    ``[parts * b, n, c]`` → ``[parts * b, n, parts * c]``. If it is true, all parts get the same
-    shared features. If not, each image gets its own features, padded with zeros. There is no branch, since a
-    compiled graph cannot branch on a value.
+    ``[parts * b, n, c]`` → ``[parts * b, n, parts * c]``. If it is true, all parts get the same shared
+    features. If not, each image gets its own features, padded with zeros: a compiled graph cannot branch on a
+    value.
     """
     own = _own_channels(parts, features.shape[0] // parts, features.shape[2], features.device)
     return shared_features(features, parts).repeat(parts, 1, 1) * (own | shared)

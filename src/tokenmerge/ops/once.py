@@ -17,15 +17,14 @@ Made = TypeVar("Made")
 # Devices on which an operation is no launch, so that less work is faster than fewer operations.
 WITHOUT_LAUNCHES = {"cpu"}
 
-_MOST = 256  # results of each function that are kept, the latest ones
-
 
 def made_once(make: Callable[Sizes, Made]) -> Callable[Sizes, Made]:
     """Keep what a function makes, so that other calls with the same arguments launch nothing.
 
     The arguments are sizes and, as the last one, a device. Nobody may change the tensors that it makes.
     """
-    known: dict[object, Made] = {}
+    # Autograd cannot save tensors of inference mode.
+    known: Any = functools.lru_cache(maxsize=256)(torch.inference_mode(False)(make))
 
     @functools.wraps(make)
     def get(*args: Sizes.args, **kwargs: Sizes.kwargs) -> Made:
@@ -34,13 +33,7 @@ def made_once(make: Callable[Sizes, Made]) -> Callable[Sizes, Made]:
         empty = torch.empty(0, device=args[-1])  # type: ignore[call-overload]
         if type(empty) is not Tensor:  # FakeTensorMode makes tensors of its own, and takes no others
             return make(*args, **kwargs)
-        key = *args[:-1], empty.device
-        made = known.get(key)
-        if made is None:
-            with torch.inference_mode(False):  # autograd cannot save tensors of inference mode
-                made = known[key] = make(*args, **kwargs)
-            while len(known) > _MOST:
-                known.pop(next(iter(known)), None)
+        made: Made = known(*args[:-1], empty.device)
         return made
 
     return get
@@ -56,12 +49,6 @@ def first_numbers(n: int, device: torch.device | str | None) -> Tensor:
 def first_rows(b: int, n: int, shift: int, device: torch.device | str | None) -> Tensor:
     """Return ``shift`` more than the first row of each of b images of n rows: ``[b, 1]``."""
     return (torch.arange(b, device=device) * n + shift).unsqueeze(1)
-
-
-@made_once
-def rows_of_images(b: int, n: int, device: torch.device | str | None) -> Tensor:
-    """Return the rows of b images of n rows: ``[b, n]``."""
-    return torch.arange(b * n, device=device).view(b, n)
 
 
 @made_once

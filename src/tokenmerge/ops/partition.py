@@ -39,41 +39,27 @@ def num_tokens(grid: Sequence[int]) -> int:
     return tokens
 
 
+@made_once
 def whole_cells(
-    grid: Sequence[int], cell: Sequence[int], device: torch.device | str | None = None
+    grid: tuple[int, ...], cell: tuple[int, ...], device: torch.device | str | None
 ) -> tuple[Tensor, Tensor]:
     """Return the tokens of each whole cell, and the tokens beyond the last whole cell of an axis.
 
-    Args:
-        grid: (rows, columns), or (frames, rows, columns): n tokens, the last axis fastest.
-        cell: size of a cell along each axis, k tokens in all.
-        device: device of the result.
+    They are ``[k, d]`` indices of the tokens at each of the k positions of the d cells, and ``[n - k * d]``
+    indices of those beyond them. Grid and cell are as for :func:`strided_partition`.
 
-    Returns:
-        ``[k, d]`` indices of the tokens at each of the k positions of the d cells, and ``[n - k * d]``
-        indices of the tokens beyond them, with d = :func:`num_destinations`.
-
-    >>> inside, outside = whole_cells((2, 5), (2, 2))
+    >>> inside, outside = whole_cells((2, 5), (2, 2), "cpu")
     >>> inside.t().tolist(), outside.tolist()
     ([[0, 1, 5, 6], [2, 3, 7, 8]], [4, 9])
     """
-    return _whole_cells(tuple(grid), tuple(cell), device)
-
-
-@made_once
-def _whole_cells(
-    grid: tuple[int, ...], cell: tuple[int, ...], device: torch.device | str | None
-) -> tuple[Tensor, Tensor]:
     cells = [side // stride for side, stride in zip(grid, cell, strict=True)]
     every = torch.arange(num_tokens(grid), device=device)
-    inside = every.view(tuple(grid))
+    inside = every.view(grid)
     outside: list[Tensor] = []
     for axis, (side, count, stride) in enumerate(zip(grid, cells, cell, strict=True)):
-        beyond, inside = (
-            inside.narrow(axis, count * stride, side - count * stride),
-            inside.narrow(axis, 0, count * stride),
-        )
-        outside.insert(0, beyond.flatten())
+        whole = count * stride
+        outside.insert(0, inside.narrow(axis, whole, side - whole).flatten())
+        inside = inside.narrow(axis, 0, whole)
 
     axes = len(grid)
     inside = inside.reshape([side for pair in zip(cells, cell, strict=True) for side in pair])
@@ -83,15 +69,10 @@ def _whole_cells(
 
 
 def partition_at(inside: Tensor, outside: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sources and destinations, given the position of the destination in each cell.
+    """Return sources and destinations as :func:`strided_partition`, from what :func:`whole_cells` returns.
 
-    Args:
-        inside: ``[k, d]`` from :func:`whole_cells`.
-        outside: ``[o]`` from :func:`whole_cells`.
-        first: ``[d]`` position 0 … k−1 of the destination in each cell, or ``[b, d]`` for each image.
-
-    Returns:
-        As :func:`strided_partition`, with a batch axis in front if ``first`` has one.
+    ``first`` ``[d]`` is the position 0 … k−1 of the destination in each cell. If it is ``[b, d]``, for each
+    image, then the results have a batch axis too.
     """
     # Rotate each cell so that its destination comes last.
     size, cells = inside.shape
@@ -121,21 +102,19 @@ def strided_partition(
 
     Args:
         grid: (rows, columns), or (frames, rows, columns): n tokens, the last axis fastest.
-        cell: the stride along each axis, in tokens. The grid need not be a multiple of it: tokens
-            beyond the last whole cell of an axis are sources.
+        cell: its size along each axis, in tokens. Tokens beyond the last whole cell of an axis are sources.
         draw: ``(seed, step)``: the destination of each cell is pseudo-random. It depends only on the seed,
             the step and the cell. None: the destination is the first token of each cell.
         device: device of the result.
 
     Returns:
-        Indices of the sources ``[n - d]`` and of the destinations ``[d]``, with
-        d = :func:`num_destinations`; together a permutation of 0 … n−1.
+        Indices of the sources ``[n - d]`` and of the destinations ``[d]``, a permutation of 0 … n−1.
 
     >>> src, dst = strided_partition((2, 5), (2, 2))
     >>> dst.tolist(), src.tolist()
     ([0, 2], [1, 3, 5, 7, 6, 8, 4, 9])
     """
-    inside, outside = whole_cells(grid, cell, device)
+    inside, outside = whole_cells(tuple(grid), tuple(cell), device)
     if draw is None:
         return torch.cat([inside[1:].flatten(), outside]), inside[0]
     size, count = inside.shape

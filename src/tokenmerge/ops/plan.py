@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tokenmerge.ops.arithmetic import arithmetic
-from tokenmerge.ops.once import first_numbers, first_rows, once, ones, rows_of_images
+from tokenmerge.ops.once import first_numbers, first_rows, once, ones
 from tokenmerge.ops.partition import with_destinations
 from tokenmerge.ops.soft import SoftPlan, join_soft
 
@@ -23,23 +23,15 @@ class IndexPlan(NamedTuple):
 
     Indices are rows of ``[b * n, c]`` or ``[b * m, c]``: selecting whole rows is many times faster than a
     gather with an index for each element.
-
-    Attributes:
-        keep: ``[b, m]`` row of the token that each merged token starts from and whose place it takes.
-        sources: ``[b, r]`` rows of the tokens that merge into another one.
-        targets: ``[b, r]`` merged rows into which ``sources`` merge.
-        inverse: ``[b, n]`` merged row that holds each original token.
-        sizes: ``[b, m]`` number of original tokens in each merged one, as float32.
-        weights: ``[b, r]`` weight of each of ``sources`` in its mean and in ``sizes``: 1, or 0 for a token
-            that is dropped; None: all are 1.
     """
 
-    keep: Tensor
-    sources: Tensor
-    targets: Tensor
-    inverse: Tensor
-    sizes: Tensor
-    weights: Tensor | None = None
+    keep: Tensor  # [b, m] row of the token that each merged token starts from and whose place it takes
+    sources: Tensor  # [b, r] rows of the tokens that merge into another one
+    targets: Tensor  # [b, r] merged rows into which ``sources`` merge
+    inverse: Tensor  # [b, n] merged row that holds each original token
+    sizes: Tensor  # [b, m] number of original tokens in each merged one, as float32
+    # [b, r] weight of each of ``sources`` in its mean and in ``sizes``: 1, or 0 for a token that is dropped.
+    weights: Tensor | None = None  # None: all are 1
 
     def labels(self) -> Tensor:
         """``[b, n]``: index 0 … m−1 of the merged token that stands for each token of its image."""
@@ -89,13 +81,21 @@ class IndexPlan(NamedTuple):
         b, m, c = y.shape
         return y.reshape(b * m, c).index_select(0, self.inverse.flatten()).view(b, -1, c)
 
-    def in_batch(self) -> IndexPlan:
-        """Return this plan with rows of the whole batch, if its indices start at 0 in each image."""
-        (b, m), n = self.keep.shape, self.inverse.shape[1]
-        image = torch.arange(b, device=self.keep.device).unsqueeze(1)
-        keep, inverse = self.keep + image * n, self.inverse + image * m
-        sources, targets = self.sources + image * n, self.targets + image * m
+    def shifted(self, tokens: Tensor | int, merged: Tensor | int) -> IndexPlan:
+        """Return the plan with ``tokens`` added to the rows of tokens, and ``merged`` to merged rows."""
+        keep, sources = self.keep + tokens, self.sources + tokens
+        targets, inverse = self.targets + merged, self.inverse + merged
         return IndexPlan(keep, sources, targets, inverse, self.sizes, self.weights)
+
+    def in_images(self) -> IndexPlan:
+        """Return the plan with indices that start at 0 in each image, instead of rows."""
+        n, m = self.inverse.shape[1], self.keep.shape[1]
+        return IndexPlan(self.kept(), self.sources % n, self.targets % m, self.labels(), *self[4:])
+
+    def in_batch(self) -> IndexPlan:
+        """Return the plan with rows of the whole batch: the inverse of :meth:`in_images`."""
+        (b, m), n, device = self.keep.shape, self.inverse.shape[1], self.keep.device
+        return self.shifted(first_rows(b, n, 0, device), first_rows(b, m, 0, device))
 
     def joined(self, parts: int) -> IndexPlan:
         """Return the plan for b / ``parts`` images, each of which joins ``parts`` images."""
@@ -108,57 +108,42 @@ class IndexPlan(NamedTuple):
     def repeated(self, times: int) -> IndexPlan:
         """Return the plan for a batch that repeats the b images of this plan ``times`` times."""
         (b, m), n, device = self.keep.shape, self.inverse.shape[1], self.keep.device
-        rows = first_rows(times, b * n, 0, device).unsqueeze(2)
-        merged = first_rows(times, b * m, 0, device).unsqueeze(2)
-        return IndexPlan(
-            keep=(self.keep + rows).flatten(0, 1),
-            sources=(self.sources + rows).flatten(0, 1),
-            targets=(self.targets + merged).flatten(0, 1),
-            inverse=(self.inverse + merged).flatten(0, 1),
-            sizes=self.sizes.repeat(times, 1),
-            weights=None if self.weights is None else self.weights.repeat(times, 1),
-        )
+        tokens, merged = first_rows(times, b * n, 0, device), first_rows(times, b * m, 0, device)
+        rows = [field.flatten(0, 1) for field in self.shifted(tokens.unsqueeze(2), merged.unsqueeze(2))[:4]]
+        weights = None if self.weights is None else self.weights.repeat(times, 1)
+        return IndexPlan(*rows, self.sizes.repeat(times, 1), weights)
 
     def after(self, before: int) -> IndexPlan:
         """Return the plan for sequences in which ``before`` more tokens, left alone, precede the n."""
         (b, m), n, device = self.keep.shape, self.inverse.shape[1], self.keep.device
         # Each image moves behind the text of those before it and its own.
         shift = first_rows(b, before, before, device)
-        tokens, merged = (rows_of_images(b, before + own, device)[:, :before] for own in (n, m))
-        return IndexPlan(
-            keep=torch.cat([tokens, self.keep + shift], dim=1),
-            sources=self.sources + shift,
-            targets=self.targets + shift,
-            inverse=torch.cat([merged, self.inverse + shift], dim=1),
-            sizes=torch.cat([ones(b, before, device), self.sizes], dim=1),
-            weights=self.weights,
-        )
+        own = self.shifted(shift, shift)
+        tokens = first_numbers(b * (before + n), device).view(b, -1)[:, :before]
+        merged = first_numbers(b * (before + m), device).view(b, -1)[:, :before]
+        keep, inverse = torch.cat([tokens, own.keep], dim=1), torch.cat([merged, own.inverse], dim=1)
+        sizes = torch.cat([ones(b, before, device), own.sizes], dim=1)
+        return IndexPlan(keep, own.sources, own.targets, inverse, sizes, own.weights)
 
     def within(self, start: Tensor, total: int) -> IndexPlan:
         """Return the plan for sequences of ``total`` tokens that contain the n tokens of this plan in a row.
 
-        Args:
-            start: ``[b]`` index of the first of the n tokens in the sequence of each image.
-            total: at least start + n.
+        ``start`` ``[b]`` is the index of the first of the n tokens in the sequence of each image.
         """
-        (b, m), n = self.keep.shape, self.inverse.shape[1]
+        b, n = self.inverse.shape
         start = start.unsqueeze(1)
+        own = self.in_images().shifted(start, total - n)
         # Merged sequence: first the tokens outside the n, then the merged ones.
         others = torch.arange(total - n, device=start.device).expand(b, -1)
         beside = others + n * (others >= start)
         inverse = torch.empty(b, total, dtype=torch.int64, device=start.device).scatter(
             1,
             torch.cat([beside, start + torch.arange(n, device=start.device)], dim=1),
-            torch.cat([others, self.labels() + (total - n)], dim=1),
+            torch.cat([others, own.inverse], dim=1),
         )
-        return IndexPlan(
-            keep=torch.cat([beside, self.kept() + start], dim=1),
-            sources=self.sources % n + start,
-            targets=self.targets % m + (total - n),
-            inverse=inverse,
-            sizes=torch.cat([torch.ones_like(others, dtype=self.sizes.dtype), self.sizes], dim=1),
-            weights=self.weights,
-        ).in_batch()
+        keep = torch.cat([beside, own.keep], dim=1)
+        sizes = torch.cat([torch.ones_like(others, dtype=own.sizes.dtype), own.sizes], dim=1)
+        return IndexPlan(keep, own.sources, own.targets, inverse, sizes, own.weights).in_batch()
 
 
 # A plan of either kind: each token merges into one other, or is shared out over several.
@@ -171,7 +156,7 @@ def make_plan(
     """Return a plan that merges the r sources with the best edges and leaves all other tokens alone.
 
     Args:
-        src: ``[s]`` indices of the sources, or ``[b, s]`` for each image.
+        src: ``[s]`` or ``[b, s]`` indices of the sources, for all images or for each.
         dst: ``[d]`` or ``[b, d]`` indices of the destinations.
         order: ``[b, s]`` positions in ``src``, the best edge first.
         nearest: ``[b, s]`` for each source the position in ``dst`` of its destination.
@@ -187,44 +172,29 @@ def make_plan(
 
 
 def plan_of_rows(rows: Tensor, order: Tensor, targets: Tensor, weights: Tensor | None = None) -> IndexPlan:
-    """Return the plan that merges the first sources of an order.
+    """Return the plan that merges the first r sources of an order ``[b, s]`` into ``targets`` ``[b, r]``.
 
-    Args:
-        rows: ``[b, n]`` rows of the sources of each image, then those of its destinations.
-        order: ``[b, s]`` positions of the sources, the best edge first.
-        targets: ``[b, r]`` merged rows into which the first r of them merge.
-        weights: ``[b, r]`` weights of these; None: all count.
+    ``rows`` ``[b, n]`` are those of the sources of each image, then those of its destinations. ``targets``
+    are merged rows, and ``weights`` ``[b, r]`` are those of the tokens that merge; None: all count.
     """
     (b, n), s, r, device = rows.shape, order.shape[1], targets.shape[1], rows.device
     m = n - r
     # The tokens that merge, those left alone, and the destinations. The latter two are the merged sequence.
     tokens = torch.cat([rows[:, :s].gather(1, order), rows[:, s:]], dim=1)
-    merged = torch.cat([targets, rows_of_images(b, m, device)], dim=1)
+    merged = torch.cat([targets, first_numbers(b * m, device).view(b, m)], dim=1)
     inverse = torch.empty(b * n, dtype=torch.int64, device=device).scatter(
         0, tokens.view(-1), merged.view(-1)
     )
     every = ones(1, b * n, device)
     counts = every[:, : b * r] if weights is None else weights.view(1, -1)
     sizes = every[:, : b * m].scatter_add(1, targets.view(1, -1), counts).view(b, m)
-    return IndexPlan(
-        keep=tokens[:, r:],
-        sources=tokens[:, :r],
-        targets=targets,
-        inverse=inverse.view(b, n),
-        sizes=sizes,
-        weights=weights,
-    )
+    return IndexPlan(tokens[:, r:], tokens[:, :r], targets, inverse.view(b, n), sizes, weights)
 
 
 def join_plans(plans: Sequence[Plan | None], lengths: Sequence[int]) -> Plan:
-    """Join plans for n₁, n₂, … tokens of the same images into one for n₁ + n₂ + … tokens.
+    """Join plans of one kind for n₁, n₂, … tokens of the same images into one for n₁ + n₂ + … tokens.
 
-    Merging with it merges each run by its own plan.
-
-    Args:
-        plans: one for each run, all of one kind. None leaves the tokens of a run alone. At least one is not
-            None.
-        lengths: n₁, n₂, …
+    Each run of tokens merges by its own plan. None leaves a run alone; at least one plan is not None.
 
     >>> one = make_plan(torch.tensor([1]), torch.tensor([0]), *torch.zeros(2, 1, 1, dtype=torch.int64), r=1)
     >>> join_plans([None, one], [3, 2]).labels().tolist()
@@ -233,36 +203,25 @@ def join_plans(plans: Sequence[Plan | None], lengths: Sequence[int]) -> Plan:
     if any(isinstance(plan, SoftPlan) for plan in plans):
         return join_soft([plan if isinstance(plan, SoftPlan) else None for plan in plans], lengths)
     first = next(plan for plan in plans if isinstance(plan, IndexPlan))
-    b, weighted = len(first.keep), any(getattr(plan, "weights", None) is not None for plan in plans)
+    none, b = first.sources[:, :0], len(first.keep)
+    weighted = any(isinstance(plan, IndexPlan) and plan.weights is not None for plan in plans)
 
     n = m = 0
     runs: list[IndexPlan] = []  # with indices that start at 0 in each image
     for plan, length in zip(plans, lengths, strict=True):
-        own = plan if isinstance(plan, IndexPlan) else _leaving_alone(b, length, first)
-        weights = torch.ones_like(own.sources, dtype=own.sizes.dtype) if own.weights is None else own.weights
-        left = own.keep.shape[1]
-        runs.append(
-            IndexPlan(
-                keep=own.kept() + n,
-                sources=own.sources % length + n,
-                targets=own.targets % left + m,
-                inverse=own.labels() + m,
-                sizes=own.sizes,
-                weights=weights,
-            )
-        )
-        n, m = n + length, m + left
-    keep, sources, targets, inverse, sizes, weights = (
-        torch.cat(values, dim=1) for values in zip(*runs, strict=True)
-    )
-    return IndexPlan(keep, sources, targets, inverse, sizes, weights if weighted else None).in_batch()
-
-
-def _leaving_alone(b: int, n: int, like: IndexPlan) -> IndexPlan:
-    """Return the plan that removes none of n tokens."""
-    none = like.sources[:, :0]
-    rows = torch.arange(b * n, device=like.keep.device).view(b, n)
-    return IndexPlan(rows, none, none, rows, torch.ones(b, n, device=like.keep.device))
+        if isinstance(plan, IndexPlan):
+            own = plan.in_images().shifted(n, m)
+        else:
+            rows = torch.arange(length, device=none.device).expand(b, -1)
+            own = IndexPlan(rows + n, none, none, rows + m, torch.ones(b, length, device=none.device))
+        if weighted and own.weights is None:
+            own = IndexPlan(*own[:5], torch.ones_like(own.sources, dtype=own.sizes.dtype))
+        runs.append(own)
+        n, m = n + length, m + own.keep.shape[1]
+    fields: list[Any] = [
+        None if values[0] is None else torch.cat(values, dim=1) for values in zip(*runs, strict=True)
+    ]
+    return IndexPlan(*fields).in_batch()
 
 
 def keep_destinations(plan: Plan, x: Tensor) -> Tensor:

@@ -13,17 +13,11 @@ from tokenmerge.ops.partition import num_destinations, num_tokens
 
 
 class Tiles(NamedTuple):
-    """A token grid cut into t tiles of up to p tokens; smaller ones are padded.
+    """A token grid cut into t tiles of up to p tokens; smaller ones are padded."""
 
-    Attributes:
-        place: ``[n]`` place 0 … t·p − 1 of each token.
-        token: ``[t, p]`` index of the token at each place; 0 in padding.
-        real: ``[t, p]`` whether a place holds a token and is not padding.
-    """
-
-    place: Tensor
-    token: Tensor
-    real: Tensor
+    place: Tensor  # [n] place 0 … t·p − 1 of each token
+    token: Tensor  # [t, p] index of the token at each place; 0 in padding
+    real: Tensor  # [t, p] whether a place holds a token and is not padding
 
 
 def tile(grid: Sequence[int], smallest: Sequence[int], device: torch.device | str | None = None) -> Tiles:
@@ -47,13 +41,9 @@ def tile(grid: Sequence[int], smallest: Sequence[int], device: torch.device | st
         within = within * longest + (at - first).view(shape)
         p *= longest
     place = (place * p + within).flatten()
-    t = num_destinations(grid, smallest)
-    token = torch.zeros(t * p, dtype=torch.int64, device=device)
-    token = token.scatter(0, place, torch.arange(len(place), device=device))
-    real = torch.zeros(t * p, dtype=torch.bool, device=device).scatter(
-        0, place, torch.ones_like(place, dtype=torch.bool)
-    )
-    return Tiles(place, token.view(t, p), real.view(t, p))
+    token = torch.full((num_destinations(grid, smallest) * p,), -1, device=device)
+    token = token.scatter(0, place, torch.arange(len(place), device=device)).view(-1, p)
+    return Tiles(place, token.clamp(min=0), token >= 0)
 
 
 class SoftPlan(NamedTuple):
@@ -61,26 +51,16 @@ class SoftPlan(NamedTuple):
 
     There are t tiles. Each has p places for tokens and k slots for merged tokens; unused ones are padding.
     As in :class:`tokenmerge.ops.IndexPlan`, indices are rows over all images.
-
-    Attributes:
-        keep: ``[b, m]`` row of the token whose place each merged token takes.
-        inverse: ``[b, n]`` merged row that has the largest share of each token.
-        sizes: ``[b, m]`` sum of the shares in each merged token.
-        shares: ``[b, t, k, p]`` share of each token in each slot of its tile. The shares of a token sum to 1.
-        tokens: ``[b, t * p]`` row of the token at each place.
-        places: ``[b, n]`` place of each token, in rows of ``[b * t * p]``.
-        merged: ``[b, t * k]`` merged row of each slot.
-        slots: ``[b, m]`` slot of each merged token, in rows of ``[b * t * k]``.
     """
 
-    keep: Tensor
-    inverse: Tensor
-    sizes: Tensor
-    shares: Tensor
-    tokens: Tensor
-    places: Tensor
-    merged: Tensor
-    slots: Tensor
+    keep: Tensor  # [b, m] row of the token whose place each merged token takes
+    inverse: Tensor  # [b, n] merged row that has the largest share of each token
+    sizes: Tensor  # [b, m] sum of the shares in each merged token
+    shares: Tensor  # [b, t, k, p] share of each token in each slot of its tile; those of a token sum to 1
+    tokens: Tensor  # [b, t * p] row of the token at each place
+    places: Tensor  # [b, n] place of each token, in rows of [b * t * p]
+    merged: Tensor  # [b, t * k] merged row of each slot
+    slots: Tensor  # [b, m] slot of each merged token, in rows of [b * t * k]
 
     def labels(self) -> Tensor:
         """``[b, n]``: index 0 … m−1 of the merged token that has the largest share of each token."""
@@ -168,18 +148,16 @@ def join_soft(plans: Sequence[SoftPlan | None], lengths: Sequence[int]) -> SoftP
     n = t = 0
     for plan, length in zip(plans, lengths, strict=True):
         if plan is None:
-            own, places, slots = _alone(length, t, like)
-            tiles = own.shape[1]
-            runs.append(
-                (torch.arange(n, n + length, device=like.device).expand_as(slots), own, places, slots)
-            )
+            shares, places, slots = _alone(length, t, like)
+            kept = torch.arange(n, n + length, device=like.device).expand_as(slots)
         else:
             tiles, own_k, own_p = plan.shares.shape[1:]
             place, slot = plan.places % (tiles * own_p), plan.slots % (tiles * own_k)
-            own = F.pad(plan.shares, (0, p - own_p, 0, k - own_k))
             places = (t + place // own_p) * p + place % own_p
-            runs.append((plan.kept() + n, own, places, (t + slot // own_k) * k + slot % own_k))
-        n, t = n + length, t + tiles
+            slots = (t + slot // own_k) * k + slot % own_k
+            kept, shares = plan.kept() + n, F.pad(plan.shares, (0, p - own_p, 0, k - own_k))
+        runs.append((kept, shares, places, slots))
+        n, t = n + length, t + shares.shape[1]
     keep, shares, places, slots = (torch.cat(values, dim=1) for values in zip(*runs, strict=True))
     return _in_rows(keep, shares, places, slots)
 

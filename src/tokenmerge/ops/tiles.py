@@ -27,24 +27,24 @@ def tiled_matching(
 
     The cells are divided into boxes. The sources of a box are compared with the destinations of a window
     around it, which is twice as long along each axis. If one box covers the grid, and cells divide its rows
-    and columns, the result is that of :func:`bipartite_soft_matching`.
+    and columns, the result is that of :func:`tokenmerge.ops.bipartite_soft_matching`.
 
     Args:
         features: ``[b, n, c]``, compared by cosine similarity.
         grid: (rows, columns), or (frames, rows, columns) of the n tokens.
         cell: size of a cell in tokens along each axis.
-        src: ``[s]`` indices of the sources.
+        src: ``[s]`` indices of the sources, from :func:`tokenmerge.ops.strided_partition` as ``dst``.
         dst: ``[d]`` indices of the destinations, one for each cell in the order of the grid.
         sides: length of a box in cells along each axis, even numbers.
-
-    Returns:
-        As :func:`tokenmerge.ops.bipartite_soft_matching`.
     """
     sources, lengths, destinations = compared(features, src, dst)
-    runs, beyond, back = _layout(tuple(grid), tuple(cell), tuple(sides), len(src), src.device)
+    at_once = features.device.type not in WITHOUT_LAUNCHES
+    runs, beyond, back = _layout(tuple(grid), tuple(cell), tuple(sides), len(src), at_once, src.device)
     found = [_best(sources, destinations, *run) for run in runs]
     if beyond is not None:
-        found.append(_own(sources, destinations, *beyond))
+        places, cells = beyond
+        products = sources.index_select(1, places) * destinations.index_select(1, cells)
+        found.append((products.sum(dim=-1), cells.expand(len(sources), -1)))
     product, nearest = (
         found[0] if len(found) == 1 else (torch.cat(parts, 1) for parts in zip(*found, strict=True))
     )
@@ -67,28 +67,26 @@ def tiled_plan(
     Where launches count and all boxes have equally many sources, it takes fewer of them: tokens are selected
     once, in the order of the boxes. Sources that are equally similar merge in this order then.
     """
-    b, s, d = len(features), len(src), len(dst)
-    layout = tuple(grid), tuple(cell), tuple(sides), s, d
-    device = features.device
-    boxes = None if device.type in WITHOUT_LAUNCHES else _boxes(*layout, device)
+    b, s, n, device = len(features), len(src), len(src) + len(dst), features.device
+    layout = tuple(grid), tuple(cell), tuple(sides), s
+    boxes = None if device.type in WITHOUT_LAUNCHES else _boxes(*layout, b, n, r, device)
     if boxes is None:
         return make_plan(src, dst, *tiled_matching(features, grid, cell, src, dst, sides), r)
-    (t, q, w), n = boxes.shape, s + d
+    t, q, w = boxes.shape
 
     def arranged() -> tuple[Tensor, Tensor]:
         tokens = with_destinations(src, dst).index_select(0, boxes.chosen)
-        return tokens[:-n], tokens[-n:] + first_rows(b, n, 0, src.device)
+        return tokens[:-n], tokens[-n:] + first_rows(b, n, 0, device)
 
     chosen, rows = once(src, ("boxes", layout, b), arranged, dst)
     tokens = unit_tokens(features.index_select(1, chosen))
     in_boxes = tokens[:, : t * (q + w)].reshape(b * t, q + w, -1)
     product, which = largest_products(in_boxes[:, :q], in_boxes[:, q:])
-    merged, merged_own = _merged(*layout, b, r, device)
-    similarity, targets = product.view(b, -1), merged.gather(1, which).view(b, -1)
+    similarity, targets = product.view(b, -1), boxes.merged.gather(1, which).view(b, -1)
     if s > t * q:
         beyond, own = tokens[:, t * (q + w) :].chunk(2, dim=1)
         similarity = torch.cat([similarity, (beyond * own).sum(dim=-1)], dim=1)
-        targets = torch.cat([targets, merged_own], dim=1)
+        targets = torch.cat([targets, boxes.merged_own], dim=1)
     order = by_similarity(similarity)
     return plan_of_rows(rows, order, targets.gather(1, order[:, :r]))
 
@@ -106,21 +104,22 @@ def _best(sources: Tensor, destinations: Tensor, places: Tensor, windows: Tensor
     return product.flatten(1), nearest.flatten(1)
 
 
-def _own(sources: Tensor, destinations: Tensor, places: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each source's product with the destination of its own cell, and the cell: ``[b, s]`` each."""
-    tokens, own = sources.index_select(1, places), destinations.index_select(1, cells)
-    return (tokens * own).sum(dim=-1), cells.expand(len(sources), -1)
-
-
 @made_once
 def _layout(
-    grid: tuple[int, ...], cell: tuple[int, ...], sides: tuple[int, ...], sources: int, device: torch.device
+    grid: tuple[int, ...],
+    cell: tuple[int, ...],
+    sides: tuple[int, ...],
+    sources: int,
+    at_once: bool,
+    device: torch.device,
 ) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor] | None, Tensor]:
     """Return which sources are compared with which destinations, all as places in the partition.
 
     Returns:
         For each product ``[t, q]`` sources and ``[t, w]`` destinations; the sources that only their own cell
         is compared with, and these cells, if there are any; and for each source where it is in the results.
+        There is one product of all tiles, in which the smaller ones repeat their last source and destination,
+        or one of each tile. On a CPU, the next one then reuses the memory of the one before.
     """
     # The partition lists one source of every cell, then the next one of every cell. They are followed by the
     # few sources beyond the last whole cell of a row or column. These go to the destination of the nearest
@@ -131,13 +130,17 @@ def _layout(
     behind = sources - left_over * num_tokens(grid[1:])
     by_cell = torch.arange(inside, device=device).view(-1, cells)
     late = torch.arange(behind, sources, device=device).view(left_over, *grid[1:]) if left_over else None
-    tiles: list[tuple[Tensor, Tensor]] = []
+    of_tiles, windows = [], []
     for tile, window, outside in _tiles(grid, cell, sides, device):
         of_tile = by_cell[:, tile].flatten()
         if late is not None and outside is not None:
             of_tile = torch.cat([of_tile, late[outside].flatten()])
-        tiles.append((of_tile, window))
-    runs = _one_by_one(tiles) if device.type == "cpu" else _at_once(tiles)
+        of_tiles.append(of_tile)
+        windows.append(window)
+    if at_once:
+        runs = [(_padded(of_tiles), _padded(windows))]
+    else:
+        runs = [(one[None], window[None]) for one, window in zip(of_tiles, windows, strict=True)]
     beyond = None
     if inside < behind:
         places = torch.arange(inside, behind, device=device)
@@ -148,71 +151,45 @@ def _layout(
 
 
 class _Boxes(NamedTuple):
-    """The boxes of a grid, for one product.
+    """The boxes of a grid, for one product."""
 
-    Attributes:
-        shape: t boxes with q sources each, which are compared with w destinations.
-        chosen: places in the partition: ``[t, q + w]`` sources and destinations of each box. Then, for the
-            sources that only their own cell is compared with, these and its destinations. At the end, all n
-            tokens: the sources in the order of the boxes, and the destinations.
-    """
-
-    shape: tuple[int, int, int]
+    shape: tuple[int, int, int]  # t boxes with q sources each, which are compared with w destinations
+    # Places in the partition: [t, q + w] sources and destinations of each box. Then, for the o sources that
+    # only their own cell is compared with, these and its destinations. At the end, all n tokens: the sources
+    # in the order of the boxes, and the destinations.
     chosen: Tensor
+    merged: Tensor  # [b * t, w] rows of the destinations of each box in the merged sequences
+    merged_own: Tensor  # [b, o] the same for the own cells of the o sources
 
 
 @made_once
 def _boxes(
-    grid: tuple[int, ...], cell: tuple[int, ...], sides: tuple[int, ...], s: int, d: int, device: torch.device
-) -> _Boxes | None:
-    """Return the boxes of a partition into s sources and d destinations; None: some boxes are smaller."""
-    runs, beyond, _ = _layout(grid, cell, sides, s, device)
-    places, windows = _at_once([(q, w) for run in runs for q, w in zip(*run, strict=True)])[0]
-    outside, own = (places.new_empty(0),) * 2 if beyond is None else beyond
-    if places.numel() + len(outside) != s:
-        return None
-    boxes = torch.cat([places, windows + s], dim=1).flatten()
-    every = places.flatten(), outside, torch.arange(s, s + d, device=device)
-    chosen = torch.cat([boxes, outside, own + s, *every])
-    return _Boxes((*places.shape, windows.shape[1]), chosen)
-
-
-@made_once
-def _merged(
     grid: tuple[int, ...],
     cell: tuple[int, ...],
     sides: tuple[int, ...],
     s: int,
-    d: int,
     b: int,
+    n: int,
     r: int,
     device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """Return the rows of the destinations in the merged sequences, where r sources merge.
-
-    They are ``[b * t, w]`` of the windows, and ``[b, o]`` of the own cells of the sources beyond all cells.
-    """
-    runs, beyond, _ = _layout(grid, cell, sides, s, device)
-    _, windows = _at_once([(q, w) for run in runs for q, w in zip(*run, strict=True)])[0]
-    first = first_rows(b, s + d - r, s - r, device)
-    own = windows.new_empty(b, 0) if beyond is None else beyond[1] + first
-    return (windows.flatten() + first).view(-1, windows.shape[1]), own
-
-
-def _one_by_one(tiles: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Return a product for each tile. On a CPU, the next one reuses the memory of the one before."""
-    return [(places.unsqueeze(0), window.unsqueeze(0)) for places, window in tiles]
+) -> _Boxes | None:
+    """Return the boxes for b images of n tokens, of which r of s sources merge; None: some are smaller."""
+    [(places, windows)], beyond, _ = _layout(grid, cell, sides, s, True, device)
+    outside, own = (places.new_empty(0),) * 2 if beyond is None else beyond
+    if places.numel() + len(outside) != s:
+        return None
+    boxes = torch.cat([places, windows + s], dim=1).flatten()
+    every = places.flatten(), outside, torch.arange(s, n, device=device)
+    first = first_rows(b, n - r, s - r, device)
+    merged = (windows.flatten() + first).view(-1, windows.shape[1])
+    shape = (*places.shape, windows.shape[1])
+    return _Boxes(shape, torch.cat([boxes, outside, own + s, *every]), merged, own + first)
 
 
-def _at_once(tiles: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Return one product of all tiles. The smaller ones repeat their last source and destination."""
-
-    def padded(runs: Sequence[Tensor]) -> Tensor:
-        longest = max(len(run) for run in runs)
-        return torch.stack([torch.cat([run, run[-1:].expand(longest - len(run))]) for run in runs])
-
-    places, windows = zip(*tiles, strict=True)
-    return [(padded(places), padded(windows))]
+def _padded(runs: Sequence[Tensor]) -> Tensor:
+    """Stack runs of numbers, of which the shorter ones repeat their last number."""
+    longest = max(map(len, runs))
+    return torch.stack([torch.cat([run, run[-1:].expand(longest - len(run))]) for run in runs])
 
 
 def _tiles(
@@ -225,18 +202,12 @@ def _tiles(
     """
     counts = [side // stride for side, stride in zip(grid, cell, strict=True)]
     index = torch.arange(num_tokens(counts), device=device).view(counts)
-    for starts in itertools.product(
-        *(range(0, count, side) for count, side in zip(counts, sides, strict=True))
-    ):
-        ends = [start + side for start, side in zip(starts, sides, strict=True)]
-        tile = index[tuple(map(slice, starts, ends))]
-        margins = [side // 2 for side in sides]
-        above = (max(0, start - margin) for start, margin in zip(starts, margins, strict=True))
-        below = (end + margin for end, margin in zip(ends, margins, strict=True))
-        window = index[tuple(map(slice, above, below))]
-        in_frame = (
-            slice(start * stride, end * stride if end < count else None)
-            for start, end, stride, count in zip(starts, ends, cell, counts, strict=True)
-        )
-        is_last = ends[0] >= counts[0]
-        yield tile.flatten(), window.flatten(), (slice(None), *tuple(in_frame)[1:]) if is_last else None
+    for starts in itertools.product(*map(range, [0] * len(counts), counts, sides)):
+        tile, window, in_frame = [], [], []
+        for start, side, stride, count in zip(starts, sides, cell, counts, strict=True):
+            end = start + side
+            tile.append(slice(start, end))
+            window.append(slice(max(0, start - side // 2), end + side // 2))
+            in_frame.append(slice(start * stride, end * stride if end < count else None))
+        outside = (slice(None), *in_frame[1:]) if tile[0].stop >= counts[0] else None
+        yield index[tuple(tile)].flatten(), index[tuple(window)].flatten(), outside

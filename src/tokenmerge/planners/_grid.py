@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, join_plans, num_destinations, num_tokens, strided_partition
+from tokenmerge.ops.once import once
 
 # A planner of whole grids. It takes (features [b, n, c], grid, r, settings, step), and importance [b, n] last
 # if it looks at that.
@@ -33,10 +33,8 @@ def num_removed(grid: Sequence[int], settings: MergeSettings) -> int:
     >>> num_removed((1, 64, 64), MergeSettings(ratio=0.5)), num_removed((1, 1, 9), MergeSettings(ratio=0.5))
     (2048, 0)
     """
-    if num_tokens(grid) < settings.min_tokens:
-        return 0
     parts, part = split(grid, settings)
-    if not num_destinations(part, cell_of(part, settings)):
+    if num_tokens(grid) < settings.min_tokens or not num_destinations(part, cell_of(part, settings)):
         return 0
     return parts * int(num_tokens(part) * settings.ratio)
 
@@ -56,31 +54,19 @@ def cell_of(part: Sequence[int], settings: MergeSettings) -> tuple[int, ...]:
 
 
 class Picture(NamedTuple):
-    """A picture in a sequence of tokens.
+    """A picture in a sequence of tokens."""
 
-    Attributes:
-        grid: frames, rows and columns.
-        settings: how it merges.
-        r: number of its tokens to remove, equally many from each of the parts that merge on their own.
-    """
-
-    grid: tuple[int, int, int]
+    grid: tuple[int, int, int]  # frames, rows and columns
     settings: MergeSettings
-    r: int
+    r: int  # number of tokens to remove, equally many from each of the parts that merge on their own
 
 
 class TokenSequence(NamedTuple):
-    """The sequence of tokens that a block gets.
+    """The sequence of tokens that a block gets."""
 
-    Attributes:
-        pictures: the pictures in it, in order.
-        tokens: number of tokens in all of them.
-        removed: number of tokens to remove from all of them.
-    """
-
-    pictures: tuple[Picture, ...]
-    tokens: int
-    removed: int
+    pictures: tuple[Picture, ...]  # in the order of their tokens
+    tokens: int  # number of tokens in all of them
+    removed: int  # number of tokens to remove from all of them
 
     @classmethod
     def of(cls, pictures: Iterable[Picture]) -> TokenSequence:
@@ -106,11 +92,9 @@ def _remembered(make: Callable[..., TokenSequence]) -> Callable[..., TokenSequen
 
 @_remembered
 def sequence_of(grids: Sequence[tuple[int, int, int]], settings: MergeSettings) -> TokenSequence:
-    """Return the sequence of pictures with these grids.
+    """Return the sequence of pictures with these grids of (frames, rows, columns).
 
-    Args:
-        grids: (frames, rows, columns) of each picture, the picture being made first.
-        settings: those of the picture being made; ``reference_ratio`` is the ratio of all others.
+    The first picture is being made with these settings; ``reference_ratio`` is the ratio of all others.
 
     >>> [picture.r for picture in sequence_of(((1, 4, 4), (1, 2, 4)), MergeSettings(ratio=0.5)).pictures]
     [8, 4]
@@ -196,14 +180,10 @@ def _removing(pieces: TokenSequence, wanted: int) -> Iterator[Picture]:
 def plan_pictures(
     planner: Planner, features: Tensor, pictures: Sequence[Picture], step: Tensor, *importance: Tensor
 ) -> Plan:
-    """Plan each picture of a sequence by itself, and join the plans.
+    """Plan each picture of a sequence by itself with a planner of whole grids, and join the plans.
 
-    Args:
-        planner: a planner of whole grids.
-        features: ``[b, n, c]``, of the n tokens in all grids.
-        pictures: the pictures of the sequence in order. At least one loses tokens.
-        step: the argument of the planner.
-        importance: ``[b, n]`` importance, for planners that look at it.
+    Features ``[b, n, c]`` and importance ``[b, n]`` are of the n tokens in all grids. At least one picture
+    loses tokens.
     """
     if len(pictures) == 1:
         (picture,) = pictures
@@ -223,7 +203,7 @@ def on_whole_grids(plan_part: Callable[..., Plan]) -> Planner:
     @torch.no_grad()
     def plan(
         features: Tensor,
-        grid: Sequence[int],
+        grid: tuple[int, ...],
         r: int,
         settings: MergeSettings,
         step: Tensor,
@@ -247,17 +227,7 @@ def partition(
     of the cell where there is no seed.
     """
     cell = cell_of(part, settings)
-    if settings.seed is None or torch.compiler.is_compiling():
-        draw = None if settings.seed is None else (settings.seed, step)
-        return strided_partition(part, cell, draw=draw, device=device)
-    known = _drawn.setdefault(step, {})
-    key = tuple(part), cell, settings.seed, device
-    if key not in known:
-        with torch.inference_mode(False):  # autograd cannot save tensors of inference mode
-            known[key] = strided_partition(part, cell, draw=(settings.seed, step), device=device)
-    drawn: tuple[Tensor, Tensor] = known[key]
-    return drawn
-
-
-# The partitions of each step, as long as its number lives: all blocks with the same grid share them.
-_drawn: Any = WeakTensorKeyDictionary()
+    draw = None if settings.seed is None else (settings.seed, step)
+    # All blocks with the same grid share the partition of a step.
+    make = functools.partial(strided_partition, part, cell, draw=draw, device=device)
+    return once(step, ("partition", tuple(part), cell, settings.seed, device), make)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ _POOL = 1.4
 
 
 def plan_importance(
-    features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor, importance: Tensor
+    features: Tensor, grid: tuple[int, ...], r: int, settings: MergeSettings, step: Tensor, importance: Tensor
 ) -> Plan:
     """Plan as ``tome``, with destinations drawn from the important tokens.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -32,7 +30,7 @@ def similarity_scores(features: Tensor) -> Tensor:
     return (unit @ unit.sum(dim=1).unsqueeze(2)).squeeze(2)
 
 
-def plan_sito(features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor) -> Plan:
+def plan_sito(features: Tensor, grid: tuple[int, ...], r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Choose a base token in each cell, then prune the r tokens that are most similar to a base token.
 
     The base token of a cell is the one most similar to all tokens. A little noise makes the choice differ

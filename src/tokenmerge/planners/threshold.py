@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from tokenmerge.planners._grid import partition
 
 
 def plan_threshold(
-    features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor
+    features: Tensor, grid: tuple[int, ...], r: int, settings: MergeSettings, step: Tensor
 ) -> Plan:
     """Plan as ``tome``, but drop merged tokens whose similarity is below ``settings.threshold``.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
@@ -16,7 +14,9 @@ OVER_TIME = True
 SIDES = {2: (16, 16), 3: (2, 8, 8)}
 
 
-def plan_tiled(features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor) -> Plan:
+def plan_tiled(
+    features: Tensor, grid: tuple[int, ...], r: int, settings: MergeSettings, step: Tensor
+) -> Plan:
     """Plan as ``tome``, but compare each source only with the destinations in the tile around it.
 
     The plan is that of ``tome`` if one tile covers the grid: up to 16 × 16 cells, or 2 × 8 × 8 if cells reach

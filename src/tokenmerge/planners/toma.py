@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -46,7 +44,7 @@ def facility_location(similarity: Tensor, real: Tensor, count: int) -> Tensor:
     return torch.cat(chosen, dim=-1)
 
 
-def plan_toma(features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor) -> Plan:
+def plan_toma(features: Tensor, grid: tuple[int, ...], r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Plan a soft merge: facility-location destinations in each tile, tokens shared out by a softmax.
 
     Each token is shared out over the destinations of its tile by softmax(1000 · cosine). Merging takes means

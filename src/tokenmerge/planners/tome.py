@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
@@ -13,7 +11,7 @@ from tokenmerge.planners._grid import partition
 OVER_TIME = True
 
 
-def plan_tome(features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor) -> Plan:
+def plan_tome(features: Tensor, grid: tuple[int, ...], r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Partition the tokens, match each source with its most similar destination, merge the r best pairs.
 
     Planning time grows with the square of the number of tokens.

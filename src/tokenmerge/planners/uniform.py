@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,7 @@ COMPARES_NOTHING = True
 
 
 def plan_uniform(
-    features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor
+    features: Tensor, grid: tuple[int, ...], r: int, settings: MergeSettings, step: Tensor
 ) -> Plan:
     """Merge every source into the destination of its own cell.
 

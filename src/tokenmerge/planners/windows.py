@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -28,7 +26,7 @@ def uniformity(features: Tensor, windows: Tensor) -> Tensor:
 
 
 def plan_windows(
-    features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor
+    features: Tensor, grid: tuple[int, ...], r: int, settings: MergeSettings, step: Tensor
 ) -> Plan:
     """Merge the most uniform windows of ``sy`` × ``sx`` tokens into one token each; leave the others whole.
 

@@ -85,15 +85,13 @@ class ViTConfig:
         """
         if isinstance(self.r, DecreasingSchedule):
             return self.r.per_layer(depth)
-        if isinstance(self.r, tuple):
-            if len(self.r) != depth:
-                raise ConfigError(
-                    f"r: expected {depth} numbers, one for each layer of the model, got {len(self.r)}: "
-                    f"{list(self.r)}; an integer is the same for all layers"
-                )
-            return self.r
-        assert isinstance(self.r, int)
-        return (self.r,) * depth
+        r = (self.r,) * depth if isinstance(self.r, int) else tuple(self.r)
+        if len(r) != depth:
+            raise ConfigError(
+                f"r: expected {depth} numbers, one for each layer of the model, got {len(r)}: {list(r)}; an "
+                "integer is the same for all layers"
+            )
+        return r
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values, for records."""

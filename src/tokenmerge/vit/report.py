@@ -11,8 +11,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.report import Tabled, TextTable, gflops
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.vit.config import ViTConfig
-from tokenmerge.vit.patch import checked_encoders, patch_encoder
-from tokenmerge.vit.runtime import EncoderState
+from tokenmerge.vit.runtime import EncoderState, checked_encoders, patch_encoder
 
 
 @dataclasses.dataclass(frozen=True)

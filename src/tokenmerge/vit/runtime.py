@@ -1,4 +1,4 @@
-"""The methods of a patched vision transformer.
+"""Patches a vision transformer: the checks before, and the methods of its modules.
 
 The paper merges between attention and MLP, in the middle of a layer's forward. Here the MLP and its norm run
 on merged tokens, their result is unmerged so that the host can add it, and the result of the layer is merged.
@@ -21,73 +21,31 @@ from torch import Tensor, nn
 
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.call import HostCall, HostMethod, parameters
-from tokenmerge.ops import SizedPlan, Tokens, plan_by_size
+from tokenmerge.models.find import parts
 from tokenmerge.runtime.memory.state import STATE
 from tokenmerge.runtime.patching.patch import restore
-from tokenmerge.runtime.patching.swap import swap
+from tokenmerge.runtime.patching.swap import add_hook, check_swappable, swap
 from tokenmerge.runtime.steps.pipeline import PerThread
 from tokenmerge.vit.config import ViTConfig
-from tokenmerge.vit.hosts import Encoder, EncoderLayer
-from tokenmerge.vit.planner import most_removed, plan_tome_vit
+from tokenmerge.vit.hosts import FAMILIES, Encoder, EncoderLayer, find_encoders
+from tokenmerge.vit.planner import RecordedTokens, SizedPlan, most_removed, plan_by_size, plan_tome_vit
 
-# The keyword argument that carries the token sizes of a call through its layers: a list with an entry for the
-# input of each layer, None where nothing has merged. It is an argument because gradient checkpointing
-# recomputes a layer with its arguments, possibly after other calls; EncoderCall would have changed by then.
+# The keyword argument that carries through the layers of a call what their tokens stand for: a list with an
+# entry for the input of each layer, None where nothing has merged. It is an argument because gradient
+# checkpointing recomputes a layer with its arguments, possibly after other calls, and EncoderCall would have
+# changed by then.
 _TOKENS = "_tokenmerge_tokens"
 
 # The keyword arguments by which a model of transformers collects something of each layer; its configuration
 # has the defaults. The model passes them on to its layers.
 _COLLECTED = _HIDDEN_STATES, _ATTENTIONS = "output_hidden_states", "output_attentions"
 
-
-@dataclasses.dataclass(frozen=True)
-class RecordedTokens:
-    """The input tokens that each token after a layer stands for.
-
-    Attributes:
-        source: ``[b, n]`` index 0 … m−1 of the token that stands for each token of the model's input.
-        sizes: ``[b, m]`` number of input tokens that each token stands for.
-        protected: number of tokens before the patches.
-    """
-
-    source: Tensor
-    sizes: Tensor
-    protected: int
-
-    def unmerge(self, y: Tensor) -> Tensor:
-        """Give each token of the model's input the value of its merged token: ``[b, m, c]`` → ``[b, n, c]``.
-
-        ``y`` are the tokens after the layer, as a forward hook on it gets them.
-
-        Raises:
-            ValueError: ``y`` has another number of tokens, as in a call that collects them from its layers.
-        """
-        if y.shape[1] != self.sizes.shape[1]:
-            raise ValueError(
-                f"y: expected the {self.sizes.shape[1]} tokens after the layer, got {y.shape[1]}; a call "
-                "with output_hidden_states, or of forward_intermediates, unmerges them itself"
-            )
-        return Tokens(self.sizes, self.source).unmerge(y)
-
-    def labels(self, height: int | None = None, width: int | None = None) -> Tensor:
-        """Return the groups of merged patches, for :func:`tokenmerge.pictures.draw_groups`.
-
-        They are the index ``[b, height, width]`` of the token that stands for each patch, in a grid of this
-        many rows and columns; None: the grid is square.
-
-        Raises:
-            ValueError: ``height`` × ``width`` is not the number of patches.
-        """
-        patches = self.source[:, self.protected :]
-        n = patches.shape[1]
-        if height is None or width is None:
-            height = width = round(n**0.5)
-        if height * width != n:
-            raise ValueError(
-                f"height, width: expected two numbers whose product is the {n} patches, got {height} × "
-                f"{width}"
-            )
-        return patches.reshape(-1, height, width)
+# Arguments of a layer that ask for what it cannot give where tokens merge, and why not.
+_NOT_MERGED = {
+    _ATTENTIONS: "attention is between merged tokens, so its weights have no place in the picture",
+    "is_causal": "a merged token stands for tokens at several places of the sequence, so none of them is "
+    "before the others",
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,10 +54,10 @@ class EncoderCall:
 
     # Whether it is a method that collects the tokens of its layers, if ``by_keyword`` is False.
     collects: bool = False
-    # Token sizes at the input of each layer, if ``by_keyword`` is False.
-    sizes: list[Tokens | None] | None = None
+    # What the tokens at the input of each layer stand for, if ``by_keyword`` is False.
+    tokens_of_layers: list[RecordedTokens | None] | None = None
     r: int = 0  # number of tokens to remove in the running layer; 0 outside a layer
-    tokens: Tokens | None = None  # what the tokens at the input of the running layer stand for
+    tokens: RecordedTokens | None = None  # what the tokens at the input of the running layer stand for
     plan: SizedPlan | None = None  # plan of the running layer, once the keys are known
 
 
@@ -147,18 +105,44 @@ class EncoderLayerState:
     layer: EncoderLayer
 
 
-def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Start a call in which nothing has merged yet; a hook before the model's forward."""
-    encoder: EncoderState = model.__dict__[STATE]
-    check_attention(model, encoder.config)
-    call = HostCall(model.forward, parameters(type(model).forward), args, kwargs)
-    mask = call.argument(encoder.facts.family.mask)
-    if mask is not None and any(encoder.r):
-        raise _mask_error(encoder, mask)
-    if not encoder.facts.by_keyword:
-        return None  # the first layer starts the call, as when only a part of the model is called
-    asked = {name: value for name in _COLLECTED if (value := getattr(model.config, name, False))}
-    return args, {**asked, **kwargs, _TOKENS: [None] * (len(encoder.r) + 1)}
+def checked_encoders(model: object, config: ViTConfig) -> dict[nn.Module, Encoder]:
+    """Find the encoders of a model, and check that they can be patched. Nothing is changed yet.
+
+    Raises:
+        UnsupportedModelError: there is no known vision transformer, or its attention back-end cannot do
+            proportional attention.
+        NothingToMergeError: an encoder has no layers.
+    """
+    encoders = find_encoders(model)
+    if not encoders:
+        seen = ", ".join(sorted({type(part).__name__ for part in parts(model)} or {type(model).__name__}))
+        names = ", ".join(name for f in FAMILIES for name in (f.model, *f.around, *f.averaging))
+        raise UnsupportedModelError(
+            f"no vision transformer to merge tokens in: found {seen}; pass a model of one of the classes "
+            f"{names} (the last two are timm's), or a ToMeConfig for a diffusion model"
+        )
+    for root, encoder in encoders.items():
+        name = type(root).__name__
+        if not encoder.layers:
+            raise NothingToMergeError(f"nothing to merge: {name} has no layers; pass a model with layers")
+        check_attention(root, config)
+        if encoder.family.collector:
+            check_swappable(root, name, encoder.family.collector)
+        for layer in encoder.layers:
+            for path in (layer.path, *(f"{layer.path}.{part}" for part in layer.parts)):
+                check_swappable(root.get_submodule(path), path, "forward")
+    return encoders
+
+
+def patch_encoder(root: nn.Module, state: EncoderState) -> None:
+    """Patch an encoder from :func:`checked_encoders` that is not patched yet."""
+    for index, layer in enumerate(state.facts.layers):
+        module, layer_state = root.get_submodule(layer.path), EncoderLayerState(state, index, layer)
+        swap(module, "forward", layer_call, layer_state)
+        swap_parts(module, layer_state)
+    if state.facts.family.collector:
+        swap(root, state.facts.family.collector, collecting_call, state)
+    add_hook(root, begin, state)
 
 
 def check_attention(model: nn.Module, config: ViTConfig) -> None:
@@ -176,6 +160,18 @@ def check_attention(model: nn.Module, config: ViTConfig) -> None:
         )
 
 
+def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Start a call in which nothing has merged yet; a hook before the model's forward."""
+    encoder: EncoderState = model.__dict__[STATE]
+    check_attention(model, encoder.config)
+    call = HostCall(model.forward, parameters(type(model).forward), args, kwargs)
+    _check_mask(encoder, call.argument(encoder.facts.family.mask))
+    if not encoder.facts.by_keyword:
+        return None  # the first layer starts the call, as when only a part of the model is called
+    asked = {name: value for name in _COLLECTED if (value := getattr(model.config, name, False))}
+    return args, {**asked, **kwargs, _TOKENS: [None] * (len(encoder.r) + 1)}
+
+
 # These functions make the method of a swapped class from the original one, as in runtime.blocks.forward.
 
 
@@ -191,18 +187,24 @@ def layer_call(original: HostMethod) -> Callable:
         tokens_of_layers = _tokens_of_call(state) if given is None else given
         swap_parts(self, state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
-        x, mask = call.argument(call.names[0]), call.argument(encoder.facts.family.mask)
+        x = call.argument(call.names[0])
+        if (
+            given is None
+        ):  # in a call of the whole model, a mask at this point hides nothing: it is the host's
+            _check_mask(encoder, call.argument(encoder.facts.family.mask))
         if any(encoder.r):
-            # In a call of the whole model, a mask at this point is the host's own, which hides nothing.
-            if mask is not None and given is None:
-                raise _mask_error(encoder, mask)
-            _check_what_is_asked(call)
+            for name, why in _NOT_MERGED.items():
+                if call.argument(name):
+                    raise _refused(name, why)
         tokens, collects = tokens_of_layers[state.index], running.collects or kwargs.get(_HIDDEN_STATES)
         if tokens is not None:
             if collects:
                 x = tokens.remerge(x)
                 call = call.replaced(call.names[0], x)
-            call = call.replaced(encoder.facts.family.mask, _log_sizes(tokens, encoder, x.dtype))
+            # To be added to the attention logits [b, heads, n, n].
+            weighs = encoder.config.proportional_attention
+            log_sizes = tokens.sizes.log().to(x.dtype)[:, None, None, :] if weighs else None
+            call = call.replaced(encoder.facts.family.mask, log_sizes)
         running.r, running.tokens = _num_removed(state, x), tokens
         try:
             y = call.result()
@@ -213,8 +215,7 @@ def layer_call(original: HostMethod) -> Callable:
         tokens_of_layers[state.index + 1] = tokens
         if tokens is not None:
             if encoder.record is not None:
-                protected = encoder.facts.protected
-                encoder.record[state.layer.path] = RecordedTokens(tokens.source, tokens.sizes, protected)
+                encoder.record[state.layer.path] = tokens
             if collects or (encoder.unmerge and state.index + 1 == len(encoder.r)):
                 y = tokens.unmerge(_one_tensor(y, state))
         return y
@@ -233,8 +234,9 @@ def keys_call(original: HostMethod) -> Callable:
             by_head = keys if d is None else keys.unflatten(-1, (-1, d)).transpose(1, 2)
             # At least float32: half precision would make different similarities equal.
             metric = by_head.detach().mean(dim=1, dtype=torch.promote_types(keys.dtype, torch.float32))
-            plan = plan_tome_vit(metric, running.r, state.encoder.facts.protected)
-            running.plan = plan_by_size(plan, running.tokens)
+            protected = state.encoder.facts.protected
+            plan = plan_tome_vit(metric, running.r, protected)
+            running.plan = plan_by_size(plan, running.tokens, protected)
         return keys
 
     return forward
@@ -255,7 +257,7 @@ def last_call(original: HostMethod) -> Callable:
 
     def forward(self: nn.Module, x: Tensor) -> Any:
         plan, y = _running_plan(self), original.of(self)(x)
-        return y if plan is None else plan.unmerge(y)
+        return y if plan is None else plan.plan.unmerge(y)
 
     return forward
 
@@ -291,21 +293,21 @@ def swap_parts(layer: nn.Module, state: EncoderLayerState) -> None:
             swap(part, "forward", call, state)
 
 
-def _tokens_of_call(state: EncoderLayerState) -> list[Tokens | None]:
-    """Return the token sizes of the running call, for a layer that does not get them as an argument."""
+def _tokens_of_call(state: EncoderLayerState) -> list[RecordedTokens | None]:
+    """Return what the tokens of a call stand for, for a layer that does not get it as an argument."""
     encoder, running = state.encoder, state.encoder.running
     if state.index == 0:
-        running.sizes = [None] * (len(encoder.r) + 1)
-    if running.sizes is None:
+        running.tokens_of_layers = [None] * (len(encoder.r) + 1)
+    tokens = running.tokens_of_layers
+    if tokens is None:
         raise UnsupportedModelError(
             f"{state.layer.path}: called without the layers before it, so the sizes of its tokens are "
             "unknown; switch off the feature that calls it alone, such as gradient checkpointing of timm: "
             "model.set_grad_checkpointing(False)"
         )
-    sizes = running.sizes
     if state.index + 1 == len(encoder.r):
-        running.sizes = None
-    return sizes
+        running.tokens_of_layers = None
+    return tokens
 
 
 def _num_removed(state: EncoderLayerState, x: Tensor) -> int:
@@ -320,31 +322,18 @@ def _num_removed(state: EncoderLayerState, x: Tensor) -> int:
     return min(encoder.r[state.index], most)
 
 
-def _log_sizes(tokens: Tokens, encoder: EncoderState, dtype: torch.dtype) -> Tensor | None:
-    """log(size) ``[b, 1, 1, n]``, to be added to the attention logits ``[b, heads, n, n]``."""
-    return tokens.sizes.log().to(dtype)[:, None, None, :] if encoder.config.proportional_attention else None
-
-
-def _mask_error(encoder: EncoderState, mask: Tensor) -> UnsupportedModelError:
-    name = encoder.facts.family.mask
+def _refused(name: str, why: str) -> UnsupportedModelError:
+    """Return the error for an argument that does not fit merged tokens."""
     return UnsupportedModelError(
-        f"{name}: a mask of shape {tuple(mask.shape)} is for all tokens and does not fit merged ones; call "
-        f"the model without {name}, or remove_token_merging(model) first"
+        f"{name}: {why}; call the model without {name}, or remove_token_merging(model) first"
     )
 
 
-def _check_what_is_asked(call: HostCall) -> None:
-    """Refuse what a layer cannot give where tokens merge."""
-    if call.argument(_ATTENTIONS):
-        raise UnsupportedModelError(
-            f"{_ATTENTIONS}: attention is between merged tokens, so its weights have no place in the "
-            f"picture; call the model without {_ATTENTIONS}, or remove_token_merging(model) first"
-        )
-    if call.argument("is_causal"):
-        raise UnsupportedModelError(
-            "is_causal: a merged token stands for tokens at several places of the sequence, so none of them "
-            "is before the others; call the model without is_causal, or remove_token_merging(model) first"
-        )
+def _check_mask(encoder: EncoderState, mask: Tensor | None) -> None:
+    if mask is not None and any(encoder.r):
+        shape = tuple(mask.shape)
+        why = f"a mask of shape {shape} is for all tokens and does not fit merged ones"
+        raise _refused(encoder.facts.family.mask, why)
 
 
 def _one_tensor(y: Any, state: EncoderLayerState) -> Tensor:

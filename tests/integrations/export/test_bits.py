@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tokenmerge.integrations.export import ExportedArithmetic
-from tokenmerge.ops import bits
+from tokenmerge.ops.arithmetic import arithmetic
 
 
 def test_bits_found_by_arithmetic_are_those_in_memory():
@@ -16,4 +16,4 @@ def test_bits_found_by_arithmetic_are_those_in_memory():
     values = torch.cat([patterns.view(torch.float32), torch.tensor(edges)])
     for signed in (values, -values[values > 0]):
         assert torch.equal(ExportedArithmetic().bits(signed), signed.view(torch.int32).to(torch.int64))
-        assert torch.equal(bits(signed), ExportedArithmetic().bits(signed))
+        assert torch.equal(arithmetic().bits(signed), ExportedArithmetic().bits(signed))

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from tokenmerge.config import GUIDED_PLANNERS, MergeSettings
 from tokenmerge.integrations.comfyui.settings import Settings
-from tokenmerge.ops import Plan, bits, shared_features
+from tokenmerge.ops import Plan, shared_features
+from tokenmerge.ops.arithmetic import arithmetic
 from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
@@ -186,7 +187,7 @@ class Step:
         # Of the running call: the tokens at level 1, and whether reference pictures stand beside them.
         self.grid, self.has_references = self.settings.target.grid(latent), False
         self.running: Running | None = None  # what the running block merges; None: it is dense
-        self._seed = bits(timestep.float().max())
+        self._seed = arithmetic().bits(timestep.float().max())
         self._whole = whole and self.settings.config.plans.guidance
         self._calls = -1
         self._config = self.settings.config.at_step(index, sampling.steps)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tokenmerge.ops import bits, num_tokens
+from tokenmerge.ops import num_tokens
+from tokenmerge.ops.arithmetic import arithmetic
 from tokenmerge.runtime.steps.scheduler import needs_sync
 
 
@@ -54,7 +55,7 @@ def _bits(timestep: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(timestep, Tensor) and timestep.ndim and not any(timestep.stride()):
         timestep = timestep[(0,) * timestep.ndim]  # pipelines expand one number
     latest = torch.as_tensor(timestep, device=device, dtype=torch.float32)
-    return bits(latest.max() if latest.numel() > 1 else latest.view(()))
+    return arithmetic().bits(latest.max() if latest.numel() > 1 else latest.view(()))
 
 
 def same_step(step: Tensor, other: Tensor) -> bool:

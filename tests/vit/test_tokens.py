@@ -7,20 +7,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+<<<<<<< HEAD:tests/ops/test_tokens.py
 from tokenmerge.ops import Tokens, plan_by_size
 from tokenmerge.vit.planner import most_removed, plan_tome_vit
+=======
+from tokenmerge.vit.planner import RecordedTokens, most_removed, plan_by_size, plan_tome_vit
+>>>>>>> D/w-D:tests/vit/test_tokens.py
 
 
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def merge_twice(x: torch.Tensor, protected: int, seed: int = 0) -> tuple[torch.Tensor, Tokens]:
+def merge_twice(x: torch.Tensor, protected: int, seed: int = 0) -> tuple[torch.Tensor, RecordedTokens]:
     tokens = None
     for step in (0, 1):
         n = x.shape[1]
         keys = random_tokens(x.shape[0], n, 4, seed=seed + step)
-        plan = plan_by_size(plan_tome_vit(keys, most_removed(n, protected) // 2, protected), tokens)
+        plan = plan_by_size(
+            plan_tome_vit(keys, most_removed(n, protected) // 2, protected), tokens, protected
+        )
         x, tokens = plan.merge(x), plan.after
     return x, tokens
 
@@ -54,9 +60,9 @@ def test_the_plan_is_that_of_the_slow_reference(n, protected, seed):
 
 def test_a_token_that_nothing_merges_into_keeps_its_value_exactly_also_when_it_is_large():
     x, keys = random_tokens(1, 12, 3), random_tokens(1, 12, 4)
-    first = plan_by_size(plan_tome_vit(keys, 3, protected=0), None)
+    first = plan_by_size(plan_tome_vit(keys, 3, protected=0), None, 0)
     x = first.merge(x)
-    second = plan_by_size(plan_tome_vit(random_tokens(1, 9, 4, seed=1), 1, protected=0), first.after)
+    second = plan_by_size(plan_tome_vit(random_tokens(1, 9, 4, seed=1), 1, protected=0), first.after, 0)
     merged = second.merge(x)
     alone = second.plan.sizes[0] == 1
     assert (second.after.sizes[0, alone] > 1).any()
@@ -69,7 +75,9 @@ def test_half_precision_merging_only_rounds_its_result(dtype):
     x = (random_tokens(1, 64, 8) + 3).to(dtype)
     keys = random_tokens(1, 64, 4)
     sizes = torch.arange(1.0, 65.0).unsqueeze(0)
-    plan = plan_by_size(plan_tome_vit(keys, 32, 0), Tokens(sizes, torch.arange(64).unsqueeze(0)))
+    plan = plan_by_size(
+        plan_tome_vit(keys, 32, 0), RecordedTokens(torch.arange(64).unsqueeze(0), sizes, 0), 0
+    )
     exact, merged = plan.merge(x.double()), plan.merge(x)
     assert merged.dtype == dtype
     assert ((merged - exact).abs() <= exact.abs() * torch.finfo(dtype).eps / 2 + 1e-5).all()
@@ -78,16 +86,24 @@ def test_half_precision_merging_only_rounds_its_result(dtype):
 def test_merging_and_unmerging_have_the_gradients_of_their_matrices():
     sizes = torch.arange(1.0, 13.0).expand(2, -1)
     keys = random_tokens(2, 12, 4)
-    plan = plan_by_size(plan_tome_vit(keys, 4, 1), Tokens(sizes, torch.arange(12).expand(2, -1)))
+    plan = plan_by_size(
+        plan_tome_vit(keys, 4, 1), RecordedTokens(torch.arange(12).expand(2, -1), sizes, 1), 1
+    )
     x = random_tokens(2, 12, 3).double().requires_grad_()
     assert torch.autograd.gradcheck(lambda t: plan.merge(t), x)
-    assert torch.autograd.gradcheck(lambda t: plan.after.unmerge(plan.unmerge(plan.merge(t))[:, :8]), x)
+    assert torch.autograd.gradcheck(lambda t: plan.after.unmerge(plan.plan.unmerge(plan.merge(t))[:, :8]), x)
 
 
 def test_without_sizes_it_is_the_plain_mean():
     x, keys = random_tokens(2, 12, 3), random_tokens(2, 12, 4)
     plan = plan_tome_vit(keys, 4, 1)
+<<<<<<< HEAD:tests/ops/test_tokens.py
     assert torch.equal(plan_by_size(plan, None).merge(x), plan.merge(x))
     assert_close(
         plan_by_size(plan, Tokens(torch.ones(2, 12), torch.arange(12).expand(2, -1))).merge(x), plan.merge(x)
     )
+=======
+    assert torch.equal(plan_by_size(plan, None, 1).merge(x), plan.merge(x))
+    each = RecordedTokens(torch.arange(12).expand(2, -1), torch.ones(2, 12), 1)
+    assert_close(plan_by_size(plan, each, 1).merge(x), plan.merge(x))
+>>>>>>> D/w-D:tests/vit/test_tokens.py
