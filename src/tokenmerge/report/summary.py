@@ -11,7 +11,7 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import RATIO, is_default
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import dtype_of
-from tokenmerge.plans.generation import GenerationPlan, Merging, Runs, StepPlan, plan_generation
+from tokenmerge.plans.generation import GenerationPlan, Merging, Runs, plan_generation
 from tokenmerge.report.cache_limit import in_words
 from tokenmerge.report.prediction import Report, saved
 from tokenmerge.runtime.memory.run_log import RunLog, in_kinds
@@ -25,7 +25,7 @@ class Conditions:
 
     Attributes:
         models: classes of the models that merge.
-        method: name of the settings; empty: they have none.
+        method: name of the settings, or empty.
         denoiser: the model that the counts are about.
         scale: pixels per side of a latent position; None: sizes are given in latents.
         pictures: number of pictures that a call of the denoiser draws; None: unknown.
@@ -100,22 +100,20 @@ SIGNS = {
 }
 
 
+_COMPLETE = {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}
+_REUSING = {Runs.FINEST: "f", Runs.LEAST: "·"}
+
+
 def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
     """Draw a generation plan as one sign for each step.
 
     ``merges`` says whether any block merges at the size of the generation, and ``is_unet`` whether the model
     has a finest level that can run alone.
     """
-    signs = "".join(map(_sign, plan))
+    signs = "".join(_REUSING.get(step.runs, _COMPLETE[step.merging]) for step in plan)
     if not merges:
         signs = signs.replace("M", "D")
     return signs if is_unet else signs.replace("f", "·")
-
-
-def _sign(step: StepPlan) -> str:
-    if step.runs is Runs.EVERYTHING:
-        return {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}[step.merging]
-    return "f" if step.runs is Runs.FINEST else "·"
 
 
 def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
@@ -158,9 +156,8 @@ def _counted(conditions: Conditions, report: Report) -> str:
         size += f", {report.batch} sample{'s' if report.batch != 1 else ''} in each call"
     elif conditions.pictures > 1:
         size += f", {conditions.pictures} pictures at once"
-    mean = report.flops_merged if report.flops_mean is None else report.flops_mean
-    share, speedup = saved(report.flops_dense, mean), report.flops_dense / mean
-    return f"counted at {size}: {share} of the operations saved, a speed-up of {speedup:.2f}×"
+    share = saved(report.flops_dense, report.flops)
+    return f"counted at {size}: {share} of the operations saved, a speed-up of {report.speedup:.2f}×"
 
 
 def _kept(conditions: Conditions, report: Report) -> str:
