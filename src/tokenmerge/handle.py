@@ -304,13 +304,13 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             scale=getattr(pipe, "vae_scale_factor", None),
             pictures=self._pictures(pipe),
             guidance=default_guidance(pipe) if run is None else run.guidance,
-            slower=slower,
-            estimate=self._estimated(),
-            watched=self._state.kept.note,
+            remarks={"hardly faster": slower or "", "left alone": self._state.kept.note},
         )
         if state_of(root) is not self._state:
             return f"{title(self._in_force, conditions)}: removed"
         lines = summary(self._in_force, conditions, report, run)
+        if estimated := self._estimated():
+            lines.append(f"  {estimated}")
         if report is not None and (short := self._shortfall(report)):
             lines.append(f"  out of reach: {short}")
         return "\n".join([*lines, *([f"  not counted: {problem}"] if problem else [])])

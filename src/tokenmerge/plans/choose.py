@@ -60,12 +60,8 @@ def highest_speedup(facts: Facts) -> float:
 def plan_for(facts: Facts, speedup: float) -> Plan:
     """Return the least harmful plan whose counted operations reach a speed-up, or the fastest one.
 
-    Its settings are explicit: they give the same pictures when they are applied by themselves. A higher
-    speed-up never expects less harm.
-
-    Args:
-        facts: about the generation.
-        speedup: dense operations over those with merging and step reuse, ≥ 1; 1: everything is dense.
+    Its settings are explicit: they give the same pictures when they are applied by themselves. ``speedup``
+    counts dense operations over those with merging and step reuse; 1: everything is dense.
     """
     plans = plans_of(facts)
     return next((plan for plan in plans if plan.speedup + ROUNDING >= speedup), plans[-1])
@@ -75,11 +71,8 @@ def plan_for(facts: Facts, speedup: float) -> Plan:
 def plans_of(facts: Facts, merging: ToMeConfig | None = None) -> tuple[Plan, ...]:
     """Return the plans of all mixes that no other mix beats in both speed and harm, the slowest first.
 
-    Of these, a faster one expects more harm.
-
-    Args:
-        facts: about the generation.
-        merging: settings of token merging, which all these plans have; None: any.
+    Of these, a faster one expects more harm. ``merging`` are settings of token merging that all of them have;
+    None: any.
     """
     best: list[_Mix] = []
     for mix in sorted(_mixes(facts, merging), key=lambda mix: (-mix.speedup, mix.harm)):

@@ -75,9 +75,7 @@ def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estima
 
     Steps that follow one another without a complete step between them err in the same direction. Others are
     taken to be independent. What token merging loses is what the policy expects. So is what forecasts lose,
-    as long as the generation has shown nothing.
-
-    Later errors are expected to grow with the distance as before.
+    as long as the generation has shown nothing. Later errors are taken to grow with the distance as before.
     """
     errors, together = _errors(config, facts.steps, shown), 0.0
     squared = merging_harm_of(facts, config) if any(shown.errors.values()) else harm_of(facts, config)

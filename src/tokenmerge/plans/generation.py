@@ -48,7 +48,7 @@ GenerationPlan = tuple[StepPlan, ...]
 
 @functools.lru_cache(maxsize=256)
 def plan_generation(config: ToMeConfig, steps: int) -> GenerationPlan:
-    """Plan each of the ``steps`` ≥ 1 steps of a generation, whose settings at its guidance scale these are.
+    """Plan each step of a generation of ``steps`` ≥ 1 steps, by the settings at its guidance scale.
 
     >>> from tokenmerge.config import StepReuse
     >>> plan = plan_generation(ToMeConfig(reuse=StepReuse(every=2)), 6)

@@ -19,6 +19,8 @@ _TABLE: Mapping[str, Any] = json.loads(Path(__file__).with_name("policy.json").r
 _CLASSES = ("unet", "transformer")
 # The fewest tokens of a grid that merges: on smaller ones, skipping more steps loses less.
 FEWEST_TOKENS: int = _TABLE["fewest tokens"]
+# How many times the harm of merging is higher without proportional attention.
+_UNWEIGHTED: float = _TABLE["without proportional attention"]
 # What corrections may cache.
 MOST_CORRECTION_BYTES: int = _TABLE["most bytes of corrections"]
 # What is left after the last complete step where the last step changes little, as a share of a distance.
@@ -53,14 +55,12 @@ class Harms:
             None: corrections lose more than they give back.
         spacing: exponent of the places of complete steps, see :func:`tokenmerge.plans.places.later_ones`; 1:
             they lie at equal distances.
-        unweighted: how many times the harm of merging is higher without proportional attention.
     """
 
     skip: Mapping[str, Power]
     merge: Mapping[str, Power]
     corrected: Power | None
     spacing: float
-    unweighted: float
 
     def of_merging(self, scope: str, ratio: float, every: float, proportional: bool = True) -> float:
         """Return the harm of merging with a correction in one of so many steps; 0: none.
@@ -71,7 +71,7 @@ class Harms:
         if not ratio:
             return 0.0
         size = self.merge[scope] if scope in self.merge else max(self.merge.values())
-        harm = size.at(ratio) * (1.0 if proportional else self.unweighted)
+        harm = size.at(ratio) * (1.0 if proportional else _UNWEIGHTED)
         if every and self.corrected is not None:
             harm *= min(1.0, self.corrected.at(every - 1))
         return harm
@@ -93,7 +93,6 @@ def harms_of(model: str, strong: bool) -> Harms:
         merge=_highest(row["merge"] for row in rows),
         corrected=Power(*max(corrected)) if all(corrected) else None,
         spacing=_TABLE["spacing"].get(model, {}).get(strength, 1.0),
-        unweighted=_TABLE["without proportional attention"],
     )
 
 

@@ -24,13 +24,8 @@ class Tolerance:
     runs, :meth:`follow` changes which of the remaining steps are complete. It never skips more than the plan
     of the wanted speed-up does.
 
-    Args:
-        facts: about the generation.
-        speedup: wanted speed-up, ≥ 1.
-        min_psnr: lowest PSNR to the dense picture in dB, > 0.
-        change: function that changes settings after they were chosen.
-
-    ``config`` are the settings of the generation. Its complete steps are those so far, and those planned.
+    ``change`` changes settings after they were chosen. ``config`` are those of the generation, with the
+    complete steps so far and those that are planned.
     """
 
     def __init__(

@@ -74,15 +74,10 @@ _LESS: Mapping[str, Change] = {
 
 
 def change_within(pipe_or_model: object, configs: Sequence[ToMeConfig], limit: int) -> tuple[Change, str]:
-    """Find out what has to be left out, so that the cache of the default method fits into a limit.
+    """Find out what has to be left out, so that the cache of the default method fits into a limit in bytes.
 
-    Args:
-        pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
-        configs: the settings of different generations.
-        limit: bytes.
-
-    Returns:
-        A function that changes such settings, and what it leaves out, as text; empty if everything fits.
+    It returns a function that changes settings of any of its generations, such as ``configs``, and what that
+    leaves out, as text; empty if everything fits.
 
     Raises:
         ConfigError: the limit is too low for any saving, or the model has no default size.

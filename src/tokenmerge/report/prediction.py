@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
-from operator import itemgetter
 from typing import Any
 
 from torch import nn
@@ -79,9 +78,12 @@ class Report(Tabled):
 
     def joined_rows(self) -> Iterator[Row]:
         """Yield the rows, with equal consecutive blocks of one list in one row, such as ``….blocks.0-9``."""
-        without_numbers = (dataclasses.replace(row, path=row.path.rpartition(".")[0]) for row in self.rows)
-        for _, group in groupby(zip(without_numbers, self.rows, strict=True), key=itemgetter(0)):
-            rows = [row for _, row in group]
+
+        def without_number(row: Row) -> Row:
+            return dataclasses.replace(row, path=row.path.rpartition(".")[0])
+
+        for _, group in groupby(self.rows, without_number):
+            rows = list(group)
             last = "" if len(rows) == 1 else f"-{rows[-1].path.rpartition('.')[2]}"
             yield dataclasses.replace(
                 rows[0],
@@ -182,15 +184,7 @@ def predict(
     ]
     try:
         reports = [
-            _predict_host(
-                host,
-                name,
-                config,
-                (height, width, batch),
-                steps,
-                references,
-                (dense or {}).get(host.root, ()),
-            )
+            _predict_host(host, name, config, (height, width, batch), steps, references, dense or {})
             for host, name in zip(merging, labels, strict=True)
         ]
     except TokenMergingError:
@@ -238,12 +232,7 @@ def counted_speedup(
 
 
 def check_merging(hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, int]) -> None:
-    """Check that settings would merge tokens, or skip steps, in each model, for a sample of this size.
-
-    Raises:
-        ConfigError, UnsupportedModelError: the settings do not fit a model.
-        NothingToMergeError: nothing would merge at this height and width.
-    """
+    """Refuse settings that do not fit one of the models, or that merge and skip nothing at this size."""
     for host in hosts:
         check_host(host, config, size)
 
@@ -252,10 +241,8 @@ def hardly_faster(report: Report, fewest_tokens: Callable[[], int]) -> str | Non
     """Say where merging saves operations but hardly any time; None: nowhere.
 
     Only blocks that merge attention are compared. Whole blocks and MLPs save more than attention does, and
-    were not timed.
-
-    ``fewest_tokens`` returns the fewest tokens for which merging pays in attention on the device. It may run
-    measurements, so it is called only if the report has grids small enough to be in doubt.
+    were not timed. ``fewest_tokens`` returns from how many tokens on merged attention pays on the device. It
+    may run measurements, so it is called only if the report has grids small enough to be in doubt.
     """
     most = SIDES[-1] ** 2
     attention = [
@@ -307,9 +294,9 @@ def _predict_host(
     size: tuple[int, int, int],
     steps: int | None,
     references: Sequence[tuple[int, int]],
-    dense_paths: Collection[str],
+    dense_paths: Mapping[nn.Module, Collection[str]],
 ) -> Report:
-    kept, whole = Kept(dense=frozenset(dense_paths)), type(host.root).__name__
+    kept, whole = Kept(dense=frozenset(dense_paths.get(host.root, ()))), type(host.root).__name__
     (copied,) = find_hosts(weightless(host.root, host.on_cpu))
     arguments = partial(copied.example, *size, *([tuple(references)] if host.takes_references else []))
     dense = count_flops(copied.root, arguments())

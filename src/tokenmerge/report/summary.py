@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenmerge.config import ToMeConfig
@@ -30,9 +30,7 @@ class Conditions:
         scale: pixels per side of a latent position; None: sizes are given in latents.
         pictures: number of pictures that a call of the denoiser draws; None: unknown.
         guidance: scale of classifier-free guidance, 1 for none; None: unknown.
-        slower: text about blocks that merging makes hardly faster; None: none are known.
-        estimate: line about the closeness of the last picture; empty: nothing is known.
-        watched: text about other people's code that looks into the model; empty: there is none.
+        remarks: further texts, each under its heading; empty ones are left out.
     """
 
     models: tuple[str, ...]
@@ -41,9 +39,7 @@ class Conditions:
     scale: int | None = None
     pictures: int | None = None
     guidance: float | None = None
-    slower: str | None = None
-    estimate: str = ""
-    watched: str = ""
+    remarks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def summary(
@@ -67,14 +63,9 @@ def summary(
         lines += [f"        {sign} {what}" for sign, what in SIGNS.items() if sign in signs]
     if report is not None:
         lines += [f"  {_counted(conditions, report)}", f"  {_kept(conditions, report)}"]
-    if conditions.slower is not None:
-        lines.append(f"  hardly faster: {conditions.slower}")
-    if conditions.watched:
-        lines.append(f"  left alone: {conditions.watched}")
+    lines += [f"  {heading}: {text}" for heading, text in conditions.remarks.items() if text]
     if run is not None:
         lines.append(f"  last run: {_happened(run)}")
-    if conditions.estimate:
-        lines.append(f"  {conditions.estimate}")
     return lines
 
 
@@ -98,8 +89,6 @@ SIGNS = {
     "f": "only the finest level of the UNet runs, the one with the most pixels",
     "·": "all blocks are skipped",
 }
-
-
 _COMPLETE = {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}
 _REUSING = {Runs.FINEST: "f", Runs.LEAST: "·"}
 
