@@ -4,7 +4,6 @@ import gc
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -51,21 +50,16 @@ def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenmerge.default_method, "fewest_tokens", fewest_tokens)
     monkeypatch.setattr(tokenmerge.handle, "fewest_tokens", lambda *_: 0)  # nothing is slower than dense
     # Pictures of tests have few tokens. The policy merges larger grids alone.
-    monkeypatch.setattr(import_module("tokenmerge.plans.choose"), "fewest_tokens", lambda: _FEWEST)
+    monkeypatch.setattr(import_module("tokenmerge.plans.choose"), "FEWEST_TOKENS", _FEWEST)
 
 
 @pytest.fixture
 def large_grids_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let only grids merge of which the policy says so, as outside the tests."""
     choose = import_module("tokenmerge.plans.choose")
-    monkeypatch.setattr(choose, "fewest_tokens", policy.fewest_tokens)
-    _forget_plans(choose)
+    monkeypatch.setattr(choose, "FEWEST_TOKENS", policy.FEWEST_TOKENS)
+    choose.plans_of.cache_clear()
     yield
-    _forget_plans(choose)
-
-
-def _forget_plans(choose: ModuleType) -> None:
-    choose.plan_for.cache_clear()
     choose.plans_of.cache_clear()
 
 

@@ -37,7 +37,7 @@ from tokenmerge import ToMeConfig, apply_token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.work import Amount, Share, Work
 from tokenmerge.plans import Facts, Shown, estimate_closeness
-from tokenmerge.plans.policy import estimate_of
+from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.runtime.memory.run_log import shown
 from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge_tools.demo import path
@@ -231,7 +231,7 @@ def report(name: str, lines: Sequence[Mapping[str, Any]]) -> None:
         cases[tuple(line[name] for name in KEY[:5])].append(place)
     within = [rank_correlation(expected[own], true[own]) for own in cases.values() if len(own) > 3]
     off = true - expected
-    held = np.mean(np.abs(off) <= estimate_of()["within"])
+    held = np.mean(np.abs(off) <= ESTIMATE["within"])
     print(
         f"{name}: {len(lines)} runs, rank correlation {rank_correlation(expected, true):.2f} over all, "
         f"{np.median(within) if within else math.nan:.2f} within a case (median); the truth is "

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "runtime.patching": "errors ops config planners models plans runtime.steps runtime.memory runtime.blocks",
     "pictures": "",
     "report": "errors text_table config planners models plans runtime.steps runtime.memory runtime.patching",
-    "vit": "errors ops config models runtime.steps runtime.memory runtime.patching report",
+    "vit": "errors text_table ops config models runtime.steps runtime.memory runtime.patching report",
     "default_method": "errors config planners models plans runtime.steps runtime.memory",
     "integrations.comfyui": "errors ops config presets planners models plans "
     "runtime.steps runtime.memory runtime.blocks default_method",

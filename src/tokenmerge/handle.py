@@ -301,13 +301,13 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             scale=getattr(pipe, "vae_scale_factor", None),
             pictures=self._pictures(pipe),
             guidance=default_guidance(pipe) if run is None else run.guidance,
-            slower=slower,
-            estimate=self._estimated(),
-            watched=self._state.kept.note,
+            remarks={"hardly faster": slower or "", "left alone": self._state.kept.note},
         )
         if state_of(root) is not self._state:
             return f"{title(self._in_force, conditions)}: removed"
         lines = summary(self._in_force, conditions, report, run)
+        if estimated := self._estimated():
+            lines.append(f"  {estimated}")
         if report is not None and self._default is not None and self._default.facts.follows_steps:
             short = self._default.shortfall(self._facts_at(report.height, report.width, report.steps))
             lines += [f"  out of reach: {short}"] * bool(short)

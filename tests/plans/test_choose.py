@@ -127,7 +127,7 @@ def test_whole_blocks_merge_only_where_all_can(model):
 @pytest.mark.usefixtures("large_grids_alone")
 def test_small_grids_stay_dense():
     """Fewer tokens than the policy merges: skipping more steps loses less."""
-    assert 32 * 32 < policy.fewest_tokens() <= 48 * 48
+    assert 32 * 32 < policy.FEWEST_TOKENS <= 48 * 48
     assert choose(facts("transformer", side=48), 2.0).merges
     assert not choose(facts("transformer", side=32), 2.0).merges
 

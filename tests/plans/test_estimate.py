@@ -14,7 +14,7 @@ from tokenmerge import StepReuse, ToMeConfig
 from tokenmerge.plans import Estimate, Shown, estimate_closeness, noise_of
 from tokenmerge.plans.choose import harm_of, merging_harm_of
 from tokenmerge.plans.estimate import influence_of
-from tokenmerge.plans.policy import estimate_of
+from tokenmerge.plans.policy import ESTIMATE
 
 STEPS = 12
 CONFIG = ToMeConfig(ratio=0, reuse=StepReuse(every=3, shallow_every=2))
@@ -122,7 +122,7 @@ def test_noise_is_told_from_the_share_that_a_step_keeps():
 
 
 def test_its_numbers_name_their_record():
-    assert estimate_of()["record"].startswith("benchmarks/")
+    assert ESTIMATE["record"].startswith("benchmarks/")
 
 
 @pytest.mark.parametrize(

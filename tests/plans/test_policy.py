@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tokenmerge.plans.policy import Power, fewest_tokens, harms_of, is_strong
+from tokenmerge.plans.policy import FEWEST_TOKENS, Power, harms_of, is_strong
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,7 +73,7 @@ def test_a_correction_leaves_at_most_what_merging_loses():
 
 
 def test_the_fewest_tokens_are_those_of_the_table():
-    assert fewest_tokens() == table()["fewest tokens"]
+    assert table()["fewest tokens"] == FEWEST_TOKENS
 
 
 def test_a_power_grows():

@@ -60,7 +60,7 @@ def test_larger_errors_and_tolerances_run_more_complete_steps(model):
 
 def of_plan(of_generation: Facts) -> float:
     """Return a tolerance that the plan of the speed-up just keeps, as far as it is known at the beginning."""
-    return -10 * math.log10(plan_for(of_generation, SPEEDUP).harm) - policy.estimate_of()["margin"] - 0.5
+    return -10 * math.log10(plan_for(of_generation, SPEEDUP).harm) - policy.ESTIMATE["margin"] - 0.5
 
 
 @EVERY

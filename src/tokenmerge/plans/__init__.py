@@ -4,9 +4,8 @@
 """
 
 from tokenmerge.plans.choose import ROUNDING, Plan, highest_speedup, plan_for
-from tokenmerge.plans.cost import correction_bytes, speedup_of
 from tokenmerge.plans.estimate import Estimate, Shown, estimate_closeness, looks, noise_of
-from tokenmerge.plans.facts import Facts, facts_of
+from tokenmerge.plans.facts import Facts, correction_bytes, facts_of, speedup_of
 from tokenmerge.plans.tolerance import Tolerance
 
 __all__ = [

@@ -10,10 +10,9 @@ from itertools import pairwise
 from tokenmerge.config import ToMeConfig
 from tokenmerge.plans.choose import harm_of, merging_harm_of
 from tokenmerge.plans.facts import Facts
-from tokenmerge.plans.policy import estimate_of
+from tokenmerge.plans.policy import ESTIMATE
 
-PARTS = ("deep", "finest")
-LEAST = 1e-7  # a squared error that nobody sees
+_LEAST = 1e-7  # a squared error that nobody sees
 _TINY = 1e-6
 # What the PSNR to the dense picture means, from so many dB on.
 _LOOKS = ((40, "hard to tell apart"), (35, "small details differ"), (25, "many details differ"))
@@ -27,7 +26,7 @@ class Shown:
         errors: for the parts ``"deep"`` and ``"finest"``, by step: the error of the predicted picture, had a
             forecast taken the place of the part. Its unit is the contrast of the picture.
         sigmas: noise of each step, divided by the share of the picture, and that after the last step. Empty:
-            they are unknown, and all steps count alike.
+            unknown.
         noise: 1 where the solver adds no noise, 2 where it adds as much as DDPM, more where it adds more.
     """
 
@@ -66,28 +65,27 @@ def looks(psnr: float) -> str:
     return next((words for least, words in _LOOKS if psnr >= least), "looks different")
 
 
+def psnr_of(squared: float) -> float:
+    """Return the PSNR in dB of a mean squared error of the picture."""
+    return -10 * math.log10(squared + _LEAST)
+
+
 def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estimate:
     """Estimate how close the picture of a generation is.
 
     Steps that follow one another without a complete step between them err in the same direction. Others are
     taken to be independent. What token merging loses is what the policy expects. So is what forecasts lose,
-    as long as the generation has shown nothing.
-
-    Args:
-        facts: about the generation.
-        config: its settings.
-        shown: what it has shown so far. Later errors are expected to grow with the distance as before.
+    as long as the generation has shown nothing. Later errors are taken to grow with the distance as before.
     """
-    numbers, together = estimate_of(), 0.0
-    errors = _errors(config, facts.steps, shown)
+    errors, together = _errors(config, facts.steps, shown), 0.0
     squared = merging_harm_of(facts, config) if any(shown.errors.values()) else harm_of(facts, config)
     for step in range(facts.steps + 1):
         if step in errors:
             together += errors[step]
         else:
-            squared, together = squared + (numbers["contrast"] * together) ** 2, 0.0
+            squared, together = squared + (ESTIMATE["contrast"] * together) ** 2, 0.0
     worst = max(errors, key=errors.__getitem__) if any(errors.values()) else None
-    return Estimate(-10 * math.log10(squared + LEAST), numbers["within"], worst)
+    return Estimate(psnr_of(squared), ESTIMATE["within"], worst)
 
 
 def influence_of(sigmas: Sequence[float], noise: float = 1.0) -> list[float]:
@@ -124,22 +122,20 @@ def noise_of(kept: float, before: float, after: float) -> float:
     """
     if not math.isfinite(kept):
         return 1.0
-    return max(1.0, math.log(max(kept, 1e-6)) / math.log(after / before))
+    return max(1.0, math.log(max(kept, _TINY)) / math.log(after / before))
 
 
 def _errors(config: ToMeConfig, steps: int, shown: Shown) -> dict[int, float]:
     """Return what the forecast of each step that skips a part is expected to change in the picture."""
     runs, sigmas = config.reuse.steps_of(steps), shown.sigmas
-    known = len(sigmas) == steps + 1
-    shares = influence_of(sigmas, shown.noise) if known else [1 / steps] * steps
-    noise = [sigma / (1 + sigma) for sigma in sigmas] if known else [1.0] * steps
-    deep, finest = (
-        _of_steps(ran, noise[:steps], shown.errors.get(part, {}))
-        for ran, part in zip((runs.full, runs.shallow), PARTS, strict=True)
-    )
-    if not shown.errors.get("finest"):  # a model without such a level
-        finest = {}
-    # The forecast of the finest level takes the place of all parts.
+    shares, noise = [1 / steps] * steps, [1.0] * steps  # where the noise is unknown, all steps count alike
+    if len(sigmas) == steps + 1:
+        shares = influence_of(sigmas, shown.noise)
+        noise = [sigma / (1 + sigma) for sigma in sigmas[:steps]]
+    deep = _of_steps(runs.full, noise, shown.errors.get("deep", {}))
+    # The forecast of the finest level, if the model has one, takes the place of all parts.
+    of_finest = shown.errors.get("finest")
+    finest = _of_steps(runs.shallow, noise, of_finest) if of_finest else {}
     return {step: shares[step] * finest.get(step, error) for step, error in deep.items()}
 
 
@@ -153,6 +149,7 @@ def _of_steps(ran: Sequence[int], noise: Sequence[float], errors: Mapping[int, f
     found: dict[int, float] = {}
     growth, measured = 0.0, 0
     runs = list(pairwise([*ran, len(noise)]))
+    # The first error that was measured also counts in the steps before it.
     for last, after in [*[run for run in runs if run[1] in errors][:1], *runs]:
         if after in errors:
             growth, measured = errors[after] / (after - last) / max(noise[after], _TINY), after

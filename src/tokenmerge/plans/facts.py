@@ -1,14 +1,23 @@
-"""What a generation plan is made from: the facts about one generation, frozen when it begins."""
+"""What a generation plan is made from: the facts about one generation, and what settings save in it.
+
+The savings are arithmetic on the shares of work. No model runs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Set
+from typing import Any, Literal, NamedTuple
 
+from tokenmerge.config import ToMeConfig
 from tokenmerge.models.base import Host
-from tokenmerge.models.work import Work, work_of
+from tokenmerge.models.work import Part, Planning, Share, Work, work_of
+from tokenmerge.plans.policy import FEWEST_TOKENS
 
 ModelClass = Literal["unet", "transformer", "other"]
+# Sides of a box of cells whose tokens are compared, and how far the window around it reaches further.
+_BOX, _MARGIN = 16, 8
+_DENSE = ToMeConfig(ratio=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +29,6 @@ class Facts:
             on merged tokens as a whole, or another one, which gets the most careful row of the policy.
         work: how the work of a dense call is shared.
         grid: frames, rows and columns of the finest token grid at this size.
-        steps: number of denoising steps.
         guidance: scale of classifier-free guidance; None: unknown, which counts as strong.
         ends_clean: whether almost no noise is left before the last step, which then changes little.
         follows_steps: whether the denoising step is known, so that settings can change over the steps.
@@ -29,7 +37,7 @@ class Facts:
         layers: whether attention can merge alone here.
         proportional: whether attention can count a merged token as often as the tokens it stands for.
         number_bytes: bytes of one number in all samples of a call: 4 in bfloat16 with guidance. The policy
-            limits what corrections may cache, see :func:`tokenmerge.plans.correction_bytes`.
+            limits what corrections may cache, see :func:`correction_bytes`.
         fewest_tokens: on token grids with fewer tokens than this, merging saves hardly any time.
     """
 
@@ -54,14 +62,7 @@ class Facts:
 
 
 def facts_of(host: Host, grid: tuple[int, int, int], steps: int, **more: Any) -> Facts:
-    """Return the facts about a generation with a model of :mod:`tokenmerge.models`.
-
-    Args:
-        host: the denoiser.
-        grid: frames, rows and columns of its finest token grid.
-        steps: number of denoising steps.
-        more: other fields of :class:`Facts`.
-    """
+    """Return the facts about a generation with a denoiser. ``more`` are other fields of :class:`Facts`."""
     whole = all(block.block_layout is not None for block in host.blocks)
     attends = any(layer.kind == "attn1" for block in host.blocks for layer in block.layers)
     facts = {"can_skip": host.can_skip, "whole_blocks": whole, "layers": attends, **more}
@@ -71,3 +72,111 @@ def facts_of(host: Host, grid: tuple[int, int, int], steps: int, **more: Any) ->
     elif whole and all(block.level == 1 for block in host.blocks):
         model = "transformer"
     return Facts(model, work_of(host), grid, steps, **facts)
+
+
+class Costs(NamedTuple):
+    """Multiplications of one call for one sample, by what the step runs, in a generation of so many steps.
+
+    A ``complete`` call merges and skips nothing. A ``finest`` one skips the deep stages of a UNet, or the
+    blocks of another model, and a ``least`` one the finest level of a UNet too. Of the complete calls, one in
+    ``every`` is a correction, which is dense; 0: none is.
+    """
+
+    steps: int
+    every: int
+    dense: float
+    complete: float
+    finest: float
+    least: float
+
+    def speedup(self, complete: int, finest: int) -> float:
+        """Return dense multiplications over those of a generation with these numbers of steps.
+
+        ``finest`` counts the complete steps too.
+        """
+        corrections = -(-complete // self.every) if self.every else 0
+        spent = (
+            corrections * self.dense
+            + (complete - corrections) * self.complete
+            + (finest - complete) * self.finest
+            + (self.steps - finest) * self.least
+        )
+        return self.steps * self.dense / spent
+
+
+def costs_of(facts: Facts, merging: ToMeConfig) -> Costs:
+    """Return the multiplications of calls with these settings of token merging."""
+    parts = facts.work.parts
+    outer = parts - {"deep", "blocks"}
+    return Costs(
+        facts.steps,
+        merging.correction.every,
+        dense=_of_call(facts, _DENSE, parts),
+        complete=_of_call(facts, merging, parts),
+        finest=_of_call(facts, merging, outer),
+        least=_of_call(facts, merging, outer - {"finest"}),
+    )
+
+
+def speedup_of(facts: Facts, config: ToMeConfig) -> float:
+    """Return dense operations over those with these settings, for the whole generation.
+
+    The settings are those at its guidance scale, with the planner ``"tiled"``. Rules are not counted.
+    """
+    runs = config.reuse.steps_of(facts.steps)
+    return costs_of(facts, config).speedup(len(runs.full), len(runs.shallow))
+
+
+def correction_bytes(facts: Facts, scope: str) -> int:
+    """Return the bytes that corrections cache between steps: one residual for each block that merges."""
+    fewest = max(facts.fewest_tokens, FEWEST_TOKENS)
+    values = sum(
+        plan.blocks * plan.channels * facts.tokens(plan.level)
+        for plan in facts.work.plans
+        if scope in plan.scopes and facts.tokens(plan.level) >= fewest
+    )
+    return values * facts.number_bytes
+
+
+def _of_call(facts: Facts, merging: ToMeConfig, parts: Set[Part]) -> float:
+    """Return the multiplications of a call that runs these parts."""
+    shares = (_of_share(facts, merging, share) for share in facts.work.shares if share.part in parts)
+    plans = (_of_plan(facts, merging, plan) for plan in facts.work.plans if plan.parts & parts)
+    return sum(shares) + sum(plans)
+
+
+def _merges(facts: Facts, merging: ToMeConfig, own: Share | Planning) -> bool:
+    if not merging.ratio or merging.scope not in own.scopes:
+        return False
+    deepest = max([merging.max_downsample, *facts.work.levels[:1]])
+    return own.level <= deepest and facts.tokens(own.level) >= merging.min_tokens
+
+
+def _of_share(facts: Facts, merging: ToMeConfig, share: Share) -> float:
+    tokens = facts.tokens(share.level)
+    removed = int(tokens * merging.ratio) if _merges(facts, merging, share) else 0
+    return share.amount.at(tokens - removed)
+
+
+def _of_plan(facts: Facts, merging: ToMeConfig, plan: Planning) -> float:
+    """Return the multiplications of comparing sources with the destinations around them."""
+    if not _merges(facts, merging, plan):
+        return 0.0
+    frames, rows, columns = facts.grid
+    cells = [-(-rows // plan.level) // merging.sy, -(-columns // plan.level) // merging.sx]
+    pairs = frames * _compared(cells[0]) * _compared(cells[1])
+    plans = 1 if merging.plans.blocks else plan.blocks
+    return float(plans * (merging.sx * merging.sy - 1) * pairs * plan.channels)
+
+
+def _compared(cells: int) -> int:
+    """Return the pairs of cells that are compared along an axis: those of each box with the window around it.
+
+    On an accelerator, the boxes and windows at the ends are filled up to the size of the largest ones.
+
+    >>> _compared(12), _compared(16), _compared(24), _compared(64)
+    (144, 256, 768, 2048)
+    """
+    boxes = range(0, cells, _BOX)
+    windows = [min(cells, start + _BOX + _MARGIN) - max(0, start - _MARGIN) for start in boxes]
+    return len(boxes) * min(cells, _BOX) * max(windows)

@@ -30,8 +30,6 @@ class StepPlan:
     """What one step of a generation does.
 
     Attributes:
-        runs: what it runs.
-        merging: what it merges.
         if_due: what it merges if a correction is due in it; None: none ever is.
         caches: whether what it runs is cached, for steps that skip it.
         holds: the parts, ``"deep"`` and ``"finest"``, that are skipped after a single run. Their output then
@@ -50,11 +48,7 @@ GenerationPlan = tuple[StepPlan, ...]
 
 @functools.lru_cache(maxsize=256)
 def plan_generation(config: ToMeConfig, steps: int) -> GenerationPlan:
-    """Plan each step of a generation.
-
-    Args:
-        config: the settings at the guidance scale of the generation.
-        steps: number of steps of the generation, ≥ 1.
+    """Plan each step of a generation of ``steps`` ≥ 1 steps, by the settings at its guidance scale.
 
     >>> from tokenmerge.config import StepReuse
     >>> plan = plan_generation(ToMeConfig(reuse=StepReuse(every=2)), 6)
@@ -69,7 +63,7 @@ def plan_generation(config: ToMeConfig, steps: int) -> GenerationPlan:
     fewest = [1 if part in holds else 2 for part in ("deep", "finest")]
     plan: list[StepPlan] = []
     complete = finest = 0  # how often these parts have run and were cached
-    since: int | None = None  # complete steps that merge, since one that merged nothing
+    merged = 0  # complete steps whose settings merge
     for index, own in enumerate(settings):
         caches = skips and own.reuse.on
         runs = Runs.EVERYTHING
@@ -85,8 +79,8 @@ def plan_generation(config: ToMeConfig, steps: int) -> GenerationPlan:
             if steps == 1:  # there is no step to correct
                 if_due = Merging.MERGES
             if runs is Runs.EVERYTHING:
-                since = 0 if since is None else since + 1
-                if since % config.correction.every == 0:
-                    since, merging = 0, if_due
+                if merged % config.correction.every == 0:
+                    merging = if_due
+                merged += 1
         plan.append(StepPlan(runs, merging, if_due, caches, holds))
     return tuple(plan)

@@ -11,9 +11,22 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterable, Mapping
-from importlib import resources
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
+
+_TABLE: Mapping[str, Any] = json.loads(Path(__file__).with_name("policy.json").read_text("utf-8"))
+_CLASSES = ("unet", "transformer")
+# The fewest tokens of a grid that merges: on smaller ones, skipping more steps loses less.
+FEWEST_TOKENS: int = _TABLE["fewest tokens"]
+# How many times the harm of merging is higher without proportional attention.
+_UNWEIGHTED: float = _TABLE["without proportional attention"]
+# What corrections may cache.
+MOST_CORRECTION_BYTES: int = _TABLE["most bytes of corrections"]
+# What is left after the last complete step where the last step changes little, as a share of a distance.
+TAIL_OF_A_CLEAN_END: float = _TABLE["spacing"]["tail of a clean end"]
+# The numbers of :func:`tokenmerge.plans.estimate.estimate_closeness`.
+ESTIMATE: Mapping[str, Any] = _TABLE["estimate"]
 
 
 class Power(NamedTuple):
@@ -42,14 +55,12 @@ class Harms:
             None: corrections lose more than they give back.
         spacing: exponent of the places of complete steps, see :func:`tokenmerge.plans.places.later_ones`; 1:
             they lie at equal distances.
-        unweighted: how many times the harm of merging is higher without proportional attention.
     """
 
     skip: Mapping[str, Power]
     merge: Mapping[str, Power]
     corrected: Power | None
     spacing: float
-    unweighted: float
 
     def of_merging(self, scope: str, ratio: float, every: float, proportional: bool = True) -> float:
         """Return the harm of merging with a correction in one of so many steps; 0: none.
@@ -60,7 +71,7 @@ class Harms:
         if not ratio:
             return 0.0
         size = self.merge[scope] if scope in self.merge else max(self.merge.values())
-        harm = size.at(ratio) * (1.0 if proportional else self.unweighted)
+        harm = size.at(ratio) * (1.0 if proportional else _UNWEIGHTED)
         if every and self.corrected is not None:
             harm *= min(1.0, self.corrected.at(every - 1))
         return harm
@@ -68,50 +79,21 @@ class Harms:
 
 def is_strong(guidance: float | None) -> bool:
     """Return whether guidance counts as strong. An unknown scale does."""
-    return guidance is None or guidance >= _table()["strong guidance"]
-
-
-def fewest_tokens() -> int:
-    """Return the fewest tokens of a grid that merges: on smaller ones, skipping more steps loses less."""
-    return int(_table()["fewest tokens"])
-
-
-def most_correction_bytes() -> int:
-    """Return how many bytes corrections may cache."""
-    return int(_table()["most bytes of corrections"])
-
-
-def tail_of_a_clean_end() -> float:
-    """Return what is left after the last complete step where the last step changes little."""
-    return float(_table()["spacing"]["tail of a clean end"])
-
-
-def estimate_of() -> Mapping[str, Any]:
-    """Return the numbers of :func:`tokenmerge.plans.estimate.estimate_closeness`."""
-    return dict(_table()["estimate"])
+    return guidance is None or guidance >= _TABLE["strong guidance"]
 
 
 @functools.cache
 def harms_of(model: str, strong: bool) -> Harms:
     """Return the row for a class of model. One that the table lacks gets the highest harms of all classes."""
-    classes = {name: rows for name, rows in _table().items() if isinstance(rows, dict) and "weak" in rows}
-    chosen = [classes[model]] if model in classes else list(classes.values())
     strength = "strong" if strong else "weak"
-    rows = [of_class[strength] for of_class in chosen]
+    rows = [_TABLE[name][strength] for name in ([model] if model in _CLASSES else _CLASSES)]
     corrected = [row["corrected"] for row in rows]
     return Harms(
         skip=_highest(row["skip"] for row in rows),
         merge=_highest(row["merge"] for row in rows),
         corrected=Power(*max(corrected)) if all(corrected) else None,
-        spacing=_table()["spacing"].get(model, {}).get(strength, 1.0),
-        unweighted=_table()["without proportional attention"],
+        spacing=_TABLE["spacing"].get(model, {}).get(strength, 1.0),
     )
-
-
-@functools.cache
-def _table() -> Mapping[str, Any]:
-    text = resources.files("tokenmerge.plans").joinpath("policy.json").read_text("utf-8")
-    return dict(json.loads(text))
 
 
 def _highest(rows: Iterable[Mapping[str, list[float]]]) -> Mapping[str, Power]:

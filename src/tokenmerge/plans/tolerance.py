@@ -8,15 +8,13 @@ has an estimate, and the fastest one that keeps the tolerance is taken.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 
 from tokenmerge.config import Rule, StepReuse, ToMeConfig
 from tokenmerge.plans.choose import plan_for, plans_of
-from tokenmerge.plans.cost import speedup_of
-from tokenmerge.plans.estimate import LEAST, Shown, estimate_closeness
-from tokenmerge.plans.facts import Facts
-from tokenmerge.plans.policy import estimate_of
+from tokenmerge.plans.estimate import Shown, estimate_closeness, psnr_of
+from tokenmerge.plans.facts import Facts, speedup_of
+from tokenmerge.plans.policy import ESTIMATE
 
 
 class Tolerance:
@@ -26,15 +24,8 @@ class Tolerance:
     runs, :meth:`follow` changes which of the remaining steps are complete. It never skips more than the plan
     of the wanted speed-up does.
 
-    Args:
-        facts: about the generation.
-        speedup: wanted speed-up, ≥ 1.
-        min_psnr: lowest PSNR to the dense picture in dB, > 0.
-        change: function that changes settings after they were chosen.
-
-    Attributes:
-        config: settings of the generation. The places of its complete steps are those of the steps so far,
-            and those that are planned.
+    ``change`` changes settings after they were chosen. ``config`` are those of the generation, with the
+    complete steps so far and those that are planned.
     """
 
     def __init__(
@@ -43,9 +34,8 @@ class Tolerance:
         self._facts, self._min_psnr = facts, min_psnr
         wanted = plan_for(facts, speedup)
         self._speedup, self._complete = wanted.speedup, _complete(wanted.config, facts.steps)
-        slower = [plan for plan in plans_of(facts) if plan.speedup < wanted.speedup]
-        plans = [wanted, *reversed(slower)]
-        first = next((plan for plan in plans if self._keeps(_closeness(plan.harm))), plans[-1])
+        plans = [plan for plan in plans_of(facts) if plan.speedup <= wanted.speedup]
+        first = next((plan for plan in reversed(plans) if self._keeps(psnr_of(plan.harm))), plans[0])
         merging = dataclasses.replace(first.config, reuse=StepReuse())
         own = [plan for plan in plans_of(facts, merging) if plan.speedup <= wanted.speedup]
         self._plans = [change(plan.config) for plan in reversed(own)]
@@ -57,7 +47,8 @@ class Tolerance:
 
         ``done`` is the number of steps of the generation before the running one.
         """
-        complete, steps = self.config.reuse.steps_of(self._facts.steps).full, self._facts.steps
+        steps = self._facts.steps
+        complete = self.config.reuse.steps_of(steps).full
         # The last step is complete in any case.
         last = steps - 1 + self._facts.ends_clean
         return self._seen < done < last and done - 1 in complete and len(complete) < steps
@@ -86,7 +77,7 @@ class Tolerance:
         steps = self._facts.steps
         before, after = self.config.reuse.steps_of(steps), later.steps_of(steps)
         ran = [
-            tuple(step for own, now in ((one, False), (other, True)) for step in own if (step >= done) is now)
+            (*(step for step in one if step < done), *(step for step in other if step >= done))
             for one, other in ((before.full, after.full), (before.shallow, after.shallow))
         ]
         if ran == [before.full, before.shallow]:
@@ -96,12 +87,8 @@ class Tolerance:
 
     def _keeps(self, psnr: float) -> bool:
         """Return whether so much is expected that the picture probably reaches the tolerance."""
-        return psnr - estimate_of()["margin"] >= self._min_psnr
+        return psnr - ESTIMATE["margin"] >= self._min_psnr
 
 
 def _complete(config: ToMeConfig, steps: int) -> int:
     return len(config.reuse.steps_of(steps).full)
-
-
-def _closeness(harm: float) -> float:
-    return -10 * math.log10(harm + LEAST)

@@ -4,9 +4,9 @@ No model is timed here; ``hardly_faster`` uses the timings of ``planners.calibra
 """
 
 from tokenmerge.report.cache_limit import Change, bytes_of, change_within, in_words
+from tokenmerge.report.flops import Row
 from tokenmerge.report.prediction import (
     Report,
-    Row,
     check_merging,
     counted_speedup,
     gflops,
@@ -15,7 +15,6 @@ from tokenmerge.report.prediction import (
     saved,
 )
 from tokenmerge.report.summary import Conditions, RunSteps, summary, title
-from tokenmerge.text_table import Tabled, TextTable
 
 __all__ = [
     "Change",
@@ -23,8 +22,6 @@ __all__ = [
     "Report",
     "Row",
     "RunSteps",
-    "Tabled",
-    "TextTable",
     "bytes_of",
     "change_within",
     "check_merging",

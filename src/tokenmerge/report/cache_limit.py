@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
 from typing import Any
@@ -15,9 +15,9 @@ from tokenmerge.config import Correction, StepReuse, ToMeConfig
 from tokenmerge.config.checks import as_number
 from tokenmerge.errors import ConfigError, NothingToMergeError, shown
 from tokenmerge.models.find import find_hosts
-from tokenmerge.report.flops import weightless
+from tokenmerge.report.flops import kept_bytes, weightless
 from tokenmerge.report.prediction import default_or_given
-from tokenmerge.report.steps import kept_bytes
+from tokenmerge.runtime.memory.state import Kept
 from tokenmerge.runtime.patching.patch import hosts_that_merge
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -25,9 +25,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?B)?\s*", re.IGNORECASE)
 
 
 def bytes_of(text: object) -> int:
-    """Return the number of bytes that a number, or a text such as ``"200MB"`` or ``"1.5 GB"``, stands for.
-
-    Units are powers of 1000.
+    """Return the number of bytes that a number, or a text such as ``"200MB"``, stands for.
 
     >>> bytes_of("1.5 GB")
     1500000000
@@ -65,28 +63,21 @@ def _with_finest_level(config: ToMeConfig) -> ToMeConfig:
 
 
 _WITHOUT_REUSE: dict[str, Any] = {"correction": Correction(), "reuse": StepReuse()}
-# What is left out, the least harmful first, in words.
-_LESS: Sequence[tuple[Change, str]] = (
-    (lambda own: dataclasses.replace(own, correction=Correction()), "no correction"),
-    (_with_finest_level, "no correction and every step runs the finest level"),
-    (lambda own: dataclasses.replace(own, **_WITHOUT_REUSE), "no correction and no step reuse"),
-    (
-        lambda own: dataclasses.replace(own, **_WITHOUT_REUSE, features="input"),
-        "no correction, no step reuse and no cached features",
-    ),
-)
+_WITHOUT_CACHE: dict[str, Any] = {**_WITHOUT_REUSE, "features": "input"}
+# What is left out, the least harmful first.
+_LESS: Mapping[str, Change] = {
+    "no correction": partial(dataclasses.replace, correction=Correction()),
+    "no correction and every step runs the finest level": _with_finest_level,
+    "no correction and no step reuse": partial(dataclasses.replace, **_WITHOUT_REUSE),
+    "no correction, no step reuse and no cached features": partial(dataclasses.replace, **_WITHOUT_CACHE),
+}
 
 
 def change_within(pipe_or_model: object, configs: Sequence[ToMeConfig], limit: int) -> tuple[Change, str]:
-    """Find out what has to be left out, so that the cache of the default method fits into a limit.
+    """Find out what has to be left out, so that the cache of the default method fits into a limit in bytes.
 
-    Args:
-        pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
-        configs: the settings of different generations.
-        limit: bytes.
-
-    Returns:
-        A function that changes such settings, and what it leaves out, as text; empty if everything fits.
+    It returns a function that changes settings of any of its generations, such as ``configs``, and what that
+    leaves out, as text; empty if everything fits.
 
     Raises:
         ConfigError: the limit is too low for any saving, or the model has no default size.
@@ -95,7 +86,7 @@ def change_within(pipe_or_model: object, configs: Sequence[ToMeConfig], limit: i
     if needed <= limit:
         return lambda config: config, ""
     least = needed
-    for change, what in _LESS:
+    for what, change in _LESS.items():
         changed = list(map(change, configs))
         with contextlib.suppress(NothingToMergeError):  # where nothing merges, the cache gets no smaller
             if any(own.merges or own.reuse.on for own in changed):
@@ -110,19 +101,18 @@ def change_within(pipe_or_model: object, configs: Sequence[ToMeConfig], limit: i
 
 
 def counted_cache(pipe_or_model: object, configs: Sequence[ToMeConfig]) -> int:
-    """Return the bytes cached between steps, at the model's default size, in a generation of one picture.
+    """Return the most bytes cached between steps with any of some settings.
 
-    It is the largest of the caches of these settings.
+    They are those of one picture in the model's default size.
     """
     hosts = find_hosts(pipe_or_model)
-    height, width = default_or_given(hosts, None, None)
-
-    def bytes_with(config: ToMeConfig) -> int:
-        merging, _ = hosts_that_merge(hosts, config, (height, width))
+    size = default_or_given(hosts, None, None)
+    most = 0
+    for config in dict.fromkeys(configs):
         total = 0
-        for host in merging:
+        for host in hosts_that_merge(hosts, config, size)[0]:
             (copied,) = find_hosts(weightless(host.root, host.on_cpu))
-            total += kept_bytes(copied, config, partial(copied.example, height, width, host.usual_batch))
-        return total
-
-    return max(map(bytes_with, dict.fromkeys(configs)))
+            arguments = partial(copied.example, *size, host.usual_batch)
+            total += kept_bytes(copied, config, arguments, Kept())
+        most = max(most, total)
+    return most

@@ -1,12 +1,13 @@
-"""Counts the operations of a model without its weights."""
+"""Counts the operations and the cache of a model without its weights."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from typing import Any
 
@@ -16,12 +17,53 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from tokenmerge.models.base import is_a
-from tokenmerge.runtime.patching.patch import restore
+from tokenmerge.config import StepReuse, ToMeConfig
+from tokenmerge.models.base import Host, is_a
+from tokenmerge.runtime.memory.reuse import Residual
+from tokenmerge.runtime.memory.state import Kept, ModelState
+from tokenmerge.runtime.patching.patch import new_state, patch_host, restore
 from tokenmerge.runtime.patching.watched import is_watching
+from tokenmerge.runtime.steps.pipeline import Pipeline
 
+Arguments = Callable[[], dict[str, Any]]
+# After two complete steps the cache of step reuse is largest. The second must not be one of the last steps.
+_STEPS_TO_KEEP_MOST = 4
+# The results of operations on the meta device, by their arguments, see _ShapesAlone.
+_RESULTS: dict[object, Any] = {}
+_MOST_RESULTS = 10_000
 # Attributes by which other libraries wrap a module's calls. They may hold references to whole other models.
 _WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compiled_call_impl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One transformer block, or several equal consecutive blocks.
+
+    Attributes:
+        model: class of the block's model, with a number if there are several models of this class.
+        path: qualified name of the block. For several blocks, their numbers are a range, such as ``0-9``.
+        level: resolution level: 1, 2, 4 …
+        grid: height and width in tokens; for a video, the number of frames before them.
+        tokens: number of tokens before merging, including reference pictures in the same sequence.
+        merged_tokens: number of tokens after merging.
+        merged: the sub-layers that run on merged tokens, such as ``"attn1+ff"``.
+        flops_dense: floating-point operations of the block without merging.
+        flops_merged: floating-point operations with merging, including the matching.
+        blocks: number of blocks in this row. FLOPs are their sum.
+        references: ``grid`` of each reference picture in the sequence.
+    """
+
+    model: str
+    path: str
+    level: int
+    grid: tuple[int, ...]
+    tokens: int
+    merged_tokens: int
+    merged: str
+    flops_dense: int
+    flops_merged: int
+    blocks: int = 1
+    references: tuple[tuple[int, ...], ...] = ()
 
 
 def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
@@ -97,18 +139,15 @@ class _ShapesAlone(TorchDispatchMode):
         if func is not torch.ops.aten.index.Tensor and len(on_meta) > 1:
             args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
             on_meta = {True}
-        if on_meta == {True} and not _aliases(func):
-            return _made(_result(func, _key(args), tuple(kwargs), _key(tuple(kwargs.values()))))
-        return func(*args, **kwargs)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Described:
-    """A tensor on the meta device."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+        if on_meta != {True} or _aliases(func):
+            return func(*args, **kwargs)
+        call = func, _key(args), _key(tuple(kwargs.items()))
+        result = _RESULTS.get(call)
+        if result is None:
+            if len(_RESULTS) >= _MOST_RESULTS:
+                _RESULTS.clear()
+            result = _RESULTS[call] = func(*args, **kwargs)
+        return tree_map_only(Tensor, _new, result)
 
 
 @functools.cache
@@ -118,36 +157,103 @@ def _aliases(func: Any) -> bool:
     return any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
 
 
-def _described(tensor: Tensor) -> _Described:
-    return _Described(tensor.shape, tensor.stride(), tensor.dtype)
-
-
 def _key(value: Any) -> Any:
     """Describe an argument by what has a hash: (type, value), since 1, 1.0 and True are equal as keys."""
     # Not by the structures of PyTorch's pytree, which have none in PyTorch 2.7.
     if isinstance(value, Tensor):
-        return _described(value)
+        return value.shape, value.stride(), value.dtype
     return type(value), tuple(map(_key, value)) if isinstance(value, list | tuple) else value
 
 
-def _of_key(key: Any) -> Any:
-    """Return the argument that a key describes, with new tensors."""
-    if isinstance(key, _Described):
-        return _made(key)
-    kind, value = key
-    return kind([_of_key(part) for part in value]) if issubclass(kind, list | tuple) else value
+def _new(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _made(described: Any) -> Any:
-    """Make a result with new tensors in place of the described ones."""
-    if isinstance(described, _Described):
-        shape, stride, dtype = described.shape, described.stride, described.dtype
-        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    return type(described)(map(_made, described)) if isinstance(described, list | tuple) else described
+@contextlib.contextmanager
+def patched(host: Host, config: ToMeConfig, kept: Kept) -> Iterator[ModelState]:
+    """Within the context, patch a host that is not patched."""
+    state = new_state(host, config, Pipeline(), kept=kept)
+    patch_host(host, state)
+    try:
+        yield state
+    finally:
+        restore(host.root)
 
 
-@functools.lru_cache(maxsize=10_000)
-def _result(func: Any, args: Any, names: tuple[str, ...], values: Any) -> Any:
-    """Run an operation, and return its result with tensors described."""
-    named = dict(zip(names, _of_key(values), strict=True))
-    return tree_map_only(Tensor, _described, func(*_of_key(args), **named))
+def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments, kept: Kept) -> int:
+    """Count the operations of a call, averaged over the steps of a generation.
+
+    The model is not patched, and may be on the meta device. ``arguments`` returns new arguments of a call, by
+    name, for each step. ``kept`` says which blocks and layers do not merge.
+    """
+    name = type(host.root).__name__
+    counts: dict[tuple[object, ...], int] = {}
+    kind: tuple[object, ...] = ()
+    total = 0
+    with patched(host, config, kept) as state:
+
+        def stop_if_known(root: nn.Module, args: tuple) -> None:
+            nonlocal kind
+            kind = _kind_of_call(state)
+            if kind in counts:
+                raise _Known
+
+        host.root.register_forward_pre_hook(stop_if_known)
+        for index in range(steps):
+            state.pipeline.set_step(index, steps)
+            with contextlib.suppress(_Known):
+                made = count_flops(host.root, arguments())[name]
+                counts[kind] = made
+            total += counts[kind]
+    return round(total / steps)
+
+
+class _Known(Exception):
+    """Raised to stop a call whose operations have been counted before."""
+
+
+def _kind_of_call(state: ModelState) -> tuple[object, ...]:
+    """Return what the operations of the running call depend on, apart from the sizes of its arguments."""
+    context, tracker = state.context, state.threads.value.memory.tracker
+    plans = tracker.noted.get((tracker.call, "plans"), (tracker.index,))[0] == tracker.index
+    return (
+        # The first call has no correction to add, and no step before it.
+        tracker.index == 0,
+        plans,
+        tuple(context.settings.items()),
+        context.decision.merging,
+        context.decision.runs,
+        context.guidance_difference is None,
+    )
+
+
+def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept) -> int:
+    """Count the bytes cached between steps: corrections, residuals and plans.
+
+    The arguments are as for :func:`mean_flops`.
+    """
+    caches = config.correction.on or config.reuse.on or config.cached_features
+    if config.plans.every == 1 and not caches:
+        return 0
+    # The same cache, in a generation of only a few steps.
+    every = _STEPS_TO_KEEP_MOST if config.reuse.on else 1
+    reuse = StepReuse(every=every, shallow_every=every if config.reuse.skips_finest else 1)
+    with patched(host, dataclasses.replace(merging_most(config), reuse=reuse), kept) as state:
+        for index in range(2):
+            state.pipeline.set_step(index, _STEPS_TO_KEEP_MOST)
+            count_flops(host.root, arguments())
+        memory = state.threads.value.memory
+        tensors: list[Any] = list(memory.model_residuals.values())
+        for cache in memory.caches:
+            tensors += chain(*cache.plans.values(), *cache.residuals.values())
+            # What a run of blocks skips, or a stage.
+            skipped = [getattr(one, "residual", one) for one in cache.skippable.values()]
+            residuals = [one for one in skipped if isinstance(one, Residual)]
+            tensors += [tensor for one in residuals for tensor in (*one.latest, *one.delta)]
+        once = {id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)}
+        return sum(tensor.nbytes for tensor in once.values())
+
+
+def merging_most(config: ToMeConfig) -> ToMeConfig:
+    """Return what holds in the step that merges most."""
+    return max(config.phases(), key=lambda phase: phase.ratio)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
-from operator import itemgetter
 from typing import Any
 
 from torch import nn
@@ -16,51 +14,22 @@ from torch import nn
 from tokenmerge.config import Correction, ToMeConfig
 from tokenmerge.config.checks import check_counts
 from tokenmerge.errors import ConfigError, TokenMergingError, reason_of, shown
-from tokenmerge.models.base import KINDS, Block, Host
+from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners.calibration import SIDES
-from tokenmerge.report.flops import count_flops, weightless
-from tokenmerge.report.steps import kept_bytes, mean_flops, merging_most, notes_on_steps, patched
-from tokenmerge.runtime.memory.state import Kept
-from tokenmerge.runtime.patching.patch import (
-    check_host,
-    deepest_level,
-    hosts_that_merge,
-    layers_to_merge,
-    merges,
+from tokenmerge.report.flops import (
+    Row,
+    count_flops,
+    kept_bytes,
+    mean_flops,
+    merging_most,
+    patched,
+    weightless,
 )
+from tokenmerge.report.notes import merged_parts, notes_on_blocks, notes_on_steps
+from tokenmerge.runtime.memory.state import Kept
+from tokenmerge.runtime.patching.patch import check_host, hosts_that_merge
 from tokenmerge.text_table import Tabled, TextTable
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One transformer block, or several equal consecutive blocks.
-
-    Attributes:
-        model: class of the block's model, with a number if there are several models of this class.
-        path: qualified name of the block. For several blocks, their numbers are a range, such as ``0-9``.
-        level: resolution level: 1, 2, 4 …
-        grid: height and width in tokens; for a video, the number of frames before them.
-        tokens: number of tokens before merging, including reference pictures in the same sequence.
-        merged_tokens: number of tokens after merging.
-        merged: the sub-layers that run on merged tokens, such as ``"attn1+ff"``.
-        flops_dense: floating-point operations of the block without merging.
-        flops_merged: floating-point operations with merging, including the matching.
-        blocks: number of blocks in this row. FLOPs are their sum.
-        references: ``grid`` of each reference picture in the sequence.
-    """
-
-    model: str
-    path: str
-    level: int
-    grid: tuple[int, ...]
-    tokens: int
-    merged_tokens: int
-    merged: str
-    flops_dense: int
-    flops_merged: int
-    blocks: int = 1
-    references: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -100,13 +69,21 @@ class Report(Tabled):
     @property
     def speedup(self) -> float:
         """Dense operations divided by those with merging, in the mean over the steps if that is known."""
-        return self.flops_dense / (self.flops_merged if self.flops_mean is None else self.flops_mean)
+        return self.flops_dense / self.flops
+
+    @property
+    def flops(self) -> int:
+        """Operations with merging, in the mean over the steps if that is known."""
+        return self.flops_merged if self.flops_mean is None else self.flops_mean
 
     def joined_rows(self) -> Iterator[Row]:
         """Yield the rows, with equal consecutive blocks of one list in one row, such as ``….blocks.0-9``."""
-        without_numbers = (dataclasses.replace(row, path=row.path.rpartition(".")[0]) for row in self.rows)
-        for _, group in groupby(zip(without_numbers, self.rows, strict=True), key=itemgetter(0)):
-            rows = [row for _, row in group]
+
+        def without_number(row: Row) -> Row:
+            return dataclasses.replace(row, path=row.path.rpartition(".")[0])
+
+        for _, group in groupby(self.rows, without_number):
+            rows = list(group)
             last = "" if len(rows) == 1 else f"-{rows[-1].path.rpartition('.')[2]}"
             yield dataclasses.replace(
                 rows[0],
@@ -199,6 +176,7 @@ def predict(
     _check_references(hosts, references)
     height, width = default_or_given(hosts, height, width)
     merging, left_dense = hosts_that_merge(hosts, config, (height, width))
+    steps = steps if config.follows_steps else None
     classes = [type(host.root).__name__ for host in merging]
     labels = [
         name if classes.count(name) == 1 else f"{name} {classes[:i].count(name) + 1}"
@@ -218,13 +196,12 @@ def predict(
         ) from error
     rows = tuple(chain.from_iterable(report.rows for report in reports))
     kept = sum(report.kept_bytes for report in reports)
-    means = [report.flops_mean for report in reports if report.flops_mean is not None]
     # If nothing merges, there is nothing to correct.
     described = config if rows else dataclasses.replace(config, correction=Correction())
     notes = [
         *chain.from_iterable(report.notes for report in reports),
         *map(str, left_dense),
-        *notes_on_steps(described, steps if means else None),
+        *notes_on_steps(described, steps),
         *[f"cache between steps: {kept / 1e6:.1f} MB"] * (kept > 0),
     ]
     return dataclasses.replace(
@@ -235,8 +212,7 @@ def predict(
         flops_merged=sum(report.flops_merged for report in reports),
         notes=tuple(notes),
         kept_bytes=kept,
-        steps=steps if means else None,
-        flops_mean=sum(means) if means else None,
+        flops_mean=sum(report.flops for report in reports) if steps else None,
     )
 
 
@@ -256,12 +232,7 @@ def counted_speedup(
 
 
 def check_merging(hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, int]) -> None:
-    """Check that settings would merge tokens, or skip steps, in each model, for a sample of this size.
-
-    Raises:
-        ConfigError, UnsupportedModelError: the settings do not fit a model.
-        NothingToMergeError: nothing would merge at this height and width.
-    """
+    """Refuse settings that do not fit one of the models, or that merge and skip nothing at this size."""
     for host in hosts:
         check_host(host, config, size)
 
@@ -270,12 +241,8 @@ def hardly_faster(report: Report, fewest_tokens: Callable[[], int]) -> str | Non
     """Say where merging saves operations but hardly any time; None: nowhere.
 
     Only blocks that merge attention are compared. Whole blocks and MLPs save more than attention does, and
-    were not timed.
-
-    Args:
-        report: the counted operations.
-        fewest_tokens: returns the fewest tokens for which merging pays in attention on the device. It may
-            run measurements, so it is called only if the report has grids small enough to be in doubt.
+    were not timed. ``fewest_tokens`` returns from how many tokens on merged attention pays on the device. It
+    may run measurements, so it is called only if the report has grids small enough to be in doubt.
     """
     most = SIDES[-1] ** 2
     attention = [
@@ -329,7 +296,6 @@ def _predict_host(
     references: Sequence[tuple[int, int]],
     dense_paths: Mapping[nn.Module, Collection[str]],
 ) -> Report:
-    height, width, batch = size
     kept, whole = Kept(dense=frozenset(dense_paths.get(host.root, ()))), type(host.root).__name__
     (copied,) = find_hosts(weightless(host.root, host.on_cpu))
     arguments = partial(copied.example, *size, *([tuple(references)] if host.takes_references else []))
@@ -347,91 +313,29 @@ def _predict_host(
         if block.path in recorded:
             plan = recorded[block.path]
             grid, *others = (grid if grid[0] > 1 else grid[1:] for grid in (plan.grid, *plan.references))
-            row = Row(
-                model=name,
-                path=block.path,
-                level=block.level,
-                grid=grid,
-                tokens=sum(map(math.prod, (grid, *others))),
-                merged_tokens=plan.plan.keep.shape[1],
-                merged=_merged(block, most),
-                flops_dense=dense[f"{whole}.{block.path}"],
-                flops_merged=merged[f"{whole}.{block.path}"],
-                references=tuple(others),
+            rows.append(
+                Row(
+                    model=name,
+                    path=block.path,
+                    level=block.level,
+                    grid=grid,
+                    tokens=sum(map(math.prod, (grid, *others))),
+                    merged_tokens=plan.plan.keep.shape[1],
+                    merged=merged_parts(block, most),
+                    flops_dense=dense[f"{whole}.{block.path}"],
+                    flops_merged=merged[f"{whole}.{block.path}"],
+                    references=tuple(others),
+                )
             )
-            rows.append(row)
     free = [block for block in copied.blocks if block.path not in kept.dense]
     return Report(
-        model=name,
-        height=height,
-        width=width,
-        batch=batch,
-        rows=tuple(rows),
-        flops_dense=dense[whole],
-        flops_merged=merged[whole],
-        notes=(*_notes(free, rows, config), *host.limits),
+        name,
+        *size,
+        tuple(rows),
+        dense[whole],
+        merged[whole],
+        notes=(*notes_on_blocks(free, rows, config), *host.limits),
         kept_bytes=kept_bytes(copied, config, arguments, kept),
-        flops_mean=mean_flops(copied, config, steps, arguments, kept)
-        if steps and config.follows_steps
-        else None,
+        steps=steps,
+        flops_mean=mean_flops(copied, config, steps, arguments, kept) if steps else None,
     )
-
-
-def _merged(block: Block, config: ToMeConfig) -> str:
-    """Name the parts of a block that run on merged tokens."""
-    settings = config.at_level(block.level)
-    if settings.scope == "block":
-        return "whole block"
-    names = "+".join(layer.name for layer in layers_to_merge(block, config))
-    return f"keys of {names}" if settings.scope == "keys" else names
-
-
-def _notes(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeConfig) -> list[str]:
-    """Say which blocks stay dense and why, and where merging costs more than it saves."""
-    if not config.merges:
-        return ["ratio=0: no token merges"]
-    kinds = config.merged_layers if config.scope == "layers" else ()
-    merging = {row.path for row in rows}
-    deepest = deepest_level(blocks, config)
-    too_deep = Counter(block.level for block in blocks if block.level > deepest)
-    within = [block for block in blocks if block.level <= deepest]
-    able = [block for block in within if merges(block, config)]
-    without = sum(block not in able and not block.dense.keys() & set(kinds) for block in within)
-    too_small = [block.path for block in able if block.path not in merging]
-    notes = [
-        f"{_stay_dense(count)} at level {level}: max_downsample={config.max_downsample}"
-        for level, count in sorted(too_deep.items())
-    ]
-    if without:
-        they, have = ("it", "has") if without == 1 else ("they", "have")
-        why = {
-            "layers": f"{they} {have} no {' or '.join(KINDS[kind] for kind in kinds)}",
-            "block": f"{they} cannot run on merged tokens as a whole",
-            "keys": f"{they} {have} no self-attention that takes keys separately from queries",
-        }
-        notes.append(f"{_stay_dense(without)}: {why[config.scope]}")
-    if rows and rows[0].references and config.reference_ratio is not None:
-        notes.append(
-            f"ratio={config.ratio:g} for the picture being made, reference_ratio={config.reference_ratio:g} "
-            "for its reference pictures"
-        )
-    if too_small and config.min_tokens:
-        why_small = f"fewer than min_tokens={config.min_tokens} tokens, or none to remove"
-        notes.append(f"{_stay_dense(len(too_small))}: {why_small}")
-    else:
-        notes += [
-            f"{path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx}, "
-            f"or ratio={config.ratio:g} removes no token of it"
-            for path in too_small
-        ]
-    notes += dict.fromkeys(block.dense[kind] for block in blocks for kind in kinds if kind in block.dense)
-    notes += [
-        f"{row.path}: merging costs more operations than it saves; lower max_downsample or raise ratio"
-        for row in rows
-        if row.flops_merged >= row.flops_dense
-    ]
-    return notes
-
-
-def _stay_dense(count: int) -> str:
-    return "1 block stays dense" if count == 1 else f"{count} blocks stay dense"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import RATIO, is_default
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import dtype_of
-from tokenmerge.plans.generation import GenerationPlan, Merging, Runs, StepPlan, plan_generation
+from tokenmerge.plans.generation import GenerationPlan, Merging, Runs, plan_generation
 from tokenmerge.report.cache_limit import in_words
 from tokenmerge.report.prediction import Report, saved
 from tokenmerge.runtime.memory.run_log import RunLog, in_kinds
@@ -25,14 +25,12 @@ class Conditions:
 
     Attributes:
         models: classes of the models that merge.
-        method: name of the settings; empty: they have none.
+        method: name of the settings, or empty.
         denoiser: the model that the counts are about.
         scale: pixels per side of a latent position; None: sizes are given in latents.
         pictures: number of pictures that a call of the denoiser draws; None: unknown.
         guidance: scale of classifier-free guidance, 1 for none; None: unknown.
-        slower: text about blocks that merging makes hardly faster; None: none are known.
-        estimate: line about the closeness of the last picture; empty: nothing is known.
-        watched: text about other people's code that looks into the model; empty: there is none.
+        remarks: further texts, each under its heading; empty ones are left out.
     """
 
     models: tuple[str, ...]
@@ -41,9 +39,7 @@ class Conditions:
     scale: int | None = None
     pictures: int | None = None
     guidance: float | None = None
-    slower: str | None = None
-    estimate: str = ""
-    watched: str = ""
+    remarks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def summary(
@@ -67,14 +63,9 @@ def summary(
         lines += [f"        {sign} {what}" for sign, what in SIGNS.items() if sign in signs]
     if report is not None:
         lines += [f"  {_counted(conditions, report)}", f"  {_kept(conditions, report)}"]
-    if conditions.slower is not None:
-        lines.append(f"  hardly faster: {conditions.slower}")
-    if conditions.watched:
-        lines.append(f"  left alone: {conditions.watched}")
+    lines += [f"  {heading}: {text}" for heading, text in conditions.remarks.items() if text]
     if run is not None:
         lines.append(f"  last run: {_happened(run)}")
-    if conditions.estimate:
-        lines.append(f"  {conditions.estimate}")
     return lines
 
 
@@ -98,6 +89,8 @@ SIGNS = {
     "f": "only the finest level of the UNet runs, the one with the most pixels",
     "·": "all blocks are skipped",
 }
+_COMPLETE = {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}
+_REUSING = {Runs.FINEST: "f", Runs.LEAST: "·"}
 
 
 def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
@@ -106,16 +99,10 @@ def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
     ``merges`` says whether any block merges at the size of the generation, and ``is_unet`` whether the model
     has a finest level that can run alone.
     """
-    signs = "".join(map(_sign, plan))
+    signs = "".join(_REUSING.get(step.runs, _COMPLETE[step.merging]) for step in plan)
     if not merges:
         signs = signs.replace("M", "D")
     return signs if is_unet else signs.replace("f", "·")
-
-
-def _sign(step: StepPlan) -> str:
-    if step.runs is Runs.EVERYTHING:
-        return {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}[step.merging]
-    return "f" if step.runs is Runs.FINEST else "·"
 
 
 def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
@@ -158,9 +145,8 @@ def _counted(conditions: Conditions, report: Report) -> str:
         size += f", {report.batch} sample{'s' if report.batch != 1 else ''} in each call"
     elif conditions.pictures > 1:
         size += f", {conditions.pictures} pictures at once"
-    mean = report.flops_merged if report.flops_mean is None else report.flops_mean
-    share, speedup = saved(report.flops_dense, mean), report.flops_dense / mean
-    return f"counted at {size}: {share} of the operations saved, a speed-up of {speedup:.2f}×"
+    share = saved(report.flops_dense, report.flops)
+    return f"counted at {size}: {share} of the operations saved, a speed-up of {report.speedup:.2f}×"
 
 
 def _kept(conditions: Conditions, report: Report) -> str:

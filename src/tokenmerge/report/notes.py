@@ -1,0 +1,139 @@
+"""Says in words which blocks stay dense, and what differs between levels and steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from tokenmerge.config import Rule, StepReuse, ToMeConfig
+from tokenmerge.models.base import KINDS, Block
+from tokenmerge.report.flops import Row
+from tokenmerge.runtime.patching.patch import deepest_level, layers_to_merge, merges
+
+
+def merged_parts(block: Block, config: ToMeConfig) -> str:
+    """Name the parts of a block that run on merged tokens."""
+    scope = config.at_level(block.level).scope
+    if scope == "block":
+        return "whole block"
+    names = "+".join(layer.name for layer in layers_to_merge(block, config))
+    return f"keys of {names}" if scope == "keys" else names
+
+
+def notes_on_blocks(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeConfig) -> list[str]:
+    """Say which blocks stay dense and why, and where merging costs more than it saves."""
+    if not config.merges:
+        return ["ratio=0: no token merges"]
+    kinds = config.merged_layers if config.scope == "layers" else ()
+    deepest = deepest_level(blocks, config)
+    too_deep = Counter(block.level for block in blocks if block.level > deepest)
+    within = [block for block in blocks if block.level <= deepest]
+    able = [block for block in within if merges(block, config)]
+    too_small = [block.path for block in able if all(block.path != row.path for row in rows)]
+    notes = [
+        f"{_stay_dense(count)} at level {level}: max_downsample={config.max_downsample}"
+        for level, count in sorted(too_deep.items())
+    ]
+    if without := sum(block not in able and not block.dense.keys() & set(kinds) for block in within):
+        they, have = ("it", "has") if without == 1 else ("they", "have")
+        why = {
+            "layers": f"{they} {have} no {' or '.join(KINDS[kind] for kind in kinds)}",
+            "block": f"{they} cannot run on merged tokens as a whole",
+            "keys": f"{they} {have} no self-attention that takes keys separately from queries",
+        }
+        notes.append(f"{_stay_dense(without)}: {why[config.scope]}")
+    if rows and rows[0].references and config.reference_ratio is not None:
+        notes.append(
+            f"ratio={config.ratio:g} for the picture being made, reference_ratio={config.reference_ratio:g} "
+            "for its reference pictures"
+        )
+    if too_small and config.min_tokens:
+        why_small = f"fewer than min_tokens={config.min_tokens} tokens, or none to remove"
+        notes.append(f"{_stay_dense(len(too_small))}: {why_small}")
+    else:
+        notes += [
+            f"{path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx}, "
+            f"or ratio={config.ratio:g} removes no token of it"
+            for path in too_small
+        ]
+    notes += dict.fromkeys(block.dense[kind] for block in blocks for kind in kinds if kind in block.dense)
+    notes += [
+        f"{row.path}: merging costs more operations than it saves; lower max_downsample or raise ratio"
+        for row in rows
+        if row.flops_merged >= row.flops_dense
+    ]
+    return notes
+
+
+def _stay_dense(count: int) -> str:
+    return "1 block stays dense" if count == 1 else f"{count} blocks stay dense"
+
+
+def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
+    """Describe what differs between levels and between steps. ``steps`` is their number; None: unknown."""
+    notes = [f"{_where(rule)}: {_what(rule)}" for rule in config.rules]
+    if config.correction.on:
+        every = config.correction.every
+        notes.append(
+            f"correction.every={every}: 1 of {every} complete steps merges nothing; the others add back the "
+            "detail that merging would have lost there"
+        )
+    if config.reuse.on:
+        notes += _notes_on_reuse(config.reuse, steps)
+    if config.plans.every > 1:
+        notes.append(f"a plan is used for {config.plans.every} steps")
+    if config.plans.blocks:
+        notes.append("consecutive blocks with the same token grid share a plan")
+    if config.cached_features:
+        what = "all blocks of a level" if config.cached_features == "model_residual" else "each block"
+        notes.append(
+            f"features={config.cached_features!r}: plans compare what {what} added at the step before; the "
+            "first step compares the inputs of blocks"
+        )
+    if config.guided_planner:
+        notes.append(
+            f"planner={config.guided_planner!r}: the planner 'tome' runs until the first guided step is done"
+        )
+    if any(rule.of_steps for rule in config.rules) or config.correction.on or config.reuse.on:
+        which = "the step that merges most" if config.merges else "a step that runs the whole model"
+        more = "; pass a number of steps (--steps) to count the mean operations too"
+        notes.append(f"tokens and operations are those of {which}{'' if steps else more}")
+    return notes
+
+
+def _notes_on_reuse(reuse: StepReuse, steps: int | None) -> list[str]:
+    skipped = (
+        "the others skip the levels of a UNet below its finest, or the blocks of other models, and "
+        "extrapolate their outputs linearly"
+    )
+    if reuse.full_steps:
+        if steps:
+            complete = ", ".join(map(str, reuse.steps_of(steps).full))
+            return [f"of the steps 0 to {steps - 1}, these run all blocks: {complete}; {skipped}"]
+        places = ", ".join(f"{100 * place:.0f} %" for place in reuse.full_steps)
+        return [f"reuse.full_steps: steps at {places} of the way run all blocks; {skipped}"]
+    notes = [f"{reuse.given}: 1 of {reuse.every:g} steps runs all blocks; {skipped}"]
+    if reuse.shallow_every > 1:
+        notes.append(
+            f"reuse.shallow_every={reuse.shallow_every:g}: 1 of {reuse.shallow_every:g} steps runs the "
+            "finest level of a UNet, the others skip it too"
+        )
+    return notes
+
+
+def _where(rule: Rule) -> str:
+    """Describe the level and the steps in which a rule holds."""
+    where = [] if rule.level is None else [f"level {rule.level}"]
+    start, until = (f"{100 * share:.3g} %" for share in (rule.start, rule.until))
+    if rule.start > 0:
+        end = "of the steps on" if rule.until == 1 else f"to {until} of the steps"
+        where.append(f"from {start} {end}")
+    elif rule.until < 1:
+        where.append(f"in the first {until} of the steps")
+    return ", ".join(where)
+
+
+def _what(rule: Rule) -> str:
+    if rule.level is None and rule.changes.get("ratio") == 0 and "reuse.every" in rule.changes:
+        return "nothing merges, and nothing is skipped"
+    return ", ".join(f"{name}={value}" for name, value in rule.changes.items())
