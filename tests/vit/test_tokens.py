@@ -7,12 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-<<<<<<< HEAD:tests/ops/test_tokens.py
-from tokenmerge.ops import Tokens, plan_by_size
-from tokenmerge.vit.planner import most_removed, plan_tome_vit
-=======
 from tokenmerge.vit.planner import RecordedTokens, most_removed, plan_by_size, plan_tome_vit
->>>>>>> D/w-D:tests/vit/test_tokens.py
 
 
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -97,13 +92,6 @@ def test_merging_and_unmerging_have_the_gradients_of_their_matrices():
 def test_without_sizes_it_is_the_plain_mean():
     x, keys = random_tokens(2, 12, 3), random_tokens(2, 12, 4)
     plan = plan_tome_vit(keys, 4, 1)
-<<<<<<< HEAD:tests/ops/test_tokens.py
-    assert torch.equal(plan_by_size(plan, None).merge(x), plan.merge(x))
-    assert_close(
-        plan_by_size(plan, Tokens(torch.ones(2, 12), torch.arange(12).expand(2, -1))).merge(x), plan.merge(x)
-    )
-=======
     assert torch.equal(plan_by_size(plan, None, 1).merge(x), plan.merge(x))
     each = RecordedTokens(torch.arange(12).expand(2, -1), torch.ones(2, 12), 1)
     assert_close(plan_by_size(plan, each, 1).merge(x), plan.merge(x))
->>>>>>> D/w-D:tests/vit/test_tokens.py

@@ -96,7 +96,7 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
         )
     if asked.method == AUTO:
         default = _default(target, asked, device, dtype)
-        config = default.default_settings
+        config = default.settings(default.facts)
         _applied(config, target, asked)  # for its errors; the default method needs no notes
         return Settings(config, target, asked.start, asked.end, default=default)
     if asked.method not in METHODS:
