@@ -109,9 +109,10 @@ class IndexPlan(NamedTuple):
         """Return the plan for a batch that repeats the b images of this plan ``times`` times."""
         (b, m), n, device = self.keep.shape, self.inverse.shape[1], self.keep.device
         tokens, merged = first_rows(times, b * n, 0, device), first_rows(times, b * m, 0, device)
-        rows = [field.flatten(0, 1) for field in self.shifted(tokens.unsqueeze(2), merged.unsqueeze(2))[:4]]
+        shifted = self.shifted(tokens.unsqueeze(2), merged.unsqueeze(2))
+        keep, sources, targets, inverse = [field.flatten(0, 1) for field in shifted[:4]]
         weights = None if self.weights is None else self.weights.repeat(times, 1)
-        return IndexPlan(*rows, self.sizes.repeat(times, 1), weights)
+        return IndexPlan(keep, sources, targets, inverse, self.sizes.repeat(times, 1), weights)
 
     def after(self, before: int) -> IndexPlan:
         """Return the plan for sequences in which ``before`` more tokens, left alone, precede the n."""
