@@ -70,24 +70,28 @@ def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estima
     """Estimate how close the picture of a generation is.
 
     Steps that follow one another without a complete step between them err in the same direction. Others are
-    taken to be independent. What token merging loses is what the policy expects. So is what forecasts lose,
-    as long as the generation has shown nothing.
+    taken to be independent. What forecasts lose is a weighted geometric mean of what the generation has shown
+    and of what the policy expects. As long as nothing is shown, it is what the policy expects. So is what
+    token merging loses.
 
     Args:
         facts: about the generation.
         config: its settings.
         shown: what it has shown so far. Later errors are expected to grow with the distance as before.
     """
-    numbers, together = estimate_of(), 0.0
+    numbers, squared, together = estimate_of(), 0.0, 0.0
     errors = _errors(config, facts.steps, shown)
-    squared = merging_harm_of(facts, config) if any(shown.errors.values()) else harm_of(facts, config)
     for step in range(facts.steps + 1):
         if step in errors:
             together += errors[step]
         else:
             squared, together = squared + (numbers["contrast"] * together) ** 2, 0.0
+    merging = merging_harm_of(facts, config)
+    skipping = harm_of(facts, config) - merging
+    if any(shown.errors.values()):
+        skipping = squared ** numbers["shown"] * skipping ** (1 - numbers["shown"])
     worst = max(errors, key=errors.__getitem__) if any(errors.values()) else None
-    return Estimate(-10 * math.log10(squared + LEAST), numbers["within"], worst)
+    return Estimate(-10 * math.log10(skipping + merging + LEAST), numbers["within"], worst)
 
 
 def influence_of(sigmas: Sequence[float], noise: float = 1.0) -> list[float]:
@@ -128,7 +132,11 @@ def noise_of(kept: float, before: float, after: float) -> float:
 
 
 def _errors(config: ToMeConfig, steps: int, shown: Shown) -> dict[int, float]:
-    """Return what the forecast of each step that skips a part is expected to change in the picture."""
+    """Return what the forecast of each step that skips a part is expected to change in the picture.
+
+    An error of the predicted picture counts less, the larger it is: later steps still draw a picture of about
+    the same contrast, the unit of these errors.
+    """
     runs, sigmas = config.reuse.steps_of(steps), shown.sigmas
     known = len(sigmas) == steps + 1
     shares = influence_of(sigmas, shown.noise) if known else [1 / steps] * steps
@@ -140,7 +148,8 @@ def _errors(config: ToMeConfig, steps: int, shown: Shown) -> dict[int, float]:
     if not shown.errors.get("finest"):  # a model without such a level
         finest = {}
     # The forecast of the finest level takes the place of all parts.
-    return {step: shares[step] * finest.get(step, error) for step, error in deep.items()}
+    errors = {step: finest.get(step, error) for step, error in deep.items()}
+    return {step: shares[step] * error / (1 + error) for step, error in errors.items()}
 
 
 def _of_steps(ran: Sequence[int], noise: Sequence[float], errors: Mapping[int, float]) -> dict[int, float]:
