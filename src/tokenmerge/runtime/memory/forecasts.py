@@ -2,7 +2,7 @@
 
 What a forecast misses of a part's change, it is taken to miss of the change of the model's output. What that
 changes in the picture that the model predicts follows from the noise level. So errors of all parts and models
-have one unit: the contrast of the picture.
+have one unit: that of the latents, in which pictures have a standard deviation of about 1.
 """
 
 from __future__ import annotations
@@ -58,18 +58,14 @@ def note_output(log: RunLog, thread: ThreadState, result: Any) -> None:
     for axis, size in enumerate(output.shape):  # some models get more than the sample, or return more
         sample = sample.narrow(axis, 0, min(size, sample.shape[axis]))
         output = output.narrow(axis, 0, sample.shape[axis])
-    picture, weight = output, 1.0
-    if log.levels is not None and (missed or log.noise.kept is None):
-        picture, weight = log.levels.picture(sample, output, tracker.index), log.levels.weight(tracker.index)
-        if tracker.call == 0:
-            log.noise.note(log.levels, sample, picture, tracker.index)
-    if missed:
-        contrast = picture.flatten(1).float().std(1).clamp(min=_TINY)
-        for part, gap, error in missed:
-            before = log.outputs.get((tracker.call, part))
-            if before is not None and before.shape == output.shape:
-                change = _length(output - before) * (weight / output[0].numel() ** 0.5)
-                log.errors.append(ForecastError(tracker.done, part, gap, error * change / contrast))
+    weight = 1.0 if log.levels is None else log.levels.weight(tracker.index)
+    if log.levels is not None and log.noise.kept is None and tracker.call == 0:
+        log.noise.note(log.levels, sample, log.levels.picture(sample, output, tracker.index), tracker.index)
+    for part, gap, error in missed:
+        before = log.outputs.get((tracker.call, part))
+        if before is not None and before.shape == output.shape:
+            change = _length(output - before) * (weight / output[0].numel() ** 0.5)
+            log.errors.append(ForecastError(tracker.done, part, gap, error * change))
     for part, skipped in (("deep", decision.deep), ("finest", decision.finest)):
         if skipped is None:
             log.outputs[tracker.call, part] = output
