@@ -13,7 +13,7 @@ from tests.plans.test_choose import facts
 from tokenmerge import StepReuse, ToMeConfig
 from tokenmerge.plans import Estimate, Shown, estimate_closeness, noise_of
 from tokenmerge.plans.choose import harm_of, merging_harm_of
-from tokenmerge.plans.estimate import influence_of
+from tokenmerge.plans.estimate import influence_of, psnr_of
 from tokenmerge.plans.policy import ESTIMATE
 
 STEPS = 12
@@ -27,6 +27,11 @@ def psnr(shown: Shown, config: ToMeConfig = CONFIG) -> float:
     return estimate_closeness(UNET, config, shown).psnr
 
 
+def squared(shown: Shown, config: ToMeConfig = CONFIG) -> float:
+    """Return the squared error that is expected, without the one that nobody sees."""
+    return 10 ** (-psnr(shown, config) / 10) - 10 ** (-psnr_of(0) / 10)
+
+
 def errors(size: float, part: str = "deep") -> dict[str, dict[int, float]]:
     return {part: dict.fromkeys((RUNS.full if part == "deep" else RUNS.shallow)[2:], size)}
 
@@ -37,9 +42,23 @@ def test_larger_errors_of_either_part_expect_less_closeness():
         assert found == sorted(set(found), reverse=True)
 
 
-def test_twice_the_errors_are_twice_the_error_of_the_picture():
-    one, two = (psnr(Shown(errors(size), SIGMAS)) for size in (0.1, 0.2))
-    assert one - two == pytest.approx(20 * math.log10(2), abs=0.05)
+def test_what_is_shown_counts_by_its_share():
+    """Twice the errors are twice the error of the picture, in the geometric mean with the policy's."""
+    one, two = (squared(Shown(errors(size), SIGMAS)) for size in (0.001, 0.002))
+    assert two / one == pytest.approx(4 ** ESTIMATE["shown"], rel=0.01)
+
+
+def test_what_the_policy_expects_counts_too(monkeypatch):
+    before = squared(Shown(errors(0.1), SIGMAS))
+    monkeypatch.setattr("tokenmerge.plans.estimate.harm_of", lambda *given: 2 * harm_of(*given))
+    after = squared(Shown(errors(0.1), SIGMAS))
+    assert after / before == pytest.approx(2 ** (1 - ESTIMATE["shown"]))
+
+
+def test_the_errors_of_a_step_change_at_most_the_contrast_of_the_picture():
+    """Ten times a large error is hardly more, and ten times a small one is nearly ten times as much."""
+    small, more, large, most = (psnr(Shown(errors(size), SIGMAS)) for size in (0.001, 0.01, 100.0, 1000.0))
+    assert small - more > 9 > 1 > large - most > 0
 
 
 def test_what_merging_is_expected_to_lose_is_added():
@@ -63,9 +82,13 @@ def test_steps_between_two_complete_ones_err_together():
         ToMeConfig(ratio=0, reuse=StepReuse(full_steps=tuple(i / 11 for i in range(12) if i not in skipped)))
         for skipped in ((5, 6), (3, 6))
     )
-    # Over three steps from a run, errors of a third and of two thirds; over two, of a half.
-    found = psnr(Shown({"deep": {7: 4.0}}), together), psnr(Shown({"deep": {4: 2.0, 7: 2.0}}), apart)
-    assert found[1] - found[0] == pytest.approx(20 * math.log10(4.0 / (1.0 * 2**0.5)), abs=0.05)
+    # Over three steps from a run, errors of a third and of two thirds; over two, of a half. All are small.
+    one = squared(Shown({"deep": {7: 0.004}}), together) / squared(
+        Shown({"deep": {4: 0.002, 7: 0.002}}), apart
+    )
+    share, of_policy = ESTIMATE["shown"], harm_of(UNET, together) / harm_of(UNET, apart)
+    ratio = (4.0 / (1.0 * 2**0.5)) ** 2
+    assert one == pytest.approx(ratio**share * of_policy ** (1 - share), rel=0.01)
 
 
 def test_errors_grow_with_the_distance_and_fall_with_the_noise():

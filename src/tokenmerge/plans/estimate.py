@@ -24,7 +24,7 @@ class Shown:
 
     Attributes:
         errors: for the parts ``"deep"`` and ``"finest"``, by step: the error of the predicted picture, had a
-            forecast taken the place of the part. Its unit is the contrast of the picture.
+            forecast taken the place of the part. Its unit is that of the latents.
         sigmas: noise of each step, divided by the share of the picture, and that after the last step. Empty:
             unknown.
         noise: 1 where the solver adds no noise, 2 where it adds as much as DDPM, more where it adds more.
@@ -74,18 +74,22 @@ def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estima
     """Estimate how close the picture of a generation is.
 
     Steps that follow one another without a complete step between them err in the same direction. Others are
-    taken to be independent. What token merging loses is what the policy expects. So is what forecasts lose,
-    as long as the generation has shown nothing. Later errors are taken to grow with the distance as before.
+    taken to be independent. What forecasts lose is a weighted geometric mean of what the generation has shown
+    and of what the policy expects. As long as nothing is shown, it is what the policy expects. So is what
+    token merging loses. Later errors are taken to grow with the distance as before.
     """
-    errors, together = _errors(config, facts.steps, shown), 0.0
-    squared = merging_harm_of(facts, config) if any(shown.errors.values()) else harm_of(facts, config)
+    errors, squared, together = _errors(config, facts.steps, shown), 0.0, 0.0
     for step in range(facts.steps + 1):
         if step in errors:
             together += errors[step]
         else:
-            squared, together = squared + (ESTIMATE["contrast"] * together) ** 2, 0.0
+            squared, together = squared + (ESTIMATE["scale"] * together) ** 2, 0.0
+    merging = merging_harm_of(facts, config)
+    skipping = harm_of(facts, config) - merging
+    if any(shown.errors.values()):
+        skipping = squared ** ESTIMATE["shown"] * skipping ** (1 - ESTIMATE["shown"])
     worst = max(errors, key=errors.__getitem__) if any(errors.values()) else None
-    return Estimate(psnr_of(squared), ESTIMATE["within"], worst)
+    return Estimate(psnr_of(skipping + merging), ESTIMATE["within"], worst)
 
 
 def influence_of(sigmas: Sequence[float], noise: float = 1.0) -> list[float]:
@@ -126,7 +130,11 @@ def noise_of(kept: float, before: float, after: float) -> float:
 
 
 def _errors(config: ToMeConfig, steps: int, shown: Shown) -> dict[int, float]:
-    """Return what the forecast of each step that skips a part is expected to change in the picture."""
+    """Return what the forecast of each step that skips a part is expected to change in the picture.
+
+    An error of the predicted picture counts less, the larger it is: later steps still draw a picture whose
+    latents have a standard deviation of about 1, the unit of these errors.
+    """
     runs, sigmas = config.reuse.steps_of(steps), shown.sigmas
     shares, noise = [1 / steps] * steps, [1.0] * steps  # where the noise is unknown, all steps count alike
     if len(sigmas) == steps + 1:
@@ -136,7 +144,8 @@ def _errors(config: ToMeConfig, steps: int, shown: Shown) -> dict[int, float]:
     # The forecast of the finest level, if the model has one, takes the place of all parts.
     of_finest = shown.errors.get("finest")
     finest = _of_steps(runs.shallow, noise, of_finest) if of_finest else {}
-    return {step: shares[step] * finest.get(step, error) for step, error in deep.items()}
+    errors = {step: finest.get(step, error) for step, error in deep.items()}
+    return {step: shares[step] * error / (1 + error) for step, error in errors.items()}
 
 
 def _of_steps(ran: Sequence[int], noise: Sequence[float], errors: Mapping[int, float]) -> dict[int, float]:

@@ -29,8 +29,8 @@ class ForecastError(NamedTuple):
     """How wrong a forecast of step reuse would have been, in a step that ran the part.
 
     The part is ``"deep"`` for blocks and deep stages, ``"finest"`` for the finest level of a UNet. It ran
-    ``gap`` steps before. The error is expected in the picture that the model predicts in the step, divided by
-    the contrast of that picture, for each image, float32.
+    ``gap`` steps before. The error is that of the picture that the model predicts in the step, in the unit
+    of the latents, for each image, float32.
     """
 
     step: int
@@ -122,7 +122,7 @@ class RunLog:
 
         What a forecast misses of a part's change, it is taken to miss of the change of the model's output.
         What that changes in the picture that the model predicts follows from the noise level. So errors of
-        all parts and models have one unit: the contrast of the picture.
+        all parts have one unit: that of the latents.
         """
         known = decision.forecasts.get(part)
         if known is None or before is None:
@@ -148,18 +148,16 @@ class RunLog:
         for axis, size in enumerate(output.shape):  # some models get more than the sample, or return more
             sample = sample.narrow(axis, 0, min(size, sample.shape[axis]))
             output = output.narrow(axis, 0, sample.shape[axis])
-        index, levels, picture, weight = tracker.index, self.levels, output, 1.0
-        if levels is not None and (missed or self.noise.kept is None):
-            picture, weight = levels.picture(sample, output, index), levels.weight(index)
-            if tracker.call == 0:
-                self.noise.note(levels, sample, picture, index)
-        if missed:
-            contrast = picture.flatten(1).float().std(1).clamp(min=_TINY)
-            for part, gap, error in missed:
-                before = self.outputs.get((tracker.call, part))
-                if before is not None and before.shape == output.shape:
-                    change = _length(output - before) * (weight / output[0].numel() ** 0.5)
-                    self.errors.append(ForecastError(tracker.done, part, gap, error * change / contrast))
+        index, levels, weight = tracker.index, self.levels, 1.0
+        if levels is not None:
+            weight = levels.weight(index)
+            if tracker.call == 0 and self.noise.kept is None:
+                self.noise.note(levels, sample, levels.picture(sample, output, index), index)
+        for part, gap, error in missed:
+            before = self.outputs.get((tracker.call, part))
+            if before is not None and before.shape == output.shape:
+                change = _length(output - before) * (weight / output[0].numel() ** 0.5)
+                self.errors.append(ForecastError(tracker.done, part, gap, error * change))
         for part, skipped in (("deep", decision.deep), ("finest", decision.finest)):
             if skipped is None:
                 self.outputs[tracker.call, part] = output
