@@ -169,8 +169,8 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
         step = state.pipeline.step(scheduler, timestep, pipe is running)
         if step is None:
             raise ConfigError(
-                f"{state.over_steps}: it has to be known which denoising step it is, and no scheduler says "
-                "so: apply token merging to the pipeline that runs instead of its model, call "
+                f"{state.over_steps}: cannot tell the denoising step, since no scheduler has it; apply "
+                "token merging to the pipeline that runs instead of its model, call "
                 "patch.at_step(i, steps) before each step of a loop of your own, or "
                 f"{instead(state.method, 'leave that setting out')}"
             )
