@@ -70,7 +70,7 @@ def scenes(prompts: int) -> Iterator[tuple[Scene, str, str]]:
 def places(layout: str, complete: int, finest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the complete steps, and the steps that run the finest level."""
     even = StepReuse(every=distance(STEPS, complete), shallow_every=distance(STEPS, finest))
-    full, shallow = dataclasses.astuple(even.steps_of(STEPS))
+    full, shallow = even.steps_of(STEPS)
     if layout == "later":
         return nearest(later_ones(STEPS, complete, EXPONENT), shallow), shallow
     if layout == "before the last":

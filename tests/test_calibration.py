@@ -15,6 +15,7 @@ from tests.models.tiny import FAMILIES
 
 from tokenmerge.default_method import settings_for
 from tokenmerge.models.placement import narrowest
+from tokenmerge.ops import IndexPlan
 from tokenmerge.planners import calibration
 
 
@@ -147,14 +148,14 @@ def test_short_calls_are_timed_many_at_a_time_with_one_wait(device, monkeypatch)
 def test_the_fewest_tokens_are_timed_with_all_that_auto_adds_to_a_merged_step(monkeypatch):
     """Sizes in attention, and the correction, which merges what a dense step changed."""
     masks, merges = [], []
-    attend, merge = calibration.F.scaled_dot_product_attention, calibration.merge
+    attend, merge = calibration.F.scaled_dot_product_attention, IndexPlan.merge
 
     def noted(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
         masks.append(mask is not None)
         return attend(q, k, v, mask)
 
     monkeypatch.setattr(calibration.F, "scaled_dot_product_attention", noted)
-    monkeypatch.setattr(calibration, "merge", lambda plan, x: merges.append(x) or merge(plan, x))
+    monkeypatch.setattr(IndexPlan, "merge", lambda plan, x: merges.append(x) or merge(plan, x))
     monkeypatch.setattr(calibration, "SIDES", (8,))
     monkeypatch.setattr(calibration, "_seconds", lambda function, device: function() is None)
     calibration.measure_fewest_tokens(torch.device("cpu"), torch.float32, 2, 64, 4)

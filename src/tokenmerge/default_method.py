@@ -56,8 +56,9 @@ class DefaultMethod:
         """Return the default method for models that were found in a pipeline or a model.
 
         Raises:
-            ConfigError: ``speedup`` is not a number ≥ 1, or ``min_psnr`` is given for a model alone.
+            ConfigError: a number is out of range, or ``min_psnr`` is given for a model alone.
         """
+        check_min_psnr("min_psnr", min_psnr)
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
         attention = narrowest_attention([block for host in hosts for block in host.blocks])
         follows_steps = getattr(pipe_or_model, "scheduler", None) is not None

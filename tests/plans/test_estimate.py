@@ -55,7 +55,7 @@ def test_what_the_policy_expects_counts_too(monkeypatch):
     assert after / before == pytest.approx(2 ** (1 - ESTIMATE["shown"]))
 
 
-def test_the_errors_of_a_step_change_at_most_the_contrast_of_the_picture():
+def test_a_large_error_of_a_step_counts_less():
     """Ten times a large error is hardly more, and ten times a small one is nearly ten times as much."""
     small, more, large, most = (psnr(Shown(errors(size), SIGMAS)) for size in (0.001, 0.01, 100.0, 1000.0))
     assert small - more > 9 > 1 > large - most > 0

@@ -28,8 +28,8 @@ def describe_stages(root: Any, example: Example, *, controlnet: bool = False) ->
     """
     blocks = [
         block
-        for way, stage, level in stages_of(root)
-        for path, module in _transformers(stage, way)
+        for prefix, stage, level in stages_of(root)
+        for path, module in _transformers(stage, prefix)
         for block in basic_blocks(root, f"{path}.transformer_blocks", grid=module, level=level)
     ]
     if not blocks:

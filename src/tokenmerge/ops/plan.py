@@ -90,7 +90,9 @@ class IndexPlan(NamedTuple):
     def in_images(self) -> IndexPlan:
         """Return the plan with indices that start at 0 in each image, instead of rows."""
         n, m = self.inverse.shape[1], self.keep.shape[1]
-        return IndexPlan(self.kept(), self.sources % n, self.targets % m, self.labels(), *self[4:])
+        return IndexPlan(
+            self.kept(), self.sources % n, self.targets % m, self.labels(), self.sizes, self.weights
+        )
 
     def in_batch(self) -> IndexPlan:
         """Return the plan with rows of the whole batch: the inverse of :meth:`in_images`."""
@@ -216,7 +218,9 @@ def join_plans(plans: Sequence[Plan | None], lengths: Sequence[int]) -> Plan:
             rows = torch.arange(length, device=none.device).expand(b, -1)
             own = IndexPlan(rows + n, none, none, rows + m, torch.ones(b, length, device=none.device))
         if weighted and own.weights is None:
-            own = IndexPlan(*own[:5], torch.ones_like(own.sources, dtype=own.sizes.dtype))
+            # Not by _replace: PyTorch 2.11 cannot return what that makes from a compiled graph.
+            weights = torch.ones_like(own.sources, dtype=own.sizes.dtype)
+            own = IndexPlan(own.keep, own.sources, own.targets, own.inverse, own.sizes, weights)
         runs.append(own)
         n, m = n + length, m + own.keep.shape[1]
     fields: list[Any] = [

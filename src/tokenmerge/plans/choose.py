@@ -127,7 +127,8 @@ def _mixes(facts: Facts, merging: ToMeConfig | None) -> Iterator[_Mix]:
     skipping = {own: _skipping_harm(facts, *_runs(facts, *own)) for own in counts}
     for own in _mergings(facts) if merging is None else [merging]:
         costs = costs_of(facts, own)
-        merged = {complete: _merging_harm(facts, own, complete) for complete in dict(counts)}
+        completes = {complete for complete, _ in counts}
+        merged = {complete: _merging_harm(facts, own, complete) for complete in completes}
         for complete, finest in counts:
             harm = skipping[complete, finest] + merged[complete]
             yield _Mix(own, complete, finest, costs.speedup(complete, finest), harm)

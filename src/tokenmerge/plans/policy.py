@@ -11,11 +11,13 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterable, Mapping
+from importlib import resources
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
-_TABLE: Mapping[str, Any] = json.loads(Path(__file__).with_name("policy.json").read_text("utf-8"))
+_TABLE: Mapping[str, Any] = json.loads(
+    resources.files(__package__).joinpath("policy.json").read_text("utf-8")
+)
 _CLASSES = ("unet", "transformer")
 # The fewest tokens of a grid that merges: on smaller ones, skipping more steps loses less.
 FEWEST_TOKENS: int = _TABLE["fewest tokens"]

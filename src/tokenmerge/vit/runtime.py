@@ -188,9 +188,8 @@ def layer_call(original: HostMethod) -> Callable:
         swap_parts(self, state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         x = call.argument(call.names[0])
-        if (
-            given is None
-        ):  # in a call of the whole model, a mask at this point hides nothing: it is the host's
+        # In a call of the whole model, a mask at this point hides nothing: it is the host's own.
+        if given is None:
             _check_mask(encoder, call.argument(encoder.facts.family.mask))
         if any(encoder.r):
             for name, why in _NOT_MERGED.items():

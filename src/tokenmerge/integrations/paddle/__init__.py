@@ -14,17 +14,8 @@ ppdiffusers' pipelines and models.
 from tokenmerge.errors import MissingExtraError
 
 try:
-    from tokenmerge.integrations.paddle.api import (
-        PaddlePatch,
-        apply_patch,
-        apply_token_merging,
-        apply_tome,
-        remove_patch,
-        remove_token_merging,
-        remove_tome,
-        token_merging,
-    )
-    from tokenmerge.integrations.paddle.report import PaddleReport, predict
+    import paddle
+    import ppdiffusers
 except ImportError as error:
     raise MissingExtraError(
         "tokenmerge[paddle]",
@@ -33,6 +24,18 @@ except ImportError as error:
             + (error.name or "paddlepaddle")
         ),
     ) from error
+
+from tokenmerge.integrations.paddle.api import (
+    PaddlePatch,
+    apply_patch,
+    apply_token_merging,
+    apply_tome,
+    remove_patch,
+    remove_token_merging,
+    remove_tome,
+    token_merging,
+)
+from tokenmerge.integrations.paddle.report import PaddleReport, predict
 
 __all__ = [
     "PaddlePatch",
@@ -46,3 +49,5 @@ __all__ = [
     "remove_tome",
     "token_merging",
 ]
+
+del paddle, ppdiffusers

@@ -38,4 +38,7 @@ def _positions(root: Any, zeros: Blank, height: int, width: int) -> dict[str, An
     axis = config.attention_head_dim // 3
     tables = [(torch.zeros(side, axis, device=root.device),) * 2 for side in (frames, rows, columns)]
     places = torch.zeros(1, frames * rows * columns, device=root.device, dtype=torch.int64)
-    return {"image_rotary_emb": (tuple(tables), (places,) * 3)}
+    return {
+        "hidden_states": zeros(config.in_channels, config.sample_frames, height, width),
+        "image_rotary_emb": (tuple(tables), (places,) * 3),
+    }

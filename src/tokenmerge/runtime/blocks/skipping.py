@@ -39,11 +39,10 @@ def stage_call(original: HostMethod) -> Callable:
             return tree_map(torch.zeros_like, before)  # read by modules that are skipped too
         result = original.of(self)(*args, **kwargs)
         if state.is_last:
-            latest = (result.clone(),)  # hosts change results in place
-            _note_forecast(
-                state.model.threads.value, "finest" if state.is_finest else "deep", before, *latest
-            )
-            skippable[call] = updated(before, latest)
+            added = result.clone()  # hosts change results in place
+            part = "finest" if state.is_finest else "deep"
+            _note_forecast(state.model.threads.value, part, before, added)
+            skippable[call] = updated(before, (added,))
         elif before is None:
             skippable[call] = tree_map(lambda tensor: tensor.new_zeros(()).expand(tensor.shape), result)
         return result

@@ -99,7 +99,7 @@ def _drop(first: int, last: int, *dictionaries: dict[Any, Any]) -> None:
 
 
 class WeakDictionary(WeakIdKeyDictionary):
-    """A dictionary of objects that others own, compared by identity. Copies and pickles begin empty."""
+    """A dictionary of objects that others own, compared by identity. Deep copies and pickles are empty."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return type(self)()

@@ -77,9 +77,8 @@ class _Step:
     kind: StepKind
     plans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     watches: list[Stopwatch] = dataclasses.field(default_factory=list)  # of each call
-    squares: list[Tensor] = dataclasses.field(
-        default_factory=list
-    )  # [2], of each call: the change, and before
+    # [2], of each call: sums of squares of the change, and of the result before.
+    squares: list[Tensor] = dataclasses.field(default_factory=list)
 
     def row(self, index: int) -> StepRow:
         tokens, merged_tokens = max(self.plans, default=(None, None))

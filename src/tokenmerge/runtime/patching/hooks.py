@@ -217,12 +217,13 @@ def _config_of(call: _Call) -> ToMeConfig:
         return memory.config
     config, tolerance = state.config, None
     if step is not None and state.default is not None:
-        grid, generation = state.threads.value.grid.shape, step.generation
-        facts = state.default.facts_at(grid, step.steps, guidance_scale(call.pipe), generation.ends_clean)
-        state.warn_once(state.default.shortfall(facts))
-        # The pipeline's models share it.
-        tolerance = generation.tolerance = generation.tolerance or state.default.tolerance(facts)
-        config = state.default.settings(facts) if tolerance is None else tolerance.config
+        default, grid, generation = state.default, state.threads.value.grid.shape, step.generation
+        facts = default.facts_at(grid, step.steps, guidance_scale(call.pipe), generation.ends_clean)
+        state.warn_once(default.shortfall(facts))
+        if default not in generation.tolerances:  # the pipeline's models share it
+            generation.tolerances[default] = default.tolerance(facts)
+        tolerance = generation.tolerances[default]
+        config = default.settings(facts) if tolerance is None else tolerance.config
     if call.seed.is_meta:  # the operations of single steps are counted
         state.keep_dense(memory)
     elif not torch.compiler.is_compiling():

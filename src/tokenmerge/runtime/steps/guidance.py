@@ -28,7 +28,7 @@ class StepSeed:
 
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
-        self._read: dict[tuple[int, torch.device], Tensor] = {}
+        self._read: dict[tuple[int, torch.device], Tensor] = {}  # the latest alone
 
     def of(self, timestep: Tensor | float, device: torch.device) -> Tensor:
         """Return the number of a step, int64, on a device. The same timestep has the same tensor there."""

@@ -29,13 +29,13 @@ class Generation:
 
     What is cached between steps lives as long as this object: until the scheduler gets new timesteps.
     ``first`` is the index of its first step, since image-to-image does not begin at 0, and ``index`` that of
-    the latest. A ``tolerance`` changes its settings while it runs.
+    the latest. By default method, ``tolerances`` change its settings while it runs.
     """
 
     def __init__(self, first: int, ends_clean: bool = False) -> None:
         self.first = self.index = first
         self.ends_clean = ends_clean
-        self.tolerance: Tolerance | None = None
+        self.tolerances: dict[object, Tolerance | None] = {}
         self.thread = threading.get_ident()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
