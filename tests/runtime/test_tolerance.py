@@ -31,6 +31,7 @@ IN_ONE_GRAPH = (
     "Observed exception" if TorchVersion(torch.__version__) < (2, 8) else "cannot be compiled into one graph"
 )
 TOLERANCES = (1, 25, 28, 30, 32, 35, HIGHEST)
+OF_FLUX = (1, 30, 35, 38, 41, 44, HIGHEST)  # whose errors are smaller
 
 
 @pytest.fixture(autouse=True)
@@ -95,14 +96,14 @@ def complete(pipe: Any) -> int:
     return len(run.config.reuse.steps_of(run.steps).full)
 
 
-@pytest.mark.parametrize("kind", [Unet, Flux])
-def test_from_the_plan_of_the_speedup_to_the_dense_picture(kind):
+@pytest.mark.parametrize(("kind", "tolerances"), [(Unet, TOLERANCES), (Flux, OF_FLUX)])
+def test_from_the_plan_of_the_speedup_to_the_dense_picture(kind, tolerances):
     pipe = kind()
     dense = pipe()
     with apply(pipe, None):
         plan, planned = pipe(), complete(pipe)
     runs = {}
-    for tolerance in TOLERANCES:
+    for tolerance in tolerances:
         with apply(pipe, tolerance):
             runs[tolerance] = pipe(), complete(pipe)
             assert last_run(pipe).kinds["reused"] <= 12 - planned
