@@ -7,8 +7,10 @@ says how well the estimate ranks and bounds the true errors, also for a record o
 `--overhead` counts what the estimate costs: operations that make tensors, which are launches on a GPU, and
 CPU time with and without it, in turns.
 
-    python benchmarks/estimate.py --out benchmarks/estimate_cpu.jsonl
+    python benchmarks/estimate.py --prompts 3 --out benchmarks/estimate_cpu.jsonl
     python benchmarks/estimate.py --table --out benchmarks/estimate_cpu.jsonl benchmarks/tolerance_cpu.jsonl
+    HOLDOUT=benchmarks/estimate_holdout_cpu.jsonl
+    python benchmarks/estimate.py --model photo-flux --size 256 --prompts 4 --out $HOLDOUT
     python benchmarks/estimate.py --overhead
 """
 
