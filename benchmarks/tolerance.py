@@ -3,8 +3,8 @@
 Each line of the record is one generation with `speedup=` and `min_psnr=`: the true PSNR to the dense picture
 of the same seed, the counted speed-up and what the generation has shown of its error. The first line of a
 case also has the fixed plans that were drawn for the comparison, from the fastest to the first one that
-reaches the highest tolerance. `tolerance_margin_cpu.jsonl` was drawn with a margin of 4.5 dB. A second run with the same record
-continues where the first one stopped. `--table` sums it up.
+reaches the highest tolerance. `tolerance_margin_cpu.jsonl` was drawn with a margin of 4.5 dB. A second run
+with the same record continues where the first one stopped. `--table` sums it up.
 
     python benchmarks/tolerance.py --out benchmarks/tolerance_cpu.jsonl
     python benchmarks/tolerance.py --table --out benchmarks/tolerance_cpu.jsonl
