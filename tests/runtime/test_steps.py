@@ -614,7 +614,7 @@ def test_copies_and_pickles_take_nothing_of_a_generation():
     assert kept(unet)
     for copied in (copy.deepcopy(unet), pickle.loads(pickle.dumps(unet))):
         assert not kept(copied)
-        with pytest.raises(ConfigError, match="which denoising step"):
+        with pytest.raises(ConfigError, match="cannot tell the denoising step"):
             hosts.call(copied, **arguments)
     first, second = cached.plans(copy.deepcopy(unet))[-2:]
     assert first is second
