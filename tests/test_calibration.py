@@ -50,6 +50,19 @@ def test_grids_are_timed_in_what_the_model_computes_in(stored, norms, timed, mon
     assert asked == [(torch.device("cpu"), timed)]
 
 
+def test_weights_that_stay_in_float32_do_not_decide_the_dtype(monkeypatch):
+    """Wan keeps its first weights in float32. Merging pays there much sooner than in half precision."""
+    asked = []
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *shape: asked.append(shape[1]) or 64)
+    model = FAMILIES["WanTransformer3DModel"].build()
+    kept = set(model._keep_in_fp32_modules)
+    for name, weight in model.requires_grad_(False).named_parameters():
+        weight.data = weight.data.to(torch.float32 if kept & set(name.split(".")) else torch.float16)
+    assert next(model.parameters()).dtype == torch.float32
+    settings_for(pipeline(transformer=model))
+    assert asked == [torch.float16]
+
+
 def test_grids_are_timed_where_an_offloaded_model_runs(monkeypatch):
     asked = []
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *shape: asked.append(shape[0]) or 64)

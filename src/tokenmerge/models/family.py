@@ -20,12 +20,8 @@ class Blank:
     """Makes inputs of zeros for a batch, on the device and in the dtype of a model."""
 
     def __init__(self, root: Any, batch: int) -> None:
-        first = next(root.parameters())
-        # Models of diffusers keep some weights in float32, for example the first of Wan.
-        dtype = getattr(root, "dtype", first.dtype)
-        # Weights may only be stored in integers.
-        self._dtype = dtype if dtype.is_floating_point else dtype_of(root)
-        self._root, self.batch, self._device = root, batch, first.device
+        self._root, self.batch, self._dtype = root, batch, dtype_of(root)
+        self._device = next(root.parameters()).device
 
     def __call__(self, *shape: int) -> Tensor:
         """Return zeros ``[batch, *shape]``."""

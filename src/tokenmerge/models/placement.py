@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -21,9 +22,17 @@ def device_of(pipe_or_model: object, model: nn.Module) -> torch.device:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype that a model computes in. float8 weights are only stored as such."""
-    dtypes = (weight.dtype for weight in model.parameters())
-    return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
+    """Return the dtype that a model computes in.
+
+    Models of diffusers know it. They keep some weights in float32, for example the first of Wan, and may only
+    store others in float8 or in integers.
+    """
+    dtypes = (getattr(model, "dtype", None), *(weight.dtype for weight in model.parameters()))
+    return next((dtype for dtype in dtypes if _computes(dtype)), torch.bfloat16)
+
+
+def _computes(dtype: object) -> TypeGuard[torch.dtype]:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
 
 
 def narrowest_attention(blocks: Sequence[Block]) -> tuple[int, ...]:
