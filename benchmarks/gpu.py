@@ -45,7 +45,11 @@ from tokenmerge.ops import attend_by_columns  # noqa: E402
 from tokenmerge.planners import PLANNERS, calibration  # noqa: E402
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
-RECORDS = [Path(__file__).parent / f"gpu_h200{run}.jsonl" for run in ("", "_b", "_c", "_d")]  # of the page
+# The records in the documentation, by card.
+CARDS = {
+    f"NVIDIA {card.upper()}": [Path(__file__).parent / f"gpu_{card}{run}.jsonl" for run in runs]
+    for card, runs in {"h200": ("", "_b", "_c", "_d"), "h100": ("", "_b")}.items()
+}
 Facts = dict[str, Any]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 # After these errors the device answers no other call.
@@ -851,30 +855,44 @@ def table(record: Path) -> str:
     return "\n".join(rows)
 
 
-def page_table(records: Sequence[Path]) -> str:
-    """Return the speed-ups of whole generations for the documentation."""
-    found = speedups(*records)
-    rows = [f"| one generation | dense | {' | '.join(ASKED)} | memory | extra memory at `2` |"]
-    others = [f"| one generation | {' | '.join(OTHERS)} |"]
-    rows.append("|---|" + "---:|" * (len(ASKED) + 3))
-    others.append("|---|" + "---:|" * len(OTHERS))
-    for key, shown in GENERATIONS.items():
-        if not (own := found.get(f"{key}, generation", {})):
-            continue
-        dense, memory = own["dense"][0], own["dense"][2]
-        more = own["speed-up 2"][2] - memory
-        asked, other = (
-            " | ".join(f"{own[name][1]:.2f}×" if name in own else "" for name in names.values())
-            for names in (ASKED, OTHERS)
-        )
-        rows.append(f"| {shown} | {dense / 1000:.2f} s | {asked} | {memory:.1f} GB | {1000 * more:.0f} MB |")
-        others.append(f"| {shown} | {other} |")
-    between = (
-        "## Other packages, and merging alone\n\n"
-        "A *shared plan* compares tokens once for neighbouring blocks, and *whole blocks* also merges around "
-        "MLPs. DeepCache's number is its\ninterval of complete steps."
+def page_tables(cards: Mapping[str, Sequence[Path]]) -> str:
+    """Return the speed-ups of whole generations on each card, for the documentation."""
+    found = {card: speedups(*records) for card, records in cards.items()}
+    parts = []
+    for card, own in found.items():
+        head = [f"| {card} | dense | {' | '.join(ASKED)} | memory | extra memory at `2` |"]
+        parts.append([*head, "|---|" + "---:|" * (len(ASKED) + 3), *_rows(own, _asked)])
+    parts.append(["## Other packages, and merging alone"])
+    parts.append(
+        [
+            "A *shared plan* compares tokens once for neighbouring blocks, and *whole blocks* also merges around "
+            "MLPs. DeepCache's number is its",
+            "interval of complete steps.",
+        ]
     )
-    return "\n".join([*rows, "", between, "", *others])
+    for card, own in found.items():
+        head = [f"| {card} | {' | '.join(OTHERS)} |", "|---|" + "---:|" * len(OTHERS)]
+        parts.append([*head, *_rows(own, lambda row: _cells(row, OTHERS))])
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+Row = dict[str, tuple[float, float, float]]  # by variant, see speedups
+
+
+def _rows(found: dict[str, Row], cells: Callable[[Row], Sequence[str]]) -> Iterator[str]:
+    for key, shown in GENERATIONS.items():
+        if row := found.get(f"{key}, generation"):
+            yield f"| {shown} | {' | '.join(cells(row))} |"
+
+
+def _asked(row: Row) -> Sequence[str]:
+    dense, _, memory = row["dense"]
+    more = row["speed-up 2"][2] - memory
+    return [f"{dense / 1000:.2f} s", *_cells(row, ASKED), f"{memory:.1f} GB", f"{1000 * more:.0f} MB"]
+
+
+def _cells(row: Row, names: Mapping[str, str]) -> Sequence[str]:
+    return [f"{row[name][1]:.2f}×" if name in row else "" for name in names.values()]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -898,7 +916,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.write is not None:
         before, rest = PAGE.read_text(encoding="utf-8").split("<!-- measured -->\n", 1)
         after = rest.split("<!-- end of measured -->", 1)[1]
-        made = f"<!-- measured -->\n{page_table(options.write or RECORDS)}\n<!-- end of measured -->"
+        tables = page_tables({"one generation": options.write} if options.write else CARDS)
+        made = f"<!-- measured -->\n{tables}\n<!-- end of measured -->"
         PAGE.write_text(before + made + after, encoding="utf-8")
         return
     parts = options.parts.split(",")

@@ -24,7 +24,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
-from gpu import RECORDS, speedups
+from gpu import CARDS, speedups
 
 from tokenmerge import token_merging
 from tokenmerge.plans import looks
@@ -85,7 +85,7 @@ def table(lines: list[dict[str, Any]]) -> str:
     heads = ["| you ask for | measured | how the picture changes | closeness |", "|---|---:|---|---|"]
     prompts = "1 prompt" if len(lines) == 1 else f"{len(lines)} prompts"
     where = f"{SIZE} × {SIZE} pixels, {STEPS} steps, guidance {GUIDANCE:g}"
-    found = speedups(*RECORDS)
+    found = speedups(*CARDS["NVIDIA H200"])
     on_gpu = []
     for model, generation in GENERATIONS.items():
         *first, last = (f"{found[generation][f'speed-up {asked:g}'][1]:.1f}×" for asked in SPEEDUPS)
