@@ -865,9 +865,8 @@ def page_tables(cards: Mapping[str, Sequence[Path]]) -> str:
     parts.append(["## Other packages, and merging alone"])
     parts.append(
         [
-            "A *shared plan* compares tokens once for neighbouring blocks, and *whole blocks* also merges around "
-            "MLPs. DeepCache's number is its",
-            "interval of complete steps.",
+            "A *shared plan* compares tokens once for neighbouring blocks, and *whole blocks* also merges",
+            "around MLPs. DeepCache's number is its interval of complete steps.",
         ]
     )
     for card, own in found.items():
