@@ -86,8 +86,7 @@ def printed(run: dict) -> str:
     """Return what the handle printed after the run, and how far its figures can be trusted."""
     (psnr,), seconds = run["quality"]["psnr_db"], run["variants"]["dense"]["seconds_per_call"][0]
     threads = run["conditions"]["environment"]["threads"]
-    expected, within = map(int, re.search(r"estimated: (\d+) ± (\d+) dB", run["summary"]).groups())
-    low, high = expected - within, expected + within
+    low, high = map(int, re.search(r"estimated: \d+ dB \((\d+) to (\d+)\)", run["summary"]).groups())
     told = "the estimate was too low here" if psnr > high else "the estimate was too high here"
     told = "within the estimate" if low <= psnr <= high else told
     note = (
