@@ -17,10 +17,12 @@ from tokenmerge.errors import ConfigError, shown, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.plans import Estimate, Facts, estimate_closeness
-from tokenmerge.report import Conditions, Report, RunSteps, hardly_faster, predict, saved, summary, title
+from tokenmerge.plans import Estimate, Facts
+from tokenmerge.plans.estimate import estimate_closeness
+from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
+from tokenmerge.report.summary import Conditions, RunSteps, summary, title
 from tokenmerge.runtime.memory import run_log
-from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
+from tokenmerge.runtime.memory.state import ModelState, RecordedPlan, recording
 from tokenmerge.runtime.patching.patch import record_steps, refuse_in_use, restore, state_of
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies
 from tokenmerge.vit.planner import RecordedTokens
@@ -204,7 +206,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
         Only the blocks of the denoiser are recorded, or those of the first ControlNet if no denoiser merges.
         For a layer of a vision transformer, the record says which input tokens its output tokens stand for.
         """
-        return self._state.recording()
+        return recording(self._state)
 
 
 class DiffusionPatch(Patch[Report, RecordedPlan]):

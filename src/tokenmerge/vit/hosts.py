@@ -117,14 +117,7 @@ class Encoder:
 
 
 def find_encoders(model: object) -> dict[nn.Module, Encoder]:
-    """Find every known vision transformer in a pipeline or a model; there may be none.
-
-    Args:
-        model: a model of transformers or timm, also compiled or wrapped, or a pipeline with such a model.
-
-    Raises:
-        UnsupportedModelError: a vision transformer has layers with an unknown structure.
-    """
+    """Find every known vision transformer in a pipeline or a model; there may be none."""
     found: dict[nn.Module, Encoder] = {}
     for part in parts(model):
         for family in FAMILIES:

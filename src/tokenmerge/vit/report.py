@@ -8,8 +8,9 @@ from typing import Any
 
 from tokenmerge.config.checks import check_counts
 from tokenmerge.errors import ConfigError
-from tokenmerge.report import gflops
 from tokenmerge.report.flops import count_flops, weightless
+from tokenmerge.report.prediction import gflops
+from tokenmerge.runtime.memory.state import recording
 from tokenmerge.text_table import Tabled, TextTable
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.runtime import EncoderState, checked_encoders, patch_encoder
@@ -98,7 +99,7 @@ def predict_vit(
     state = EncoderState(config, encoder)
     state.unmerge = False
     patch_encoder(root, state)
-    with state.recording() as recorded:
+    with recording(state) as recorded:
         merged = count_flops(root, arguments)
 
     tokens = seen[:1]

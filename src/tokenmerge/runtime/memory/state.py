@@ -241,16 +241,6 @@ class ModelState:
             if isinstance(part, BlockState):
                 part.threads.value.number = -1
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[dict[str, RecordedPlan]]:
-        """While the context lasts, each block leaves its latest plan, by its path."""
-        before, latest = self.record, dict[str, RecordedPlan]()
-        self.record = latest
-        try:
-            yield latest
-        finally:
-            self.record = before
-
     def forget(self) -> None:
         """Drop all that is cached, as the model is restored; a handle may still hold this object."""
         for memory in (*self.memories.values(), self.threads.value.own_memory):
@@ -337,6 +327,16 @@ class StageState:
     is_last: bool
     grid: PerThread[Grid] | None = None
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
+
+
+@contextlib.contextmanager
+def recording(state: Any) -> Iterator[dict[str, Any]]:
+    """Within the context, each block or layer of a patched model leaves in ``record`` what it did last."""
+    before, state.record = state.record, {}
+    try:
+        yield state.record
+    finally:
+        state.record = before
 
 
 @torch.compiler.assume_constant_result  # called while a graph is traced, and no part of it
