@@ -98,12 +98,10 @@ def counted_cache(pipe_or_model: object, configs: Sequence[ToMeConfig]) -> int:
     """Return the most bytes that one picture of the default size caches with any of some settings."""
     hosts = find_hosts(pipe_or_model)
     size = default_or_given(hosts, None, None)
-    most = 0
-    for config in dict.fromkeys(configs):
-        total = 0
+    totals = dict.fromkeys(configs, 0)
+    for config in totals:
         for host in hosts_that_merge(hosts, config, size)[0]:
             (copied,) = find_hosts(weightless(host.root, host.on_cpu))
             arguments = partial(copied.example, *size, host.usual_batch)
-            total += kept_bytes(copied, config, arguments, Kept())
-        most = max(most, total)
-    return most
+            totals[config] += kept_bytes(copied, config, arguments, Kept())
+    return max(totals.values())
