@@ -75,10 +75,7 @@ class Costs(NamedTuple):
     least: float
 
     def speedup(self, complete: int, finest: int) -> float:
-        """Return dense multiplications over those of a generation with these numbers of steps.
-
-        ``finest`` counts the complete steps too.
-        """
+        """Return the speed-up of a generation with so many steps; ``finest`` counts the complete ones too."""
         corrections = -(-complete // self.every) if self.every else 0
         spent = (
             corrections * self.dense

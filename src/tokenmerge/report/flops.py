@@ -35,23 +35,6 @@ _MOST_RESULTS = 10_000
 _WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compiled_call_impl")
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One transformer block, or several equal consecutive blocks, whose FLOPs are then summed."""
-
-    model: str  # class of the block's model, with a number if there are several models of this class
-    path: str  # qualified name of the block; of several blocks, with the range of their numbers: ``0-9``
-    level: int  # resolution level: 1, 2, 4 …
-    grid: tuple[int, ...]  # height and width in tokens; for a video, the number of frames before them
-    tokens: int  # number before merging, including reference pictures in the same sequence
-    merged_tokens: int  # number after merging
-    merged: str  # the sub-layers that run on merged tokens, such as ``"attn1+ff"``
-    flops_dense: int
-    flops_merged: int  # including the matching
-    blocks: int = 1  # number of blocks in this row
-    references: tuple[tuple[int, ...], ...] = ()  # ``grid`` of each reference picture in the sequence
-
-
 def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
     """Make an unpatched copy of a model on the meta device: its parameters and buffers have no values.
 

@@ -19,7 +19,7 @@ _TEXT_TOKENS = 77
 
 @dataclasses.dataclass(frozen=True)
 class PaddleRow:
-    """One transformer block, with fields as in :class:`tokenmerge.report.flops.Row`.
+    """One transformer block, with fields as in :class:`tokenmerge.report.Row`.
 
     FLOPs are those of the sub-layers in ``merged``, and not of the whole block.
     """
