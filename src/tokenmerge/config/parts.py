@@ -87,7 +87,7 @@ def _check_distance(name: str, value: Any) -> float:
 
 
 def check_full(name: str, value: Any) -> float:
-    """Accept 1, the distance between complete steps of which none is skipped."""
+    """Accept the distance between complete steps with which no step skips anything: 1."""
     plain = _check_distance(name, value)
     if plain != 1:
         refuse(name, "1 in a rule for some of the steps, which then skip nothing", value)
