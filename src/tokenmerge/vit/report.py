@@ -10,9 +10,9 @@ from tokenmerge.config.checks import check_counts
 from tokenmerge.errors import ConfigError
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.report.prediction import gflops
-from tokenmerge.runtime.memory.state import recording
 from tokenmerge.text_table import Tabled, TextTable
 from tokenmerge.vit.config import ViTConfig
+from tokenmerge.vit.planner import RecordedTokens
 from tokenmerge.vit.runtime import EncoderState, checked_encoders, patch_encoder
 
 
@@ -99,8 +99,8 @@ def predict_vit(
     state = EncoderState(config, encoder)
     state.unmerge = False
     patch_encoder(root, state)
-    with recording(state) as recorded:
-        merged = count_flops(root, arguments)
+    recorded = state.record = dict[str, RecordedTokens]()
+    merged = count_flops(root, arguments)
 
     tokens = seen[:1]
     for layer in encoder.layers:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -327,16 +326,6 @@ class StageState:
     is_last: bool
     grid: PerThread[Grid] | None = None
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
-
-
-@contextlib.contextmanager
-def recording(state: Any) -> Iterator[dict[str, Any]]:
-    """Within the context, each block or layer of a patched model leaves in ``record`` what it did last."""
-    before, state.record = state.record, {}
-    try:
-        yield state.record
-    finally:
-        state.record = before
 
 
 @torch.compiler.assume_constant_result  # called while a graph is traced, and no part of it
