@@ -38,8 +38,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tokenmerge import ToMeConfig, apply_token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.work import Amount, Share, Work
-from tokenmerge.plans import Facts, Shown, estimate_closeness
-from tokenmerge.plans.estimate import psnr_of
+from tokenmerge.plans import Facts
+from tokenmerge.plans.estimate import Shown, estimate_closeness, psnr_of
 from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.runtime.memory.run_log import shown
 from tokenmerge.runtime.patching.patch import state_of

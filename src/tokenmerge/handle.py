@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import nn
@@ -17,8 +17,10 @@ from tokenmerge.errors import ConfigError, shown, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.plans import Estimate, Facts, estimate_closeness
-from tokenmerge.report import Conditions, Report, RunSteps, hardly_faster, predict, saved, summary, title
+from tokenmerge.plans import Estimate, Facts
+from tokenmerge.plans.estimate import estimate_closeness
+from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
+from tokenmerge.report.summary import Conditions, RunSteps, summary, title
 from tokenmerge.runtime.memory import run_log
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.patching.patch import record_steps, refuse_in_use, restore, state_of
@@ -198,13 +200,19 @@ class Patch(Generic[AnyReport, AnyRecord]):
         for state in states:
             state.set_size(height, width)
 
-    def record(self) -> contextlib.AbstractContextManager[dict[str, AnyRecord]]:
+    @contextlib.contextmanager
+    def record(self) -> Iterator[dict[str, AnyRecord]]:
         """Within the context, record the last plan of each merging block, by the block's path.
 
         Only the blocks of the denoiser are recorded, or those of the first ControlNet if no denoiser merges.
         For a layer of a vision transformer, the record says which input tokens its output tokens stand for.
         """
-        return self._state.recording()
+        before, latest = self._state.record, dict[str, AnyRecord]()
+        self._state.record = latest
+        try:
+            yield latest
+        finally:
+            self._state.record = before
 
 
 class DiffusionPatch(Patch[Report, RecordedPlan]):

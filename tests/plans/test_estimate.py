@@ -11,9 +11,9 @@ import pytest
 from tests.plans.test_choose import facts
 
 from tokenmerge import StepReuse, ToMeConfig
-from tokenmerge.plans import Estimate, Shown, estimate_closeness, noise_of
+from tokenmerge.plans import Estimate
 from tokenmerge.plans.choose import harm_of, merging_harm_of
-from tokenmerge.plans.estimate import influence_of, psnr_of
+from tokenmerge.plans.estimate import Shown, estimate_closeness, influence_of, noise_of, psnr_of
 from tokenmerge.plans.policy import ESTIMATE
 
 STEPS = 12

@@ -182,7 +182,7 @@ def _check_offered(config: Any) -> None:
             "the other settings for a ratio is supported only on PyTorch"
         )
     for place, rule in enumerate(config.rules):
-        if rule.conditions.keys() - {"level"}:
+        if rule.of_steps:
             raise ConfigError(
                 f"rules[{place}]: on Paddle a rule can have a level and no other condition, got {rule}; "
                 "leave it out, or use a pipeline of diffusers"

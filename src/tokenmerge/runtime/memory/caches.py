@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.ops import Plan
-from tokenmerge.plans import Tolerance
+from tokenmerge.plans.tolerance import Tolerance
 from tokenmerge.runtime.memory.reuse import Tensors
 from tokenmerge.runtime.memory.run_log import RunLog
 from tokenmerge.runtime.steps.guidance import SampleTracker

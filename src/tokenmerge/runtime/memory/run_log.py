@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.ops import num_tokens
-from tokenmerge.plans import Shown, noise_of
+from tokenmerge.plans.estimate import Shown, noise_of
 from tokenmerge.runtime.memory.reuse import Residual
 from tokenmerge.runtime.steps.scheduler import NoiseLevels
 from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker

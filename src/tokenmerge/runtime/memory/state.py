@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -240,16 +239,6 @@ class ModelState:
         for part in self.parts:
             if isinstance(part, BlockState):
                 part.threads.value.number = -1
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[dict[str, RecordedPlan]]:
-        """While the context lasts, each block leaves its latest plan, by its path."""
-        before, latest = self.record, dict[str, RecordedPlan]()
-        self.record = latest
-        try:
-            yield latest
-        finally:
-            self.record = before
 
     def forget(self) -> None:
         """Drop all that is cached, as the model is restored; a handle may still hold this object."""
