@@ -23,6 +23,7 @@ from tokenmerge.integrations.comfyui.nodes import TokenMerging
 from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step
 from tokenmerge.integrations.comfyui.settings import Asked, Settings, settings_for
+from tokenmerge.integrations.comfyui.transformer import finish_run
 from tokenmerge.plans.generation import Runs, plan_generation
 
 MAKE = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
@@ -103,9 +104,9 @@ def call(patcher, shape, more, settings=None, seed=0, **named):
     options = patcher.model_options["transformer_options"]
     times = torch.full((2,), 0.5)
     if settings is not None:
-        step = Step(Sampling(settings), 0.5, times, shape, True, frozenset())
-        step.begin_call(shape)
-        options = {**options, KEY: step, "cond_or_uncond": [1, 0]}
+        step = Step(Sampling(settings), 0.5, times, shape, True)
+        step.begin_call(shape, {"cond_or_uncond": [1, 0]})
+        options = {**options, KEY: step}
     with torch.inference_mode():
         return patcher.model.diffusion_model(
             x, times, context=text, transformer_options=dict(options), **more, **named
@@ -211,11 +212,11 @@ def test_where_nothing_changes_between_steps_nothing_is_lost(case, controlled, m
         dense = network(x, times, context=text, transformer_options={}, **more, **named)
         whole, ran[:] = len(ran), []
         for i in range(8):
-            step = Step(sampling, 1 - i / 8, times, shape, True, frozenset())
-            step.begin_call(shape)
+            step = Step(sampling, 1 - i / 8, times, shape, True)
+            step.begin_call(shape, {})
             options, ran[:] = {**clone.model_options["transformer_options"], KEY: step}, []
             here = network(x, times, context=text, transformer_options=options, **more, **named)
-            sampling.runs.finish()
+            finish_run(sampling)
             # float32 over these networks errs by 1e-6 of the largest value.
             assert torch.allclose(here, dense, atol=2e-5 * float(dense.abs().max())), i
             assert len(ran) == (whole if i in settings.config.reuse.steps_of(8).full else 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenmerge.integrations.comfyui import unet
 from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step, running_in, step_in
 from tokenmerge.integrations.comfyui.settings import Settings, beside
-from tokenmerge.integrations.comfyui.transformer import ReplacedBlock
+from tokenmerge.integrations.comfyui.transformer import ReplacedBlock, finish_run
 
 _ATTENTION = "optimized_attention_override"
 
@@ -115,7 +115,7 @@ class _Wrappers:
         start, end = (noise.percent_to_sigma(share) for share in (self.settings.start, self.settings.end))
         if end < now <= start:
             whole = all("area" not in cond for prompt in conds for cond in prompt or ())
-            step = Step(sampling, now, noise.timestep(sigma), x.shape, whole, _replaced_in(options))
+            step = Step(sampling, now, noise.timestep(sigma), x.shape, whole)
         given = {**model_options, "transformer_options": {**options, KEY: step}}
         results = executor(model, conds, x, sigma, given)
         if self.settings.config.guided_planner and len(results) > 1:
@@ -124,15 +124,14 @@ class _Wrappers:
 
     def apply_model(self, executor: Any, x: Tensor, *more: Any, **named: Any) -> Any:
         """One call of the model."""
-        options = named.get("transformer_options") or next(
-            (value for value in more if isinstance(value, dict) and KEY in value), None
-        )
+        given = (*more, *named.values())
+        options = next((value for value in given if isinstance(value, dict) and KEY in value), {})
         step = step_in(options)
         if step is None:
             return executor(x, *more, **named)
         step.begin_call(x.shape, options)
         result = executor(x, *more, **named)
-        step.sampling.runs.finish()
+        finish_run(step.sampling)
         return result
 
     def diffusion_model(self, executor: Any, *arguments: Any, **named: Any) -> Any:
@@ -146,9 +145,3 @@ class _Wrappers:
         if target.cut is None or not step.sampling.decision.caches:
             return executor(*arguments, **named)
         return unet.call_stages(executor, target.cut, step.sampling, arguments, named)
-
-
-def _replaced_in(options: dict[str, Any]) -> frozenset[Hashable]:
-    """Return (kind, ComfyUI's name and numbers) of each attention of a UNet that another node replaces."""
-    replaced = options.get("patches_replace", {})
-    return frozenset((kind, *block) for kind in ("attn1", "attn2") for block in replaced.get(kind, {}))

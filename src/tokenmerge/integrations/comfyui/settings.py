@@ -102,7 +102,7 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
     if asked.method not in METHODS:
         raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {asked.method!r}")
     config = _changed(getattr(presets, asked.method)(asked.ratio), asked)
-    if asked.step_reuse == "on" and _can_skip(target):
+    if asked.step_reuse == "on" and target.can_skip:
         config = dataclasses.replace(config, reuse=StepReuse(every=_EVERY))
     config, notes = _applied(config, target, asked)
     return Settings(config, target, asked.start, asked.end, notes)
@@ -119,18 +119,13 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
         work=target.work,
         grid=(1, *_GRID),
         steps=_STEPS,
-        can_skip=_can_skip(target) and asked.step_reuse != "off",
+        can_skip=target.can_skip and asked.step_reuse != "off",
         whole_blocks=not target.is_unet,
         layers=target.is_unet,
         number_bytes=2 * dtype.itemsize,
         fewest_tokens=fewest_tokens(device, dtype, 2 if target.is_unet else 1, *attention),
     )
     return DefaultMethod(asked.speedup, facts, (lambda config: _changed(config, asked),))
-
-
-def _can_skip(target: Target) -> bool:
-    """Return whether steps can skip a part of the model."""
-    return not target.is_unet or target.cut is not None
 
 
 def _changed(config: ToMeConfig, asked: Asked) -> ToMeConfig:

@@ -15,15 +15,15 @@ from typing import Any
 from torch import Tensor
 
 from tokenmerge.integrations.comfyui.models import Cut
-from tokenmerge.integrations.comfyui.sampling import Running, Sampling, Step, prompts_in, running_in, step_in
+from tokenmerge.integrations.comfyui.sampling import Running, Sampling, Step, running_in, step_in
 from tokenmerge.models.base import PLAIN
-from tokenmerge.plans.generation import Merging
+from tokenmerge.plans.generation import Runs
 from tokenmerge.runtime.blocks.merged_call import add_lost, combined
 from tokenmerge.runtime.memory.reuse import extrapolated, updated
 
 # ComfyUI's patches that get what a block of the UNet returned.
 _AFTER_BLOCKS = ("input_block_patch", "input_block_patch_after_skip", "output_block_patch")
-# The parts whose results are cached.
+# The parts whose results are cached, as the decision of a call names them.
 _DEEP, _FINEST = "deep", "finest"
 
 
@@ -101,14 +101,10 @@ def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
         if step.settings.regroup:
             step.sampling.say(step.settings.regrouped)
         return None
-    level, grid = level_of(options["original_shape"][-2], rows), (1, rows, columns)
-    if step.is_replaced("attn1", block) or not step.merges(grid, level):
+    if step.is_replaced("attn1", block):
         return None
-    plan = None
-    if step.sampling.decision.merging is not Merging.MEASURES:
-        place = (level, way) if step.settings.config.plans.blocks else block
-        plan = step.plan(place, n, grid, level, prompts_in(options))
-    return Running(plan, step.at(level), block=block)
+    level = level_of(options["original_shape"][-2], rows)
+    return step.merge_in(block, (level, way), n, PLAIN, (1, rows, columns), level)
 
 
 def level_of(finest: int, rows: int) -> int:
@@ -139,14 +135,14 @@ def call_stages(
     ``arguments`` are (x, timesteps, context, y, control, transformer_options).
     """
     *first, control, options = arguments
-    distances: dict[str, Any] = {_FINEST: sampling.decision.finest, _DEEP: sampling.decision.deep}
+    decision = sampling.decision
     # The highest part that the running call skips; None: all of the UNet runs.
-    skipped = next((part for part in distances if distances[part] is not None and sampling.of(part)), None)
+    skipped = {Runs.FINEST: _DEEP, Runs.LEAST: _FINEST}.get(decision.runs)
 
     def result(part: str, h: Tensor) -> Tensor:
         """Return the result of a part: extrapolated where it is skipped; otherwise ``h``, which is cached."""
         if part == skipped:
-            (h,) = extrapolated(sampling.of(part), [0.0], distances[part])
+            (h,) = extrapolated(sampling.of(part), [0.0], getattr(decision, part))
         else:
             sampling.keep(part, updated(sampling.of(part), (h.clone(),)))
         return h
