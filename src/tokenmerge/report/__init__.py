@@ -4,7 +4,6 @@ No model is timed here; ``hardly_faster`` uses the timings of ``planners.calibra
 """
 
 from tokenmerge.report.cache_limit import Change, bytes_of, change_within, in_words
-from tokenmerge.report.flops import Row
 from tokenmerge.report.prediction import (
     Report,
     check_merging,
@@ -15,6 +14,7 @@ from tokenmerge.report.prediction import (
     saved,
 )
 from tokenmerge.report.summary import Conditions, RunSteps, summary, title
+from tokenmerge.text_table import Row
 
 __all__ = [
     "Change",

@@ -35,37 +35,6 @@ _MOST_RESULTS = 10_000
 _WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compiled_call_impl")
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One transformer block, or several equal consecutive blocks.
-
-    Attributes:
-        model: class of the block's model, with a number if there are several models of this class.
-        path: qualified name of the block. For several blocks, their numbers are a range, such as ``0-9``.
-        level: resolution level: 1, 2, 4 …
-        grid: height and width in tokens; for a video, the number of frames before them.
-        tokens: number of tokens before merging, including reference pictures in the same sequence.
-        merged_tokens: number of tokens after merging.
-        merged: the sub-layers that run on merged tokens, such as ``"attn1+ff"``.
-        flops_dense: floating-point operations of the block without merging.
-        flops_merged: floating-point operations with merging, including the matching.
-        blocks: number of blocks in this row. FLOPs are their sum.
-        references: ``grid`` of each reference picture in the sequence.
-    """
-
-    model: str
-    path: str
-    level: int
-    grid: tuple[int, ...]
-    tokens: int
-    merged_tokens: int
-    merged: str
-    flops_dense: int
-    flops_merged: int
-    blocks: int = 1
-    references: tuple[tuple[int, ...], ...] = ()
-
-
 def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
     """Make an unpatched copy of a model on the meta device: its parameters and buffers have no values.
 

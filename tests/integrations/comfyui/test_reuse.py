@@ -119,8 +119,7 @@ def test_where_nothing_changes_between_steps_nothing_is_lost(unet, shallow, cont
         seen.append((options["block"], h.shape[1], options["transformer_index"]))
         return h, skip
 
-    given = dict(clone.model_options["transformer_options"])
-    given["patches"] = {**given["patches"], "output_block_patch": [note]}
+    given = {**clone.model_options["transformer_options"], "patches": {"output_block_patch": [note]}}
     with torch.inference_mode():
         control = control_of(network, x, time, text) if controlled else None
         copy = lambda: control and {name: list(values) for name, values in control.items()}  # noqa: E731

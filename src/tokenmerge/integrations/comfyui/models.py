@@ -127,7 +127,7 @@ def find_target(model: Any) -> Target:
     Raises:
         UnsupportedModelError: it holds no UNet, and no transformer whose blocks can be replaced.
     """
-    root = getattr(getattr(model, "model", None), "diffusion_model", None)
+    root: Any = getattr(getattr(model, "model", None), "diffusion_model", None)
     name = type(root).__name__
     if is_a(root, *compvis.CLASSES) and hasattr(root, "input_blocks"):
         blocks = tuple(

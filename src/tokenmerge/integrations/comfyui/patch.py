@@ -27,18 +27,11 @@ def patched(model: Any, settings: Settings) -> Any:
     for kind in ("sampler_sample", "calc_cond_batch", "apply_model", "diffusion_model"):
         clone.remove_wrappers_with_key(kind, KEY)
         clone.add_wrapper_with_key(kind, KEY, getattr(wrappers, kind))
-    options = clone.model_options["transformer_options"]
-    if settings.target.is_unet:
-        present = options.get("patches", {})
-        for name, patch in unet.PATCHES.items():
-            if patch not in present.get(name, ()):
-                clone.set_model_patch(patch, name)
-    else:
-        replaced = options.get("patches_replace", {}).get("dit", {})
-        for block in settings.target.blocks:
+    replaced = clone.model_options["transformer_options"].get("patches_replace", {}).get("dit", {})
+    for block in settings.target.blocks:
+        if block.layout is not None:  # in a transformer
             inner = replaced.get(block.key)
             inner = inner.inner if isinstance(inner, ReplacedBlock) else inner
-            assert block.layout is not None
             clone.set_model_patch_replace(ReplacedBlock(block.key, block.layout, inner), "dit", *block.key)
     options = clone.model_options["transformer_options"]
     before = options.pop(_ATTENTION, None)
@@ -141,7 +134,7 @@ class _Wrappers:
         if step is None:
             return executor(*arguments, **named)
         *first, options = arguments
-        arguments = *first, {**options, "patches": unet.innermost(options.get("patches", {}))}
+        arguments = *first, {**options, "patches": unet.with_patches(options.get("patches", {}))}
         if target.cut is None or not step.sampling.decision.caches:
             return executor(*arguments, **named)
         return unet.call_stages(executor, target.cut, step.sampling, arguments, named)

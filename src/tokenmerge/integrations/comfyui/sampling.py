@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tokenmerge.config import GUIDED_PLANNERS, MergeSettings
 from tokenmerge.integrations.comfyui.settings import Settings
-from tokenmerge.models.base import Layout
+from tokenmerge.models.base import GridShape, Layout
 from tokenmerge.ops import Plan, num_tokens, shared_features
 from tokenmerge.ops.arithmetic import arithmetic
 from tokenmerge.planners import PLANNERS, num_removed
@@ -24,7 +24,7 @@ from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
 # Key of this package's entry in ComfyUI's ``transformer_options``, and of its wrappers.
 KEY = "tokenmerge"
 _log = logging.getLogger(KEY)
-Grid = tuple[int, int, int]
+Options = Mapping[str, Any]  # ComfyUI's ``transformer_options``
 
 
 class Sampling:
@@ -40,7 +40,7 @@ class Sampling:
         self.settings = self._asked = settings  # the default method chooses them in the first step
         self.steps = max(1, len(sigmas) - 1)
         self._sigmas, self._guidance = sigmas, guidance
-        self._grid: Grid | None = None
+        self._grid: GridShape | None = None
         self._said: set[str] = set()
         self.generation = Generation(0)
         self.forget()
@@ -86,14 +86,10 @@ class Sampling:
 
 
 class Step:
-    """One evaluation of all prompts on one latent: ComfyUI's ``calc_cond_batch``.
+    """One evaluation of all prompts on latents of one shape: ComfyUI's ``calc_cond_batch``.
 
-    Args:
-        sampling: the sampling that it belongs to.
-        sigma: noise level.
-        timestep: what the model is called with; random draws depend on it.
-        latent: shape of the latents.
-        whole: whether every prompt is for the whole picture, so that all of them get the same latents.
+    Random draws depend on the ``timestep`` that the model is called with. ``whole`` says whether every prompt
+    is for the whole picture, so that all of them get the same latents.
     """
 
     def __init__(
@@ -108,7 +104,7 @@ class Step:
         self._config = self.settings.config.at_step(index, sampling.steps)
         self._plan_for = tuple(latent), self._config
 
-    def begin_call(self, latent: Sequence[int], options: Mapping[str, Any]) -> None:
+    def begin_call(self, latent: Sequence[int], options: Options) -> None:
         """Decide what a call of the model runs and merges.
 
         ComfyUI may call it for each prompt, and for parts of the picture.
@@ -136,7 +132,13 @@ class Step:
         return block in replaced or block[:2] in replaced
 
     def merge_in(
-        self, block: tuple[Any, ...], group: Hashable, tokens: Tensor, layout: Layout, grid: Grid, level: int
+        self,
+        block: tuple[Any, ...],
+        group: Hashable,
+        tokens: Tensor,
+        layout: Layout,
+        grid: GridShape,
+        level: int,
     ) -> Running | None:
         """Return what a block with these tokens of a grid merges; None: it is dense.
 
@@ -145,29 +147,29 @@ class Step:
         settings, merging = self._config.at_level(level), self.sampling.decision.merging
         if level > self.settings.deepest_level or merging is Merging.DENSE or not num_removed(grid, settings):
             return None
-        plan = None
-        if merging is not Merging.MEASURES:
-            place = group if self._config.plans.blocks else block
-            plan = self._plan(place, layout.image(tokens, num_tokens(grid)), grid, settings)
-        return Running(plan, settings, block, layout.text == "first")
-
-    def _plan(self, place: Hashable, features: Tensor, grid: Grid, settings: MergeSettings) -> Plan:
-        """Return the plan at a place, from features ``[b, n, c]`` with the images of each prompt in a row."""
-        copies = self._prompts if self._whole and len(features) % self._prompts == 0 else 1
-        key = place, len(features) // copies, grid, None if self._whole else self._calls
+        running = Running(None, settings, block, layout.text == "first")
+        if merging is Merging.MEASURES:
+            return running
+        # The images of each prompt stand in a row.
+        copies = self._prompts if self._whole and len(tokens) % self._prompts == 0 else 1
+        place = group if self._config.plans.blocks else block
+        key = place, len(tokens) // copies, grid, None if self._whole else self._calls
         plans = self.sampling.plans
         if key not in plans:
+            features = layout.image(tokens, num_tokens(grid))
             alike = shared_features(features, copies) if copies > 1 else features
-            plans[key] = self._planned(alike, grid, settings)
-        return plans[key] if copies == 1 else plans[key].repeated(copies)
+            plans[key] = self._plan(alike, grid, settings)
+        running.plan = plans[key] if copies == 1 else plans[key].repeated(copies)
+        return running
 
-    def _planned(self, features: Tensor, grid: Grid, settings: MergeSettings) -> Plan:
-        planner, change, importance = settings.planner, self.sampling.guidance_change, None
+    def _plan(self, features: Tensor, grid: GridShape, settings: MergeSettings) -> Plan:
+        planner, more, change = settings.planner, [], self.sampling.guidance_change
         if planner in GUIDED_PLANNERS:
             importance = None if change is None else importance_of_tokens(change, grid)
-            if importance is None or importance.shape != features.shape[:2]:
-                planner, importance = "tome", None  # as before guidance has changed anything
-        more = [] if importance is None else [importance.to(features.device)]
+            if importance is not None and importance.shape == features.shape[:2]:
+                more = [importance.to(features.device)]
+            else:
+                planner = "tome"  # as before guidance has changed anything
         r, seed = num_removed(grid, settings), self._seed.to(features.device)
         return PLANNERS[planner](features, grid, r, settings, seed, *more)
 
@@ -201,13 +203,13 @@ class Running:
         return F.pad(self.plan.sizes.log(), beside).to(keys.dtype).unsqueeze(1)
 
 
-def step_in(options: Any) -> Step | None:
-    """Return the running step, from ComfyUI's ``transformer_options``; None: nothing merges."""
+def step_in(options: Options | None) -> Step | None:
+    """Return the running step; None: nothing merges."""
     step = (options or {}).get(KEY)
     return step if isinstance(step, Step) else None
 
 
-def running_in(options: Any) -> tuple[Any, Running | None]:
+def running_in(options: Options | None) -> tuple[Any, Running | None]:
     """Return the running step, and what the running block merges; None: it is dense."""
     step = step_in(options)
     return step, None if step is None else step.running

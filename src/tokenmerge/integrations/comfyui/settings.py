@@ -21,10 +21,8 @@ AUTO = "auto"
 METHODS = (AUTO, *presets.__all__)
 OF_METHOD = "as the method says"
 _STEPS, _GRID = 20, (64, 64)  # of a sampling that is not known yet
-_EVERY = 3  # of step reuse beside a preset
-SCOPES = (OF_METHOD, "layers", "keys", "block")
 SWITCH = (OF_METHOD, "on", "off")
-LEVELS = (OF_METHOD, "1", "2", "4", "8")
+_EVERY = 3  # of step reuse beside a preset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,13 +177,12 @@ def beside(settings: Settings, options: Mapping[str, Any]) -> Settings:
     if target.is_unet:  # ComfyUI calls the patches of attention in UNets only
         regroup = _nodes_of(options.get("patches", {}).get("attn1_patch", ()))
         attention = _nodes_of(replaced.get("attn1", {}).values())
-    alone = cache is None and not attention
-    if config.reuse.on and not alone:
+    why = attention and f"{attention} may read self-attention in every step"
+    if cache is not None:
+        why = f"{cache.name} skips whole steps; keep one of the nodes"
+    if config.reuse.on and why:
         config = dataclasses.replace(config, reuse=StepReuse())
         default = default and default.without_reuse()
-        why = f"{attention} may read self-attention in every step"
-        if cache is not None:
-            why = f"{cache.name} skips whole steps; keep one of the nodes"
         notes.append(f"No part of the model is skipped, since {why}.")
     if attention:
         notes.append(f"Self-attention that {attention} replaced stays dense.")
@@ -195,10 +192,8 @@ def beside(settings: Settings, options: Mapping[str, Any]) -> Settings:
         notes.append(
             f"Blocks that {later} replaced after Token Merging may not merge; place Token Merging after it."
         )
-    told = (*settings.notes, *notes)
-    return dataclasses.replace(
-        settings, config=config, default=default, regroup=regroup, alone=alone, notes=told
-    )
+    changed = dataclasses.replace(settings, config=config, default=default, regroup=regroup, alone=not why)
+    return dataclasses.replace(changed, notes=(*settings.notes, *notes))
 
 
 def _nodes_of(patches: Iterable[Any]) -> str:

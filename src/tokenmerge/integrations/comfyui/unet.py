@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from tokenmerge.integrations.comfyui.models import Cut
-from tokenmerge.integrations.comfyui.sampling import Running, Sampling, Step, running_in, step_in
+from tokenmerge.integrations.comfyui.sampling import Options, Running, Sampling, Step, running_in, step_in
 from tokenmerge.models.base import PLAIN
 from tokenmerge.plans.generation import Runs
 from tokenmerge.runtime.blocks.merged_call import add_lost, combined
@@ -27,7 +27,7 @@ _AFTER_BLOCKS = ("input_block_patch", "input_block_patch_after_skip", "output_bl
 _DEEP, _FINEST = "deep", "finest"
 
 
-def before_attention(n: Tensor, context: Any, value: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+def before_attention(n: Tensor, context: Any, value: Any, options: Options) -> tuple[Any, Any, Any]:
     """``attn1_patch``: plan from the normalised tokens of the block, and merge them for self-attention."""
     step = step_in(options)
     if step is None:
@@ -47,9 +47,7 @@ def before_attention(n: Tensor, context: Any, value: Any, options: dict[str, Any
     return n if keys_alone else merged, context, value
 
 
-def before_cross_attention(
-    n: Tensor, context: Any, value: Any, options: dict[str, Any]
-) -> tuple[Any, Any, Any]:
+def before_cross_attention(n: Tensor, context: Any, value: Any, options: Options) -> tuple[Any, Any, Any]:
     """``attn2_patch``: merge the queries of cross-attention."""
     step, running = running_in(options)
     if running is None or running.settings.scope == "keys" or not running.settings.merge_crossattn:
@@ -62,7 +60,7 @@ def before_cross_attention(
     return combined(running.plan, n, running.settings.combine), context, value
 
 
-def after_attention(n: Tensor, options: dict[str, Any]) -> Tensor:
+def after_attention(n: Tensor, options: Options) -> Tensor:
     """``attn1_output_patch`` and ``attn2_output_patch``: give each token the result of its merged token."""
     step, running = running_in(options)
     if running is None or running.merged is None:
@@ -80,19 +78,18 @@ def after_attention(n: Tensor, options: dict[str, Any]) -> Tensor:
     return result
 
 
-def innermost(patches: Mapping[str, Any]) -> dict[str, list[Callable[..., Any]]]:
-    """Return a UNet's patches with those of this node next to the layers.
+def with_patches(others: Mapping[str, Any]) -> dict[str, list[Callable[..., Any]]]:
+    """Return the patches of other nodes with those above next to the layers: the others get all tokens."""
+    return {
+        **others,
+        "attn1_patch": [*others.get("attn1_patch", ()), before_attention],
+        "attn1_output_patch": [after_attention, *others.get("attn1_output_patch", ())],
+        "attn2_patch": [*others.get("attn2_patch", ()), before_cross_attention],
+        "attn2_output_patch": [after_attention, *others.get("attn2_output_patch", ())],
+    }
 
-    Whatever the order of the nodes, the patches of others get all tokens then.
-    """
-    result = {name: list(present) for name, present in patches.items()}
-    for name, own in PATCHES.items():
-        others = [patch for patch in result.get(name, ()) if patch is not own]
-        result[name] = [own, *others] if name.endswith("output_patch") else [*others, own]
-    return result
 
-
-def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
+def _running(step: Step, n: Tensor, options: Options) -> Running | None:
     """Return what the block merges; None: it is dense."""
     batch, _, rows, columns = options["activations_shape"]
     way, number = options["block"]
@@ -117,14 +114,6 @@ def level_of(finest: int, rows: int) -> int:
     while finest > rows:
         finest, level = -(-finest // 2), 2 * level
     return level
-
-
-PATCHES: Mapping[str, Callable[..., Any]] = {
-    "attn1_patch": before_attention,
-    "attn1_output_patch": after_attention,
-    "attn2_patch": before_cross_attention,
-    "attn2_output_patch": after_attention,
-}
 
 
 def call_stages(
