@@ -122,11 +122,7 @@ _REPLACEABLE: Mapping[tuple[str, ...], Sequence[tuple[str, str, Layout]]] = {
 
 
 def find_target(model: Any) -> Target:
-    """Return what can merge in a ``ModelPatcher``.
-
-    Raises:
-        UnsupportedModelError: it holds no UNet, and no transformer whose blocks can be replaced.
-    """
+    """Return what can merge in a ``ModelPatcher``; refuse a model in which nothing can."""
     root: Any = getattr(getattr(model, "model", None), "diffusion_model", None)
     name = type(root).__name__
     if is_a(root, *compvis.CLASSES) and hasattr(root, "input_blocks"):

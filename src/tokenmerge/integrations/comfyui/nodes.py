@@ -12,6 +12,7 @@ from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.settings import (
     METHODS,
     OF_METHOD,
+    STEPS,
     SWITCH,
     Asked,
     Settings,
@@ -23,7 +24,6 @@ from tokenmerge.ops import num_tokens
 from tokenmerge.planners import num_removed
 from tokenmerge.plans.generation import Runs, plan_generation
 
-_STEPS = 20  # of the example in the text
 _WHERE = {"layers": "attention", "keys": "keys and values of attention", "block": "whole blocks"}
 
 
@@ -139,11 +139,11 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
     """Return what merges, for latents of shape ``[b, c, (f,) h, w]``, at the step that merges most."""
     target = settings.target
     frames, rows, columns = target.grid(latent)
-    settings = settings.for_sampling((frames, rows, columns), _STEPS, None)
+    settings = settings.for_sampling((frames, rows, columns), STEPS, None)
     config, default = settings.config, settings.default
     asked = f"planner {config.planner}, ratio {config.ratio:g}"
     if default is not None:
-        asked = f"{default.name}, in an example of {_STEPS} steps"
+        asked = f"{default.name}, in an example of {STEPS} steps"
     size = f"latents {latent[-2]} × {latent[-1]}"
     lines, dense, merged = [f"{target.name}, {size}: {_WHERE[config.scope]} merge, {asked}"], 0.0, 0.0
     unless = f", unless regrouped by {settings.regroup}" if settings.regroup else ""
@@ -185,9 +185,9 @@ def _step_reuse(settings: Settings) -> list[str]:
     config, target = settings.config, settings.target
     if not config.reuse.on:
         return ["All steps run the whole model."] if settings.alone else []
-    ran = Counter(step.runs for step in plan_generation(config, _STEPS))
+    ran = Counter(step.runs for step in plan_generation(config, STEPS))
     what = "the deep stages" if target.is_unet else "the blocks"
-    lines = [f"Of {_STEPS} steps, {ran[Runs.EVERYTHING]} run the whole model, and the others skip {what}."]
+    lines = [f"Of {STEPS} steps, {ran[Runs.EVERYTHING]} run the whole model, and the others skip {what}."]
     if target.is_unet and ran[Runs.LEAST]:
         lines.append(f"{ran[Runs.LEAST]} of them skip the finest level too.")
     return lines

@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from tokenmerge.integrations.comfyui import unet
-from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step, running_in, step_in
+from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, running_in, sampling_in
 from tokenmerge.integrations.comfyui.settings import Settings, beside
 from tokenmerge.integrations.comfyui.transformer import ReplacedBlock, finish_run
 
 _ATTENTION = "optimized_attention_override"
+_SAMPLING = "tokenmerge_sampling"  # key of the running sampling in the options of all of its steps
 
 
 def patched(model: Any, settings: Settings) -> Any:
@@ -90,7 +91,7 @@ class _Wrappers:
         """One sampling. What it caches is dropped when it ends or is cancelled."""
         options = extra["model_options"]["transformer_options"]
         settings = beside(self.settings, options)
-        options[KEY] = sampling = Sampling(settings, sigmas.tolist(), getattr(model, "cfg", None))
+        options[_SAMPLING] = sampling = Sampling(settings, sigmas.tolist(), getattr(model, "cfg", None))
         for note in settings.notes[len(self.settings.notes) :]:
             sampling.say(note)
         try:
@@ -99,17 +100,18 @@ class _Wrappers:
             sampling.forget()
 
     def calc_cond_batch(self, executor: Any, *arguments: Any) -> Any:
-        """One evaluation of all prompts. Its options carry the running step."""
+        """One evaluation of all prompts. Its options carry the sampling if it merges."""
         model, conds, x, sigma, model_options = arguments
         options = model_options["transformer_options"]
-        known = options.get(KEY)
-        sampling = known if isinstance(known, Sampling) else Sampling(self.settings)
-        noise, now, step = model.model_sampling, float(sigma.max()), None
+        sampling = options.get(_SAMPLING) or Sampling(self.settings)
+        noise, now = model.model_sampling, float(sigma.max())
         start, end = (noise.percent_to_sigma(share) for share in (self.settings.start, self.settings.end))
-        if end < now <= start:
+        merges = end < now <= start
+        if merges:
             whole = all("area" not in cond for prompt in conds for cond in prompt or ())
-            step = Step(sampling, now, noise.timestep(sigma), x.shape, whole)
-        given = {**model_options, "transformer_options": {**options, KEY: step}}
+            sampling.begin_step(now, noise.timestep(sigma), x.shape, whole)
+        options = {**options, KEY: sampling if merges else None}
+        given = {**model_options, "transformer_options": options}
         results = executor(model, conds, x, sigma, given)
         if self.settings.config.guided_planner and len(results) > 1:
             sampling.guidance_change = results[0] - results[1]
@@ -119,22 +121,22 @@ class _Wrappers:
         """One call of the model."""
         given = (*more, *named.values())
         options = next((value for value in given if isinstance(value, dict) and KEY in value), {})
-        step = step_in(options)
-        if step is None:
+        sampling = sampling_in(options)
+        if sampling is None:
             return executor(x, *more, **named)
-        step.begin_call(x.shape, options)
+        sampling.begin_call(x.shape, options)
         result = executor(x, *more, **named)
-        finish_run(step.sampling)
+        finish_run(sampling)
         return result
 
     def diffusion_model(self, executor: Any, *arguments: Any, **named: Any) -> Any:
         """One call of the model's network. On some steps it skips the deep stages of a UNet."""
         target = self.settings.target
-        step = step_in(arguments[-1]) if target.is_unet else None
-        if step is None:
+        sampling = sampling_in(arguments[-1]) if target.is_unet else None
+        if sampling is None:
             return executor(*arguments, **named)
         *first, options = arguments
         arguments = *first, {**options, "patches": unet.with_patches(options.get("patches", {}))}
-        if target.cut is None or not step.sampling.decision.caches:
+        if target.cut is None or not sampling.decision.caches:
             return executor(*arguments, **named)
-        return unet.call_stages(executor, target.cut, step.sampling, arguments, named)
+        return unet.call_stages(executor, target.cut, sampling, arguments, named)

@@ -1,4 +1,4 @@
-"""The state of one sampling and of one of its steps: settings, random draws, plans and residuals."""
+"""The state of one sampling: settings, random draws, plans and residuals."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tokenmerge.runtime.steps.guidance import importance_of_tokens
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, ends_clean
 from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
 
-# Key of this package's entry in ComfyUI's ``transformer_options``, and of its wrappers.
+# Key of a step that merges in ComfyUI's ``transformer_options``, and of this package's wrappers.
 KEY = "tokenmerge"
 _log = logging.getLogger(KEY)
 Options = Mapping[str, Any]  # ComfyUI's ``transformer_options``
 
 
 class Sampling:
-    """State that outlives a step. Each sampling has its own, even on the same clone of a model.
+    """The state of one sampling, of its running step and of the running call of the model.
 
-    ``sigmas`` are the noise levels of the steps; empty: unknown. ``guidance`` is the scale of classifier-free
-    guidance; None: unknown.
+    Each sampling has its own, even on the same clone of a model. ``sigmas`` are the noise levels of its
+    steps; empty: unknown. ``guidance`` is the scale of classifier-free guidance; None: unknown.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Sampling:
         self._sigmas, self._guidance = sigmas, guidance
         self._grid: GridShape | None = None
         self._said: set[str] = set()
-        self.generation = Generation(0)
+        self._generation = Generation(0)
         self.forget()
 
     def forget(self) -> None:
@@ -54,6 +54,7 @@ class Sampling:
         # What parts of the model added in the last step that ran them, by call in the step and part: of a
         # stage as a residual that can be extrapolated.
         self.residuals: dict[Hashable, Any] = {}
+        self.running: Running | None = None  # what the running block merges; None: it is dense
         self.running_blocks: Any = None  # of transformers, see the file transformer
 
     def say(self, note: str) -> None:
@@ -62,10 +63,12 @@ class Sampling:
             _log.warning("Token Merging: %s", note)
         self._said.add(note)
 
-    def begin_step(self, sigma: float, latent: Sequence[int]) -> int:
-        """Return the index of the step at a noise level; a solver may evaluate the model between steps.
+    def begin_step(self, sigma: float, timestep: Tensor, latent: Sequence[int], whole: bool) -> None:
+        """Begin an evaluation of all prompts on latents of one shape: ComfyUI's ``calc_cond_batch``.
 
-        The first step chooses the settings, for the token grid of its latents.
+        A solver may evaluate the model between steps. The first step chooses the settings, for the token grid
+        of its latents. Random draws depend on the ``timestep`` that the model is called with. ``whole`` says
+        whether every prompt is for the whole picture, so that all of them get the same latents.
         """
         grid = self.settings.target.grid(latent)
         if self._grid != grid:
@@ -74,35 +77,12 @@ class Sampling:
         index = min(max(0, sum(sigma <= known for known in self._sigmas) - 1), self.steps - 1)
         if index < self.tracker.index:
             self.forget()  # the solver begins anew
-        return index
-
-    def of(self, part: Hashable) -> Any:
-        """Return the residual of a part of the model, from the same call of an earlier step."""
-        return self.residuals.get((self.tracker.call, part))
-
-    def keep(self, part: Hashable, residual: Any) -> None:
-        """Cache the residual of a part in the running call."""
-        self.residuals[self.tracker.call, part] = residual
-
-
-class Step:
-    """One evaluation of all prompts on latents of one shape: ComfyUI's ``calc_cond_batch``.
-
-    Random draws depend on the ``timestep`` that the model is called with. ``whole`` says whether every prompt
-    is for the whole picture, so that all of them get the same latents.
-    """
-
-    def __init__(
-        self, sampling: Sampling, sigma: float, timestep: Tensor, latent: Sequence[int], whole: bool
-    ) -> None:
-        index = sampling.begin_step(sigma, latent)
-        self.sampling, self.settings = sampling, sampling.settings
-        self._step = DenoisingStep(index, sampling.steps, sampling.generation)
-        self._seed = arithmetic().bits(timestep.float().max())
-        self._whole = whole and self.settings.config.plans.guidance
-        self._calls = -1
-        self._config = self.settings.config.at_step(index, sampling.steps)
+        self._step = DenoisingStep(index, self.steps, self._generation)
+        self._config = self.settings.config.at_step(index, self.steps)
         self._plan_for = tuple(latent), self._config
+        self._seed = arithmetic().bits(timestep.float().max())
+        self._whole = whole and self._config.plans.guidance
+        self._calls = -1
 
     def begin_call(self, latent: Sequence[int], options: Options) -> None:
         """Decide what a call of the model runs and merges.
@@ -112,16 +92,24 @@ class Step:
         self._calls += 1
         # Of the running call: the tokens at level 1, and whether reference pictures stand beside them.
         self.grid, self.has_references = self.settings.target.grid(latent), False
-        self.running: Running | None = None  # what the running block merges; None: it is dense
+        self.running = None
         self._prompts = len(options.get("cond_or_uncond") or [0])  # in the batch
         self._replaced = options.get("patches_replace", {})
-        sampling, config = self.sampling, self.settings.config
-        sampling.tracker.begin_call(self._step)
-        if sampling.tracker.call == 0 and sampling.tracker.plans(config.plans.every, self._plan_for):
-            sampling.plans.clear()
+        self.tracker.begin_call(self._step)
+        if self.tracker.call == 0 and self.tracker.plans(self._config.plans.every, self._plan_for):
+            self.plans.clear()
         # Residuals depend on the prompts, and on shape and place of the latents.
         window = getattr(options.get("context_window"), "index_list", ())
-        sampling.decision = decide(config, sampling.tracker, (*latent, *options.get("uuids", ()), *window))
+        shape = (*latent, *options.get("uuids", ()), *window)
+        self.decision = decide(self.settings.config, self.tracker, shape)
+
+    def of(self, part: Hashable) -> Any:
+        """Return the residual of a part of the model, from the same call of an earlier step."""
+        return self.residuals.get((self.tracker.call, part))
+
+    def keep(self, part: Hashable, residual: Any) -> None:
+        """Cache the residual of a part in the running call."""
+        self.residuals[self.tracker.call, part] = residual
 
     def is_replaced(self, layer: str, block: tuple[Any, ...]) -> bool:
         """Return whether another node replaces a layer of a UNet's block, or all of its transformer.
@@ -144,7 +132,7 @@ class Step:
 
         Blocks of the same ``group`` may share their plan.
         """
-        settings, merging = self._config.at_level(level), self.sampling.decision.merging
+        settings, merging = self._config.at_level(level), self.decision.merging
         if level > self.settings.deepest_level or merging is Merging.DENSE or not num_removed(grid, settings):
             return None
         running = Running(None, settings, block, layout.text == "first")
@@ -154,7 +142,7 @@ class Step:
         copies = self._prompts if self._whole and len(tokens) % self._prompts == 0 else 1
         place = group if self._config.plans.blocks else block
         key = place, len(tokens) // copies, grid, None if self._whole else self._calls
-        plans = self.sampling.plans
+        plans = self.plans
         if key not in plans:
             features = layout.image(tokens, num_tokens(grid))
             alike = shared_features(features, copies) if copies > 1 else features
@@ -163,7 +151,7 @@ class Step:
         return running
 
     def _plan(self, features: Tensor, grid: GridShape, settings: MergeSettings) -> Plan:
-        planner, more, change = settings.planner, [], self.sampling.guidance_change
+        planner, more, change = settings.planner, [], self.guidance_change
         if planner in GUIDED_PLANNERS:
             importance = None if change is None else importance_of_tokens(change, grid)
             if importance is not None and importance.shape == features.shape[:2]:
@@ -203,13 +191,12 @@ class Running:
         return F.pad(self.plan.sizes.log(), beside).to(keys.dtype).unsqueeze(1)
 
 
-def step_in(options: Options | None) -> Step | None:
-    """Return the running step; None: nothing merges."""
-    step = (options or {}).get(KEY)
-    return step if isinstance(step, Step) else None
+def sampling_in(options: Options | None) -> Sampling | None:
+    """Return the running sampling; None: nothing merges in this step."""
+    return (options or {}).get(KEY)
 
 
 def running_in(options: Options | None) -> tuple[Any, Running | None]:
-    """Return the running step, and what the running block merges; None: it is dense."""
-    step = step_in(options)
-    return step, None if step is None else step.running
+    """Return the running sampling, and what the running block merges; None: it is dense."""
+    sampling = sampling_in(options)
+    return sampling, None if sampling is None else sampling.running

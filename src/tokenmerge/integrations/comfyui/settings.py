@@ -20,9 +20,8 @@ from tokenmerge.plans.facts import Facts
 AUTO = "auto"
 METHODS = (AUTO, *presets.__all__)
 OF_METHOD = "as the method says"
-_STEPS, _GRID = 20, (64, 64)  # of a sampling that is not known yet
 SWITCH = (OF_METHOD, "on", "off")
-_EVERY = 3  # of step reuse beside a preset
+STEPS = 20  # of a sampling that is not known yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +81,7 @@ class Settings:
 
 
 def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> Settings:
-    """Return the settings of a model from the inputs of the node.
-
-    Raises:
-        ConfigError: a value is out of range, or ComfyUI has no way to do this with the model.
-    """
+    """Return the settings of a model from the inputs of the node; refuse what ComfyUI has no way to do."""
     if not 0 <= asked.start < asked.end <= 1:
         raise ConfigError(
             f"start_percent, end_percent: expected 0 ≤ start < end ≤ 1, got {asked.start:g} and "
@@ -101,7 +96,7 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
         raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {asked.method!r}")
     config = _changed(getattr(presets, asked.method)(asked.ratio), asked)
     if asked.step_reuse == "on" and target.can_skip:
-        config = dataclasses.replace(config, reuse=StepReuse(every=_EVERY))
+        config = dataclasses.replace(config, reuse=StepReuse(every=3))
     config, notes = _applied(config, target, asked)
     return Settings(config, target, asked.start, asked.end, notes)
 
@@ -115,8 +110,8 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
     facts = Facts(
         model="unet" if target.is_unet else "transformer",
         work=target.work,
-        grid=(1, *_GRID),
-        steps=_STEPS,
+        grid=(1, 64, 64),
+        steps=STEPS,
         can_skip=target.can_skip and asked.step_reuse != "off",
         whole_blocks=not target.is_unet,
         layers=target.is_unet,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.integrations.comfyui.sampling import Sampling, Step, step_in
+from tokenmerge.integrations.comfyui.sampling import Sampling, sampling_in
 from tokenmerge.models.base import Layout
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops import num_tokens
@@ -33,14 +33,14 @@ class ReplacedBlock:
         def block(given: dict[str, Any]) -> dict[str, Any]:
             return extra["original_block"](given) if self.inner is None else self.inner(given, extra)
 
-        step = step_in(arguments.get("transformer_options"))
-        if step is None:
+        sampling = sampling_in(arguments.get("transformer_options"))
+        if sampling is None:
             return block(arguments)
-        run = functools.partial(self._full, step, block)
-        caches = step.sampling.decision.caches
-        return block_in_run(step.sampling, self.key, arguments, run) if caches else run(arguments)
+        run = functools.partial(self._full, sampling, block)
+        caches = sampling.decision.caches
+        return block_in_run(sampling, self.key, arguments, run) if caches else run(arguments)
 
-    def _full(self, step: Step, block: Call, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _full(self, sampling: Sampling, block: Call, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the result of the block if it is not skipped."""
 
         def run(**given: Any) -> tuple[Tensor, Tensor | None]:
@@ -48,25 +48,29 @@ class ReplacedBlock:
             result = block({**given, "img": given["img"].clone()})
             return result["img"], result.get("txt")
 
-        call, sampling, n = HostCall(run, (), (), arguments), step.sampling, num_tokens(step.grid)
+        call, n = HostCall(run, (), (), arguments), num_tokens(sampling.grid)
         tokens = self.layout.tokens_of(call)
         if self.key[0] == "double_block" and tokens.shape[1] != n:
-            step.has_references = True  # single-stream blocks, which run later, cannot tell them from text
+            sampling.has_references = (
+                True  # single-stream blocks, which run later, cannot tell them from text
+            )
         dense = (
-            step.has_references or call.has(self.layout.dense_if) or _differs_by_frame(call.argument("vec"))
+            sampling.has_references
+            or call.has(self.layout.dense_if)
+            or _differs_by_frame(call.argument("vec"))
         )
-        running = None if dense else step.merge_in(self.key, "all", tokens, self.layout, step.grid, 1)
+        running = None if dense else sampling.merge_in(self.key, "all", tokens, self.layout, sampling.grid, 1)
         if running is None:
             return block(arguments)
         lost, plan, settings = sampling.of(self.key), running.plan, running.settings
         if plan is None:
             image, text = call.result()
         else:
-            step.running, running.weighs = running, settings.proportional
+            sampling.running, running.weighs = running, settings.proportional
             try:
                 image, text = merged_call(call, self.layout, plan, settings.combine, change_only=True)
             finally:
-                step.running = None
+                sampling.running = None
             if lost is not None:
                 image = add_lost(self.layout, plan, image, lost, settings.combine)
         if plan is None or lost is not None:

@@ -1,6 +1,6 @@
 """Patches of the attention of UNets, and steps that skip their deep stages, or the finest level too.
 
-The patches have no state: all of it is in the running step. A step that skips stages calls ComfyUI's own
+The patches have no state: all of it is in the running sampling. A step that skips stages calls ComfyUI's own
 forward on a view of the UNet, in which the skipped blocks do nothing; no module changes. What they would have
 returned is extrapolated from the steps that ran them (DeepCache, arXiv 2312.00858; TaylorSeer, arXiv
 2503.06923).
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from tokenmerge.integrations.comfyui.models import Cut
-from tokenmerge.integrations.comfyui.sampling import Options, Running, Sampling, Step, running_in, step_in
+from tokenmerge.integrations.comfyui.sampling import Options, Running, Sampling, running_in, sampling_in
 from tokenmerge.models.base import PLAIN
 from tokenmerge.plans.generation import Runs
 from tokenmerge.runtime.blocks.merged_call import add_lost, combined
@@ -29,10 +29,10 @@ _DEEP, _FINEST = "deep", "finest"
 
 def before_attention(n: Tensor, context: Any, value: Any, options: Options) -> tuple[Any, Any, Any]:
     """``attn1_patch``: plan from the normalised tokens of the block, and merge them for self-attention."""
-    step = step_in(options)
-    if step is None:
+    sampling = sampling_in(options)
+    if sampling is None:
         return n, context, value
-    step.running = running = _running(step, n, options)
+    sampling.running = running = _running(sampling, n, options)
     keys_alone = running is not None and running.settings.scope == "keys"
     if running is None or not (keys_alone or running.settings.merge_attn):
         return n, context, value
@@ -49,10 +49,10 @@ def before_attention(n: Tensor, context: Any, value: Any, options: Options) -> t
 
 def before_cross_attention(n: Tensor, context: Any, value: Any, options: Options) -> tuple[Any, Any, Any]:
     """``attn2_patch``: merge the queries of cross-attention."""
-    step, running = running_in(options)
+    sampling, running = running_in(options)
     if running is None or running.settings.scope == "keys" or not running.settings.merge_crossattn:
         return n, context, value
-    if step.is_replaced("attn2", running.block):
+    if sampling.is_replaced("attn2", running.block):
         return n, context, value
     running.merged, running.weighs = "attn2", False
     if running.plan is None:
@@ -62,11 +62,11 @@ def before_cross_attention(n: Tensor, context: Any, value: Any, options: Options
 
 def after_attention(n: Tensor, options: Options) -> Tensor:
     """``attn1_output_patch`` and ``attn2_output_patch``: give each token the result of its merged token."""
-    step, running = running_in(options)
+    sampling, running = running_in(options)
     if running is None or running.merged is None:
         return n
     layer, running.merged, running.weighs = (running.block, running.merged), None, False
-    plan, sampling = running.plan, step.sampling
+    plan = running.plan
     if plan is None:
         sampling.keep(layer, (n.clone(),))
         return n
@@ -89,19 +89,19 @@ def with_patches(others: Mapping[str, Any]) -> dict[str, list[Callable[..., Any]
     }
 
 
-def _running(step: Step, n: Tensor, options: Options) -> Running | None:
+def _running(sampling: Sampling, n: Tensor, options: Options) -> Running | None:
     """Return what the block merges; None: it is dense."""
     batch, _, rows, columns = options["activations_shape"]
     way, number = options["block"]
     block = way, number, options.get("block_index", 0)
     if n.shape[:2] != (batch, rows * columns):
-        if step.settings.regroup:
-            step.sampling.say(step.settings.regrouped)
+        if sampling.settings.regroup:
+            sampling.say(sampling.settings.regrouped)
         return None
-    if step.is_replaced("attn1", block):
+    if sampling.is_replaced("attn1", block):
         return None
     level = level_of(options["original_shape"][-2], rows)
-    return step.merge_in(block, (level, way), n, PLAIN, (1, rows, columns), level)
+    return sampling.merge_in(block, (level, way), n, PLAIN, (1, rows, columns), level)
 
 
 def level_of(finest: int, rows: int) -> int:

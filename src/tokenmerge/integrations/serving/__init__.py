@@ -23,11 +23,7 @@ def is_asked() -> bool:
 
 
 def by_environment() -> float | str:
-    """Return the wanted speed-up, or the path of a file of settings.
-
-    Raises:
-        ConfigError: the speed-up is not a number ≥ 1, or both are set.
-    """
+    """Return the wanted speed-up, or the path of a file of settings; refuse other values."""
     text, path = os.environ.get(SPEEDUP), os.environ.get(SETTINGS)
     if text and path:
         raise ConfigError(
@@ -49,9 +45,6 @@ class ServedPipeline:
         pipe: the diffusers pipeline. If its model is not supported, it stays dense, and a warning says why.
         wanted: speed-up of requests that ask for none, or the path of a file of settings.
         log: the server's own logger, so that the lines are shown where its lines are.
-
-    Raises:
-        ConfigError, NothingToMergeError: as for :func:`tokenmerge.apply_token_merging`.
     """
 
     def __init__(self, pipe: object, wanted: float | str, log: logging.Logger) -> None:
@@ -64,12 +57,7 @@ class ServedPipeline:
             log.warning("token merging: the model is served dense: %s", error)
 
     def use(self, requested: object) -> None:
-        """Apply the speed-up that the next request asks for; 1 is dense, and None is what the server does.
-
-        Raises:
-            ConfigError: it is not a number ≥ 1.
-            UnsupportedModelError: it is above 1, and the model is not supported.
-        """
+        """Apply the speed-up that the next request asks for: 1 is dense, and None is that of the server."""
         wanted = self._wanted if requested is None else at_least_1(REQUESTED, requested)
         if wanted != self._in_force:
             self._apply(wanted)
