@@ -19,7 +19,9 @@ from tokenmerge import (
     token_merging,
 )
 from tokenmerge.models.find import find_hosts
-from tokenmerge.ops import make_plan, own_cell, strided_partition
+from tokenmerge.ops.matching import own_cell
+from tokenmerge.ops.partition import strided_partition
+from tokenmerge.ops.plan import make_plan
 from tokenmerge.planners import PLANNERS
 from tokenmerge.runtime.blocks.merged_call import combined
 

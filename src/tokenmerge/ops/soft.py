@@ -50,7 +50,7 @@ class SoftPlan(NamedTuple):
     """A plan that shares n tokens out over m = n − r merged tokens, for each of b images.
 
     There are t tiles. Each has p places for tokens and k slots for merged tokens; unused ones are padding.
-    As in :class:`tokenmerge.ops.IndexPlan`, indices are rows over all images.
+    As in ``IndexPlan``, indices are rows over all images.
     """
 
     keep: Tensor  # [b, m] row of the token whose place each merged token takes
@@ -107,7 +107,7 @@ class SoftPlan(NamedTuple):
         )
 
     def within(self, start: Tensor, total: int) -> SoftPlan:
-        """Return the plan for sequences of ``total`` tokens: see :meth:`tokenmerge.ops.IndexPlan.within`."""
+        """Return the plan for sequences of ``total`` tokens: see ``IndexPlan.within``."""
         (_, t, k, p), n = self.shares.shape, self.inverse.shape[1]
         start = start.unsqueeze(1)
         own, own_places, own_slots = _alone(total - n, t, self.shares)
@@ -140,7 +140,7 @@ def make_soft_plan(tiles: Tiles, chosen: Tensor, is_destination: Tensor, shares:
 
 
 def join_soft(plans: Sequence[SoftPlan | None], lengths: Sequence[int]) -> SoftPlan:
-    """Return the plan for runs of tokens in a row: see :func:`tokenmerge.ops.join_plans`."""
+    """Return the plan for runs of tokens in a row: see ``join_plans``."""
     soft = [plan for plan in plans if plan is not None]
     k, p = max(plan.shares.shape[2] for plan in soft), max(plan.shares.shape[3] for plan in soft)
     like = soft[0].shares.new_zeros(len(soft[0].keep), 0, k, p)

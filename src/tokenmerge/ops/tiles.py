@@ -27,13 +27,13 @@ def tiled_matching(
 
     The cells are divided into boxes. The sources of a box are compared with the destinations of a window
     around it, which is twice as long along each axis. If one box covers the grid, and cells divide its rows
-    and columns, the result is that of :func:`tokenmerge.ops.bipartite_soft_matching`.
+    and columns, the result is that of ``bipartite_soft_matching``.
 
     Args:
         features: ``[b, n, c]``, compared by cosine similarity.
         grid: (rows, columns), or (frames, rows, columns) of the n tokens.
         cell: size of a cell in tokens along each axis.
-        src: ``[s]`` indices of the sources, from :func:`tokenmerge.ops.strided_partition` as ``dst``.
+        src: ``[s]`` indices of the sources, from ``strided_partition`` as ``dst``.
         dst: ``[d]`` indices of the destinations, one for each cell in the order of the grid.
         sides: length of a box in cells along each axis, even numbers.
     """

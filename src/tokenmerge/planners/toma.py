@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, make_soft_plan, tile, unit_tokens
-from tokenmerge.planners._grid import cell_of
+from tokenmerge.ops.matching import unit_tokens
+from tokenmerge.ops.plan import Plan
+from tokenmerge.ops.soft import make_soft_plan, tile
+from tokenmerge.planners.sequences import cell_of
 
 # Factor of the cosines in the softmax. With 1000, a destination that is more similar by 0.01 takes nearly
 # the whole token.

@@ -9,8 +9,8 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.integrations.comfyui.models import Block, weights_of
 from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.models.work import Amount
-from tokenmerge.ops import num_tokens
-from tokenmerge.planners import num_removed
+from tokenmerge.ops.partition import num_tokens
+from tokenmerge.planners.sequences import num_removed
 from tokenmerge.plans.generation import Runs, plan_generation
 
 _STEPS = 20  # of the example in the text

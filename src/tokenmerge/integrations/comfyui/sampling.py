@@ -12,9 +12,11 @@ from torch.nn import functional as F
 
 from tokenmerge.config import GUIDED_PLANNERS, MergeSettings
 from tokenmerge.integrations.comfyui.settings import Settings
-from tokenmerge.ops import Plan, shared_features
 from tokenmerge.ops.arithmetic import arithmetic
-from tokenmerge.planners import PLANNERS, num_removed
+from tokenmerge.ops.matching import shared_features
+from tokenmerge.ops.plan import Plan
+from tokenmerge.planners import PLANNERS
+from tokenmerge.planners.sequences import num_removed
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
 from tokenmerge.runtime.steps.guidance import importance_of_tokens

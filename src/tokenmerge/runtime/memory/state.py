@@ -19,7 +19,7 @@ from tokenmerge.config.origin import named
 from tokenmerge.errors import ConfigError, shown
 from tokenmerge.models.base import Grid, Layer, Layout, ModelCall
 from tokenmerge.models.parallel import Part
-from tokenmerge.ops import Plan
+from tokenmerge.ops.plan import Plan
 from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Call, Memory, WeakDictionary
 from tokenmerge.runtime.memory.run_log import RunLog
 from tokenmerge.runtime.memory.step_log import StepLog, StepRecorder

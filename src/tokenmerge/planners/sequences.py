@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, join_plans, num_destinations, num_tokens, strided_partition
 from tokenmerge.ops.once import once
+from tokenmerge.ops.partition import num_destinations, num_tokens, strided_partition
+from tokenmerge.ops.plan import Plan, join_plans
 
 # A planner of whole grids. It takes (features [b, n, c], grid, r, settings, step), and importance [b, n] last
 # if it looks at that.
@@ -221,7 +222,7 @@ def on_whole_grids(plan_part: Callable[..., Plan]) -> Planner:
 def partition(
     part: Sequence[int], settings: MergeSettings, step: Tensor, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return sources ``[n - d]`` and destinations ``[d]``: :func:`tokenmerge.ops.strided_partition`.
+    """Return sources ``[n - d]`` and destinations ``[d]``: ``strided_partition``.
 
     The destination of each cell is drawn again for each ``step`` and ``settings.seed``, or is the first token
     of the cell where there is no seed.
