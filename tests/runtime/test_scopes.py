@@ -78,7 +78,7 @@ def test_proportional_attention_is_exact_where_merged_tokens_are_equal(scope):
             )
             patch = apply_token_merging(unet, config)
             state = first.module.__dict__["_tokenmerge"]
-            state.grid.value.shape = 1, 16, 16
+            state.grid.value.shapes = ((1, 16, 16),)
             merged = uneven(first.module, tokens, text)
             errors[proportional] = (merged - dense).abs().max().item()
             patch.remove()

@@ -78,15 +78,6 @@ class Grid:
     def shapes(self, shapes: Grids) -> None:
         self.sides = tuple([torch.empty(*shape, 0) for shape in shapes])
 
-    @property
-    def shape(self) -> GridShape:
-        """(frames, rows, columns) of the first grid."""
-        return self.shapes[0]
-
-    @shape.setter
-    def shape(self, shape: GridShape) -> None:
-        self.shapes = (shape,)
-
 
 @dataclasses.dataclass(frozen=True)
 class TokenArgument:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Arguments, Grid, Grids, GridShape
+from tokenmerge.ops.once import once
 
 
 def patch_of(config: Any) -> tuple[int, int, int]:
@@ -44,9 +44,6 @@ def video_grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     return (in_tokens(arguments["hidden_states"].shape[2:], root.config),)
 
 
-_known: Any = WeakTensorKeyDictionary()
-
-
 def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     """Return the token grids of the pictures that the argument ``img_ids`` describes.
 
@@ -71,9 +68,8 @@ def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
                 "compile its blocks only: transformer.compile_repeated_blocks()"
             )
         return last.shapes
-    pictures = _known.get(ids)
-    if pictures is None:  # reading waits for the device; pipelines pass the same tensor at each step
-        pictures = _known[ids] = _read(ids[0] if ids.ndim == 3 else ids)
+    # Reading waits for the device, and pipelines pass the same tensor at each step.
+    pictures = once(ids, "grids", lambda: _read(ids[0] if ids.ndim == 3 else ids))
     if _tokens_in(pictures) == tokens:
         return pictures
     if last.given and _tokens_in(last.shapes) == tokens:
@@ -93,9 +89,7 @@ def grids_of_coordinates(coordinates: Tensor) -> Grids:
     Raises:
         UnsupportedModelError: the tokens are not those of frames of one size, row by row.
     """
-    grid = _known.get(coordinates)
-    if grid is None:  # reading waits for the device; pipelines pass the same tensor at each step
-        grid = _known[coordinates] = _read_coordinates(coordinates[0].cpu())
+    grid = once(coordinates, "grids", lambda: _read_coordinates(coordinates[0].cpu()))
     if not grid:
         raise UnsupportedModelError(
             "video_coords: expected the times, rows and columns of the tokens of frames of one size, got "

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Arguments, Grid, Grids, Host, is_a
-from tokenmerge.models.basic_block import basic_blocks
-from tokenmerge.models.family import Example, example_of
+from tokenmerge.models.family import Example, basic_blocks, example_of
 
 # Their first argument is [b, c, h, w]; for a video the batch holds its frames. Attention over time is in
 # other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other lists of blocks.

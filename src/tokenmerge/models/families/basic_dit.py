@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.models.base import Host, is_a
-from tokenmerge.models.basic_block import basic_blocks
-from tokenmerge.models.family import Blank, transformer_host
+from tokenmerge.models.family import Blank, basic_blocks, transformer_host
 
 CLASSES = ("DiTTransformer2DModel", "PixArtTransformer2DModel", "LatteTransformer3DModel")
 

@@ -204,7 +204,7 @@ class ModelState:
                 )
             integer()(name, side)  # refuses numbers that are too large to count with
         grid = Grid(given=True)
-        grid.shape = 1, height // patch, width // patch
+        grid.shapes = ((1, height // patch, width // patch),)
         self.given_grid = grid
 
     @property
