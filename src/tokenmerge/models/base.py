@@ -224,10 +224,9 @@ class Host(ModelCall):
     controlnet: bool = False  # a ControlNet may stay dense next to a denoiser that merges
     frames: int = 1  # of the token grid that the model was made for; 1 for pictures
     limits: tuple[str, ...] = ()  # what users should know before merging in this model, as text
-    # Paths of the stages of a UNet in the order in which they run: below the finest level, and at it. What
-    # follows reads the result of the last one of each and no other. Empty for other models.
-    deep_stages: tuple[str, ...] = ()
-    shallow_stages: tuple[str, ...] = ()
+    # Paths and levels of the stages of a UNet, in the order in which they run; empty if none can be skipped.
+    # All but the first and the last are deep. What follows them reads the result of the last one alone.
+    stages: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # Names of parameters that stay on the CPU in the copy without weights that counts FLOPs, because the
     # model uses their device in a way that the meta device does not support.
     on_cpu: tuple[str, ...] = ()
@@ -240,9 +239,20 @@ class Host(ModelCall):
         return ModelCall(**{**facts, "parameters": parameters})
 
     @property
+    def deep_stages(self) -> tuple[str, ...]:
+        """Paths of the stages of a UNet below the finest level."""
+        return tuple(self.stages)[1:-1]
+
+    @property
+    def shallow_stages(self) -> tuple[str, ...]:
+        """Paths of its stages at the finest level."""
+        paths = tuple(self.stages)
+        return (paths[0], paths[-1]) if paths else ()
+
+    @property
     def can_skip(self) -> bool:
         """Whether step reuse can skip parts of it: stages of a UNet, or whole blocks."""
-        return bool(self.deep_stages) or any(block.block_layout is not None for block in self.blocks)
+        return bool(self.stages) or any(block.block_layout is not None for block in self.blocks)
 
     def grid_at(self, height: int, width: int) -> GridShape:
         """Return the finest token grid for a height and width of the sample."""

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from torch import nn
 
 from tokenmerge.models.base import Block, Host
-from tokenmerge.models.unet_stages import stages_of
 
 # "always" runs in every step. Step reuse skips the others: "finest" and "deep" are the finest level of a UNet
 # and what lies below, "blocks" the blocks of other models.
@@ -92,14 +91,13 @@ def work_of(host: Host, text: int | None = None) -> Work:
     """
     words = _words(host) if text is None else text
     found: dict[tuple[Part, int, Scopes], Amount] = defaultdict(Amount)
-    levels = {path: level for path, _, level in stages_of(host.root)} if host.deep_stages else {}
     blocks = {block.path: block for block in host.blocks}
     for path, module in host.root.named_modules(remove_duplicate=False):
         if module._modules or not (number := _weights(module)):
             continue
         block = _around(blocks, path)
         inner = path[len(block.path) + 1 :] if block else path
-        level = block.level if block else _level_at(levels, path)
+        level = block.level if block else _level_at(host, path)
         scopes = _scopes(block, inner.partition(".")[0] in _names(block, "attn1"))
         found[_part(host, path, block), level, scopes] += _of_weights(host, block, inner, number, words)
     for block in host.blocks:
@@ -132,22 +130,24 @@ def _weights(module: Any) -> int:
     return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 0  # type: ignore[arg-type]
 
 
-def _level_at(levels: Mapping[str, int], path: str) -> int:
-    """Return the level at which a layer outside blocks works, from those of a UNet's stages."""
-    level = next((level for stage, level in levels.items() if path.startswith(f"{stage}.")), 1)
+def _stage_of(host: Host, path: str) -> str:
+    """Return the path of a UNet's stage that a module lies in; empty outside stages."""
+    return next((stage for stage in host.stages if f"{path}.".startswith(f"{stage}.")), "")
+
+
+def _level_at(host: Host, path: str) -> int:
+    """Return the level at which a layer outside blocks works."""
+    level = host.stages.get(_stage_of(host, path), 1)
     if "downsamplers" in path:
         return level * 2
     return level // 2 if "upsamplers" in path else level
 
 
 def _part(host: Host, path: str, block: Block | None) -> Part:
-    if not host.deep_stages:
+    if not host.stages:
         return "blocks" if block is not None and block.block_layout is not None else "always"
-    if f"{path}.".startswith(tuple(f"{stage}." for stage in host.deep_stages)):
-        return "deep"
-    return (
-        "finest" if f"{path}.".startswith(tuple(f"{stage}." for stage in host.shallow_stages)) else "always"
-    )
+    stage = _stage_of(host, path)
+    return "deep" if stage in host.deep_stages else "finest" if stage else "always"
 
 
 def _names(block: Block | None, kind: str) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ def _is_on_text(block: Block | None, inner: str) -> bool:
 
 def _joins_text(host: Host, block: Block) -> bool:
     """Return whether all layers of a block get the text in one sequence with the picture."""
-    if host.deep_stages or block.grid is not None:
+    if host.stages or block.grid is not None:
         return False
     paths = (path for path, _ in block.module.named_modules())
     return not any(_is_on_text(block, path) for path in paths)

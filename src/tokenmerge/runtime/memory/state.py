@@ -18,7 +18,7 @@ from tokenmerge.config.checks import integer
 from tokenmerge.config.origin import named
 from tokenmerge.errors import ConfigError, shown
 from tokenmerge.models.base import Grid, Layer, Layout, ModelCall
-from tokenmerge.models.parallel import Part
+from tokenmerge.models.placement import Part
 from tokenmerge.ops.plan import Plan
 from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Call, Memory, WeakDictionary
 from tokenmerge.runtime.memory.run_log import RunLog
