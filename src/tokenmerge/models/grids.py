@@ -14,11 +14,8 @@ from tokenmerge.ops.once import once
 
 
 def patch_of(config: Any) -> tuple[int, int, int]:
-    """Return the frames, rows and columns of latent positions that make one token of a transformer.
-
-    Its config gives them as ``patch_size`` (frames, rows, columns) or (rows, columns), or as the side
-    ``patch_size`` of a square, with ``patch_size_t`` frames if that is set.
-    """
+    """Return the frames, rows and columns of latent positions that make one token of a transformer."""
+    # (frames, rows, columns), (rows, columns), or the side of a square.
     patch = config.patch_size
     if isinstance(patch, int):
         return getattr(config, "patch_size_t", None) or 1, patch, patch
@@ -50,11 +47,8 @@ def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     ``img_ids`` are ``[n, d]`` or ``[b, n, d]``: for each of the n tokens of ``hidden_states`` the number of
     its picture, its row, its column, and further columns that depend on the model. The picture being made is
     first, and reference pictures follow it. While torch.compile traces the model, the ids have no values, and
-    ``last`` is used. A grid that the user gave is also used where the ids are not those of pictures.
-
-    Raises:
-        UnsupportedModelError: the tokens are not those of pictures in a row, or the model is being compiled
-            and ``last`` has another number of tokens.
+    ``last`` is used, if it has as many tokens. A grid that the user gave is also used where the ids are not
+    those of pictures in a row. Otherwise an UnsupportedModelError is raised.
     """
     ids, tokens = arguments["img_ids"], arguments["hidden_states"].shape[1]
     if torch.compiler.is_compiling():
@@ -84,10 +78,8 @@ def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
 def grids_of_coordinates(coordinates: Tensor) -> Grids:
     """Return the token grid of a video from the times, rows and columns of its tokens, ``[b, 3, n]``.
 
-    Frames that were given for later times may stand before those of the video, which start with time 0.
-
-    Raises:
-        UnsupportedModelError: the tokens are not those of frames of one size, row by row.
+    Frames that were given for later times may stand before those of the video, which start with time 0. Other
+    tokens than those of frames of one size, row by row, raise an UnsupportedModelError.
     """
     grid = once(coordinates, "grids", lambda: _read_coordinates(coordinates[0].cpu()))
     if not grid:

@@ -39,47 +39,40 @@ def _computes(dtype: object) -> TypeGuard[torch.dtype]:
 
 def narrowest_attention(blocks: Sequence[Block]) -> tuple[int, ...]:
     """Return the same as :func:`narrowest` for the attention in blocks of diffusers."""
-    found = ((_width(block), block.plan_group) for block in blocks)
-    return narrowest((width, group) for width, group in found if width is not None)
+    return narrowest((min(widths), block.plan_group) for block in blocks if (widths := _widths(block)))
 
 
 def narrowest(attention: Iterable[tuple[tuple[int, int], Hashable]]) -> tuple[int, ...]:
-    """Return the width of the narrowest attention, and how many of its blocks share a plan.
+    """Return channels and heads of the narrowest attention, and the mean number of blocks that share its plan.
 
-    Merging saves least there.
-
-    Args:
-        attention: for each block, channels and heads of its attention, and what it has in common with the
-            blocks that can share its plan.
-
-    Returns:
-        Channels, heads, and the mean number of blocks, rounded down. Empty if there is no attention.
+    Merging saves least there. It is empty if there is no ``attention``, which has for each block channels and
+    heads, and what is the same in all blocks that can share its plan.
     """
     groups = Counter(attention)
-    found = min((width for width, _ in groups), default=None)
-    if found is None:
+    if not groups:
         return ()
-    blocks = [number for (width, _), number in groups.items() if width == found]
-    return *found, sum(blocks) // len(blocks)
+    narrow = min(width for width, _ in groups)
+    blocks = [number for (width, _), number in groups.items() if width == narrow]
+    return *narrow, sum(blocks) // len(blocks)
 
 
-def _width(block: Block) -> tuple[int, int] | None:
-    """Return channels and heads of a block's narrowest attention; None if they are unknown."""
+def _widths(block: Block) -> list[tuple[int, int]]:
+    """Return channels and heads of the attention in a block, where they are known."""
     found = []
     for layer in (getattr(block.module, layer.name) for layer in block.layers):
         projection, heads = getattr(layer, "to_q", None), getattr(layer, "heads", None)
         if isinstance(projection, nn.Linear) and isinstance(heads, int):
             found.append((projection.out_features, heads))
-    return min(found, default=None)
+    return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
     """The part of each sequence that a process has in diffusers' context parallelism."""
 
-    index: int  # its place among the parts, 0 ≤ index < parts
-    parts: int  # their number, one for each device
-    group: Any  # the group of the processes that have these parts
+    index: int  # 0 ≤ index < parts
+    parts: int  # one for each device
+    group: Any  # of the processes that have them
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over the processes; each has to call this."""

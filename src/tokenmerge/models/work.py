@@ -28,9 +28,9 @@ _TEXT_ARGUMENTS = ("encoder_hidden_states", "context")
 class Amount:
     """Multiplications for one sample: a polynomial in the number of tokens."""
 
-    fixed: float = 0.0  # those that do not depend on the picture, such as on the text
+    fixed: float = 0.0  # such as those on the text
     per_token: float = 0.0  # such as those with weights
-    per_pair: float = 0.0  # those for each pair of tokens, in attention
+    per_pair: float = 0.0  # of tokens, in attention
 
     def at(self, tokens: float) -> float:
         """Return the multiplications for this number of tokens.

@@ -17,7 +17,7 @@ class Arithmetic:
     """These operations as PyTorch computes them."""
 
     def bits(self, value: Tensor) -> Tensor:
-        """Return the bits of float32 numbers as signed integers: any shape → int64 of that shape.
+        """Return the bits of float32 numbers as signed integers in int64.
 
         >>> Arithmetic().bits(torch.tensor([0.0, 1.0, -2.0])).tolist()
         [0, 1065353216, -1073741824]

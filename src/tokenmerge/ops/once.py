@@ -63,7 +63,7 @@ _made: Any = WeakTensorKeyDictionary()  # by a tensor of the plan, for as long a
 def once(of: Tensor, key: Hashable, make: Callable[[], Made], value: Tensor | None = None) -> Made:
     """Return what ``make`` returned in the first call with this tensor and key; a graph makes its own.
 
-    If there is a ``value``, make it anew where that is another tensor than before, or was changed in place.
+    It is made anew where ``value``, if there is one, is another tensor than before or was changed in place.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return make()

@@ -49,8 +49,8 @@ def tile(grid: Sequence[int], smallest: Sequence[int], device: torch.device | st
 class SoftPlan(NamedTuple):
     """A plan that shares n tokens out over m = n − r merged tokens, for each of b images.
 
-    There are t tiles. Each has p places for tokens and k slots for merged tokens; unused ones are padding.
-    As in ``IndexPlan``, indices are rows over all images.
+    Each of t tiles has p places for tokens and k slots for merged tokens; unused ones are padding. As in
+    ``IndexPlan``, indices are rows over all images.
     """
 
     keep: Tensor  # [b, m] row of the token whose place each merged token takes
@@ -124,14 +124,11 @@ class SoftPlan(NamedTuple):
 
 
 def make_soft_plan(tiles: Tiles, chosen: Tensor, is_destination: Tensor, shares: Tensor, m: int) -> SoftPlan:
-    """Make a plan that shares the tokens of each tile out over its destinations.
+    """Make a plan that shares the tokens of each tile out over its destinations, m in all tiles together.
 
-    Args:
-        tiles: t tiles of up to p tokens.
-        chosen: ``[b, t, k]`` place, 0 … p−1, of each destination in its tile.
-        is_destination: ``[t, k]`` which of these are destinations and not padding.
-        shares: ``[b, t, k, p]`` share of each token in each destination, 0 in padding.
-        m: number of destinations in all tiles together.
+    ``chosen`` ``[b, t, k]`` is the place 0 … p−1 of each destination in its tile, ``is_destination``
+    ``[t, k]`` which of these are no padding, and ``shares`` ``[b, t, k, p]`` the share of each token in each
+    destination, 0 in padding.
     """
     b = len(chosen)
     slots = is_destination.flatten().to(torch.uint8).argsort(descending=True, stable=True)[:m].expand(b, -1)
@@ -163,9 +160,9 @@ def join_soft(plans: Sequence[SoftPlan | None], lengths: Sequence[int]) -> SoftP
 
 
 def _alone(n: int, t: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the shares, places and slots of n tokens that do not merge, in tiles that follow t others.
+    """Return the shares, places and slots of n tokens that do not merge, k in each tile, after t other tiles.
 
-    A tile has k of these tokens, each with a slot of its own. ``like`` are shares ``[b, …, k, p]``.
+    ``like`` are shares ``[b, …, k, p]``.
     """
     (b, _, k, p), token = like.shape, torch.arange(n, device=like.device)
     shares = torch.eye(k, p, dtype=like.dtype, device=like.device).expand(b, -(-n // k), -1, -1)

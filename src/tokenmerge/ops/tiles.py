@@ -25,17 +25,10 @@ def tiled_matching(
 ) -> tuple[Tensor, Tensor]:
     """Connect each source to its most similar destination in the tile around it.
 
-    The cells are divided into boxes. The sources of a box are compared with the destinations of a window
-    around it, which is twice as long along each axis. If one box covers the grid, and cells divide its rows
-    and columns, the result is that of ``bipartite_soft_matching``.
-
-    Args:
-        features: ``[b, n, c]``, compared by cosine similarity.
-        grid: (rows, columns), or (frames, rows, columns) of the n tokens.
-        cell: size of a cell in tokens along each axis.
-        src: ``[s]`` indices of the sources, from ``strided_partition`` as ``dst``.
-        dst: ``[d]`` indices of the destinations, one for each cell in the order of the grid.
-        sides: length of a box in cells along each axis, even numbers.
+    The cells are divided into boxes, of ``sides`` cells along each axis, even numbers. The sources of a box
+    are compared with the destinations of a window around it, twice as long along each axis. If one box covers
+    the grid, and cells divide its rows and columns, the result is that of ``bipartite_soft_matching``.
+    ``src`` ``[s]`` and ``dst`` ``[d]`` are those of ``strided_partition`` for this grid and cell.
     """
     sources, lengths, destinations = compared(features, src, dst)
     at_once = features.device.type not in WITHOUT_LAUNCHES
@@ -94,8 +87,8 @@ def tiled_plan(
 def _best(sources: Tensor, destinations: Tensor, places: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest product of each source with the destinations of its window, and their indices.
 
-    ``places`` ``[t, q]`` are the sources in each of t boxes, ``windows`` ``[t, w]`` the destinations that
-    these are compared with. The results are ``[b, t * q]``.
+    Of each of t boxes, ``places`` ``[t, q]`` are the sources, and ``windows`` ``[t, w]`` the destinations
+    around it. The results are ``[b, t * q]``.
     """
     in_boxes = sources.index_select(1, places.flatten()).unflatten(1, places.shape)
     candidates = destinations.index_select(1, windows.flatten()).unflatten(1, windows.shape)
@@ -195,10 +188,10 @@ def _padded(runs: Sequence[Tensor]) -> Tensor:
 def _tiles(
     grid: Sequence[int], cell: Sequence[int], sides: Sequence[int], device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor, tuple[slice, ...] | None]]:
-    """For each box its cells, the cells of the window around it, and its place in a frame.
+    """Yield for each box its cells, the cells of the window around it, and its place in a frame, in tokens.
 
-    A window is longer than its box by half a side at each end of each axis. The place is in tokens, and None
-    unless the box is the last one in time.
+    A window is longer than its box by half a side at each end of each axis. The place is None unless the box
+    is the last one in time.
     """
     counts = [side // stride for side, stride in zip(grid, cell, strict=True)]
     index = torch.arange(num_tokens(counts), device=device).view(counts)
