@@ -42,8 +42,7 @@ def is_called(module: object, text: str) -> bool:
 def modules_in(root: nn.Module) -> list[nn.Module]:
     """Return the modules of ``root.modules()``, level by level.
 
-    PyTorch passes each module up through one generator for each level above it, which takes three times as
-    long. Models are searched each time that settings change.
+    It takes a third of the time, since PyTorch passes each module up through a generator for each level.
     """
     found = {root: None}
     level = [root]
@@ -70,9 +69,8 @@ class Grid:
     @property
     def shapes(self) -> Grids:
         """(frames, rows, columns) of each grid."""
-        # A list, since blocks ask often, and a generator takes a Python call for each item.
-        shapes = [(sides.shape[0], sides.shape[1], sides.shape[2]) for sides in self.sides]
-        return tuple(shapes)
+        # By a list, since blocks ask often, and a generator takes a Python call for each item.
+        return tuple([(sides.shape[0], sides.shape[1], sides.shape[2]) for sides in self.sides])
 
     @shapes.setter
     def shapes(self, shapes: Grids) -> None:
@@ -197,10 +195,10 @@ def _all_of_it(root: Any, sample: Any) -> Any:
 class ModelCall:
     """The names and functions that describe a call of a model."""
 
-    sample: str  # name of the argument for the sample
+    sample: str = "hidden_states"  # name of the argument for the sample
     # Name of the argument for the timestep. For a model without one, a function: (root, arguments of a call)
     # → a number that differs between denoising steps.
-    timestep: str | Callable[[Any, Arguments], Tensor]
+    timestep: str | Callable[[Any, Arguments], Tensor] = "timestep"
     # (root, arguments of a call, grids of the last call) → the finest token grid of each picture in the
     # sequence, the picture being made first. It raises UnsupportedModelError if the tokens have none.
     grids: Callable[[Any, Arguments, Grid], Grids]

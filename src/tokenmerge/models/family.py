@@ -9,7 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.models.base import KEY_MASK, Block, Host, Layer, Layout, is_called, layers_in
+from tokenmerge.models.base import (
+    KEY_MASK,
+    Arguments,
+    Block,
+    Grid,
+    Grids,
+    Host,
+    Layer,
+    Layout,
+    is_called,
+    layers_in,
+)
 from tokenmerge.models.grids import patch_of, picture_grids, video_grids
 from tokenmerge.models.placement import dtype_of
 
@@ -126,13 +137,13 @@ def transformer_host(
     sample_size: tuple[int, int] | None = None,
     patch: int | None = None,
     latent_frames: int = 1,
+    grids: Callable[[Any, Arguments, Grid], Grids] | None = None,
     **particulars: Any,
 ) -> Host:
     """Describe a diffusion transformer.
 
     Args:
-        root: the model. Its sample is called ``hidden_states`` and its timestep ``timestep``, unless
-            ``particulars`` name others.
+        root: the model. A class whose name has "ControlNet" is one.
         blocks: its transformer blocks in the order in which they run.
         others: (root, zeros, height, width) → arguments by name of a call with latents of that size, besides
             the timestep and the text. ``zeros`` is a :class:`Blank`. They need the sample and the condition
@@ -145,22 +156,16 @@ def transformer_host(
         patch: side of the square of latent positions that makes one token; by default from
             ``config.patch_size``.
         latent_frames: number of latent frames that the model was made for; 1 for pictures.
-        particulars: other fields of :class:`Host`. ``grids`` is by default that of a picture or a video. A
-            class whose name has "ControlNet" is one.
+        grids: as in :class:`Host`; by default that of a picture or a video.
+        particulars: other fields of :class:`Host`.
     """
     frames = (latent_frames,) if latent_frames > 1 else ()
-    facts: dict[str, Any] = {
-        "sample": "hidden_states",
-        "timestep": "timestep",
-        "grids": video_grids if frames else picture_grids,
-        "controlnet": is_called(root, "ControlNet"),
-        **particulars,
-    }
+    sample, controlnet = particulars.get("sample", "hidden_states"), is_called(root, "ControlNet")
 
     def example(root: Any, zeros: Blank, height: int, width: int, *references: Any) -> dict[str, Any]:
         own = others(root, zeros, height, width, *references) if others else {}
         usual: dict[str, Any] = {}
-        for name in (facts["sample"], *["controlnet_cond"] * facts["controlnet"]):
+        for name in (sample, "controlnet_cond") if controlnet else (sample,):
             if name not in own:
                 usual[name] = zeros(root.config.in_channels, *frames, height, width)
         if text is not None:
@@ -172,11 +177,13 @@ def transformer_host(
     return Host(
         root=root,
         blocks=blocks,
-        example=example_of(root, example, facts["timestep"]),
+        example=example_of(root, example, particulars.get("timestep", "timestep")),
         sample_size=sample_size or _sample_size(root.config),
         patch=patch or patch_of(root.config)[2],
         frames=latent_frames // patch_of(root.config)[0] if frames else 1,
-        **facts,
+        controlnet=controlnet,
+        grids=grids or (video_grids if frames else picture_grids),
+        **particulars,
     )
 
 

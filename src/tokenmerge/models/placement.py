@@ -43,7 +43,7 @@ def narrowest_attention(blocks: Sequence[Block]) -> tuple[int, ...]:
 
 
 def narrowest(attention: Iterable[tuple[tuple[int, int], Hashable]]) -> tuple[int, ...]:
-    """Return channels and heads of the narrowest attention, and the mean number of blocks that share its plan.
+    """Return channels and heads of the narrowest attention, and how many blocks share its plan on average.
 
     Merging saves least there. It is empty if there is no ``attention``, which has for each block channels and
     heads, and what is the same in all blocks that can share its plan.

@@ -1,4 +1,4 @@
-"""Other transformers for pictures: AuraFlow, CogView 3 and 4, Hunyuan-DiT, Lumina-Image 2.0, PRX, Sana."""
+"""Other transformers: AuraFlow, CogView, DiT, Hunyuan-DiT, Latte, Lumina-Image 2.0, PixArt, PRX and Sana."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenmerge.models.base import (
     TokenArgument,
     is_a,
 )
-from tokenmerge.models.family import Blank, listed, transformer_host
+from tokenmerge.models.family import Blank, basic_blocks, listed, transformer_host
 from tokenmerge.models.grids import picture_grids
 
 _AURAFLOW = (Layer("attn1", "attn"), Layer("ff", "ff"))
@@ -57,6 +57,29 @@ def _cogview_grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
 def _cogview_sizes(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     size = zeros(2).fill_(1024)
     return {"original_size": size, "target_size": size, "crop_coords": zeros(2)}
+
+
+def _basic_dit(root: Any) -> Host:
+    # DiT, PixArt and Latte are made of ``BasicTransformerBlock``. Of Latte, the spatial blocks merge, whose
+    # batch axis holds the frames.
+    return transformer_host(root, basic_blocks(root, "transformer_blocks"), _basic_dit_others)
+
+
+def _basic_dit_others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
+    if is_a(root, "DiTTransformer2DModel"):
+        return {"class_labels": zeros.integers()}
+    text_width = config.caption_channels or config.cross_attention_dim
+    if is_a(root, "LatteTransformer3DModel"):
+        return {
+            "hidden_states": zeros(config.in_channels, config.video_length, height, width),
+            "encoder_hidden_states": zeros(120, text_width),
+        }
+    sizes = {"resolution": zeros(2), "aspect_ratio": zeros(1)} if root.use_additional_conditions else {}
+    return {
+        "encoder_hidden_states": zeros(300, text_width),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None, **sizes},
+    }
 
 
 # Hunyuan-DiT has self- and cross-attention, which applies rotary positions to its queries too.
@@ -128,9 +151,12 @@ _DESCRIBE = {
     "AuraFlowTransformer2DModel": _auraflow,
     "CogView3PlusTransformer2DModel": _cogview,
     "CogView4Transformer2DModel": _cogview,
+    "DiTTransformer2DModel": _basic_dit,
     "HunyuanDiT2DModel": _hunyuan_dit,
     "HunyuanDiT2DControlNetModel": _hunyuan_dit,
+    "LatteTransformer3DModel": _basic_dit,
     "Lumina2Transformer2DModel": _lumina,
+    "PixArtTransformer2DModel": _basic_dit,
     "PRXTransformer2DModel": _prx,
     "SanaTransformer2DModel": _sana,
     "SanaControlNetModel": _sana,

@@ -56,7 +56,6 @@ def describe(root: Any) -> Host:
         root=root,
         blocks=tuple(blocks),
         sample="sample",
-        timestep="timestep",
         grids=_grids,
         latents=_latents,
         sample_size=(size, size) if isinstance(size, int) else size and tuple(size),
