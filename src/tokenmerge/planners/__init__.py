@@ -12,9 +12,8 @@ token grid: a frame, or a whole video if cells reach over time.
 - ``step``: 0-dimensional integer tensor that differs between denoising steps; random draws depend on it.
 
 A planner with the line ``GUIDED = True`` gets one more argument, ``importance`` ``[b, n]``: how much guidance
-changed each token in the last step. Other properties of a planner are lines in its file too, such as
-``OWN_NUMBER = True``: see :mod:`tokenmerge.config.settings`. ``sequences`` turns each planner into one for
-whole grids, and plans sequences of pictures with it.
+changed each token in the last step. Other lines of this kind are explained in
+:mod:`tokenmerge.config.settings`. ``sequences`` plans whole grids and sequences of pictures with a planner.
 """
 
 from __future__ import annotations

@@ -61,7 +61,9 @@ def fewest_tokens(attention: Attention) -> int:
         if tokens <= _sides(device)[-1] ** 2 or 0 <= now - measured < _WEEK:
             return tokens
     found = measure_fewest_tokens(attention)
-    _write(file, {**known, key: (found, int(now))})
+    with contextlib.suppress(OSError):  # if writing fails, also in the middle, the next call measures again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({**known, key: (found, int(now))}, indent=2), encoding="utf-8")
     return found
 
 
@@ -172,10 +174,3 @@ def _read(file: Path) -> dict[str, tuple[int, int]]:
         return {str(key): (int(tokens), int(when)) for key, (tokens, when) in known.items()}
     except Exception:  # whatever is wrong with it, the next call measures again
         return {}
-
-
-def _write(file: Path, known: dict[str, tuple[int, int]]) -> None:
-    """Write the cache file. If that fails, also in the middle, the next call measures again."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(known, indent=2), encoding="utf-8")
