@@ -105,8 +105,8 @@ class Layout:
     # Where text tokens stand if they share a sequence with the image, in the tokens or in a token argument.
     # Text never merges.
     text: Literal["first", "last"] = "first"
-    # Name of a mask [b, text + n] that is true before the padding, for blocks whose sequences are text, image
-    # and padding, with texts of different lengths. None: there is no padding.
+    # Name of a mask [b, text + n] that is true before the padding, where that follows texts of different
+    # lengths and the image. None: there is no padding.
     padding: str | None = None
     token_arguments: tuple[TokenArgument, ...] = ()
     same_as_tokens: str | None = None  # name of an argument that may be the same tensor as the tokens
@@ -216,8 +216,8 @@ class Host(ModelCall):
     root: nn.Module
     blocks: tuple[Block, ...]  # in the order in which they run
     sample_size: tuple[int, int] | None  # height and width that the model was made for, if it says them
-    # (height, width, batch) → arguments of a call with a sample of that size. Models that take references
-    # get their heights and widths as a fourth argument.
+    # (height, width, batch, and heights and widths of references, if the model takes them) → arguments of a
+    # call with a sample of that size.
     example: Callable[..., dict[str, Any]]
     controlnet: bool = False  # a ControlNet may stay dense next to a denoiser that merges
     frames: int = 1  # of the token grid that the model was made for; 1 for pictures

@@ -145,16 +145,14 @@ def transformer_host(
     Args:
         root: the model. A class whose name has "ControlNet" is one.
         blocks: its transformer blocks in the order in which they run.
-        others: (root, zeros, height, width) → arguments by name of a call with latents of that size, besides
-            the timestep and the text. ``zeros`` is a :class:`Blank`. They need the sample and the condition
-            of a ControlNet only if these are not ``[b, config.in_channels, (latent_frames,) height, width]``.
+        others: (root, :class:`Blank`, height, width) → further arguments of a call with latents of that size.
+            The sample and the condition of a ControlNet are among them only if they are not ``[b,
+            config.in_channels, (latent_frames,) height, width]``.
         text: tokens and channels of the argument ``encoder_hidden_states``; None: ``others`` gives the text.
         text_mask: name of the argument for a mask of the text's tokens; None: the model needs none.
-        sample_size: height and width of the latents that the model was made for; by default
-            ``config.sample_height`` and ``config.sample_width``, or a square with the side
-            ``config.sample_size``.
-        patch: side of the square of latent positions that makes one token; by default from
-            ``config.patch_size``.
+        sample_size: height and width of the latents that the model was made for; by default those of its
+            config, as sides or as the side of a square.
+        patch: as in :class:`Host`; by default from ``config.patch_size``.
         latent_frames: number of latent frames that the model was made for; 1 for pictures.
         grids: as in :class:`Host`; by default that of a picture or a video.
         particulars: other fields of :class:`Host`.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.ops.arithmetic import Draw, arithmetic
-from tokenmerge.ops.once import first_rows, made_once, once
+from tokenmerge.ops.once import Device, first_rows, made_once, once
 
 
 def num_destinations(grid: Sequence[int], cell: Sequence[int]) -> int:
@@ -39,9 +39,7 @@ def num_tokens(grid: Sequence[int]) -> int:
 
 
 @made_once
-def whole_cells(
-    grid: tuple[int, ...], cell: tuple[int, ...], device: torch.device | str | None
-) -> tuple[Tensor, Tensor]:
+def whole_cells(grid: tuple[int, ...], cell: tuple[int, ...], device: Device) -> tuple[Tensor, Tensor]:
     """Return the tokens ``[k, d]`` at each of k positions of the d whole cells, and the others.
 
     Grid and cell are as for :func:`strided_partition`.
@@ -90,11 +88,7 @@ def with_destinations(src: Tensor, dst: Tensor) -> Tensor:
 
 
 def strided_partition(
-    grid: Sequence[int],
-    cell: Sequence[int],
-    *,
-    draw: Draw | None = None,
-    device: torch.device | str | None = None,
+    grid: Sequence[int], cell: Sequence[int], *, draw: Draw | None = None, device: Device = None
 ) -> tuple[Tensor, Tensor]:
     """Split a token grid into sources and destinations (arXiv 2303.17604, section 4.1).
 
@@ -118,7 +112,7 @@ def strided_partition(
     return partition_at(inside, outside, arithmetic().remainders(size, draw, count, device))
 
 
-def uniform_noise(draw: Draw, n: int, device: torch.device | str | None = None) -> Tensor:
+def uniform_noise(draw: Draw, n: int, device: Device = None) -> Tensor:
     """Return pseudo-random float32 numbers ``[n]``, 0 < x < 1.
 
     >>> uniform_noise((0, torch.tensor(7)), 1000).mean().sub(0.5).abs().item() < 0.05

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tokenmerge.ops.once import Device
 from tokenmerge.ops.partition import num_destinations, num_tokens
 
 
@@ -20,7 +21,7 @@ class Tiles(NamedTuple):
     real: Tensor  # [t, p] whether a place holds a token and is not padding
 
 
-def tile(grid: Sequence[int], smallest: Sequence[int], device: torch.device | str | None = None) -> Tiles:
+def tile(grid: Sequence[int], smallest: Sequence[int], device: Device = None) -> Tiles:
     """Cut a grid of (rows, columns) into as many tiles of at least ``smallest`` as fit along each axis.
 
     The sides of the tiles differ by at most one token.
