@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.models.call import HostCall
+from tokenmerge.models.call import HostCall, parameters
 
 GridShape = tuple[int, int, int]  # frames, rows, columns, in tokens
 Grids = tuple[GridShape, ...]  # of the pictures in a sequence of tokens
@@ -233,8 +232,7 @@ class Host(ModelCall):
     def call(self) -> ModelCall:
         """The description of its call, without the model itself."""
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(ModelCall)}
-        parameters = tuple(inspect.signature(type(self.root).forward).parameters)[1:]
-        return ModelCall(**{**facts, "parameters": parameters})
+        return ModelCall(**{**facts, "parameters": tuple(parameters(type(self.root).forward))})
 
     @property
     def deep_stages(self) -> tuple[str, ...]:

@@ -143,7 +143,7 @@ def transformer_host(
     """Describe a diffusion transformer.
 
     Args:
-        root: the model. A class whose name has "ControlNet" is one.
+        root: the model; a ControlNet if the name of its class says so.
         blocks: its transformer blocks in the order in which they run.
         others: (root, :class:`Blank`, height, width) → further arguments of a call with latents of that size.
             The sample and the condition of a ControlNet are among them only if they are not ``[b,
