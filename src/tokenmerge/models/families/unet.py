@@ -70,18 +70,14 @@ def _stages_of(root: Any) -> Iterator[tuple[str, Any, int]]:
     level = 1
     for i, stage in enumerate(root.down_blocks):
         yield f"down_blocks.{i}", stage, level
-        if _has(stage, "downsamplers", "base_downsamplers"):
+        if getattr(stage, "downsamplers", None) or getattr(stage, "base_downsamplers", None):
             level *= 2
     if root.mid_block is not None:
         yield "mid_block", root.mid_block, level
     for i, stage in enumerate(getattr(root, "up_blocks", ())):
         yield f"up_blocks.{i}", stage, level
-        if _has(stage, "upsamplers"):
+        if getattr(stage, "upsamplers", None):
             level //= 2
-
-
-def _has(stage: Any, *names: str) -> bool:
-    return any(getattr(stage, name, None) is not None for name in names)
 
 
 def _transformers(module: Any, path: str) -> Iterator[tuple[str, Any]]:
