@@ -106,7 +106,7 @@ def _read_coordinates(values: Tensor) -> Grids:
 
 
 def _tokens_in(pictures: Sequence[GridShape]) -> int:
-    return sum(rows * columns for _, rows, columns in pictures)
+    return sum([rows * columns for _, rows, columns in pictures])
 
 
 def _read(ids: Tensor) -> Grids:
