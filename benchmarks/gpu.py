@@ -41,7 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import tokenmerge  # noqa: E402
 from tokenmerge import PlanSharing, ToMeConfig, token_merging  # noqa: E402
-from tokenmerge.ops import attend_by_columns  # noqa: E402
+from tokenmerge.ops.sized_attention import attend_by_columns  # noqa: E402
 from tokenmerge.planners import PLANNERS, calibration  # noqa: E402
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
@@ -460,9 +460,8 @@ def attention(run: Run) -> None:
         ) -> Facts:
             began = time.monotonic()
             channels = 32 if run.tiny else channels
-            found = calibration.measure_fewest_tokens(
-                run.device, run.half, batch, channels, heads if n else 1, n
-            )
+            attention = calibration.Attention(run.device, run.half, batch, channels, heads if n else 1, n)
+            found = calibration.measure_fewest_tokens(attention)
             return {"tokens": found, "seconds": round(time.monotonic() - began, 2)}
 
         if not run.tiny or name == "sd15":

@@ -20,8 +20,9 @@ import turns
 
 from tokenmerge import ToMeConfig
 from tokenmerge.config import GUIDED_PLANNERS
-from tokenmerge.ops import shared_features
-from tokenmerge.planners import PLANNERS, num_removed
+from tokenmerge.ops.matching import shared_features
+from tokenmerge.planners import PLANNERS
+from tokenmerge.planners.sequences import num_removed
 from tokenmerge_tools.bench.loaded_model import build_denoiser, example_inputs, find_geometry
 
 BLOCKS, CHANNELS, FACTOR = 5, 320, 8  # of the top level; pixels per latent

@@ -27,7 +27,7 @@ import turns
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
 
-from tokenmerge.ops import attend_by_columns, attend_by_values, head_size_with_columns
+from tokenmerge.ops.sized_attention import attend_by_columns, attend_by_values, head_size_with_columns
 
 # Channels per head, and number of heads in models with such heads: SD 1.5, SDXL and SD3, FLUX.
 HEADS = {40: 8, 64: 24, 128: 24}

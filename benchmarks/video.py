@@ -34,7 +34,8 @@ from torch import nn
 from tokenmerge import ToMeConfig, apply_token_merging
 from tokenmerge.config import highest_ratio
 from tokenmerge.models.find import find_hosts
-from tokenmerge.planners import PLANNERS, num_removed
+from tokenmerge.planners import PLANNERS
+from tokenmerge.planners.sequences import num_removed
 from tokenmerge.report.flops import count_flops
 from tokenmerge_tools.bench.loaded_model import GEOMETRIES
 from tokenmerge_tools.pipelines.loading import shared_copy

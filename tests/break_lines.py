@@ -77,7 +77,7 @@ BREAKS = (
     ),
     Break(
         "the frames of a grid",
-        "planners/_grid.py",
+        "planners/sequences.py",
         "return (grid[0], tuple(grid[1:])) if settings.st == 1",
         "return (1, (grid[0] * grid[1], grid[2])) if settings.st == 1",
     ),

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan
-from tokenmerge.planners import PLANNERS, num_removed
+from tokenmerge.ops.plan import Plan
+from tokenmerge.planners import PLANNERS
+from tokenmerge.planners.sequences import num_removed
 
 
 def plan_by(

@@ -212,8 +212,8 @@ def test_steps_outside_the_part_that_merges_are_complete(pipe):
 def test_attention_on_fewer_tokens_than_pay_on_the_device_is_named(config, monkeypatch):
     asked = []
 
-    def timed(*about):
-        asked.append(about)
+    def timed(attention):
+        asked.append(attention)
         return 300
 
     monkeypatch.setattr("tokenmerge.handle.fewest_tokens", timed)
@@ -227,7 +227,7 @@ def test_attention_on_fewer_tokens_than_pay_on_the_device_is_named(config, monke
     )
     assert [one for one in small.notes if "hardly any time" in one] == [note]
     assert not any("hardly any time" in one for one in large.notes)
-    assert asked[0] == (torch.device("cpu"), torch.float32, 2, 32, 4)
+    assert asked[0] == (torch.device("cpu"), torch.float32, 2, 32, 4, 1)
     assert f"  hardly faster: {note}" in repr(patch).splitlines()
     following = apply_token_merging(hosts.unet(sample_size=20), dataclasses.replace(config, min_tokens=300))
     assert "hardly" not in repr(following)

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "integrations.paddle": "errors text_table config presets integrations.portable",
     "paddle": "integrations.paddle",
     "planners": "ops config",
-    "models": "errors",
+    "models": "errors ops",
     "plans": "config models",
     "runtime.steps": "errors ops config models plans",
     "runtime.memory": "errors ops config models plans runtime.steps",

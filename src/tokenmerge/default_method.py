@@ -20,7 +20,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
-from tokenmerge.planners.calibration import fewest_tokens
+from tokenmerge.planners.calibration import Attention, fewest_tokens
 from tokenmerge.plans import ROUNDING, Facts, facts_of, plan_for
 from tokenmerge.plans.choose import Plan, highest_speedup
 from tokenmerge.plans.tolerance import Tolerance
@@ -69,10 +69,12 @@ class DefaultMethod:
             proportional=allows_proportional(pipe_or_model, hosts),
             number_bytes=denoiser.usual_batch * dtype_of(denoiser.root).itemsize,
             fewest_tokens=fewest_tokens(
-                device_of(pipe_or_model, denoiser.root),
-                dtype_of(denoiser.root),
-                denoiser.usual_batch,
-                *(attention if follows_steps else attention[:2]),
+                Attention(
+                    device_of(pipe_or_model, denoiser.root),
+                    dtype_of(denoiser.root),
+                    denoiser.usual_batch,
+                    *(attention if follows_steps else attention[:2]),
+                )
             ),
         )
         if min_psnr is not None and not follows_steps:

@@ -16,7 +16,7 @@ from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError, shown, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
-from tokenmerge.planners.calibration import fewest_tokens
+from tokenmerge.planners.calibration import Attention, fewest_tokens
 from tokenmerge.plans import Estimate, Facts
 from tokenmerge.plans.estimate import estimate_closeness
 from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
@@ -289,9 +289,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         root, attention = self._denoiser.root, narrowest_attention(self._denoiser.blocks)
         if not self._in_force.plans.blocks:
             attention = attention[:2]
-        return fewest_tokens(
-            device_of(self._model, root), dtype_of(root), self._denoiser.usual_batch, *attention
-        )
+        device, batch = device_of(self._model, root), self._denoiser.usual_batch
+        return fewest_tokens(Attention(device, dtype_of(root), batch, *attention))
 
     def __repr__(self) -> str:
         report, slower, problem = None, None, ""

@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tokenmerge import ops
 from tokenmerge.errors import ConfigError, shown
 from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
+from tokenmerge.ops.matching import bipartite_soft_matching
+from tokenmerge.ops.partition import partition_at, whole_cells
+from tokenmerge.ops.plan import make_plan
 
 __all__ = ["bipartite_soft_matching_random2d", "do_nothing"]
 
@@ -59,7 +61,7 @@ def bipartite_soft_matching_random2d(
             f"metric: expected w · h = {w * h} tokens, got {metric.shape[1]}; pass the w and h of these"
         )
     with torch.no_grad():
-        inside, outside = ops.whole_cells((h, w), (sy, sx), metric.device)
+        inside, outside = whole_cells((h, w), (sy, sx), metric.device)
         if no_rand:
             first = torch.zeros_like(inside[0])
         elif generator is None:
@@ -68,9 +70,9 @@ def bipartite_soft_matching_random2d(
             cells = (h // sy, w // sx, 1)
             drawn = torch.randint(sy * sx, cells, device=generator.device, generator=generator)
             first = drawn.flatten().to(metric.device)
-        src, dst = ops.partition_at(inside, outside, first)
-        order, nearest = ops.bipartite_soft_matching(metric, src, dst)
-        plan = ops.make_plan(src, dst, order, nearest, r=min(r, len(src)))
+        src, dst = partition_at(inside, outside, first)
+        order, nearest = bipartite_soft_matching(metric, src, dst)
+        plan = make_plan(src, dst, order, nearest, r=min(r, len(src)))
 
     def merge(x: Tensor, mode: str = "mean") -> Tensor:
         if mode != "mean":

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from tokenmerge import NothingToMergeError, ToMeConfig, apply_token_merging, remove_token_merging
 from tokenmerge.models.find import find_hosts
-from tokenmerge.ops import Plan, make_plan
+from tokenmerge.ops.plan import Plan, make_plan
 from tokenmerge.planners import PLANNERS
 from tokenmerge.report import predict
 

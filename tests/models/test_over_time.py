@@ -14,7 +14,9 @@ from torch.testing import assert_close
 
 from tokenmerge import ToMeConfig, apply_token_merging
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, bipartite_soft_matching, make_plan, strided_partition
+from tokenmerge.ops.matching import bipartite_soft_matching
+from tokenmerge.ops.partition import strided_partition
+from tokenmerge.ops.plan import Plan, make_plan
 from tokenmerge.planners import PLANNERS
 
 VIDEOS = pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.frames > 1])

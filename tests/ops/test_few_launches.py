@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tokenmerge import ToMeConfig
-from tokenmerge.ops import IndexPlan, keep_destinations, matching, plan, tiles
+from tokenmerge.ops import matching, plan, tiles
+from tokenmerge.ops.plan import IndexPlan, keep_destinations
 
 STEP = torch.tensor(7)
 

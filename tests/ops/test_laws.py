@@ -12,8 +12,10 @@ from planned import plan_by
 from torch.testing import assert_close
 
 from tokenmerge.config import ToMeConfig, highest_ratio
-from tokenmerge.ops import keep_destinations, shared_features, strided_partition
-from tokenmerge.planners import num_removed
+from tokenmerge.ops.matching import shared_features
+from tokenmerge.ops.partition import strided_partition
+from tokenmerge.ops.plan import keep_destinations
+from tokenmerge.planners.sequences import num_removed
 
 sizes = st.integers(1, 9)
 strides = st.integers(1, 3)

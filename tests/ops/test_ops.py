@@ -6,7 +6,9 @@ from planned import plan_by
 from torch.testing import assert_close
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.ops import bipartite_soft_matching, matching, strided_partition
+from tokenmerge.ops import matching
+from tokenmerge.ops.matching import bipartite_soft_matching
+from tokenmerge.ops.partition import strided_partition
 
 HALF = ToMeConfig(ratio=0.5)
 

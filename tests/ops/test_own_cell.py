@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
-from tokenmerge.ops import own_cell
+from tokenmerge.ops.matching import own_cell
 
 strides = st.integers(1, 3)
 

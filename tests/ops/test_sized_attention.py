@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tokenmerge.ops import attend_by_columns, attend_by_values, head_size_with_columns
+from tokenmerge.ops.sized_attention import attend_by_columns, attend_by_values, head_size_with_columns
 
 LARGEST = 16  # size of a key
 HUGE = 4000  # size of a key that stands for nearly all tokens of a large picture

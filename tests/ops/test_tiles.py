@@ -15,8 +15,11 @@ from torch.testing import assert_close
 
 from tokenmerge import ToMeConfig
 from tokenmerge.config.settings import OVER_TIME
-from tokenmerge.ops import bipartite_soft_matching, own_cell, strided_partition, tiled_matching
-from tokenmerge.planners import PLANNERS, num_removed
+from tokenmerge.ops.matching import bipartite_soft_matching, own_cell
+from tokenmerge.ops.partition import strided_partition
+from tokenmerge.ops.tiles import tiled_matching
+from tokenmerge.planners import PLANNERS
+from tokenmerge.planners.sequences import num_removed
 
 seeds = st.integers(0, 2**40)
 

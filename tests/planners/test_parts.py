@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.planners import num_removed, part_bounds, sequence_of, sequence_of_part
+from tokenmerge.planners.sequences import num_removed, part_bounds, sequence_of, sequence_of_part
 
 SIDES = st.integers(1, 9)
 GRIDS = st.lists(st.tuples(st.integers(1, 5), SIDES, SIDES), min_size=1, max_size=3)

@@ -18,13 +18,10 @@ from torch.testing import assert_close
 import tokenmerge.config
 from tokenmerge.config import GUIDED_PLANNERS, OWN_NUMBER, ToMeConfig, highest_ratio
 from tokenmerge.config.settings import texts_in
-from tokenmerge.ops import Plan, SoftPlan, keep_destinations
-from tokenmerge.planners import (
-    PLANNERS,
-    num_removed,
-    plan_pictures,
-    sequence_of,
-)
+from tokenmerge.ops.plan import Plan, keep_destinations
+from tokenmerge.ops.soft import SoftPlan
+from tokenmerge.planners import PLANNERS
+from tokenmerge.planners.sequences import num_removed, plan_pictures, sequence_of
 
 EVERY = pytest.mark.parametrize("name", PLANNERS)
 # Planners that draw nothing at random, with or without a seed.

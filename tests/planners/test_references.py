@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from tokenmerge.config import ToMeConfig, highest_ratio
-from tokenmerge.ops import Plan, strided_partition
-from tokenmerge.planners import num_removed
+from tokenmerge.ops.partition import strided_partition
+from tokenmerge.ops.plan import Plan
+from tokenmerge.planners.sequences import num_removed
 from tokenmerge.planners.sito import similarity_scores
 from tokenmerge.planners.toma import facility_location
 from tokenmerge.planners.windows import uniformity

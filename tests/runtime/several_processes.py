@@ -27,8 +27,9 @@ from tests.models.tiny import FAMILIES
 from torch import Tensor, nn
 
 from tokenmerge import Correction, PlanSharing, StepReuse, apply_token_merging
-from tokenmerge.ops import Plan, join_plans, num_tokens
-from tokenmerge.planners import num_removed
+from tokenmerge.ops.partition import num_tokens
+from tokenmerge.ops.plan import Plan, join_plans
+from tokenmerge.planners.sequences import num_removed
 from tokenmerge.runtime.blocks import planning
 
 PROCESSES = 2

@@ -140,7 +140,7 @@ def test_a_kernel_that_raises_leaves_nothing_behind():
     ],
 )
 def test_a_kernel_is_called_with_heads_that_it_takes(name, d, sizes):
-    """Where it has no more room, twice: see :func:`tokenmerge.ops.attend_by_values`."""
+    """Where it has no more room, twice: see :func:`tokenmerge.ops.sized_attention.attend_by_values`."""
     seen: list[int] = []
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:

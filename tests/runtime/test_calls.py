@@ -146,7 +146,7 @@ def test_in_a_merged_block_ten_files_act(scope):
     hook.remove()
     assert files_that_act(lambda: block(*given["args"], **given["kwargs"])) == {
         *("runtime/blocks/forward.py", "runtime/blocks/planning.py", "runtime/blocks/merged_call.py"),
-        *("planners/_grid.py", "planners/tome.py"),
+        *("planners/sequences.py", "planners/tome.py"),
         *("ops/partition.py", "ops/matching.py", "ops/plan.py", "ops/arithmetic.py"),
         "ops/once.py",  # it keeps what depends on the grid alone
     }

@@ -15,7 +15,7 @@ from tests.tiny_pipeline import UNET
 from torch import Tensor
 
 from tokenmerge import token_merging
-from tokenmerge.ops import Plan
+from tokenmerge.ops.plan import Plan
 from tokenmerge.runtime.blocks import planning
 
 

@@ -19,7 +19,9 @@ from tokenmerge import (
     token_merging,
 )
 from tokenmerge.models.find import find_hosts
-from tokenmerge.ops import make_plan, own_cell, strided_partition
+from tokenmerge.ops.matching import own_cell
+from tokenmerge.ops.partition import strided_partition
+from tokenmerge.ops.plan import make_plan
 from tokenmerge.planners import PLANNERS
 from tokenmerge.runtime.blocks.merged_call import combined
 
@@ -76,7 +78,7 @@ def test_proportional_attention_is_exact_where_merged_tokens_are_equal(scope):
             )
             patch = apply_token_merging(unet, config)
             state = first.module.__dict__["_tokenmerge"]
-            state.grid.value.shape = 1, 16, 16
+            state.grid.value.shapes = ((1, 16, 16),)
             merged = uneven(first.module, tokens, text)
             errors[proportional] = (merged - dense).abs().max().item()
             patch.remove()

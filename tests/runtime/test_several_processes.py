@@ -25,7 +25,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from tokenmerge import UnsupportedModelError, apply_token_merging
-from tokenmerge.models.parallel import Part, part_of
+from tokenmerge.models.placement import Part, part_of
 from tokenmerge.runtime.patching import call_checks
 
 ROOT = Path(__file__).parents[2]

@@ -34,7 +34,7 @@ from tokenmerge import (
     apply_token_merging,
 )
 from tokenmerge.config import dense_outside
-from tokenmerge.ops import Plan
+from tokenmerge.ops.plan import Plan
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
 from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState

@@ -83,7 +83,7 @@ def _hash(seed: int, step: int, place: np.ndarray) -> np.ndarray:
 
 
 class Plan(NamedTuple):
-    """A plan that merges n tokens into m = n − r: see ``tokenmerge.ops.IndexPlan``."""
+    """A plan that merges n tokens into m = n − r: see ``tokenmerge.ops.plan.IndexPlan``."""
 
     keep: Array
     sources: Array

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.models.call import HostCall
+from tokenmerge.models.call import HostCall, parameters
 
 GridShape = tuple[int, int, int]  # frames, rows, columns, in tokens
 Grids = tuple[GridShape, ...]  # of the pictures in a sequence of tokens
@@ -42,8 +41,7 @@ def is_called(module: object, text: str) -> bool:
 def modules_in(root: nn.Module) -> list[nn.Module]:
     """Return the modules of ``root.modules()``, level by level.
 
-    PyTorch passes each module up through one generator for each level above it, which takes three times as
-    long. Models are searched each time that settings change.
+    It takes a third of the time, since PyTorch passes each module up through a generator for each level.
     """
     found = {root: None}
     level = [root]
@@ -70,22 +68,12 @@ class Grid:
     @property
     def shapes(self) -> Grids:
         """(frames, rows, columns) of each grid."""
-        # A list, since blocks ask often, and a generator takes a Python call for each item.
-        shapes = [(sides.shape[0], sides.shape[1], sides.shape[2]) for sides in self.sides]
-        return tuple(shapes)
+        # By a list, since blocks ask often, and a generator takes a Python call for each item.
+        return tuple([(sides.shape[0], sides.shape[1], sides.shape[2]) for sides in self.sides])
 
     @shapes.setter
     def shapes(self, shapes: Grids) -> None:
         self.sides = tuple([torch.empty(*shape, 0) for shape in shapes])
-
-    @property
-    def shape(self) -> GridShape:
-        """(frames, rows, columns) of the first grid."""
-        return self.shapes[0]
-
-    @shape.setter
-    def shape(self, shape: GridShape) -> None:
-        self.shapes = (shape,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +104,8 @@ class Layout:
     # Where text tokens stand if they share a sequence with the image, in the tokens or in a token argument.
     # Text never merges.
     text: Literal["first", "last"] = "first"
-    # Name of a mask [b, text + n] that is true before the padding, for blocks whose sequences are text, image
-    # and padding, with texts of different lengths. None: there is no padding.
+    # Name of a mask [b, text + n] that is true before the padding, where that follows texts of different
+    # lengths and the image. None: there is no padding.
     padding: str | None = None
     token_arguments: tuple[TokenArgument, ...] = ()
     same_as_tokens: str | None = None  # name of an argument that may be the same tensor as the tokens
@@ -206,10 +194,10 @@ def _all_of_it(root: Any, sample: Any) -> Any:
 class ModelCall:
     """The names and functions that describe a call of a model."""
 
-    sample: str  # name of the argument for the sample
+    sample: str = "hidden_states"  # name of the argument for the sample
     # Name of the argument for the timestep. For a model without one, a function: (root, arguments of a call)
     # → a number that differs between denoising steps.
-    timestep: str | Callable[[Any, Arguments], Tensor]
+    timestep: str | Callable[[Any, Arguments], Tensor] = "timestep"
     # (root, arguments of a call, grids of the last call) → the finest token grid of each picture in the
     # sequence, the picture being made first. It raises UnsupportedModelError if the tokens have none.
     grids: Callable[[Any, Arguments, Grid], Grids]
@@ -227,16 +215,15 @@ class Host(ModelCall):
     root: nn.Module
     blocks: tuple[Block, ...]  # in the order in which they run
     sample_size: tuple[int, int] | None  # height and width that the model was made for, if it says them
-    # (height, width, batch) → arguments of a call with a sample of that size. Models that take references
-    # get their heights and widths as a fourth argument.
+    # (height, width, batch, and heights and widths of references, if the model takes them) → arguments of a
+    # call with a sample of that size.
     example: Callable[..., dict[str, Any]]
     controlnet: bool = False  # a ControlNet may stay dense next to a denoiser that merges
     frames: int = 1  # of the token grid that the model was made for; 1 for pictures
     limits: tuple[str, ...] = ()  # what users should know before merging in this model, as text
-    # Paths of the stages of a UNet in the order in which they run: below the finest level, and at it. What
-    # follows reads the result of the last one of each and no other. Empty for other models.
-    deep_stages: tuple[str, ...] = ()
-    shallow_stages: tuple[str, ...] = ()
+    # Paths and levels of the stages of a UNet, in the order in which they run; empty if none can be skipped.
+    # All but the first and the last are deep. What follows them reads the result of the last one alone.
+    stages: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # Names of parameters that stay on the CPU in the copy without weights that counts FLOPs, because the
     # model uses their device in a way that the meta device does not support.
     on_cpu: tuple[str, ...] = ()
@@ -245,13 +232,23 @@ class Host(ModelCall):
     def call(self) -> ModelCall:
         """The description of its call, without the model itself."""
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(ModelCall)}
-        parameters = tuple(inspect.signature(type(self.root).forward).parameters)[1:]
-        return ModelCall(**{**facts, "parameters": parameters})
+        return ModelCall(**{**facts, "parameters": tuple(parameters(type(self.root).forward))})
+
+    @property
+    def deep_stages(self) -> tuple[str, ...]:
+        """Paths of the stages of a UNet below the finest level."""
+        return tuple(self.stages)[1:-1]
+
+    @property
+    def shallow_stages(self) -> tuple[str, ...]:
+        """Paths of its stages at the finest level."""
+        paths = tuple(self.stages)
+        return (paths[0], paths[-1]) if paths else ()
 
     @property
     def can_skip(self) -> bool:
         """Whether step reuse can skip parts of it: stages of a UNet, or whole blocks."""
-        return bool(self.deep_stages) or any(block.block_layout is not None for block in self.blocks)
+        return bool(self.stages) or any(block.block_layout is not None for block in self.blocks)
 
     def grid_at(self, height: int, width: int) -> GridShape:
         """Return the finest token grid for a height and width of the sample."""

@@ -13,13 +13,10 @@ from torch import nn
 
 
 class HostCall(NamedTuple):
-    """A method of a host module with its arguments.
+    """A method of a host module with its arguments."""
 
-    The method is bound to its module. ``names`` are its parameters in order.
-    """
-
-    function: Callable
-    names: Sequence[str]
+    function: Callable  # bound to its module
+    names: Sequence[str]  # of its parameters in order
     args: tuple
     kwargs: dict[str, Any]
 
@@ -63,12 +60,12 @@ class HostMethod(NamedTuple):
     """A method of a host's class, looked up whenever it is called.
 
     Other software may replace it at any time: web UIs switch attention by ``CrossAttention.forward = …``.
-    ``of`` returns the method that the class of a module has now, bound to the module, and ``names`` the names
-    of its parameters after ``self``.
     """
 
-    of: Callable[[nn.Module], Callable[..., Any]]
-    names: Callable[[], Sequence[str]]
+    of: Callable[
+        [nn.Module], Callable[..., Any]
+    ]  # the method that the class of a module has now, bound to it
+    names: Callable[[], Sequence[str]]  # of its parameters after ``self``
 
 
 def host_method(base: type, swapped: Any, method: str) -> HostMethod:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.models.base import Block, Host, Layer, is_called, layers_in
+from tokenmerge.models.base import (
+    KEY_MASK,
+    Arguments,
+    Block,
+    Grid,
+    Grids,
+    Host,
+    Layer,
+    Layout,
+    is_called,
+    layers_in,
+)
 from tokenmerge.models.grids import patch_of, picture_grids, video_grids
 from tokenmerge.models.placement import dtype_of
 
@@ -42,16 +54,16 @@ def device_of_values(root: Any) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def example_of(root: Any, example: Example, timestep: str = "timestep") -> Example:
+def example_of(root: Any, example: Example, timestep: str | Callable[..., Tensor] = "timestep") -> Example:
     """Return the example of a :class:`Host` from that of a family, which gets :class:`Blank` for the batch.
 
-    It adds the timestep, and the guidance scale of a model that takes one.
+    It adds the timestep, if the model has one, and the guidance scale of a model that takes it.
     """
 
     def arguments(height: int, width: int, batch: int, *references: Any) -> dict[str, Any]:
         zeros = Blank(root, batch)
-        given = {timestep: zeros().fill_(500)}
-        if getattr(root.config, "guidance_embeds", False):
+        given = {timestep: zeros().fill_(500)} if isinstance(timestep, str) else {}
+        if getattr(getattr(root, "config", None), "guidance_embeds", False):
             given["guidance"] = zeros().fill_(3.5)
         return {**given, **example(root, zeros, height, width, *references)}
 
@@ -66,6 +78,55 @@ def listed(root: nn.Module, name: str, layers: tuple[Layer, ...], **facts: Any) 
     )
 
 
+# ``BasicTransformerBlock`` is the block of UNets and of the first diffusion transformers.
+_SELF_ATTENTION = Layout(token_arguments=(KEY_MASK,))
+# The attention mask of cross-attention covers the text, so it has no entries for image tokens.
+_CROSS_ATTENTION = Layout(dense_if=("ip_adapter_masks",))
+# A block gets the masks of an IP-Adapter inside ``cross_attention_kwargs``.
+_BLOCK = dataclasses.replace(_SELF_ATTENTION, dense_if=("ip_adapter_masks",))
+_CHUNKED = "feed-forward layers that run in chunks stay dense; switch chunking off to merge them"
+
+
+def basic_blocks(
+    root: nn.Module, name: str, *, context: str = "encoder_hidden_states", **facts: Any
+) -> tuple[Block, ...]:
+    """Describe the blocks of one module list, whose sub-layers are called ``attn1``, ``attn2`` and ``ff``.
+
+    ``context`` is the name of the argument that gives their self-attention other keys and values. ``facts``
+    are fields of :class:`Block`.
+    """
+    blocks: Any = root.get_submodule(name)
+    return tuple(_basic_block(f"{name}.{i}", block, context, facts) for i, block in enumerate(blocks))
+
+
+def _basic_block(path: str, module: Any, context: str, facts: dict[str, Any]) -> Block:
+    # In blocks without text, such as every third one of AudioLDM 2, both attentions attend to the image. In
+    # blocks with only_cross_attention, both attend to the text.
+    twice_to_image = not getattr(getattr(module, "attn2", None), "is_cross_attention", True)
+    twice_to_text = getattr(module, "only_cross_attention", False)
+    layers = [
+        Layer("attn1", "attn1", _CROSS_ATTENTION, own_keys=False)
+        if twice_to_text
+        else Layer("attn1", "attn1", _SELF_ATTENTION, keys=context),
+        Layer("attn1", "attn2", _SELF_ATTENTION)
+        if twice_to_image
+        else Layer("attn2", "attn2", _CROSS_ATTENTION),
+    ]
+    chunked = bool(getattr(module, "_chunk_size", None))
+    if not chunked:
+        layers.append(Layer("ff", "ff"))
+    return Block(
+        path,
+        module,
+        layers_in(module, layers),
+        block_layout=None if chunked else _BLOCK,
+        # The checkpointing of CompVis's repositories recomputes `_forward`.
+        method="_forward" if hasattr(module, "_forward") else "forward",
+        dense={"ff": _CHUNKED} if chunked else {},
+        **facts,
+    )
+
+
 def transformer_host(
     root: Any,
     blocks: tuple[Block, ...],
@@ -76,42 +137,35 @@ def transformer_host(
     sample_size: tuple[int, int] | None = None,
     patch: int | None = None,
     latent_frames: int = 1,
+    grids: Callable[[Any, Arguments, Grid], Grids] | None = None,
     **particulars: Any,
 ) -> Host:
     """Describe a diffusion transformer.
 
     Args:
-        root: the model. Its sample is called ``hidden_states`` and its timestep ``timestep``, unless
-            ``particulars`` name others.
+        root: the model; a ControlNet if the name of its class says so.
         blocks: its transformer blocks in the order in which they run.
-        others: (root, zeros, height, width) → arguments by name of a call with latents of that size, besides
-            the timestep and the text. ``zeros`` is a :class:`Blank`. They need the sample only if it is not
-            ``[b, config.in_channels, (latent_frames,) height, width]``.
+        others: (root, :class:`Blank`, height, width) → further arguments of a call with latents of that size.
+            The sample and the condition of a ControlNet are among them only if they are not ``[b,
+            config.in_channels, (latent_frames,) height, width]``.
         text: tokens and channels of the argument ``encoder_hidden_states``; None: ``others`` gives the text.
         text_mask: name of the argument for a mask of the text's tokens; None: the model needs none.
-        sample_size: height and width of the latents that the model was made for; by default a square with
-            the side ``config.sample_size``.
-        patch: side of the square of latent positions that makes one token; by default from
-            ``config.patch_size``.
+        sample_size: height and width of the latents that the model was made for; by default those of its
+            config, as sides or as the side of a square.
+        patch: as in :class:`Host`; by default from ``config.patch_size``.
         latent_frames: number of latent frames that the model was made for; 1 for pictures.
-        particulars: other fields of :class:`Host`. ``grids`` is by default that of a picture or a video. A
-            class whose name has "ControlNet" is one.
+        grids: as in :class:`Host`; by default that of a picture or a video.
+        particulars: other fields of :class:`Host`.
     """
     frames = (latent_frames,) if latent_frames > 1 else ()
-    facts: dict[str, Any] = {
-        "sample": "hidden_states",
-        "timestep": "timestep",
-        "grids": video_grids if frames else picture_grids,
-        "controlnet": is_called(root, "ControlNet"),
-        **particulars,
-    }
+    sample, controlnet = particulars.get("sample", "hidden_states"), is_called(root, "ControlNet")
 
     def example(root: Any, zeros: Blank, height: int, width: int, *references: Any) -> dict[str, Any]:
         own = others(root, zeros, height, width, *references) if others else {}
-        sample = own.get(facts["sample"])
-        if sample is None:
-            sample = zeros(root.config.in_channels, *frames, height, width)
-        usual = {facts["sample"]: sample}
+        usual: dict[str, Any] = {}
+        for name in (sample, "controlnet_cond") if controlnet else (sample,):
+            if name not in own:
+                usual[name] = zeros(root.config.in_channels, *frames, height, width)
         if text is not None:
             usual["encoder_hidden_states"] = zeros(*text)
             if text_mask is not None:
@@ -121,9 +175,17 @@ def transformer_host(
     return Host(
         root=root,
         blocks=blocks,
-        example=example_of(root, example, facts["timestep"]),
-        sample_size=sample_size or (root.config.sample_size,) * 2,
+        example=example_of(root, example, particulars.get("timestep", "timestep")),
+        sample_size=sample_size or _sample_size(root.config),
         patch=patch or patch_of(root.config)[2],
         frames=latent_frames // patch_of(root.config)[0] if frames else 1,
-        **facts,
+        controlnet=controlnet,
+        grids=grids or (video_grids if frames else picture_grids),
+        **particulars,
     )
+
+
+def _sample_size(config: Any) -> tuple[int, int]:
+    if hasattr(config, "sample_height"):
+        return config.sample_height, config.sample_width
+    return config.sample_size, config.sample_size

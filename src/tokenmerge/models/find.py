@@ -14,7 +14,7 @@ from torch import nn
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models import families
 from tokenmerge.models.base import Host, is_a, is_called
-from tokenmerge.models.unsupported import refuse
+from tokenmerge.models.unsupported import REASONS
 
 FAMILIES = tuple(
     importlib.import_module(f"{families.__name__}.{module.name}")
@@ -34,27 +34,34 @@ def knows(family: ModuleType, module: object) -> bool:
 
 
 def find_hosts(model: object) -> tuple[Host, ...]:
-    """Find every denoiser and ControlNet that a pipeline or a model is made of.
+    """Find every denoiser and ControlNet of a diffusers pipeline or model, or a CompVis-style model.
 
-    Args:
-        model: a diffusers pipeline, a diffusers model, a CompVis-style model, or any object with
-            ``model.diffusion_model``; also compiled, or wrapped for data-parallel training.
+    It may be compiled, or wrapped for data-parallel training.
 
     Raises:
         UnsupportedModelError: it has no model in which tokens can be merged, or one that is known to be
             unsupported.
     """
-    refuse(model)
+    _refuse(model)
     modules = list(parts(model))
     hosts: dict[int, Host] = {}
     for part in modules:
-        refuse(part)
+        _refuse(part)
         for family in FAMILIES:
             if id(part) not in hosts and knows(family, part):
                 hosts[id(part)] = family.describe(part)
     if not hosts:
         raise UnsupportedModelError(_no_host(model, modules))
     return tuple(hosts.values())
+
+
+def _refuse(part: Any) -> None:
+    for cls in type(part).__mro__:
+        if reason := REASONS.get(cls.__name__):
+            raise UnsupportedModelError(
+                f"tokens cannot be merged in {cls.__name__} yet: {reason}; run it without token merging, or "
+                "take a model that docs/supported-models.md lists"
+            )
 
 
 def _no_host(model: object, modules: list[nn.Module]) -> str:

@@ -7,18 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Arguments, Grid, Grids, GridShape
+from tokenmerge.ops.once import once
 
 
 def patch_of(config: Any) -> tuple[int, int, int]:
-    """Return the frames, rows and columns of latent positions that make one token of a transformer.
-
-    Its config gives them as ``patch_size`` (frames, rows, columns) or (rows, columns), or as the side
-    ``patch_size`` of a square, with ``patch_size_t`` frames if that is set.
-    """
+    """Return the frames, rows and columns of latent positions that make one token of a transformer."""
+    # (frames, rows, columns), (rows, columns), or the side of a square.
     patch = config.patch_size
     if isinstance(patch, int):
         return getattr(config, "patch_size_t", None) or 1, patch, patch
@@ -44,20 +41,14 @@ def video_grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     return (in_tokens(arguments["hidden_states"].shape[2:], root.config),)
 
 
-_known: Any = WeakTensorKeyDictionary()
-
-
 def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     """Return the token grids of the pictures that the argument ``img_ids`` describes.
 
     ``img_ids`` are ``[n, d]`` or ``[b, n, d]``: for each of the n tokens of ``hidden_states`` the number of
     its picture, its row, its column, and further columns that depend on the model. The picture being made is
     first, and reference pictures follow it. While torch.compile traces the model, the ids have no values, and
-    ``last`` is used. A grid that the user gave is also used where the ids are not those of pictures.
-
-    Raises:
-        UnsupportedModelError: the tokens are not those of pictures in a row, or the model is being compiled
-            and ``last`` has another number of tokens.
+    ``last`` is used, if it has as many tokens. A grid that the user gave is also used where the ids are not
+    those of pictures in a row. Otherwise an UnsupportedModelError is raised.
     """
     ids, tokens = arguments["img_ids"], arguments["hidden_states"].shape[1]
     if torch.compiler.is_compiling():
@@ -71,9 +62,8 @@ def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
                 "compile its blocks only: transformer.compile_repeated_blocks()"
             )
         return last.shapes
-    pictures = _known.get(ids)
-    if pictures is None:  # reading waits for the device; pipelines pass the same tensor at each step
-        pictures = _known[ids] = _read(ids[0] if ids.ndim == 3 else ids)
+    # Reading waits for the device, and pipelines pass the same tensor at each step.
+    pictures = once(ids, "grids", lambda: _read(ids[0] if ids.ndim == 3 else ids))
     if _tokens_in(pictures) == tokens:
         return pictures
     if last.given and _tokens_in(last.shapes) == tokens:
@@ -88,14 +78,10 @@ def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
 def grids_of_coordinates(coordinates: Tensor) -> Grids:
     """Return the token grid of a video from the times, rows and columns of its tokens, ``[b, 3, n]``.
 
-    Frames that were given for later times may stand before those of the video, which start with time 0.
-
-    Raises:
-        UnsupportedModelError: the tokens are not those of frames of one size, row by row.
+    Frames that were given for later times may stand before those of the video, which start with time 0. Other
+    tokens than those of frames of one size, row by row, raise an UnsupportedModelError.
     """
-    grid = _known.get(coordinates)
-    if grid is None:  # reading waits for the device; pipelines pass the same tensor at each step
-        grid = _known[coordinates] = _read_coordinates(coordinates[0].cpu())
+    grid = once(coordinates, "grids", lambda: _read_coordinates(coordinates[0].cpu()))
     if not grid:
         raise UnsupportedModelError(
             "video_coords: expected the times, rows and columns of the tokens of frames of one size, got "
@@ -120,7 +106,7 @@ def _read_coordinates(values: Tensor) -> Grids:
 
 
 def _tokens_in(pictures: Sequence[GridShape]) -> int:
-    return sum(rows * columns for _, rows, columns in pictures)
+    return sum([rows * columns for _, rows, columns in pictures])
 
 
 def _read(ids: Tensor) -> Grids:

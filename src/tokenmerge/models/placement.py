@@ -1,15 +1,17 @@
-"""The device, dtype and width of a model, and inputs of zeros that fit them."""
+"""Where a model runs: its device, its dtype, the width of its attention, and its part of the tokens."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tokenmerge.models.base import Block
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.models.base import Block, is_a
 
 
 def device_of(pipe_or_model: object, model: nn.Module) -> torch.device:
@@ -37,35 +39,72 @@ def _computes(dtype: object) -> TypeGuard[torch.dtype]:
 
 def narrowest_attention(blocks: Sequence[Block]) -> tuple[int, ...]:
     """Return the same as :func:`narrowest` for the attention in blocks of diffusers."""
-    found = ((_width(block), block.plan_group) for block in blocks)
-    return narrowest((width, group) for width, group in found if width is not None)
+    return narrowest((min(widths), block.plan_group) for block in blocks if (widths := _widths(block)))
 
 
 def narrowest(attention: Iterable[tuple[tuple[int, int], Hashable]]) -> tuple[int, ...]:
-    """Return the width of the narrowest attention, and how many of its blocks share a plan.
+    """Return channels and heads of the narrowest attention, and how many blocks share its plan on average.
 
-    Merging saves least there.
-
-    Args:
-        attention: for each block, channels and heads of its attention, and what it has in common with the
-            blocks that can share its plan.
-
-    Returns:
-        Channels, heads, and the mean number of blocks, rounded down. Empty if there is no attention.
+    Merging saves least there. It is empty if there is no ``attention``, which has for each block channels and
+    heads, and what is the same in all blocks that can share its plan.
     """
     groups = Counter(attention)
-    found = min((width for width, _ in groups), default=None)
-    if found is None:
+    if not groups:
         return ()
-    blocks = [number for (width, _), number in groups.items() if width == found]
-    return *found, sum(blocks) // len(blocks)
+    narrow = min(width for width, _ in groups)
+    blocks = [number for (width, _), number in groups.items() if width == narrow]
+    return *narrow, sum(blocks) // len(blocks)
 
 
-def _width(block: Block) -> tuple[int, int] | None:
-    """Return channels and heads of a block's narrowest attention; None if they are unknown."""
+def _widths(block: Block) -> list[tuple[int, int]]:
+    """Return channels and heads of the attention in a block, where they are known."""
     found = []
     for layer in (getattr(block.module, layer.name) for layer in block.layers):
         projection, heads = getattr(layer, "to_q", None), getattr(layer, "heads", None)
         if isinstance(projection, nn.Linear) and isinstance(heads, int):
             found.append((projection.out_features, heads))
-    return min(found, default=None)
+    return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """The part of each sequence that a process has in diffusers' context parallelism."""
+
+    index: int  # 0 ≤ index < parts
+    parts: int  # one for each device
+    group: Any  # of the processes that have them
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over the processes; each has to call this."""
+        total = tensor.clone()
+        torch.distributed.all_reduce(total, group=self.group)
+        return total
+
+
+def part_of(root: nn.Module) -> Part | None:
+    """Return the part of the tokens of the blocks that this process has; None: all of them.
+
+    Tensor parallelism splits weights and leaves all tokens to each process.
+
+    Raises:
+        UnsupportedModelError: diffusers does not say how the tokens of this class are split.
+    """
+    config = getattr(getattr(root, "_parallel_config", None), "context_parallel_config", None)
+    if config is None:
+        return None
+    if getattr(root, "_cp_plan", None) is None:
+        raise UnsupportedModelError(
+            f"tokens cannot be merged in {type(root).__name__} under context parallelism: its class has no "
+            "_cp_plan, which says where its tokens are split between devices; load the model again without "
+            "enable_parallelism()"
+        )
+    group = config._flattened_mesh.get_group()
+    return Part(torch.distributed.get_rank(group), config._flattened_mesh.size(), group)
+
+
+def splits_tokens(module: nn.Module) -> bool:
+    """Return whether a hook of diffusers at this module gives it a part of its tokens."""
+    hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
+    return any(
+        is_a(hook, "ContextParallelSplitHook") and "hidden_states" in hook.metadata for hook in hooks.values()
+    )

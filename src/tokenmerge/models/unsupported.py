@@ -1,11 +1,5 @@
 """Models in which tokens cannot be merged yet, with the reasons: an error is better than a wrong picture."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from tokenmerge.errors import UnsupportedModelError
-
 _PACKED = "text, pictures and sound are packed into one sequence without a token grid or a batch axis"
 _KEPT = "it caches keys and values between calls, and merging would change their tokens"
 _SCALES = "the sequence holds earlier frames at several scales, which no single token grid describes"
@@ -58,13 +52,3 @@ REASONS = {  # by the class of a model or pipeline
     "ZImageOmniPipeline": "each of its samples is a list of pictures of several sizes",
     "ZImageControlNetModel": "it runs blocks of the transformer that it controls, on other grids",
 }
-
-
-def refuse(part: Any) -> None:
-    """Raise UnsupportedModelError for a model in which tokens cannot be merged as it is set up."""
-    for cls in type(part).__mro__:
-        if reason := REASONS.get(cls.__name__):
-            raise UnsupportedModelError(
-                f"tokens cannot be merged in {cls.__name__} yet: {reason}; run it without token merging, or "
-                "take a model that docs/supported-models.md lists"
-            )

@@ -11,12 +11,11 @@ from typing import Any, Literal
 from torch import nn
 
 from tokenmerge.models.base import Block, Host
-from tokenmerge.models.unet_stages import stages_of
 
 # "always" runs in every step. Step reuse skips the others: "finest" and "deep" are the finest level of a UNet
 # and what lies below, "blocks" the blocks of other models.
 Part = Literal["always", "finest", "deep", "blocks"]
-LAYERS, BLOCK = "layers", "block"
+Scopes = frozenset[str]  # the scopes of token merging that merge something: "layers", "block"
 
 # Parts of the names of modules that work once for each sample, whatever its size, and on the text. The first
 # match of a path counts.
@@ -29,9 +28,9 @@ _TEXT_ARGUMENTS = ("encoder_hidden_states", "context")
 class Amount:
     """Multiplications for one sample: a polynomial in the number of tokens."""
 
-    fixed: float = 0.0  # those that do not depend on the picture, such as on the text
+    fixed: float = 0.0  # such as those on the text
     per_token: float = 0.0  # such as those with weights
-    per_pair: float = 0.0  # those for each pair of tokens, in attention
+    per_pair: float = 0.0  # of tokens, in attention
 
     def at(self, tokens: float) -> float:
         """Return the multiplications for this number of tokens.
@@ -42,10 +41,8 @@ class Amount:
         return float(self.fixed + (self.per_token + self.per_pair * tokens) * tokens)
 
     def __add__(self, other: Amount) -> Amount:
-        """Return the amount of both."""
-        return Amount(
-            self.fixed + other.fixed, self.per_token + other.per_token, self.per_pair + other.per_pair
-        )
+        fixed, per_token = self.fixed + other.fixed, self.per_token + other.per_token
+        return Amount(fixed, per_token, self.per_pair + other.per_pair)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Share:
 
     part: Part
     level: int  # as a divisor of the finest token grid: 1, 2, 4 …
-    scopes: frozenset[str]  # the scopes of token merging that merge it: "layers", "block"
+    scopes: Scopes
     amount: Amount  # in tokens of its level
 
 
@@ -65,7 +62,7 @@ class Planning:
     parts: frozenset[Part]  # those with blocks that use it
     level: int
     channels: int  # of the tokens that are compared
-    scopes: frozenset[str]  # the scopes of token merging that need it
+    scopes: Scopes  # those that need it
     blocks: int  # number of blocks that can share it
 
 
@@ -93,19 +90,20 @@ def work_of(host: Host, text: int | None = None) -> Work:
     ``text`` is the number of text tokens of a call; None: as many as the family's example has.
     """
     words = _words(host) if text is None else text
-    found: dict[tuple[Part, int, frozenset[str]], Amount] = defaultdict(Amount)
-    levels = {path: level for path, _, level in stages_of(host.root)} if host.deep_stages else {}
-    for path, module, block in _leaves(host):
-        number = _weights(module)
-        if number:
-            level = block.level if block else _level_at(levels, path)
-            amount = _of_weights(host, block, path, number, words)
-            found[_part(host, path, block), level, _scopes(block, path)] += amount
+    found: dict[tuple[Part, int, Scopes], Amount] = defaultdict(Amount)
+    blocks = {block.path: block for block in host.blocks}
+    for path, module in host.root.named_modules(remove_duplicate=False):
+        if module._modules or not (number := _weights(module)):
+            continue
+        block = _around(blocks, path)
+        inner = path[len(block.path) + 1 :] if block else path
+        level = block.level if block else _level_at(host, path)
+        scopes = _scopes(block, inner.partition(".")[0] in _names(block, "attn1"))
+        found[_part(host, path, block), level, scopes] += _of_weights(host, block, inner, number, words)
     for block in host.blocks:
         for amount, scopes in _attention(host, block, words):
             found[_part(host, block.path, block), block.level, scopes] += amount
-    shares = (Share(*place, amount) for place, amount in found.items())
-    return Work(tuple(shares), tuple(_plans(host)))
+    return Work(tuple(Share(*place, amount) for place, amount in found.items()), tuple(_plans(host)))
 
 
 def _words(host: Host) -> int:
@@ -116,19 +114,11 @@ def _words(host: Host) -> int:
     return next((value.shape[-2] for value in found), 0)
 
 
-def _leaves(host: Host) -> Iterator[tuple[str, Any, Block | None]]:
-    """Yield path, module and block of each module without further modules."""
-    by_path = {block.path: block for block in host.blocks}
-
-    def walk(module: nn.Module, path: str, block: Block | None) -> Iterator[tuple[str, Any, Block | None]]:
-        block = by_path.get(path, block)
-        if not module._modules:
-            yield path, module, block
-        for name, child in module._modules.items():
-            if child is not None:
-                yield from walk(child, f"{path}.{name}" if path else name, block)
-
-    return walk(host.root, "", None)
+def _around(blocks: Mapping[str, Block], path: str) -> Block | None:
+    """Return the block that a module lies in, from the paths of blocks and of the module."""
+    while path and path not in blocks:
+        path = path.rpartition(".")[0]
+    return blocks.get(path)
 
 
 def _weights(module: Any) -> int:
@@ -140,34 +130,37 @@ def _weights(module: Any) -> int:
     return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 0  # type: ignore[arg-type]
 
 
-def _level_at(levels: Mapping[str, int], path: str) -> int:
-    """Return the level at which a layer outside blocks works, from those of a UNet's stages."""
-    level = next((level for stage, level in levels.items() if path.startswith(f"{stage}.")), 1)
+def _stage_of(host: Host, path: str) -> str:
+    """Return the path of a UNet's stage that a module lies in; empty outside stages."""
+    return next((stage for stage in host.stages if f"{path}.".startswith(f"{stage}.")), "")
+
+
+def _level_at(host: Host, path: str) -> int:
+    """Return the level at which a layer outside blocks works."""
+    level = host.stages.get(_stage_of(host, path), 1)
     if "downsamplers" in path:
         return level * 2
     return level // 2 if "upsamplers" in path else level
 
 
 def _part(host: Host, path: str, block: Block | None) -> Part:
-    if not host.deep_stages:
+    if not host.stages:
         return "blocks" if block is not None and block.block_layout is not None else "always"
-    if any(f"{path}.".startswith(f"{stage}.") for stage in host.deep_stages):
-        return "deep"
-    return "finest" if any(f"{path}.".startswith(f"{stage}.") for stage in host.shallow_stages) else "always"
+    stage = _stage_of(host, path)
+    return "deep" if stage in host.deep_stages else "finest" if stage else "always"
 
 
-def _scopes(block: Block | None, path: str) -> frozenset[str]:
-    """Return the scopes of merging under which a layer gets merged tokens."""
-    if block is None:
-        return frozenset()
-    inner = path[len(block.path) + 1 :]
-    own = {layer.name for layer in block.layers if layer.kind == "attn1"}
-    layers = {LAYERS} if any(inner.startswith(f"{name}.") for name in own) else set()
-    return frozenset(layers | ({BLOCK} if block.block_layout is not None else set()))
+def _names(block: Block | None, kind: str) -> tuple[str, ...]:
+    return tuple(layer.name for layer in block.layers if layer.kind == kind) if block else ()
 
 
-def _of_weights(host: Host, block: Block | None, path: str, number: int, words: int) -> Amount:
-    inner = path[len(block.path) + 1 :] if block else path
+def _scopes(block: Block | None, attends: bool) -> Scopes:
+    """Return the scopes of merging under which a part of a block gets merged tokens."""
+    merged = {"layers": attends, "block": block is not None and block.block_layout is not None}
+    return frozenset(scope for scope, merges in merged.items() if merges)
+
+
+def _of_weights(host: Host, block: Block | None, inner: str, number: int, words: int) -> Amount:
     if any(name in inner for name in _ONCE):
         return Amount(fixed=number)
     if _is_on_text(block, inner):
@@ -177,21 +170,19 @@ def _of_weights(host: Host, block: Block | None, path: str, number: int, words: 
 
 
 def _is_on_text(block: Block | None, inner: str) -> bool:
-    if any(name in inner for name in _ON_TEXT):
-        return True
-    cross = [layer.name for layer in block.layers if layer.kind == "attn2"] if block else []
-    return any(inner.startswith((f"{name}.to_k", f"{name}.to_v")) for name in cross)
+    cross = tuple(f"{name}.{weights}" for name in _names(block, "attn2") for weights in ("to_k", "to_v"))
+    return any(name in inner for name in _ON_TEXT) or inner.startswith(cross)
 
 
 def _joins_text(host: Host, block: Block) -> bool:
     """Return whether all layers of a block get the text in one sequence with the picture."""
-    if host.deep_stages or block.grid is not None:
+    if host.stages or block.grid is not None:
         return False
     paths = (path for path, _ in block.module.named_modules())
     return not any(_is_on_text(block, path) for path in paths)
 
 
-def _attention(host: Host, block: Block, words: int) -> Iterator[tuple[Amount, frozenset[str]]]:
+def _attention(host: Host, block: Block, words: int) -> Iterator[tuple[Amount, Scopes]]:
     """Yield the work of comparing and summing tokens in each attention of a block."""
     for layer in block.layers:
         if layer.kind == "ff":
@@ -204,15 +195,13 @@ def _attention(host: Host, block: Block, words: int) -> Iterator[tuple[Amount, f
             has_text = any(_is_on_text(None, name) for name, _ in module.named_modules())
             joint = words if has_text or _joins_text(host, block) else 0
             amount = Amount(pair * joint**2, 2 * pair * joint, pair)
-        yield amount, _scopes(block, f"{block.path}.{layer.name}.")
+        yield amount, _scopes(block, layer.kind == "attn1")
 
 
 def _channels(attention: Any) -> int:
     """Return the channels of all heads of an attention."""
-    query = getattr(attention, "to_q", None)
-    if query is not None and isinstance(getattr(query, "out_features", None), int):
-        return int(query.out_features)
-    return int(getattr(attention, "inner_dim", 0))
+    channels = getattr(getattr(attention, "to_q", None), "out_features", None)
+    return channels if isinstance(channels, int) else int(getattr(attention, "inner_dim", 0))
 
 
 def _plans(host: Host) -> Iterator[Planning]:
@@ -221,8 +210,7 @@ def _plans(host: Host) -> Iterator[Planning]:
     for block in host.blocks:
         found[block.plan_group].append(block)
     for blocks in found.values():
-        scopes = {LAYERS for block in blocks for layer in block.layers if layer.kind == "attn1"}
-        scopes |= {BLOCK for block in blocks if block.block_layout is not None}
+        scopes = Scopes().union(*(_scopes(block, bool(_names(block, "attn1"))) for block in blocks))
         parts = frozenset(_part(host, block.path, block) for block in blocks)
         first = next((getattr(block.module, layer.name) for block in blocks for layer in block.layers), None)
-        yield Planning(parts, blocks[0].level, _channels(first), frozenset(scopes), len(blocks))
+        yield Planning(parts, blocks[0].level, _channels(first), scopes, len(blocks))

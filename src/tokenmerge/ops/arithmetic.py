@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenmerge.ops.once import first_numbers, once
+from tokenmerge.ops.once import Device, first_numbers, once
 
 Draw = tuple[int, Tensor]  # a seed, and the number of a step as a 0-dimensional integer tensor
 
@@ -17,14 +17,14 @@ class Arithmetic:
     """These operations as PyTorch computes them."""
 
     def bits(self, value: Tensor) -> Tensor:
-        """Return the bits of float32 numbers as signed integers: any shape → int64 of that shape.
+        """Return the bits of float32 numbers as signed integers in int64.
 
         >>> Arithmetic().bits(torch.tensor([0.0, 1.0, -2.0])).tolist()
         [0, 1065353216, -1073741824]
         """
         return value.view(torch.int32).to(torch.int64)
 
-    def remainders(self, size: int, draw: Draw, n: int, device: torch.device | str | None) -> Tensor:
+    def remainders(self, size: int, draw: Draw, n: int, device: Device) -> Tensor:
         """Return the hashes of n places modulo ``size``: ``[n]``.
 
         >>> Arithmetic().remainders(4, (0, torch.tensor(7)), 8, "cpu").tolist()
@@ -32,7 +32,7 @@ class Arithmetic:
         """
         return hash_of(*draw, first_numbers(n, device)) % size
 
-    def upper_bits(self, draw: Draw, n: int, device: torch.device | str | None) -> Tensor:
+    def upper_bits(self, draw: Draw, n: int, device: Device) -> Tensor:
         """Return the upper 23 bits of the hashes of n places, as integers: ``[n]``."""
         return hash_of(*draw, first_numbers(n, device)) >> 9
 

@@ -35,10 +35,9 @@ def bipartite_soft_matching(features: Tensor, src: Tensor, dst: Tensor) -> tuple
 
 
 def most_similar(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the edges of :func:`bipartite_soft_matching`, of the same arguments, without sorting them.
+    """Return the similarity −1 … 1 of each source's most similar destination, and its position in ``dst``.
 
-    They are ``(similarity, nearest)``, both ``[b, s]``: for each source the similarity of its most similar
-    destination, −1 … 1, and the position of that destination in ``dst``.
+    Both are ``[b, s]``. The arguments are those of :func:`bipartite_soft_matching`.
     """
     sources, lengths, destinations = compared(features, src, dst)
     product, nearest = largest_products(sources, destinations)
@@ -56,10 +55,10 @@ def by_similarity(similarity: Tensor) -> Tensor:
 
 
 def compared(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return what :func:`bipartite_soft_matching` multiplies, in float32 at least.
+    """Return the features of the sources ``[b, s, c]`` and of the destinations ``[b, d, c]`` to multiply.
 
-    It is the features of the sources ``[b, s, c]``, their lengths ``[b, s]``, or None if the features are
-    divided by them already, and the features of the destinations ``[b, d, c]``, divided by their lengths.
+    They are in float32 at least, and divided by their lengths, but for the sources where their lengths
+    ``[b, s]`` stand between the two.
     """
     tokens, s = selected(features, with_destinations(src, dst)), src.shape[-1]
     if features.device.type not in WITHOUT_LAUNCHES:
@@ -89,7 +88,7 @@ def selected(x: Tensor, index: Tensor) -> Tensor:
 
 
 def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor:
-    """Return index of each token's cell in grid order. Tokens beyond the last whole cell get the nearest one.
+    """Return the index of each token's cell; tokens beyond the last whole cell get the nearest one.
 
     >>> own_cell((3, 4), (2, 2), torch.tensor([0, 3, 6, 11])).tolist()
     [0, 1, 1, 1]
@@ -113,21 +112,19 @@ def largest_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shared_features(features: Tensor, parts: int) -> Tensor:
-    """Features for one plan shared by ``parts`` images: ``[parts * b, n, c]`` → ``[b, n, parts * c]``.
+    """Return features for plans that images b apart share: ``[parts * b, n, c]`` → ``[b, n, parts * c]``.
 
-    Their cosine similarity is the mean of the similarities in the single images. Images that are b apart
-    share a plan, such as the two halves of a batch with classifier-free guidance.
+    Their cosine similarity is the mean of those in the single images, such as the two prompts of guidance.
     """
     unit = F.normalize(features, dim=-1, eps=torch.finfo(features.dtype).tiny)
     return unit.unflatten(0, (parts, -1)).movedim(0, 2).flatten(2)
 
 
 def features_if_shared(features: Tensor, parts: int, shared: Tensor) -> Tensor:
-    """:func:`shared_features` if the boolean tensor ``shared`` is true, without reading its value.
+    """Return :func:`shared_features` for each image if ``shared`` is true, or its own, padded with zeros.
 
-    ``[parts * b, n, c]`` → ``[parts * b, n, parts * c]``. If it is true, all parts get the same shared
-    features. If not, each image gets its own features, padded with zeros: a compiled graph cannot branch on a
-    value.
+    ``[parts * b, n, c]`` → ``[parts * b, n, parts * c]``. The boolean tensor is not read, since a compiled
+    graph cannot branch on a value.
     """
     own = _own_channels(parts, features.shape[0] // parts, features.shape[2], features.device)
     return shared_features(features, parts).repeat(parts, 1, 1) * (own | shared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 Sizes = ParamSpec("Sizes")
 Made = TypeVar("Made")
+Device: TypeAlias = torch.device | str | None
 
 # Devices on which an operation is no launch, so that less work is faster than fewer operations.
 WITHOUT_LAUNCHES = {"cpu"}
@@ -40,19 +41,19 @@ def made_once(make: Callable[Sizes, Made]) -> Callable[Sizes, Made]:
 
 
 @made_once
-def first_numbers(n: int, device: torch.device | str | None) -> Tensor:
+def first_numbers(n: int, device: Device) -> Tensor:
     """Return 0 … n−1: ``[n]``."""
     return torch.arange(n, device=device)
 
 
 @made_once
-def first_rows(b: int, n: int, shift: int, device: torch.device | str | None) -> Tensor:
+def first_rows(b: int, n: int, shift: int, device: Device) -> Tensor:
     """Return ``shift`` more than the first row of each of b images of n rows: ``[b, 1]``."""
     return (torch.arange(b, device=device) * n + shift).unsqueeze(1)
 
 
 @made_once
-def ones(b: int, n: int, device: torch.device | str | None) -> Tensor:
+def ones(b: int, n: int, device: Device) -> Tensor:
     """Return float32 ones: ``[b, n]``."""
     return torch.ones(b, n, device=device)
 
@@ -63,7 +64,7 @@ _made: Any = WeakTensorKeyDictionary()  # by a tensor of the plan, for as long a
 def once(of: Tensor, key: Hashable, make: Callable[[], Made], value: Tensor | None = None) -> Made:
     """Return what ``make`` returned in the first call with this tensor and key; a graph makes its own.
 
-    If there is a ``value``, make it anew where that is another tensor than before, or was changed in place.
+    It is made anew where ``value``, if there is one, is another tensor than before or was changed in place.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return make()

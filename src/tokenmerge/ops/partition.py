@@ -1,10 +1,9 @@
 """Splits a token grid into destinations, one in each cell, and sources, which are all other tokens.
 
-The destination of each cell is drawn at random. The pseudo-random numbers depend on a seed, the denoising
-step and a place, and on nothing else. They need no generator, are the same for all images of a batch, and can
-be recomputed in a backward pass. Each is a 32-bit integer: these three counters pass one after another
-through the avalanche function "lowbias32" (C. Wellons, public domain). If one input bit changes, each output
-bit changes with probability 1/2.
+The destination of each cell is drawn at random, by a seed, the denoising step and the cell alone. So the
+draws need no generator, are the same for all images of a batch, and can be recomputed in a backward pass.
+These three counters pass one after another through the avalanche function "lowbias32" (C. Wellons, public
+domain): if one input bit changes, each bit of the 32-bit result changes with probability 1/2.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.ops.arithmetic import Draw, arithmetic
-from tokenmerge.ops.once import first_rows, made_once, once
+from tokenmerge.ops.once import Device, first_rows, made_once, once
 
 
 def num_destinations(grid: Sequence[int], cell: Sequence[int]) -> int:
@@ -40,13 +39,10 @@ def num_tokens(grid: Sequence[int]) -> int:
 
 
 @made_once
-def whole_cells(
-    grid: tuple[int, ...], cell: tuple[int, ...], device: torch.device | str | None
-) -> tuple[Tensor, Tensor]:
-    """Return the tokens of each whole cell, and the tokens beyond the last whole cell of an axis.
+def whole_cells(grid: tuple[int, ...], cell: tuple[int, ...], device: Device) -> tuple[Tensor, Tensor]:
+    """Return the tokens ``[k, d]`` at each of k positions of the d whole cells, and the others.
 
-    They are ``[k, d]`` indices of the tokens at each of the k positions of the d cells, and ``[n - k * d]``
-    indices of those beyond them. Grid and cell are as for :func:`strided_partition`.
+    Grid and cell are as for :func:`strided_partition`.
 
     >>> inside, outside = whole_cells((2, 5), (2, 2), "cpu")
     >>> inside.t().tolist(), outside.tolist()
@@ -71,8 +67,8 @@ def whole_cells(
 def partition_at(inside: Tensor, outside: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
     """Return sources and destinations as :func:`strided_partition`, from what :func:`whole_cells` returns.
 
-    ``first`` ``[d]`` is the position 0 … k−1 of the destination in each cell. If it is ``[b, d]``, for each
-    image, then the results have a batch axis too.
+    ``first`` is the position 0 … k−1 of the destination in each cell: ``[d]``, or ``[b, d]`` for each image,
+    and then the results have a batch axis too.
     """
     # Rotate each cell so that its destination comes last.
     size, cells = inside.shape
@@ -92,23 +88,18 @@ def with_destinations(src: Tensor, dst: Tensor) -> Tensor:
 
 
 def strided_partition(
-    grid: Sequence[int],
-    cell: Sequence[int],
-    *,
-    draw: Draw | None = None,
-    device: torch.device | str | None = None,
+    grid: Sequence[int], cell: Sequence[int], *, draw: Draw | None = None, device: Device = None
 ) -> tuple[Tensor, Tensor]:
     """Split a token grid into sources and destinations (arXiv 2303.17604, section 4.1).
 
     Args:
         grid: (rows, columns), or (frames, rows, columns): n tokens, the last axis fastest.
         cell: its size along each axis, in tokens. Tokens beyond the last whole cell of an axis are sources.
-        draw: ``(seed, step)``: the destination of each cell is pseudo-random. It depends only on the seed,
-            the step and the cell. None: the destination is the first token of each cell.
+        draw: ``(seed, step)`` of the pseudo-random destinations. None: the first token of each cell is one.
         device: device of the result.
 
     Returns:
-        Indices of the sources ``[n - d]`` and of the destinations ``[d]``, a permutation of 0 … n−1.
+        Indices of the sources ``[n - d]`` and of the destinations ``[d]``.
 
     >>> src, dst = strided_partition((2, 5), (2, 2))
     >>> dst.tolist(), src.tolist()
@@ -121,8 +112,8 @@ def strided_partition(
     return partition_at(inside, outside, arithmetic().remainders(size, draw, count, device))
 
 
-def uniform_noise(draw: Draw, n: int, device: torch.device | str | None = None) -> Tensor:
-    """``[n]`` pseudo-random float32 numbers, 0 < x < 1.
+def uniform_noise(draw: Draw, n: int, device: Device = None) -> Tensor:
+    """Return pseudo-random float32 numbers ``[n]``, 0 < x < 1.
 
     >>> uniform_noise((0, torch.tensor(7)), 1000).mean().sub(0.5).abs().item() < 0.05
     True

@@ -164,7 +164,7 @@ def make_plan(
         order: ``[b, s]`` positions in ``src``, the best edge first.
         nearest: ``[b, s]`` for each source the position in ``dst`` of its destination.
         r: number of tokens to remove, 0 ≤ r ≤ s.
-        weights: ``[b, s]`` 1 for a source that counts in the mean of its destination, 0 for a source that is
+        weights: ``[b, s]`` 1 for a source that counts in the mean of its destination, 0 for one that is
             dropped; None: all count.
     """
     (b, s), device, best = order.shape, order.device, order[:, :r]

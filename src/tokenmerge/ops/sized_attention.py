@@ -2,8 +2,9 @@
 
 With a mask, the logarithm of a key's size is added to its logits, so that the result is
 ``Σ s · exp(logit) · v / Σ s · exp(logit)``, summed over the keys with sizes s and values v. The two functions
-here compute the same without a mask. Tensors are ``[b, n, heads, d]`` or ``[b · heads, n, d]``. A kernel gets
-the keyword arguments ``query``, ``key`` and ``value``.
+here compute the same without one. Tensors are ``[b, n, heads, d]`` or ``[b · heads, n, d]``, and ``sizes``
+those of the keys, ``[b, m]`` or ``[b · heads, m]``. A kernel gets the keyword arguments ``query``, ``key``
+and ``value``.
 """
 
 from __future__ import annotations
@@ -34,11 +35,8 @@ def attend_by_columns(
 
     In these channels the query is 1, and the key holds equal parts of ``log(size) / scale``. Together they
     add ``log(size)`` to the logit. Equal parts keep the numbers small, which kernels that quantise keys need.
-    The values get as many zeros, since most kernels take one head size for all three.
-
-    ``kernel`` also gets the keyword argument ``scale``. ``sizes`` are those of the keys, ``[b, m]`` or
-    ``[b · heads, m]``. The default ``scale`` of the logits is ``d ** -0.5``, with the head size d of
-    ``query``.
+    The values get as many zeros, since most kernels take one head size for all three. The kernel also gets
+    the keyword argument ``scale``, by default ``d ** -0.5``.
     """
     d = query.shape[-1]
     more = head_size_with_columns(d) - d
@@ -61,7 +59,6 @@ def attend_by_values(
     In one call the values are multiplied by the sizes; in the other they are the sizes themselves. The result
     is the quotient of the two. It does not depend on the scale of the sizes, so they are first divided by the
     largest one, which keeps the products within half precision. This takes twice the time of plain attention.
-    ``sizes`` are as for :func:`attend_by_columns`.
     """
     shares = _of_each_key(sizes / sizes.amax(dim=-1, keepdim=True), value).to(value.dtype)
     counts = shares.expand_as(value).contiguous()

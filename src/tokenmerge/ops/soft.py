@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tokenmerge.ops.once import Device
 from tokenmerge.ops.partition import num_destinations, num_tokens
 
 
@@ -20,7 +21,7 @@ class Tiles(NamedTuple):
     real: Tensor  # [t, p] whether a place holds a token and is not padding
 
 
-def tile(grid: Sequence[int], smallest: Sequence[int], device: torch.device | str | None = None) -> Tiles:
+def tile(grid: Sequence[int], smallest: Sequence[int], device: Device = None) -> Tiles:
     """Cut a grid of (rows, columns) into as many tiles of at least ``smallest`` as fit along each axis.
 
     The sides of the tiles differ by at most one token.
@@ -49,8 +50,8 @@ def tile(grid: Sequence[int], smallest: Sequence[int], device: torch.device | st
 class SoftPlan(NamedTuple):
     """A plan that shares n tokens out over m = n − r merged tokens, for each of b images.
 
-    There are t tiles. Each has p places for tokens and k slots for merged tokens; unused ones are padding.
-    As in :class:`tokenmerge.ops.IndexPlan`, indices are rows over all images.
+    Each of t tiles has p places for tokens and k slots for merged tokens; unused ones are padding. As in
+    ``IndexPlan``, indices are rows over all images.
     """
 
     keep: Tensor  # [b, m] row of the token whose place each merged token takes
@@ -107,7 +108,7 @@ class SoftPlan(NamedTuple):
         )
 
     def within(self, start: Tensor, total: int) -> SoftPlan:
-        """Return the plan for sequences of ``total`` tokens: see :meth:`tokenmerge.ops.IndexPlan.within`."""
+        """Return the plan for sequences of ``total`` tokens: see ``IndexPlan.within``."""
         (_, t, k, p), n = self.shares.shape, self.inverse.shape[1]
         start = start.unsqueeze(1)
         own, own_places, own_slots = _alone(total - n, t, self.shares)
@@ -124,14 +125,11 @@ class SoftPlan(NamedTuple):
 
 
 def make_soft_plan(tiles: Tiles, chosen: Tensor, is_destination: Tensor, shares: Tensor, m: int) -> SoftPlan:
-    """Make a plan that shares the tokens of each tile out over its destinations.
+    """Make a plan that shares the tokens of each tile out over its destinations, m in all tiles together.
 
-    Args:
-        tiles: t tiles of up to p tokens.
-        chosen: ``[b, t, k]`` place, 0 … p−1, of each destination in its tile.
-        is_destination: ``[t, k]`` which of these are destinations and not padding.
-        shares: ``[b, t, k, p]`` share of each token in each destination, 0 in padding.
-        m: number of destinations in all tiles together.
+    ``chosen`` ``[b, t, k]`` is the place 0 … p−1 of each destination in its tile, ``is_destination``
+    ``[t, k]`` which of these are no padding, and ``shares`` ``[b, t, k, p]`` the share of each token in each
+    destination, 0 in padding.
     """
     b = len(chosen)
     slots = is_destination.flatten().to(torch.uint8).argsort(descending=True, stable=True)[:m].expand(b, -1)
@@ -140,7 +138,7 @@ def make_soft_plan(tiles: Tiles, chosen: Tensor, is_destination: Tensor, shares:
 
 
 def join_soft(plans: Sequence[SoftPlan | None], lengths: Sequence[int]) -> SoftPlan:
-    """Return the plan for runs of tokens in a row: see :func:`tokenmerge.ops.join_plans`."""
+    """Return the plan for runs of tokens in a row: see ``join_plans``."""
     soft = [plan for plan in plans if plan is not None]
     k, p = max(plan.shares.shape[2] for plan in soft), max(plan.shares.shape[3] for plan in soft)
     like = soft[0].shares.new_zeros(len(soft[0].keep), 0, k, p)
@@ -163,9 +161,9 @@ def join_soft(plans: Sequence[SoftPlan | None], lengths: Sequence[int]) -> SoftP
 
 
 def _alone(n: int, t: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the shares, places and slots of n tokens that do not merge, in tiles that follow t others.
+    """Return the shares, places and slots of n tokens that do not merge, k in each tile, after t other tiles.
 
-    A tile has k of these tokens, each with a slot of its own. ``like`` are shares ``[b, …, k, p]``.
+    ``like`` are shares ``[b, …, k, p]``.
     """
     (b, _, k, p), token = like.shape, torch.arange(n, device=like.device)
     shares = torch.eye(k, p, dtype=like.dtype, device=like.device).expand(b, -(-n // k), -1, -1)

@@ -14,32 +14,24 @@ from tokenmerge.ops.once import WITHOUT_LAUNCHES, first_rows, made_once, once
 from tokenmerge.ops.partition import num_destinations, num_tokens, whole_cells, with_destinations
 from tokenmerge.ops.plan import IndexPlan, make_plan, plan_of_rows
 
+# How a grid is cut: it, a cell, and the sides of a box, as for :func:`tiled_matching`; the number of sources.
+_Cut = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+
 
 def tiled_matching(
-    features: Tensor,
-    grid: Sequence[int],
-    cell: Sequence[int],
-    src: Tensor,
-    dst: Tensor,
-    sides: Sequence[int],
+    features: Tensor, grid: Sequence[int], cell: Sequence[int], src: Tensor, dst: Tensor, sides: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Connect each source to its most similar destination in the tile around it.
 
-    The cells are divided into boxes. The sources of a box are compared with the destinations of a window
-    around it, which is twice as long along each axis. If one box covers the grid, and cells divide its rows
-    and columns, the result is that of :func:`tokenmerge.ops.bipartite_soft_matching`.
-
-    Args:
-        features: ``[b, n, c]``, compared by cosine similarity.
-        grid: (rows, columns), or (frames, rows, columns) of the n tokens.
-        cell: size of a cell in tokens along each axis.
-        src: ``[s]`` indices of the sources, from :func:`tokenmerge.ops.strided_partition` as ``dst``.
-        dst: ``[d]`` indices of the destinations, one for each cell in the order of the grid.
-        sides: length of a box in cells along each axis, even numbers.
+    The cells are divided into boxes, of ``sides`` cells along each axis, even numbers. The sources of a box
+    are compared with the destinations of a window around it, twice as long along each axis. If one box covers
+    the grid, and cells divide its rows and columns, the result is that of ``bipartite_soft_matching``.
+    ``src`` ``[s]`` and ``dst`` ``[d]`` are those of ``strided_partition`` for this grid and cell.
     """
     sources, lengths, destinations = compared(features, src, dst)
     at_once = features.device.type not in WITHOUT_LAUNCHES
-    runs, beyond, back = _layout(tuple(grid), tuple(cell), tuple(sides), len(src), at_once, src.device)
+    cut = tuple(grid), tuple(cell), tuple(sides), len(src)
+    runs, beyond, back = _layout(cut, at_once, src.device)
     found = [_best(sources, destinations, *run) for run in runs]
     if beyond is not None:
         places, cells = beyond
@@ -68,8 +60,8 @@ def tiled_plan(
     once, in the order of the boxes. Sources that are equally similar merge in this order then.
     """
     b, s, n, device = len(features), len(src), len(src) + len(dst), features.device
-    layout = tuple(grid), tuple(cell), tuple(sides), s
-    boxes = None if device.type in WITHOUT_LAUNCHES else _boxes(*layout, b, n, r, device)
+    cut = tuple(grid), tuple(cell), tuple(sides), s
+    boxes = None if device.type in WITHOUT_LAUNCHES else _boxes(cut, b, n, r, device)
     if boxes is None:
         return make_plan(src, dst, *tiled_matching(features, grid, cell, src, dst, sides), r)
     t, q, w = boxes.shape
@@ -78,7 +70,7 @@ def tiled_plan(
         tokens = with_destinations(src, dst).index_select(0, boxes.chosen)
         return tokens[:-n], tokens[-n:] + first_rows(b, n, 0, device)
 
-    chosen, rows = once(src, ("boxes", layout, b), arranged, dst)
+    chosen, rows = once(src, ("boxes", cut, b), arranged, dst)
     tokens = unit_tokens(features.index_select(1, chosen))
     in_boxes = tokens[:, : t * (q + w)].reshape(b * t, q + w, -1)
     product, which = largest_products(in_boxes[:, :q], in_boxes[:, q:])
@@ -94,8 +86,8 @@ def tiled_plan(
 def _best(sources: Tensor, destinations: Tensor, places: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest product of each source with the destinations of its window, and their indices.
 
-    ``places`` ``[t, q]`` are the sources in each of t boxes, ``windows`` ``[t, w]`` the destinations that
-    these are compared with. The results are ``[b, t * q]``.
+    Of each of t boxes, ``places`` ``[t, q]`` are the sources, and ``windows`` ``[t, w]`` the destinations
+    around it. The results are ``[b, t * q]``.
     """
     in_boxes = sources.index_select(1, places.flatten()).unflatten(1, places.shape)
     candidates = destinations.index_select(1, windows.flatten()).unflatten(1, windows.shape)
@@ -106,12 +98,7 @@ def _best(sources: Tensor, destinations: Tensor, places: Tensor, windows: Tensor
 
 @made_once
 def _layout(
-    grid: tuple[int, ...],
-    cell: tuple[int, ...],
-    sides: tuple[int, ...],
-    sources: int,
-    at_once: bool,
-    device: torch.device,
+    cut: _Cut, at_once: bool, device: torch.device
 ) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor] | None, Tensor]:
     """Return which sources are compared with which destinations, all as places in the partition.
 
@@ -121,6 +108,7 @@ def _layout(
         There is one product of all tiles, in which the smaller ones repeat their last source and destination,
         or one of each tile. On a CPU, the next one then reuses the memory of the one before.
     """
+    grid, cell, sides, sources = cut
     # The partition lists one source of every cell, then the next one of every cell. They are followed by the
     # few sources beyond the last whole cell of a row or column. These go to the destination of the nearest
     # cell. Whole frames beyond the last whole cell come last. They are compared in the tile before them.
@@ -163,18 +151,10 @@ class _Boxes(NamedTuple):
 
 
 @made_once
-def _boxes(
-    grid: tuple[int, ...],
-    cell: tuple[int, ...],
-    sides: tuple[int, ...],
-    s: int,
-    b: int,
-    n: int,
-    r: int,
-    device: torch.device,
-) -> _Boxes | None:
+def _boxes(cut: _Cut, b: int, n: int, r: int, device: torch.device) -> _Boxes | None:
     """Return the boxes for b images of n tokens, of which r of s sources merge; None: some are smaller."""
-    [(places, windows)], beyond, _ = _layout(grid, cell, sides, s, True, device)
+    [(places, windows)], beyond, _ = _layout(cut, True, device)
+    s = cut[-1]
     outside, own = (places.new_empty(0),) * 2 if beyond is None else beyond
     if places.numel() + len(outside) != s:
         return None
@@ -195,10 +175,10 @@ def _padded(runs: Sequence[Tensor]) -> Tensor:
 def _tiles(
     grid: Sequence[int], cell: Sequence[int], sides: Sequence[int], device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor, tuple[slice, ...] | None]]:
-    """For each box its cells, the cells of the window around it, and its place in a frame.
+    """Yield for each box its cells, the cells of the window around it, and its place in a frame, in tokens.
 
-    A window is longer than its box by half a side at each end of each axis. The place is in tokens, and None
-    unless the box is the last one in time.
+    A window is longer than its box by half a side at each end of each axis. The place is None unless the box
+    is the last one in time.
     """
     counts = [side // stride for side, stride in zip(grid, cell, strict=True)]
     index = torch.arange(num_tokens(counts), device=device).view(counts)

@@ -12,9 +12,8 @@ token grid: a frame, or a whole video if cells reach over time.
 - ``step``: 0-dimensional integer tensor that differs between denoising steps; random draws depend on it.
 
 A planner with the line ``GUIDED = True`` gets one more argument, ``importance`` ``[b, n]``: how much guidance
-changed each token in the last step. Other properties of a planner are lines in its file too, such as
-``OWN_NUMBER = True``: see :mod:`tokenmerge.config.settings`. ``_grid`` turns each planner into one for
-whole grids, and plans sequences of pictures with it.
+changed each token in the last step. Other lines of this kind are explained in
+:mod:`tokenmerge.config.settings`. ``sequences`` plans whole grids and sequences of pictures with a planner.
 """
 
 from __future__ import annotations
@@ -22,29 +21,7 @@ from __future__ import annotations
 import importlib
 
 from tokenmerge.config import PLANNERS as NAMES
-from tokenmerge.planners._grid import (
-    Picture,
-    Planner,
-    TokenSequence,
-    num_removed,
-    on_whole_grids,
-    part_bounds,
-    plan_pictures,
-    sequence_of,
-    sequence_of_part,
-)
-
-__all__ = [
-    "PLANNERS",
-    "Picture",
-    "Planner",
-    "TokenSequence",
-    "num_removed",
-    "part_bounds",
-    "plan_pictures",
-    "sequence_of",
-    "sequence_of_part",
-]
+from tokenmerge.planners.sequences import Planner, on_whole_grids
 
 _MODULES = {name: importlib.import_module(f"{__name__}.{name}") for name in NAMES}
 PLANNERS: dict[str, Planner] = {

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,31 +30,28 @@ _ROUND = 0.01  # seconds of a round, as far as it consists of several calls
 _WEEK = 7 * 24 * 3600
 
 
-def fewest_tokens(
-    device: torch.device,
-    dtype: torch.dtype,
-    batch: int = 2,
-    channels: int = 640,
-    heads: int = 8,
-    blocks: int = 1,
-) -> int:
+class Attention(NamedTuple):
+    """Self-attention of a model, for which merging is timed."""
+
+    device: torch.device  # where the model runs
+    dtype: torch.dtype  # that it computes in
+    batch: int = 2  # of a call of the model
+    channels: int = 640  # of its tokens
+    heads: int = 8
+    blocks: int = 1  # that share a plan
+
+
+def fewest_tokens(attention: Attention) -> int:
     """Return the fewest tokens for which merging a fifth of them pays in self-attention.
 
     It pays where it saves at least half as large a part of the time as of the operations. With less, a
     generation would be much slower than its plan says. It is measured with what the default method adds to a
-    merged step, once for each device, dtype, version of torch, number of threads and set of the arguments
-    below. This takes a second or two on a CPU, and as long on an H200. The result is stored in
-    :func:`cache_file`; delete that file to measure again. If merging paid on no grid, the result holds for a
-    week, because the device may have been busy with something else.
-
-    Args:
-        device: where the model runs.
-        dtype: that the model computes in.
-        batch: batch size of a call of the model.
-        channels: of the model's tokens.
-        heads: of its attention.
-        blocks: number of blocks that share a plan.
+    merged step, once for each attention, version of torch and number of threads. This takes a second or two
+    on a CPU, and as long on an H200. The result is stored in :func:`cache_file`; delete that file to measure
+    again. If merging paid on no grid, the result holds for a week, because the device may have been busy with
+    something else.
     """
+    device, dtype, batch, channels, heads, blocks = attention
     shape = f"batch {batch}, {heads} × {channels // heads} channels, {blocks} blocks a plan"
     key = f"{_key(device, dtype)}, {shape}, proportional, corrected, {_RATIO:g}, {_LEAST_SAVED:g}"
     file, now = cache_file(), time.time()
@@ -62,8 +60,10 @@ def fewest_tokens(
         tokens, measured = known[key]
         if tokens <= _sides(device)[-1] ** 2 or 0 <= now - measured < _WEEK:
             return tokens
-    found = measure_fewest_tokens(device, dtype, batch, channels, heads, blocks)
-    _write(file, {**known, key: (found, int(now))})
+    found = measure_fewest_tokens(attention)
+    with contextlib.suppress(OSError):  # if writing fails, also in the middle, the next call measures again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({**known, key: (found, int(now))}, indent=2), encoding="utf-8")
     return found
 
 
@@ -78,14 +78,7 @@ def cache_file() -> Path:
 
 
 @torch.no_grad()
-def measure_fewest_tokens(
-    device: torch.device,
-    dtype: torch.dtype,
-    batch: int = 2,
-    channels: int = 640,
-    heads: int = 8,
-    blocks: int = 1,
-) -> int:
+def measure_fewest_tokens(attention: Attention) -> int:
     """Return the number of tokens of the first grid on which merging pays, see :func:`fewest_tokens`.
 
     On CUDA it has to pay on all larger grids too, as far as there is memory for them. The merged time
@@ -93,14 +86,13 @@ def measure_fewest_tokens(
     If there is no such grid, the number is that of a grid twice as wide as the last, because the cost of
     attention grows with the square of the tokens.
     """
-    pays = partial(_pays, device, dtype, batch, channels, heads, blocks)
-    sides = _sides(device)
+    sides = _sides(attention.device)
     fewest = 2 * sides[-1]
-    if device.type != "cuda":
-        return next(filter(pays, sides), fewest) ** 2
+    if attention.device.type != "cuda":
+        return next((side for side in sides if _pays(attention, side)), fewest) ** 2
     for side in reversed(sides):
         with contextlib.suppress(torch.OutOfMemoryError):
-            if not pays(side):
+            if not _pays(attention, side):
                 break
             fewest = side
     return fewest**2
@@ -110,10 +102,9 @@ def _sides(device: torch.device) -> tuple[int, ...]:
     return CUDA_SIDES if device.type == "cuda" else SIDES
 
 
-def _pays(
-    device: torch.device, dtype: torch.dtype, batch: int, channels: int, heads: int, blocks: int, side: int
-) -> bool:
-    """Return whether merging pays in self-attention on ``side`` × ``side`` tokens."""
+def _pays(attention: Attention, side: int) -> bool:
+    """Return whether merging pays on ``side`` × ``side`` tokens."""
+    device, dtype, batch, channels, heads, blocks = attention
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
@@ -183,10 +174,3 @@ def _read(file: Path) -> dict[str, tuple[int, int]]:
         return {str(key): (int(tokens), int(when)) for key, (tokens, when) in known.items()}
     except Exception:  # whatever is wrong with it, the next call measures again
         return {}
-
-
-def _write(file: Path, known: dict[str, tuple[int, int]]) -> None:
-    """Write the cache file. If that fails, also in the middle, the next call measures again."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(known, indent=2), encoding="utf-8")

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, by_similarity, make_plan, most_similar, num_destinations, uniform_noise
-from tokenmerge.planners._grid import cell_of
+from tokenmerge.ops.matching import by_similarity, most_similar
+from tokenmerge.ops.partition import num_destinations, uniform_noise
+from tokenmerge.ops.plan import Plan, make_plan
+from tokenmerge.planners.sequences import cell_of
 
 GUIDED = True
 # Size of the pool of important tokens, as a multiple of the number of tokens that stay.

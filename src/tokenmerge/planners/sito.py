@@ -6,16 +6,10 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import (
-    Plan,
-    bipartite_soft_matching,
-    make_plan,
-    partition_at,
-    uniform_noise,
-    unit_tokens,
-    whole_cells,
-)
-from tokenmerge.planners._grid import cell_of
+from tokenmerge.ops.matching import bipartite_soft_matching, unit_tokens
+from tokenmerge.ops.partition import partition_at, uniform_noise, whole_cells
+from tokenmerge.ops.plan import Plan, make_plan
+from tokenmerge.planners.sequences import cell_of
 
 # Standard deviation of the noise that is added to the scores, which are sums of n cosines.
 _NOISE = 0.1

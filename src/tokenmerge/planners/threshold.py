@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, by_similarity, make_plan, most_similar
-from tokenmerge.planners._grid import partition
+from tokenmerge.ops.matching import by_similarity, most_similar
+from tokenmerge.ops.plan import Plan, make_plan
+from tokenmerge.planners.sequences import partition
 
 
 def plan_threshold(

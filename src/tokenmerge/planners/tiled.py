@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, tiled_plan
-from tokenmerge.planners._grid import cell_of, partition
+from tokenmerge.ops.plan import Plan
+from tokenmerge.ops.tiles import tiled_plan
+from tokenmerge.planners.sequences import cell_of, partition
 
 OVER_TIME = True
 # Sides of a tile in cells, for pictures and for videos. Each source is compared with the destinations of a

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, make_soft_plan, tile, unit_tokens
-from tokenmerge.planners._grid import cell_of
+from tokenmerge.ops.matching import unit_tokens
+from tokenmerge.ops.plan import Plan
+from tokenmerge.ops.soft import make_soft_plan, tile
+from tokenmerge.planners.sequences import cell_of
 
 # Factor of the cosines in the softmax. With 1000, a destination that is more similar by 0.01 takes nearly
 # the whole token.
@@ -21,15 +23,9 @@ def facility_location(similarity: Tensor, real: Tensor, count: int) -> Tensor:
     """Choose the set D of places that best represents all: maximise f(D) = Σ_i max_{j ∈ D} S_ij.
 
     The choice is greedy, which reaches at least 1 − 1/e of the largest f. It takes the first of the places
-    that are equal within rounding. The number of kernels grows with ``count``.
-
-    Args:
-        similarity: ``[..., p, p]``: S, symmetric, −1 … 1; 0 in padding.
-        real: ``[..., p]`` which places are not padding; padding is chosen only after all others.
-        count: number of places to choose, ≤ p.
-
-    Returns:
-        ``[..., count]`` places, in the order in which they were chosen.
+    that are equal within rounding. The number of kernels grows with ``count`` ≤ p. The similarity
+    ``[..., p, p]`` is symmetric, −1 … 1, and 0 in padding, which ``real`` ``[..., p]`` tells from other
+    places: it is chosen only after all others. The places ``[..., count]`` are in the order of the choice.
     """
     taken = ~real.expand(similarity.shape[:-1])
     covered = torch.full_like(similarity[..., 0], -1.0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, bipartite_soft_matching, make_plan
-from tokenmerge.planners._grid import partition
+from tokenmerge.ops.matching import bipartite_soft_matching
+from tokenmerge.ops.plan import Plan, make_plan
+from tokenmerge.planners.sequences import partition
 
 OVER_TIME = True
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, make_plan, own_cell
-from tokenmerge.planners._grid import cell_of, partition
+from tokenmerge.ops.matching import own_cell
+from tokenmerge.ops.plan import Plan, make_plan
+from tokenmerge.planners.sequences import cell_of, partition
 
 OWN_NUMBER = True
 COMPARES_NOTHING = True

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, make_plan, num_tokens, own_cell, unit_tokens, whole_cells
-from tokenmerge.planners._grid import cell_of, partition
+from tokenmerge.ops.matching import own_cell, unit_tokens
+from tokenmerge.ops.partition import num_tokens, whole_cells
+from tokenmerge.ops.plan import Plan, make_plan
+from tokenmerge.planners.sequences import cell_of, partition
 
 OWN_NUMBER = True
 

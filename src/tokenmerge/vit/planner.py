@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmerge.ops import IndexPlan, bipartite_soft_matching, make_plan
 from tokenmerge.ops.arithmetic import arithmetic
+from tokenmerge.ops.matching import bipartite_soft_matching
+from tokenmerge.ops.plan import IndexPlan, make_plan
 
 
 class RecordedTokens(NamedTuple):

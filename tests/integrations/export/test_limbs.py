@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tokenmerge.integrations.export import hash_in_limbs
-from tokenmerge.ops import uniform_noise
 from tokenmerge.ops.arithmetic import arithmetic, hash_of
+from tokenmerge.ops.partition import uniform_noise
 
 STEPS = (0, 1, 981, 0x447A0000, 2**31 - 1, -1, -(2**31))
 

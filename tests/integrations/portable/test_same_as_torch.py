@@ -6,7 +6,7 @@ import torch
 from integrations.portable import numpy_arrays
 from planned import plan_by
 
-from tokenmerge import ToMeConfig, ops
+from tokenmerge import ToMeConfig
 from tokenmerge.integrations import portable
 from tokenmerge.integrations.portable import (
     keep_destinations,
@@ -17,6 +17,9 @@ from tokenmerge.integrations.portable import (
     step_number,
     unmerge,
 )
+from tokenmerge.ops import matching
+from tokenmerge.ops import plan as torch_plan
+from tokenmerge.ops.partition import strided_partition
 
 XP = numpy_arrays
 GRIDS = [(16, 16), (17, 13), (4, 70), (40, 36)]
@@ -42,7 +45,7 @@ def test_partitions_are_the_same_numbers(seed, timestep):
     for grid in GRIDS:
         for cell in CELLS:
             ours = partition(grid, cell, (seed, step_number(timestep)))
-            theirs = ops.strided_partition(grid, cell, draw=(seed, torch_step(timestep)))
+            theirs = strided_partition(grid, cell, draw=(seed, torch_step(timestep)))
             for mine, other in zip(ours, theirs, strict=True):
                 np.testing.assert_array_equal(mine, other.numpy())
 
@@ -50,11 +53,11 @@ def test_partitions_are_the_same_numbers(seed, timestep):
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("cell", CELLS)
 def test_without_a_draw_partitions_and_cells_are_the_same(grid, cell):
-    ours, theirs = partition(grid, cell), ops.strided_partition(grid, cell)
+    ours, theirs = partition(grid, cell), strided_partition(grid, cell)
     for mine, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(mine, other.numpy())
     tokens = np.arange(grid[0] * grid[1])
-    theirs = ops.own_cell(grid, cell, torch.from_numpy(tokens))
+    theirs = matching.own_cell(grid, cell, torch.from_numpy(tokens))
     np.testing.assert_array_equal(own_cell(grid, cell, tokens), theirs.numpy())
 
 
@@ -83,7 +86,7 @@ def test_merged_and_unmerged_tokens_are_the_same(planner):
     # A group has tens of tokens of size 1, whose sum is off by their number times 2⁻²⁴ at most.
     assert np.abs(merged - theirs.merge(torch.from_numpy(x)).numpy()).max() < 1e-6
     np.testing.assert_array_equal(
-        keep_destinations(XP, ours, x), ops.keep_destinations(theirs, torch.from_numpy(x)).numpy()
+        keep_destinations(XP, ours, x), torch_plan.keep_destinations(theirs, torch.from_numpy(x)).numpy()
     )
     np.testing.assert_array_equal(unmerge(XP, ours, merged), theirs.unmerge(torch.from_numpy(merged)).numpy())
 
@@ -100,7 +103,7 @@ def test_half_precision_is_summed_in_single_precision():
 def test_plans_shared_by_guidance_are_the_same():
     grid, config = (16, 16), ToMeConfig(ratio=0.5)
     x = features(grid, batch=4)
-    shared = ops.shared_features(torch.from_numpy(x), 2)
+    shared = matching.shared_features(torch.from_numpy(x), 2)
     np.testing.assert_allclose(shared_features(XP, x, 2), shared.numpy(), rtol=1e-12)
     ours = portable.plan_tokens(XP, x, grid, config, step_number(5.0), parts=2)
     theirs = plan_by("tome", shared, (1, *grid), config, torch_step(5.0)).repeated(2)

@@ -20,8 +20,8 @@ from tokenmerge.integrations.comfyui.settings import (
     settings_for,
 )
 from tokenmerge.models.work import Amount
-from tokenmerge.ops import num_tokens
-from tokenmerge.planners import num_removed
+from tokenmerge.ops.partition import num_tokens
+from tokenmerge.planners.sequences import num_removed
 from tokenmerge.plans.generation import Runs, plan_generation
 
 _WHERE = {"layers": "attention", "keys": "keys and values of attention", "block": "whole blocks"}

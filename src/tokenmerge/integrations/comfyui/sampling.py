@@ -13,9 +13,12 @@ from torch.nn import functional as F
 from tokenmerge.config import GUIDED_PLANNERS, MergeSettings
 from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.models.base import GridShape, Layout
-from tokenmerge.ops import Plan, num_tokens, shared_features
 from tokenmerge.ops.arithmetic import arithmetic
-from tokenmerge.planners import PLANNERS, num_removed
+from tokenmerge.ops.matching import shared_features
+from tokenmerge.ops.partition import num_tokens
+from tokenmerge.ops.plan import Plan
+from tokenmerge.planners import PLANNERS
+from tokenmerge.planners.sequences import num_removed
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.steps.guidance import importance_of_tokens
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, ends_clean

@@ -14,7 +14,7 @@ from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.comfyui.models import Target
 from tokenmerge.models.placement import narrowest
-from tokenmerge.planners.calibration import fewest_tokens
+from tokenmerge.planners.calibration import Attention, fewest_tokens
 from tokenmerge.plans.facts import Facts
 
 AUTO = "auto"
@@ -116,7 +116,7 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
         whole_blocks=not target.is_unet,
         layers=target.is_unet,
         number_bytes=2 * dtype.itemsize,
-        fewest_tokens=fewest_tokens(device, dtype, 2 if target.is_unet else 1, *attention),
+        fewest_tokens=fewest_tokens(Attention(device, dtype, 2 if target.is_unet else 1, *attention)),
     )
     return DefaultMethod(asked.speedup, facts, (lambda config: _changed(config, asked),))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenmerge.integrations.comfyui.sampling import Sampling, sampling_in
 from tokenmerge.models.base import Layout
 from tokenmerge.models.call import HostCall
-from tokenmerge.ops import num_tokens
+from tokenmerge.ops.partition import num_tokens
 from tokenmerge.runtime.blocks.merged_call import add_lost, added_to_image, merged_call
 from tokenmerge.runtime.memory.reuse import Tensors, each, extrapolated, updated
 

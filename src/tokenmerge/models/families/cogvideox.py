@@ -22,7 +22,6 @@ def describe(root: Any) -> Host:
         _others,
         text=(config.max_text_seq_length, config.text_embed_dim),
         grids=_grids,
-        sample_size=(config.sample_height, config.sample_width),
         latent_frames=_frames(root),
     )
 

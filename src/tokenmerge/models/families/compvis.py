@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.models.base import Arguments, Block, Grid, Grids, Host, is_a
-from tokenmerge.models.basic_block import basic_blocks
-from tokenmerge.models.family import Blank
+from tokenmerge.models.family import Blank, basic_blocks, example_of
 
 CLASSES = ("UNetModel", "ControlNet")
 PARTS = ("input_blocks", "middle_block")  # other libraries have classes of the same names without these
@@ -18,7 +17,6 @@ PARTS = ("input_blocks", "middle_block")  # other libraries have classes of the 
 def describe(root: Any) -> Host:
     """Find the blocks."""
     blocks = [block for path, _, level in stages_of(root) for block in _blocks(root, path, level)]
-    context = blocks[0].module.attn2.to_k.in_features if blocks else None
     size = getattr(root, "image_size", None)
     return Host(
         root=root,
@@ -28,7 +26,7 @@ def describe(root: Any) -> Host:
         grids=_grids,
         sample_size=(size, size) if isinstance(size, int) else None,
         controlnet=is_a(root, "ControlNet"),
-        example=lambda height, width, batch: _example(root, context, Blank(root, batch), height, width),
+        example=example_of(root, _example, "timesteps"),
     )
 
 
@@ -58,13 +56,10 @@ def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     return ((1, rows, columns),)
 
 
-def _example(root: Any, context: int | None, zeros: Blank, height: int, width: int) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "x": zeros(root.in_channels, height, width),
-        "timesteps": zeros().fill_(1),
-    }
-    if context is not None:
-        arguments["context"] = zeros(77, context)
+def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"x": zeros(root.in_channels, height, width)}
+    if attention := next((module.attn2 for module in root.modules() if hasattr(module, "attn2")), None):
+        arguments["context"] = zeros(77, attention.to_k.in_features)
     if isinstance(embedding := getattr(root, "label_emb", None), nn.Module):
         first: Any = next(m for m in embedding.modules() if isinstance(m, nn.Linear | nn.Embedding))
         is_class = isinstance(first, nn.Embedding)

@@ -5,7 +5,6 @@ Only the pictures have rotary positions. Edit-Plus has pictures of any size, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
@@ -15,7 +14,6 @@ from tokenmerge.models.base import (
     Arguments,
     Grid,
     Grids,
-    GridShape,
     Host,
     Layer,
     Layout,
@@ -51,14 +49,11 @@ def describe(root: Any) -> Host:
 
 
 def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
-    if is_a(root, _PLUS):
-        return _pictures_in(arguments["shape_list"])
-    # Pictures [b, picture, c, f, h, w] of one size, or one picture [b, c, f, h, w].
-    shape = arguments["hidden_states"].shape
-    return (in_tokens(shape[-3:], root.config),) * (shape[1] if len(shape) == 6 else 1)
-
-
-def _pictures_in(shapes: Sequence[Sequence[GridShape]]) -> Grids:
+    if not is_a(root, _PLUS):
+        # Pictures [b, picture, c, f, h, w] of one size, or one picture [b, c, f, h, w].
+        shape = arguments["hidden_states"].shape
+        return (in_tokens(shape[-3:], root.config),) * (shape[1] if len(shape) == 6 else 1)
+    shapes = arguments["shape_list"]
     first, *others = (tuple((frames, rows, columns) for frames, rows, columns in own) for own in shapes)
     if any(own != first for own in others):
         raise UnsupportedModelError(

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tokenmerge.models.base import Arguments, Grid, Grids, Host, Layer
-from tokenmerge.models.basic_block import basic_blocks
-from tokenmerge.models.family import Blank, listed
+from tokenmerge.models.family import Blank, basic_blocks, listed, transformer_host
 
 CLASSES = ("UVit2DModel",)
 
@@ -18,18 +17,19 @@ _OUTER = (Layer("attn2", "attn1"), Layer("attn2", "attn2"))
 
 def describe(root: Any) -> Host:
     """Find the blocks of all three parts, which have the same tokens."""
-    return Host(
-        root=root,
-        blocks=(
-            *listed(root, "down_block.attention_blocks", _OUTER),
-            *basic_blocks(root, "transformer_layers"),
-            *listed(root, "up_block.attention_blocks", _OUTER),
-        ),
+    blocks = (
+        *listed(root, "down_block.attention_blocks", _OUTER),
+        *basic_blocks(root, "transformer_layers"),
+        *listed(root, "up_block.attention_blocks", _OUTER),
+    )
+    return transformer_host(
+        root,
+        blocks,
+        _others,
+        text=(77, root.config.encoder_hidden_size),
         sample="input_ids",
         timestep=_masked,
         grids=_grids,
-        sample_size=(root.config.sample_size,) * 2,
-        example=lambda height, width, batch: _example(root, Blank(root, batch), height, width),
         patch=2 if root.config.downsample else 1,
     )
 
@@ -45,11 +45,10 @@ def _masked(root: Any, arguments: Arguments) -> Tensor:
     return (arguments["input_ids"] == root.config.vocab_size - 1).sum(dim=(1, 2)).max()
 
 
-def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
     return {
         "input_ids": zeros.integers(height, width),
-        "encoder_hidden_states": zeros(77, config.encoder_hidden_size),
         "pooled_text_emb": zeros(config.cond_embed_dim),
         "micro_conds": zeros(config.micro_cond_embed_dim // config.micro_cond_encode_dim),
     }

@@ -18,12 +18,10 @@ _LAYERS = (Layer("attn1", "attention", _ATTENTION), Layer("ff", "feed_forward", 
 
 def describe(root: Any) -> Host:
     """Find the blocks that see the image."""
-    blocks = tuple(
-        block for name in ("noise_refiner", "layers") for block in listed(root, name, _LAYERS, layout=_BLOCK)
-    )
+    refining, joint = (listed(root, name, _LAYERS, layout=_BLOCK) for name in ("noise_refiner", "layers"))
     return transformer_host(
         root,
-        blocks,
+        (*refining, *joint),
         _others,
         sample="x",
         timestep="t",

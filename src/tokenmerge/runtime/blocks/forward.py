@@ -14,8 +14,8 @@ from tokenmerge.config import CACHED_FEATURES, MergeSettings
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Layer, Layout
 from tokenmerge.models.call import HostCall, HostMethod
-from tokenmerge.models.parallel import splits_tokens
-from tokenmerge.ops import Plan
+from tokenmerge.models.placement import splits_tokens
+from tokenmerge.ops.plan import Plan
 from tokenmerge.runtime.blocks.merged_call import add_lost, added_to_image, keyed_call, merged_call
 from tokenmerge.runtime.blocks.planning import active_call, caches_features, with_cached_features
 from tokenmerge.runtime.blocks.proportional_attention import ProportionalAttention

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Layout, TokenArgument
 from tokenmerge.models.call import HostCall
-from tokenmerge.ops import IndexPlan, Plan, keep_destinations
 from tokenmerge.ops.once import once
+from tokenmerge.ops.plan import IndexPlan, Plan, keep_destinations
 from tokenmerge.runtime.memory.reuse import Tensors
 from tokenmerge.runtime.memory.state import LayerState
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from tokenmerge.config import CACHED_FEATURES, GUIDED_PLANNERS, MergeSettings
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
-from tokenmerge.ops import Plan, features_if_shared, shared_features
-from tokenmerge.planners import (
-    PLANNERS,
+from tokenmerge.ops.matching import features_if_shared, shared_features
+from tokenmerge.ops.plan import Plan
+from tokenmerge.planners import PLANNERS
+from tokenmerge.planners.sequences import (
     TokenSequence,
     part_bounds,
     plan_pictures,

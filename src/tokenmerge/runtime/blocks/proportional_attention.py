@@ -25,8 +25,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Layout
-from tokenmerge.ops import Plan, attend_by_columns, attend_by_values, head_size_with_columns
 from tokenmerge.ops.once import once
+from tokenmerge.ops.plan import Plan
+from tokenmerge.ops.sized_attention import attend_by_columns, attend_by_values, head_size_with_columns
 from tokenmerge.runtime.memory.state import BlockState, ModelState
 
 # Back-ends of diffusers that call PyTorch's fused attention, which takes a mask there.

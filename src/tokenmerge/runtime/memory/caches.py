@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tokenmerge.config import MergeSettings, ToMeConfig
-from tokenmerge.ops import Plan
+from tokenmerge.ops.plan import Plan
 from tokenmerge.plans.tolerance import Tolerance
 from tokenmerge.runtime.memory.reuse import Tensors
 from tokenmerge.runtime.memory.run_log import RunLog

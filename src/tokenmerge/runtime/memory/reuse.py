@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmerge.models.parallel import Part
+from tokenmerge.models.placement import Part
 
 # For each tensor of a result: a tensor, or None.
 Tensors = tuple[Any, ...]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.ops import num_tokens
+from tokenmerge.ops.partition import num_tokens
 from tokenmerge.plans.estimate import Shown, noise_of
 from tokenmerge.runtime.memory.reuse import Residual
 from tokenmerge.runtime.steps.scheduler import NoiseLevels

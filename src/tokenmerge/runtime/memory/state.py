@@ -17,8 +17,8 @@ from tokenmerge.config.checks import integer
 from tokenmerge.config.origin import named
 from tokenmerge.errors import ConfigError, shown
 from tokenmerge.models.base import Grid, Layer, Layout, ModelCall
-from tokenmerge.models.parallel import Part
-from tokenmerge.ops import Plan
+from tokenmerge.models.placement import Part
+from tokenmerge.ops.plan import Plan
 from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Call, Memory, WeakDictionary
 from tokenmerge.runtime.memory.run_log import RunLog
 from tokenmerge.runtime.memory.step_log import StepLog, StepRecorder
@@ -203,7 +203,7 @@ class ModelState:
                 )
             integer()(name, side)  # refuses numbers that are too large to count with
         grid = Grid(given=True)
-        grid.shape = 1, height // patch, width // patch
+        grid.shapes = ((1, height // patch, width // patch),)
         self.given_grid = grid
 
     @property

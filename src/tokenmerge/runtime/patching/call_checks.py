@@ -12,9 +12,9 @@ from tokenmerge.config import OWN_NUMBER, MergeSettings, ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import GridShape
-from tokenmerge.models.parallel import Part, part_of
-from tokenmerge.ops import num_tokens
-from tokenmerge.planners import sequence_of, sequence_of_part
+from tokenmerge.models.placement import Part, part_of
+from tokenmerge.ops.partition import num_tokens
+from tokenmerge.planners.sequences import sequence_of, sequence_of_part
 from tokenmerge.plans.generation import Runs, plan_generation
 from tokenmerge.runtime.blocks.proportional_attention import reach_kernels
 from tokenmerge.runtime.memory.state import ModelState, warn_caller

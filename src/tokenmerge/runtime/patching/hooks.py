@@ -217,7 +217,7 @@ def _config_of(call: _Call) -> ToMeConfig:
         return memory.config
     config, tolerance = state.config, None
     if step is not None and state.default is not None:
-        default, grid, generation = state.default, state.threads.value.grid.shape, step.generation
+        default, grid, generation = state.default, state.threads.value.grid.shapes[0], step.generation
         facts = default.facts_at(grid, step.steps, guidance_scale(call.pipe), generation.ends_clean)
         state.warn_once(default.shortfall(facts))
         if default not in generation.tolerances:  # the pipeline's models share it

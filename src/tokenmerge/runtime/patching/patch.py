@@ -18,7 +18,7 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ModelInUseError, NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import KINDS, Block, Grid, Host, Layer, modules_in
-from tokenmerge.models.parallel import part_of
+from tokenmerge.models.placement import part_of
 from tokenmerge.runtime.blocks.forward import block_call, layer_call, takes_part
 from tokenmerge.runtime.blocks.proportional_attention import leave_kernels, reach_kernels
 from tokenmerge.runtime.blocks.skipping import stage_call

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tokenmerge.ops import num_tokens
 from tokenmerge.ops.arithmetic import arithmetic
+from tokenmerge.ops.partition import num_tokens
 from tokenmerge.runtime.steps.scheduler import needs_sync
 
 

@@ -1,8 +1,8 @@
 """What all planners share: the steps from the settings and token grids of a sequence to its plan.
 
-They are in the order of a call. The settings say how many tokens one grid loses and which parts it has. Where
-a sequence is split between devices, each plans for the part that it has. A sequence of pictures is then
-planned picture by picture; a planner plans one part of a grid at a time.
+The settings say how many tokens one grid loses and which parts it has. Where a sequence is split between
+devices, each plans for the part that it has. A sequence of pictures is then planned picture by picture; a
+planner plans one part of a grid at a time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, join_plans, num_destinations, num_tokens, strided_partition
 from tokenmerge.ops.once import once
+from tokenmerge.ops.partition import num_destinations, num_tokens, strided_partition
+from tokenmerge.ops.plan import Plan, join_plans
 
 # A planner of whole grids. It takes (features [b, n, c], grid, r, settings, step), and importance [b, n] last
 # if it looks at that.
@@ -27,8 +28,8 @@ Planner = Callable[..., Plan]
 def num_removed(grid: Sequence[int], settings: MergeSettings) -> int:
     """Return the number of tokens that the ratio removes from a grid of (frames, rows, columns).
 
-    It is ratio · n, rounded down for each part of the grid that merges on its own. It is 0 for a grid of
-    fewer than ``min_tokens`` tokens, or without a whole cell.
+    It is ratio · n, rounded down for each part that merges on its own, and 0 for a grid of fewer than
+    ``min_tokens`` tokens, or without a whole cell.
 
     >>> num_removed((1, 64, 64), MergeSettings(ratio=0.5)), num_removed((1, 1, 9), MergeSettings(ratio=0.5))
     (2048, 0)
@@ -40,10 +41,9 @@ def num_removed(grid: Sequence[int], settings: MergeSettings) -> int:
 
 
 def split(grid: Sequence[int], settings: MergeSettings) -> tuple[int, tuple[int, ...]]:
-    """Return how many parts of a grid of (frames, rows, columns) merge on their own, and the grid of one.
+    """Return how many parts of a grid merge on their own, and the grid of one.
 
-    The parts are the frames, with a grid of (rows, columns). Where cells have several frames (``st`` > 1),
-    the whole grid is one part.
+    They are the frames, (rows, columns) each, or the whole grid where cells have several frames (``st`` > 1).
     """
     return (grid[0], tuple(grid[1:])) if settings.st == 1 else (1, tuple(grid))
 
@@ -65,8 +65,8 @@ class TokenSequence(NamedTuple):
     """The sequence of tokens that a block gets."""
 
     pictures: tuple[Picture, ...]  # in the order of their tokens
-    tokens: int  # number of tokens in all of them
-    removed: int  # number of tokens to remove from all of them
+    tokens: int  # in all of them
+    removed: int  # from all of them
 
     @classmethod
     def of(cls, pictures: Iterable[Picture]) -> TokenSequence:
@@ -119,10 +119,10 @@ def part_bounds(n: int, index: int, parts: int) -> tuple[int, int]:
 def sequence_of_part(pictures: Sequence[Picture], index: int, parts: int) -> TokenSequence:
     """Return one of several equally long parts of a sequence.
 
-    Tokens keep their order. So a part of a picture has some whole rows, with pieces of rows before and after
-    them, and a part of a video has some whole frames, with pieces of frames. Each piece has its own grid. All
-    devices must continue with the same number of tokens, so every part loses as many as the part that can
-    lose the fewest. ``min_tokens`` is compared with whole pictures.
+    Tokens keep their order, so a part of a picture has some whole rows, with pieces of rows before and after
+    them, and a part of a video whole frames, with pieces of frames. Each piece has its own grid. Every part
+    loses as many tokens as the part that can lose the fewest, so that all devices continue with equally many.
+    ``min_tokens`` is compared with whole pictures.
 
     >>> sequence = sequence_of_part([Picture((1, 4, 8), MergeSettings(ratio=0.5), 16)], 1, 2)
     >>> [(grid, r) for grid, _, r in sequence.pictures]
@@ -180,10 +180,9 @@ def _removing(pieces: TokenSequence, wanted: int) -> Iterator[Picture]:
 def plan_pictures(
     planner: Planner, features: Tensor, pictures: Sequence[Picture], step: Tensor, *importance: Tensor
 ) -> Plan:
-    """Plan each picture of a sequence by itself with a planner of whole grids, and join the plans.
+    """Plan each picture of a sequence by itself, and join the plans. At least one picture loses tokens.
 
-    Features ``[b, n, c]`` and importance ``[b, n]`` are of the n tokens in all grids. At least one picture
-    loses tokens.
+    Features ``[b, n, c]`` and importance ``[b, n]`` are of the n tokens in all grids.
     """
     if len(pictures) == 1:
         (picture,) = pictures
@@ -221,7 +220,7 @@ def on_whole_grids(plan_part: Callable[..., Plan]) -> Planner:
 def partition(
     part: Sequence[int], settings: MergeSettings, step: Tensor, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return sources ``[n - d]`` and destinations ``[d]``: :func:`tokenmerge.ops.strided_partition`.
+    """Return sources ``[n - d]`` and destinations ``[d]``: ``strided_partition``.
 
     The destination of each cell is drawn again for each ``step`` and ``settings.seed``, or is the first token
     of the cell where there is no seed.

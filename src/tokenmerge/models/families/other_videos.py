@@ -1,0 +1,126 @@
+"""Other transformers for video: Allegro, Cosmos Predict, EasyAnimate, Mochi 1."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from tokenmerge.models.base import KEY_MASK, ROTARY, Host, Layer, Layout, TokenArgument, is_a
+from tokenmerge.models.family import Blank, listed, transformer_host
+
+# Allegro has self- and cross-attention. Each token has an index into tables of rotary positions: the argument
+# is (tables, for each token its indices in time, height and width).
+_ALLEGRO_POSITIONS = TokenArgument("image_rotary_emb", axes=(1,), batched=True, element=1)
+_ALLEGRO_ATTENTION = Layout(token_arguments=(_ALLEGRO_POSITIONS, KEY_MASK))
+_ALLEGRO = (Layer("attn1", "attn1", _ALLEGRO_ATTENTION), Layer("attn2", "attn2"), Layer("ff", "ff"))
+
+
+def _allegro(root: Any) -> Host:
+    return transformer_host(
+        root,
+        listed(root, "transformer_blocks", _ALLEGRO),
+        _allegro_positions,
+        text=(512, root.config.caption_channels),
+        text_mask="encoder_attention_mask",
+        latent_frames=root.config.sample_frames,
+    )
+
+
+def _allegro_positions(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
+    frames = config.sample_frames // config.patch_size_t
+    rows, columns = height // config.patch_size, width // config.patch_size
+    axis = config.attention_head_dim // 3
+    tables = [(torch.zeros(side, axis, device=root.device),) * 2 for side in (frames, rows, columns)]
+    places = torch.zeros(1, frames * rows * columns, device=root.device, dtype=torch.int64)
+    return {"image_rotary_emb": (tuple(tables), (places,) * 3)}
+
+
+# Cosmos has self- and cross-attention. The whole batch shares its rotary positions.
+_COSMOS_FRAMES = 16  # latent frames: 121 frames of video
+_COSMOS = (Layer("attn1", "attn1", ROTARY), Layer("attn2", "attn2"), Layer("ff", "ff"))
+
+
+def _cosmos(root: Any) -> Host:
+    blocks = listed(root, "transformer_blocks", _COSMOS)
+    frames, size = _COSMOS_FRAMES, (88, 160)
+    return transformer_host(root, blocks, _cosmos_others, sample_size=size, latent_frames=frames)
+
+
+def _cosmos_others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    config = root.config
+    text_dim = config.crossattn_proj_in_channels if config.use_crossattn_projection else config.text_embed_dim
+    # One of `in_channels` is the mask of frames that are given. The padding mask is an extra channel.
+    arguments: dict[str, Any] = {
+        "hidden_states": zeros(config.in_channels - 1, _COSMOS_FRAMES, height, width),
+        "condition_mask": zeros(1, _COSMOS_FRAMES, height, width),
+        "encoder_hidden_states": zeros(512, text_dim),
+    }
+    if config.img_context_dim_in:
+        picture = zeros(config.img_context_num_tokens, config.img_context_dim_in)
+        arguments["encoder_hidden_states"] = (arguments["encoder_hidden_states"], picture)
+    if config.concat_padding_mask:
+        arguments["padding_mask"] = arguments["hidden_states"].new_zeros(1, 1, height * 8, width * 8)
+    return arguments
+
+
+# EasyAnimate has joint attention with the text before the image.
+_EASYANIMATE = (Layer("attn1", "attn1", ROTARY), Layer("ff", "ff"))
+_SHARED = "blocks with one MLP run it on the image and then on the text; merge_mlp leaves it dense"
+
+
+def _easyanimate(root: Any) -> Host:
+    blocks = (
+        dataclasses.replace(block, layers=_EASYANIMATE[:1], dense={"ff": _SHARED})
+        if block.module.txt_ff is None
+        else block
+        for block in listed(root, "transformer_blocks", _EASYANIMATE)
+    )
+    return transformer_host(
+        root,
+        tuple(blocks),
+        _second_text,
+        text=(256, root.config.text_embed_dim),
+        latent_frames=13,  # 49 frames of video
+    )
+
+
+def _second_text(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    if root.text_proj_t5 is None:
+        return {}
+    return {"encoder_hidden_states_t5": zeros(256, root.config.text_embed_dim_t5)}
+
+
+# Mochi has joint attention, and learned rotary positions for each head: tables [n, heads, d / 2], which
+# attention broadcasts over the batch.
+_MOCHI_POSITIONS = TokenArgument("image_rotary_emb", axes=(1,), batched=True, broadcasts_to=4)
+_MOCHI_ATTENTION = Layout(text="last", token_arguments=(_MOCHI_POSITIONS,))
+_MOCHI = (Layer("attn1", "attn1", _MOCHI_ATTENTION), Layer("ff", "ff"))
+
+
+def _mochi(root: Any) -> Host:
+    return transformer_host(
+        root,
+        listed(root, "transformer_blocks", _MOCHI),
+        text=(root.config.max_sequence_length, root.config.text_embed_dim),
+        text_mask="encoder_attention_mask",
+        sample_size=(60, 106),
+        latent_frames=4,  # 19 frames of video
+        on_cpu=("pos_frequencies",),  # the model enters autocast for the device of this parameter
+    )
+
+
+_DESCRIBE = {
+    "AllegroTransformer3DModel": _allegro,
+    "CosmosTransformer3DModel": _cosmos,
+    "EasyAnimateTransformer3DModel": _easyanimate,
+    "MochiTransformer3DModel": _mochi,
+}
+CLASSES = tuple(_DESCRIBE)
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks of a model, by the name of its class."""
+    return next(own for name, own in _DESCRIBE.items() if is_a(root, name))(root)
