@@ -27,7 +27,7 @@ from tokenmerge.report.flops import (
     weightless,
 )
 from tokenmerge.report.notes import merged_parts, notes_on_blocks, notes_on_steps
-from tokenmerge.runtime.memory.state import Kept
+from tokenmerge.runtime.memory.state import Kept, RecordedPlan
 from tokenmerge.runtime.patching.patch import check_host, hosts_that_merge
 from tokenmerge.text_table import Tabled, TextTable
 
@@ -304,7 +304,8 @@ def _predict_host(
     most = merging_most(config)
     sharing = dataclasses.replace(config.plans, every=1)
     counted_config = dataclasses.replace(most, plans=sharing, correction=Correction(), reuse=config.reuse)
-    with patched(copied, counted_config, kept) as state, state.recording() as recorded:
+    with patched(copied, counted_config, kept) as state:
+        recorded = state.record = dict[str, RecordedPlan]()
         state.pipeline.set_step(0, 1)  # for planners that read the previous step
         merged = count_flops(copied.root, arguments())
 

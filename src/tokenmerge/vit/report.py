@@ -12,6 +12,7 @@ from tokenmerge.report import gflops
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.text_table import Tabled, TextTable
 from tokenmerge.vit.config import ViTConfig
+from tokenmerge.vit.planner import RecordedTokens
 from tokenmerge.vit.runtime import EncoderState, checked_encoders, patch_encoder
 
 
@@ -98,8 +99,8 @@ def predict_vit(
     state = EncoderState(config, encoder)
     state.unmerge = False
     patch_encoder(root, state)
-    with state.recording() as recorded:
-        merged = count_flops(root, arguments)
+    recorded = state.record = dict[str, RecordedTokens]()
+    merged = count_flops(root, arguments)
 
     tokens = seen[:1]
     for layer in encoder.layers:

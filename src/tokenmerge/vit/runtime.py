@@ -11,9 +11,8 @@ input has its place in what is collected, and takes one of the equal tokens of e
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,16 +83,6 @@ class EncoderState:
     def running(self) -> EncoderCall:
         """The running call of this thread."""
         return self.threads.value
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[dict[str, RecordedTokens]]:
-        """Within the context, record what the tokens after each layer stand for, by its path."""
-        before, latest = self.record, dict[str, RecordedTokens]()
-        self.record = latest
-        try:
-            yield latest
-        finally:
-            self.record = before
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -45,12 +45,10 @@ def block_call(original: HostMethod) -> Callable:
         if state.threads.value.running is None and not state.threads.value.counted:
             count_call(state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
-        if compiling:
-            return _block(state, call)
-        if trains:
+        if trains and not compiling:
             return _block_with_gradients(state, call)
         # A block that is compiled alone is skipped outside its graph, and its result is cached there.
-        if state.model.caches_results:
+        if not compiling and state.model.caches_results:
             return with_caches(state, call, lambda: _block(state, call))
         return _block(state, call)
 

@@ -23,7 +23,7 @@ from tokenmerge.planners import (
 )
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.memory.caches import BlockMerge
-from tokenmerge.runtime.memory.state import BlockState, CallContext, RecordedPlan
+from tokenmerge.runtime.memory.state import BlockState, RecordedPlan
 from tokenmerge.runtime.steps.guidance import importance_of_tokens
 
 
@@ -49,27 +49,17 @@ def active_call(state: BlockState, call: HostCall) -> BlockMerge:
     merging = context.decision.merging
     if merging is Merging.DENSE or not sequence.removed or state.threads.value.cache.dense:
         return BlockMerge(settings)
-    mask = call.argument(state.layout.padding) if state.layout.padding else None
-    plan = None if merging is Merging.MEASURES else _plan_of(state, context, settings, sequence, x, mask)
-    padded = sequence.tokens if mask is None else x.shape[1]
-    return BlockMerge(settings, False, x.shape[0], padded, plan)
+    plan = None if merging is Merging.MEASURES else _plan_of(state, settings, sequence, call)
+    padding = state.layout.padding
+    tokens = sequence.tokens if padding is None or call.argument(padding) is None else x.shape[1]
+    return BlockMerge(settings, False, x.shape[0], tokens, plan)
 
 
-def _plan_of(
-    state: BlockState,
-    context: CallContext,
-    settings: MergeSettings,
-    sequence: TokenSequence,
-    x: Tensor,
-    mask: Tensor | None,
-) -> Plan:
-    """Return the plan for a block's input, of which some tokens merge: a cached one, or a new one.
-
-    The mask tells the tokens from padding behind them; None: there is no padding.
-    """
-    n, model = sequence.tokens, state.model
-    start = None if mask is None else mask.sum(dim=1) - n
-    block = state.threads.value
+def _plan_of(state: BlockState, settings: MergeSettings, sequence: TokenSequence, call: HostCall) -> Plan:
+    """Return the plan for a block's input, of which some tokens merge: a cached one, or a new one."""
+    context, model, block = state.model.context, state.model, state.threads.value
+    x, n = state.layout.tokens_of(call), sequence.tokens
+    start = state.layout.start_of(call, n)
     plans, number = block.cache.plans, (context.plan_call, block.number)
     plan = plans.get(number) if context.caches_plans else None
     if plan is None or plan.inverse.shape != (x.shape[0], n):
@@ -77,7 +67,7 @@ def _plan_of(
             features = state.layout.image(x, n, start)
             if settings.features in CACHED_FEATURES:
                 features = _compared(state, settings.features, x, features, start)
-            plan = _new_plan(state, context, settings.planner, sequence, features)
+            plan = _new_plan(state, settings.planner, sequence, features)
         if context.caches_plans:
             plans[number] = plan
     if model.record is not None:
@@ -88,10 +78,9 @@ def _plan_of(
     return plan if start is None else plan.within(start, x.shape[1])
 
 
-def _new_plan(
-    state: BlockState, context: CallContext, planner: str, sequence: TokenSequence, features: Tensor
-) -> Plan:
+def _new_plan(state: BlockState, planner: str, sequence: TokenSequence, features: Tensor) -> Plan:
     """Plan for the tokens of a block: once for the copies of a sample that guidance compares."""
+    context = state.model.context
     repeats = copies = context.guidance_copies if state.batched else len(features)
     if len(features) % copies:
         repeats = copies = 1
@@ -99,7 +88,7 @@ def _new_plan(
         features, repeats = features_if_shared(features, copies, context.copies_equal.to(features.device)), 1
     elif copies > 1:
         features = shared_features(features, copies)
-    importance = _importance(state, context, features) if planner in GUIDED_PLANNERS else None
+    importance = _importance(state, features) if planner in GUIDED_PLANNERS else None
     if planner in GUIDED_PLANNERS and importance is None:
         planner = "tome"
     # The seed is on the sample's device; blocks of a model on several devices may be elsewhere.
@@ -108,9 +97,9 @@ def _new_plan(
     return plan if repeats == 1 else plan.repeated(repeats)
 
 
-def _importance(state: BlockState, context: CallContext, features: Tensor) -> Tensor | None:
+def _importance(state: BlockState, features: Tensor) -> Tensor | None:
     """Return how much guidance changed each token ``[b, n]`` in the last step; None: it is not known yet."""
-    change, part = context.guidance_difference, state.model.threads.value.part
+    change, part = state.model.context.guidance_difference, state.model.threads.value.part
     if change is None:
         return None
     importance = importance_of_tokens(change, *state.grids)
@@ -161,8 +150,7 @@ def with_cached_features(state: BlockState, call: HostCall, run: Callable[[], An
     cached, level, place = state.model.context.caches_features, state.level, (*state.call, state.level)
     residuals, thread = state.threads.value.cache.residuals, state.model.threads.value
     before, n = residuals.get(state.call), sequence_in(state, state.settings).tokens
-    mask = call.argument(state.layout.padding) if state.layout.padding else None
-    start = None if mask is None else mask.sum(dim=1) - n
+    start = state.layout.start_of(call, n)
     image = state.layout.image(state.layout.tokens_of(call), n, start)
     if state.is_first and (level, "model_residual") in cached:
         thread.spans[place] = (image,)

@@ -8,7 +8,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.ops import Plan
@@ -26,21 +25,15 @@ Call = tuple[int, int]
 
 @dataclasses.dataclass(eq=False)
 class Cache:
-    """What one block, layer or stage caches between calls.
+    """What one block, layer or stage caches between calls."""
 
-    Attributes:
-        plans: blocks that share plans share this dictionary.
-        residuals: what a block or layer added to each tensor of its result; None for those without image.
-        skippable: of what steps skip, what takes its place: for a block a
-            :class:`tokenmerge.runtime.blocks.skipping.BlockRun`, for a stage a residual, or tensors without
-            memory in the shapes of a result that no running module reads.
-        dense: whether a block or layer does not merge, since other people's code looks at it.
-    """
-
-    plans: dict[Call, Plan] = dataclasses.field(default_factory=dict)
+    plans: dict[Call, Plan] = dataclasses.field(default_factory=dict)  # blocks may share the dictionary
+    # What a block or layer added to each tensor of its result; None for those without image.
     residuals: dict[Call, Tensors] = dataclasses.field(default_factory=dict)
+    # Of what steps skip, what takes its place: for a block a tokenmerge.runtime.blocks.skipping.BlockRun, for
+    # a stage a residual, or tensors without memory in the shapes of a result that no running module reads.
     skippable: dict[Call, Any] = dataclasses.field(default_factory=dict)
-    dense: bool = False
+    dense: bool = False  # a block or layer does not merge, since other people's code looks at it
 
 
 class Memory:
@@ -48,26 +41,23 @@ class Memory:
 
     It belongs to one generation. Where settings do not follow the steps, it belongs to one thread. The
     ``groups`` say for each part of the model (block, layer or stage) with which parts it shares its plans.
-
-    Attributes:
-        seed: the number that draws of the running step depend on.
-        config: settings at the guidance scale of the generation; None before its first call.
-        tolerance: what changes these settings while the generation runs; None: nothing does.
-        timesteps: the scheduler's, where settings do not follow the steps; others begin a generation.
-        guidance_differences: what guidance changed in the results of the last step, by the call that planned.
-        model_residuals: what all blocks of a level added to the tokens of the image, by the call of the first
-            block and its level.
     """
 
     def __init__(self, groups: Sequence[Hashable]) -> None:
         self.tracker = StepTracker()
         self.sample = SampleTracker()
-        self.seed: Tensor | None = None
-        self.config: ToMeConfig | None = None
-        self.tolerance: Tolerance | None = None
+        self.seed: Tensor | None = None  # the number that draws of the running step depend on
+        self.config: ToMeConfig | None = (
+            None  # at the generation's guidance scale; None before its first call
+        )
+        self.tolerance: Tolerance | None = None  # what changes the settings while the generation runs
+        # The scheduler's, where settings do not follow the steps; others begin a generation.
         self.timesteps: Any = None
         self.log: RunLog | None = None
+        # What guidance changed in the results of the last step, by the call that planned.
         self.guidance_differences: dict[int, Tensor] = {}
+        # What all blocks of a level added to the tokens of the image, by the call of the first block and its
+        # level.
         self.model_residuals: dict[tuple[int, int, int], Tensor] = {}
         plans: dict[Hashable, dict[Call, Plan]] = {group: {} for group in groups}
         self.caches = tuple(Cache(plans[group]) for group in groups)
@@ -98,25 +88,11 @@ def _drop(first: int, last: int, *dictionaries: dict[Any, Any]) -> None:
                 del cached[key]
 
 
-class WeakDictionary(WeakIdKeyDictionary):
-    """A dictionary of objects that others own, compared by identity. Deep copies and pickles are empty."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return type(self)()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
-
-
 class BlockMerge(NamedTuple):
-    """What a block merges in its running call, with the settings of the step.
-
-    Unless it ``is_dense``, its input has ``images`` of ``tokens``, padding included. The plan is None on a
-    correction step, which measures what merging would lose.
-    """
+    """What a block merges in its running call, with the settings of the step."""
 
     settings: MergeSettings
     is_dense: bool = True
-    images: int = 0
-    tokens: int = 0
-    plan: Plan | None = None
+    images: int = 0  # in its input, unless it is dense
+    tokens: int = 0  # of each, padding included
+    plan: Plan | None = None  # None on a correction step, which measures what merging would lose

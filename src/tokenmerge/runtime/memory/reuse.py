@@ -18,17 +18,11 @@ _SHORTEST = 1e-8  # of a vector with a direction, as in torch.cosine_similarity
 
 
 class Residual(NamedTuple):
-    """What a part of a model adds to its input, cached from the step in which it last ran.
+    """What a part of a model adds to its input, cached from the step in which it last ran."""
 
-    Attributes:
-        latest: what it added to each tensor of its result.
-        delta: change of ``latest`` since the run before, 0 where there was none.
-        agreement: how far the delta kept its direction, 0 to 1 for each image.
-    """
-
-    latest: Tensors
-    delta: Tensors
-    agreement: Tensors
+    latest: Tensors  # what it added to each tensor of its result
+    delta: Tensors  # change of ``latest`` since the run before, 0 where there was none
+    agreement: Tensors  # how far the delta kept its direction, 0 to 1 for each image
 
 
 def updated(before: Residual | None, latest: Tensors, part: Part | None = None) -> Residual:

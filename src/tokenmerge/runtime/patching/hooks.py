@@ -17,9 +17,8 @@ from tokenmerge.models.base import Grid
 from tokenmerge.plans.generation import Merging, Runs
 from tokenmerge.runtime.blocks.skipping import finish_run
 from tokenmerge.runtime.memory.caches import Memory
-from tokenmerge.runtime.memory.run_log import RunLog, StepKind, shown
+from tokenmerge.runtime.memory.run_log import RunLog, StepKind, StepLog, shown_by
 from tokenmerge.runtime.memory.state import STATE, CallContext, ModelState, StageState
-from tokenmerge.runtime.memory.step_log import StepLog
 from tokenmerge.runtime.patching.call_checks import (
     check_call,
     phases_at,
@@ -28,30 +27,25 @@ from tokenmerge.runtime.patching.call_checks import (
     warn_where_nothing_is_saved,
 )
 from tokenmerge.runtime.patching.watched import look
-from tokenmerge.runtime.steps.guidance import copies_are_equal, same_step
+from tokenmerge.runtime.steps.guidance import copies_are_equal, same_step, step_seed
 from tokenmerge.runtime.steps.pipeline import PerThread, guidance_copies, guidance_scale, running_pipeline
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync, noise_levels, scheduler_of
 from tokenmerge.runtime.steps.step_tracker import Decision, decide
 
 
 class _Call(NamedTuple):
-    """A call of a patched model, as the hook before it sees it.
-
-    ``seed`` is the number of the step that draws depend on. ``running`` is the pipeline on the call stack,
-    and ``pipe`` that of the call, with its ``scheduler``; None: unknown. ``step`` is None where the settings
-    do not follow the steps. What is cached for one ``shape`` of the inputs does not fit another.
-    """
+    """A call of a patched model, as the hook before it sees it."""
 
     state: ModelState
     root: nn.Module
     sample: Any
     timestep: Any
-    seed: Tensor
-    running: Any
-    pipe: Any
+    seed: Tensor  # the number of the step that draws depend on
+    running: Any  # the pipeline on the call stack; None: there is none
+    pipe: Any  # that of the call, with its scheduler; None: unknown
     scheduler: Any
-    step: DenoisingStep | None
-    shape: tuple[int, ...]
+    step: DenoisingStep | None  # None: the settings do not follow the steps
+    shape: tuple[int, ...]  # of the inputs; what is cached for one does not fit another
     memory: Memory
 
 
@@ -74,11 +68,10 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if step is not None:
         now = config.at_step(step.done, step.steps)
         settings = {level: now.at_level(level) for level in settings}
-    cached: set[tuple[int, str]] = set()  # since a later step plans by them
-    if step is not None and not torch.is_grad_enabled():
-        for level, own in phases_at(config, *settings):
-            if own.features in CACHED_FEATURES and own.merges:
-                cached.add((level, own.features))
+    # What a later step plans by is cached.
+    phases = () if step is None or torch.is_grad_enabled() else phases_at(config, *settings)
+    compared = ((level, own.features) for level, own in phases if own.merges)
+    cached = frozenset(one for one in compared if one[1] in CACHED_FEATURES)
     merges = decision.merging is not Merging.DENSE and any(own.merges for own in settings.values())
     state.threads.value.context = CallContext(
         settings=settings,
@@ -91,7 +84,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         or (config.plans.guidance and memory.sample.trackable)
         # Gradient checkpointing may run blocks again after the model's forward.
         or (step is not None and torch.is_grad_enabled()),
-        caches_features=frozenset(cached),
+        caches_features=cached,
         blocks_are_dense=not (merges or cached or (decision.caches and state.skips_blocks)),
         decision=decision,
         guidance_copies=copies,
@@ -111,27 +104,22 @@ def before_blocks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
 
 
 def after_model(root: nn.Module, args: tuple, result: Any) -> None:
-    """After a model that follows the steps: cache what its blocks added. After the last step, drop it."""
+    """After a model: cache what its blocks added, and drop it after the last step; record the step."""
     state: ModelState = root.__dict__[STATE]
     thread = state.threads.value
-    memory = thread.memory
-    finish_run(thread)
-    assert memory.log is not None
-    memory.log.note_end()
-    if thread.context.decision.caches:
-        context = thread.context
-        memory.log.note_output(context.decision, context.guidance_copies, memory.tracker, result)
-    if memory.tracker.is_last:
-        memory.forget_results(memory.tracker.call, memory.tracker.call)
-    if state.config.guided_planner:
-        _compare_guidance(memory, thread.context, result if isinstance(result, Tensor) else result[0])
-
-
-def record_result(root: nn.Module, args: tuple, result: Any) -> None:
-    """After the model's forward: record the end of the call and its result, if steps are recorded."""
-    state: ModelState = root.__dict__[STATE]
-    if (log := state.context.step_log) is not None:
-        log.end_call(result)
+    context, memory = thread.context, thread.memory
+    if state.follows_steps:
+        finish_run(thread)
+        assert memory.log is not None
+        memory.log.note_end()
+        if context.decision.caches:
+            memory.log.note_output(context.decision, context.guidance_copies, memory.tracker, result)
+        if memory.tracker.is_last:
+            memory.forget_results(memory.tracker.call, memory.tracker.call)
+        if state.config.guided_planner:
+            _compare_guidance(memory, context, result if isinstance(result, Tensor) else result[0])
+    if context.step_log is not None:
+        context.step_log.end_call(result)
 
 
 def _compare_guidance(memory: Memory, context: CallContext, made: Any) -> None:
@@ -154,7 +142,7 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
     """Begin a call with these arguments, by name: return what is known of it."""
     sample, by = arguments[state.call.sample], state.call.timestep
     timestep, first = arguments[by] if isinstance(by, str) else by(root, arguments), sample[0]
-    seed = state.threads.value.seed.of(timestep, first.device)
+    seed = step_seed(timestep, first.device)
     running = running_pipeline()
     pipe, shape = state.pipeline.of_call(running), (len(sample), *first.shape)
     compiling, scheduler, step = torch.compiler.is_compiling(), None, None
@@ -212,7 +200,7 @@ def _config_of(call: _Call) -> ToMeConfig:
         if memory.tolerance is not None and memory.log is not None:
             if memory.tolerance.asks(step.done):  # after a complete step, this waits once
                 logs = [own.log for own in state.pipeline.memories_of(step.generation)]
-                memory.tolerance.follow(step.done, shown([log for log in logs if log is not None]))
+                memory.tolerance.follow(step.done, shown_by([log for log in logs if log is not None]))
             memory.config = memory.log.config = memory.tolerance.config
         return memory.config
     config, tolerance = state.config, None
@@ -225,15 +213,14 @@ def _config_of(call: _Call) -> ToMeConfig:
         tolerance = generation.tolerances[default]
         config = default.settings(facts) if tolerance is None else tolerance.config
     if call.seed.is_meta:  # the operations of single steps are counted
-        state.keep_dense(memory)
+        state.keep(state.kept, memory)
     elif not torch.compiler.is_compiling():
         pipe = call.pipe or call.running
         scheduler = None if step is not None else scheduler_of(pipe, call.timestep)
         timesteps = getattr(scheduler, "timesteps", None)
         if memory.config is None or memory.timesteps is not timesteps:  # a generation begins
             grids = state.threads.value.grid.shapes if state.merges else None
-            state.kept = look(state, call.root, pipe, config, grids)
-            state.keep_dense(memory)
+            state.keep(look(state, call.root, pipe, config, grids), memory)
             memory.timesteps = timesteps
             # What others look at takes no part in a tolerance.
             memory.tolerance = tolerance if state.kept.config is config else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,40 +16,33 @@ from torch.nn import functional as F
 
 from tokenmerge.ops import num_tokens
 from tokenmerge.ops.arithmetic import arithmetic
+from tokenmerge.ops.once import made_once, once, version_of
 from tokenmerge.runtime.steps.scheduler import needs_sync
 
 
-class StepSeed:
-    """Makes an integer for each denoising step, for random draws: the bits of its timestep as a float32.
+def step_seed(timestep: Tensor | float, device: torch.device) -> Tensor:
+    """Return an integer for random draws in a step: the bits of its timestep as a float32, int64.
 
     The timestep is taken and not a counter. It is the same for both halves of classifier-free guidance, for
     every batch size, and when gradient checkpointing runs a block again. In training each sample may have a
-    timestep of its own, and image-to-video models give one to each token; the highest counts for all.
+    timestep of its own, and image-to-video models give one to each token; the highest counts for all. The
+    same timestep has the same tensor on a device.
     """
+    if torch.compiler.is_compiling():
+        return _bits(timestep, device)
+    if isinstance(timestep, Tensor) and needs_sync(timestep):
+        if timestep.is_inference():  # its value may have changed unseen
+            return _bits(timestep, device)
+        return once(timestep, ("bits", device), partial(_bits, timestep, device), timestep)
+    if device.type == "cpu":
+        return _bits(timestep, device)
+    # Copying the number to the device would wait for the device.
+    return _number_on(int(_bits(timestep, torch.device("cpu"))), device)
 
-    def __init__(self) -> None:
-        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
-        self._read: dict[tuple[int, torch.device], Tensor] = {}  # the latest alone
 
-    def of(self, timestep: Tensor | float, device: torch.device) -> Tensor:
-        """Return the number of a step, int64, on a device. The same timestep has the same tensor there."""
-        compiling = torch.compiler.is_compiling()
-        if not isinstance(timestep, Tensor) or not needs_sync(timestep):
-            if compiling or device.type == "cpu":
-                return _bits(timestep, device)
-            known = int(_bits(timestep, torch.device("cpu"))), device
-            if known not in self._read:  # copying the number to the device would wait for the device
-                self._read = {known: torch.full((), known[0], device=device)}
-            return self._read[known]
-        if compiling or timestep.is_inference():
-            return _bits(timestep, device)  # its value may have changed unseen
-        if self._last is not None:
-            last, version, number = self._last
-            if last() is timestep and version == timestep._version and number.device == device:
-                return number
-        number = _bits(timestep, device)
-        self._last = weakref.ref(timestep), timestep._version, number
-        return number
+@made_once
+def _number_on(number: int, device: torch.device) -> Tensor:
+    return torch.full((), number, device=device)
 
 
 def _bits(timestep: Tensor | float, device: torch.device) -> Tensor:
@@ -64,36 +58,30 @@ def same_step(step: Tensor, other: Tensor) -> bool:
 
 
 class SampleTracker:
-    """Whether a call of a model is on the same sample, at the same step, as the one before it.
-
-    Attributes:
-        repeated: whether the running call is on the sample of the one before it.
-        result: of the call before it, where guidance is compared.
-    """
+    """Whether a call of a model is on the same sample, at the same step, as the one before it."""
 
     def __init__(self) -> None:
-        self.repeated = False
-        self.result: Tensor | None = None
-        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+        self.forget()
 
     @property
     def trackable(self) -> bool:
         """Whether it can be seen that another call is on the sample of the running one."""
         return self._last is not None
 
+    def forget(self) -> None:
+        """Note a call whose sample cannot be found again."""
+        self.repeated = False  # the running call is on the sample of the one before it
+        self.result: Tensor | None = None  # of the call before it, where guidance is compared
+        self._last: tuple[weakref.ref[Tensor], int | None, Tensor] | None = None
+
     def begin_call(self, sample: Tensor, step: Tensor, gone: Callable[[object], None]) -> None:
         """Note a call; ``gone`` is called when its sample is freed, which pipelines do after the step."""
-        version = 0 if sample.is_inference() else sample._version  # tensors made in inference mode have none
-        self.repeated = False
+        version, self.repeated = version_of(sample), False
         if self._last is not None:
             last, known, step_then = self._last
             self.repeated = last() is sample and known == version and same_step(step_then, step)
         if not self.repeated:
             self._last, self.result = (weakref.ref(sample, gone), version, step), None
-
-    def forget(self) -> None:
-        """Note a call whose sample cannot be found again."""
-        self._last, self.repeated, self.result = None, False, None
 
 
 def copies_are_equal(sample: Tensor | Sequence[Tensor], copies: int) -> Tensor | None:

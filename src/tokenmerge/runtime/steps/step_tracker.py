@@ -19,18 +19,14 @@ class StepTracker:
 
     A pipeline may call a model several times in a step, for prompts or tiles. Calls are told apart by their
     number in the step, from 0. The tracker holds no generation, since it lives as long as that does.
-
-    Attributes:
-        index: index of the running step; −1 before the first.
-        done: number of steps of the generation before it.
-        plan_call: number of the call whose plans the running one uses.
-        noted: what a call leaves for the same call of later steps, by its number and a name.
     """
 
     def __init__(self) -> None:
-        self.index = -1
-        self.done = self.steps = self.call = self.plan_call = 0
+        self.index = -1  # of the running step; −1 before the first
+        self.done = self.steps = 0  # steps of the generation before it, and all of them
+        self.call = self.plan_call = 0  # the running call, and the one whose plans it uses
         self.is_last = False
+        # What a call leaves for the same call of later steps, by its number and a name.
         self.noted: dict[tuple[int, str], Any] = {}
 
     def begin_call(self, step: DenoisingStep) -> int | None:
@@ -110,23 +106,17 @@ class StepTracker:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decision:
-    """What one call of a model runs and merges.
-
-    Attributes:
-        caches: whether what runs is cached, for steps that skip it.
-        corrects: whether some step of the generation measures the error of merging.
-        deep: how far blocks or deep stages are extrapolated; None: they run. It is a tensor, so that compiled
-            blocks need no graph for each value.
-        finest: the same for the finest level of a UNet.
-        forecasts: :meth:`StepTracker.forecast` of ``"deep"`` and ``"finest"``, whether they run or not.
-    """
+    """What one call of a model runs and merges."""
 
     runs: Runs = Runs.EVERYTHING
     merging: Merging = Merging.MERGES
-    caches: bool = False
-    corrects: bool = False
+    caches: bool = False  # what runs is cached, for steps that skip it
+    corrects: bool = False  # some step of the generation measures the error of merging
+    # How far blocks or deep stages are extrapolated; None: they run. It is a tensor, so that compiled blocks
+    # need no graph for each value.
     deep: Tensor | None = None
-    finest: Tensor | None = None
+    finest: Tensor | None = None  # the same for the finest level of a UNet
+    # By StepTracker.forecast, of "deep" and "finest", whether they run or not.
     forecasts: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
 
 
