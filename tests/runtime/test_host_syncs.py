@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tokenmerge
 from tokenmerge import Correction, StepReuse, ToMeConfig, apply_token_merging, presets
 from tokenmerge.runtime.patching import hooks
-from tokenmerge.runtime.steps import guidance
-from tokenmerge.runtime.steps.guidance import step_seed
+from tokenmerge.runtime.steps import step_tracker
+from tokenmerge.runtime.steps.step_tracker import step_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
 
@@ -67,7 +67,7 @@ def waits(pipe: StableDiffusionPipeline, config: ToMeConfig) -> tuple[Counter[st
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if tensors were on one."""
-    for module in (hooks, guidance):
+    for module in (hooks, step_tracker):
         monkeypatch.setattr(module, "needs_sync", lambda value: True)
 
 

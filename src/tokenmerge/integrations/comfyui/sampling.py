@@ -16,8 +16,8 @@ from tokenmerge.ops import Plan, shared_features
 from tokenmerge.ops.arithmetic import arithmetic
 from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge.plans.generation import Merging
-from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
-from tokenmerge.runtime.steps.guidance import importance_of_tokens
+from tokenmerge.runtime.blocks.planning import importance_of_tokens
+from tokenmerge.runtime.memory.caches import Residual, extrapolated, updated
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, ends_clean
 from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
 

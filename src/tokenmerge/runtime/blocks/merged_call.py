@@ -14,7 +14,7 @@ from tokenmerge.models.base import Layout, TokenArgument
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops import IndexPlan, Plan, keep_destinations
 from tokenmerge.ops.once import once
-from tokenmerge.runtime.memory.reuse import Tensors
+from tokenmerge.runtime.memory.caches import Tensors
 from tokenmerge.runtime.memory.state import LayerState
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from tokenmerge.models.call import HostCall, HostMethod
 from tokenmerge.ops.once import version_of
-from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
+from tokenmerge.runtime.memory.caches import Residual, extrapolated, updated
 from tokenmerge.runtime.memory.state import STATE, BlockState, StageState, ThreadState
 
 

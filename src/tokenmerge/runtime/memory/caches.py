@@ -1,22 +1,23 @@
-"""What outlives a call of a patched model: plans and residuals, owned by a generation or a thread."""
+"""What parts of a model cache: plans, and what they added in steps that ran them, for other steps."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.config import MergeSettings
+from tokenmerge.models.parallel import Part
 from tokenmerge.ops import Plan
-from tokenmerge.plans import Tolerance
-from tokenmerge.runtime.memory.reuse import Tensors
-from tokenmerge.runtime.memory.run_log import RunLog
-from tokenmerge.runtime.steps.guidance import SampleTracker
-from tokenmerge.runtime.steps.step_tracker import StepTracker
 
+# For each tensor of a result: a tensor, or None.
+Tensors = tuple[Any, ...]
+
+_SHORTEST = 1e-8  # of a vector with a direction, as in torch.cosine_similarity
 # A call of a block, as two numbers. The first is that of the model's call in its step: pipelines make several
 # calls in a step, for prompts or tiles. The second is that of the block's call within it: FreeNoise calls a
 # block several times, for some frames after others.
@@ -36,58 +37,6 @@ class Cache:
     dense: bool = False  # a block or layer does not merge, since other people's code looks at it
 
 
-class Memory:
-    """All that one model caches between calls.
-
-    It belongs to one generation. Where settings do not follow the steps, it belongs to one thread. The
-    ``groups`` say for each part of the model (block, layer or stage) with which parts it shares its plans.
-    """
-
-    def __init__(self, groups: Sequence[Hashable]) -> None:
-        self.tracker = StepTracker()
-        self.sample = SampleTracker()
-        self.seed: Tensor | None = None  # the number that draws of the running step depend on
-        self.config: ToMeConfig | None = (
-            None  # at the generation's guidance scale; None before its first call
-        )
-        self.tolerance: Tolerance | None = None  # what changes the settings while the generation runs
-        # The scheduler's, where settings do not follow the steps; others begin a generation.
-        self.timesteps: Any = None
-        self.log: RunLog | None = None
-        # What guidance changed in the results of the last step, by the call that planned.
-        self.guidance_differences: dict[int, Tensor] = {}
-        # What all blocks of a level added to the tokens of the image, by the call of the first block and its
-        # level.
-        self.model_residuals: dict[tuple[int, int, int], Tensor] = {}
-        plans: dict[Hashable, dict[Call, Plan]] = {group: {} for group in groups}
-        self.caches = tuple(Cache(plans[group]) for group in groups)
-
-    def forget(self, first: int = 0, last: int = sys.maxsize) -> None:
-        """Drop all that is cached of the calls with these numbers."""
-        _drop(first, last, self.tracker.noted, self.guidance_differences)
-        self.forget_plans(first, last)
-        self.forget_results(first, last)
-
-    def forget_results(self, first: int, last: int) -> None:
-        """Drop the cached results of the calls with these numbers."""
-        _drop(first, last, self.model_residuals)
-        for cache in self.caches:
-            _drop(first, last, cache.residuals, cache.skippable)
-
-    def forget_plans(self, first: int, last: int) -> None:
-        """Drop the plans of the calls with these numbers."""
-        _drop(first, last, *(cache.plans for cache in self.caches))
-
-
-def _drop(first: int, last: int, *dictionaries: dict[Any, Any]) -> None:
-    """Drop the entries of some calls; keys are their numbers, or begin with them."""
-    for cached in dictionaries:
-        for key in tuple(cached):
-            number = key if isinstance(key, int) else key[0]
-            if first <= number <= last:
-                del cached[key]
-
-
 class BlockMerge(NamedTuple):
     """What a block merges in its running call, with the settings of the step."""
 
@@ -96,3 +45,58 @@ class BlockMerge(NamedTuple):
     images: int = 0  # in its input, unless it is dense
     tokens: int = 0  # of each, padding included
     plan: Plan | None = None  # None on a correction step, which measures what merging would lose
+
+
+class Residual(NamedTuple):
+    """What a part of a model adds to its input, cached from the step in which it last ran."""
+
+    latest: Tensors  # what it added to each tensor of its result
+    delta: Tensors  # change of ``latest`` since the run before, 0 where there was none
+    agreement: Tensors  # how far the delta kept its direction, 0 to 1 for each image
+
+
+def updated(before: Residual | None, latest: Tensors, part: Part | None = None) -> Residual:
+    """Return the residual after a run that added ``latest``; ``part``: the tokens that it is for."""
+    if before is None or _shapes(latest) != _shapes(before.latest):
+        delta = then = _each(torch.zeros_like, latest)
+    else:
+        delta, then = _each(torch.sub, latest, before.latest), before.delta
+    return Residual(latest, delta, _each(partial(_agreement, part), delta, then))
+
+
+def extrapolated(residual: Residual, bases: Sequence[Any], distance: Tensor) -> Tensors:
+    """Return the result of a skipped part: its input plus the linearly extrapolated residual.
+
+    TaylorSeer (arXiv 2503.06923) of order 1, damped where the residual changed its direction: what turns back
+    between steps, as under strong guidance, is not extrapolated, since that would double the error. The
+    ``distance`` is the steps since the last run, divided by the interval between the last two.
+    """
+    return _each(
+        lambda value, delta, agreement: value + delta * (agreement * distance),
+        _each(torch.add, residual.latest, bases),
+        residual.delta,
+        residual.agreement,
+    )
+
+
+def _shapes(tensors: Tensors) -> list[torch.Size | None]:
+    return [None if tensor is None else tensor.shape for tensor in tensors]
+
+
+def _agreement(part: Part | None, delta: Tensor, before: Tensor) -> Tensor:
+    """Return how far each image's delta keeps its direction: the cosine, or 0 where it turns back."""
+    now, then = delta.flatten(1).float(), before.flatten(1).float()
+    if part is None:
+        cosine = torch.cosine_similarity(now, then, dim=1)
+    else:
+        squares = part.total(torch.stack([(now * then).sum(1), now.square().sum(1), then.square().sum(1)]))
+        lengths = squares[1:].sqrt().clamp(min=_SHORTEST)
+        cosine = squares[0] / (lengths[0] * lengths[1])
+    return cosine.clamp(min=0).to(delta.dtype).view(-1, *[1] * (delta.ndim - 1))
+
+
+def _each(function: Callable[..., Tensor], *values: Sequence[Any]) -> Tensors:
+    """Apply a function to the first values of some sequences, then to the second, …; None stays None."""
+    return tuple(
+        None if any(one is None for one in ones) else function(*ones) for ones in zip(*values, strict=True)
+    )

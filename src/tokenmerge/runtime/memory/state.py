@@ -1,4 +1,4 @@
-"""The state of a patched model, its blocks, layers and stages: facts, and what threads hold."""
+"""The state of a patched model, its blocks, layers and stages: facts, caches, and what threads hold."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings, ToMeConfig
-from tokenmerge.config.checks import integer
+from tokenmerge.config.checks import integer, refuse
 from tokenmerge.config.origin import named
-from tokenmerge.errors import ConfigError, shown
 from tokenmerge.models.base import Grid, Layer, Layout, ModelCall
 from tokenmerge.models.parallel import Part
 from tokenmerge.ops import Plan
-from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Call, Memory
+from tokenmerge.plans import Tolerance
+from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Call
 from tokenmerge.runtime.memory.run_log import RunLog, StepLog, StepRecorder
 from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline, WeakDictionary
 from tokenmerge.runtime.steps.scheduler import Generation
-from tokenmerge.runtime.steps.step_tracker import Decision
+from tokenmerge.runtime.steps.step_tracker import Decision, SampleTracker, StepTracker
 
 # Packages through which a call reaches this one.
 _NOT_THE_CALLER = ("tokenmerge", "torch", "diffusers", "contextlib")
@@ -47,15 +47,11 @@ class RecordedPlan:
 
 
 class Kept(NamedTuple):
-    """What other people's code that looks into a model changes in a generation.
-
-    The blocks and layers with the paths ``dense`` do not merge in it. The ``note`` says so in a line; empty:
-    nothing changes.
-    """
+    """What other people's code that looks into a model changes in a generation."""
 
     config: ToMeConfig = ToMeConfig()
-    dense: frozenset[str] = frozenset()
-    note: str = ""
+    dense: frozenset[str] = frozenset()  # paths of blocks and layers that do not merge
+    note: str = ""  # says so in a line; empty: nothing changes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,6 +74,56 @@ class CallContext:
     copies_equal: Tensor | None = None
     guidance_difference: Tensor | None = None  # of guidance, in the result of the last step; None: unknown
     step_log: StepLog | None = None  # where blocks note what they merge; None: nobody asked for it
+
+
+class Memory:
+    """All that one model caches between calls.
+
+    It belongs to one generation. Where settings do not follow the steps, it belongs to one thread. The
+    ``groups`` say for each part of the model (block, layer or stage) with which parts it shares its plans.
+    """
+
+    def __init__(self, groups: Sequence[Hashable]) -> None:
+        self.tracker = StepTracker()
+        self.sample = SampleTracker()
+        self.seed: Tensor | None = None  # the number that draws of the running step depend on
+        self.config: ToMeConfig | None = None  # at its guidance scale; None before its first call
+        self.tolerance: Tolerance | None = None  # what changes the settings while the generation runs
+        # The scheduler's, where settings do not follow the steps; others begin a generation.
+        self.timesteps: Any = None
+        self.log: RunLog | None = None
+        # What guidance changed in the results of the last step, by the call that planned.
+        self.guidance_differences: dict[int, Tensor] = {}
+        # What all blocks of a level added to the tokens of the image, by the call of the first block and its
+        # level.
+        self.model_residuals: dict[tuple[int, int, int], Tensor] = {}
+        plans: dict[Hashable, dict[Call, Plan]] = {group: {} for group in groups}
+        self.caches = tuple(Cache(plans[group]) for group in groups)
+
+    def forget(self, first: int = 0, last: int = sys.maxsize) -> None:
+        """Drop all that is cached of the calls with these numbers."""
+        _drop(first, last, self.tracker.noted, self.guidance_differences)
+        self.forget_plans(first, last)
+        self.forget_results(first, last)
+
+    def forget_results(self, first: int, last: int) -> None:
+        """Drop the cached results of the calls with these numbers."""
+        _drop(first, last, self.model_residuals)
+        for cache in self.caches:
+            _drop(first, last, cache.residuals, cache.skippable)
+
+    def forget_plans(self, first: int, last: int) -> None:
+        """Drop the plans of the calls with these numbers."""
+        _drop(first, last, *(cache.plans for cache in self.caches))
+
+
+def _drop(first: int, last: int, *dictionaries: dict[Any, Any]) -> None:
+    """Drop the entries of some calls; keys are their numbers, or begin with them."""
+    for cached in dictionaries:
+        for key in tuple(cached):
+            number = key if isinstance(key, int) else key[0]
+            if first <= number <= last:
+                del cached[key]
 
 
 class ThreadState:
@@ -151,14 +197,12 @@ class ModelState:
         patch = self.call.patch
         for name, side in (("height", height), ("width", width)):
             if isinstance(side, bool) or not isinstance(side, int) or side < 1 or side % patch:
-                raise ConfigError(
-                    f"{name}: expected a height and width of the latents, integers ≥ 1 and multiples of "
-                    f"{patch}, got {shown(side)}"
+                refuse(
+                    name, f"a height and width of the latents, integers ≥ 1 and multiples of {patch}", side
                 )
             integer()(name, side)  # refuses numbers that are too large to count with
-        grid = Grid(given=True)
-        grid.shape = 1, height // patch, width // patch
-        self.given_grid = grid
+        self.given_grid = Grid(given=True)
+        self.given_grid.shape = 1, height // patch, width // patch
 
     @property
     def context(self) -> CallContext:

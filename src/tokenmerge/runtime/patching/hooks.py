@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +16,8 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.base import Grid
 from tokenmerge.plans.generation import Merging, Runs
 from tokenmerge.runtime.blocks.skipping import finish_run
-from tokenmerge.runtime.memory.caches import Memory
 from tokenmerge.runtime.memory.run_log import RunLog, StepKind, StepLog, shown_by
-from tokenmerge.runtime.memory.state import STATE, CallContext, ModelState, StageState
+from tokenmerge.runtime.memory.state import STATE, CallContext, Memory, ModelState, StageState
 from tokenmerge.runtime.patching.call_checks import (
     check_call,
     phases_at,
@@ -27,10 +26,9 @@ from tokenmerge.runtime.patching.call_checks import (
     warn_where_nothing_is_saved,
 )
 from tokenmerge.runtime.patching.watched import look
-from tokenmerge.runtime.steps.guidance import copies_are_equal, same_step, step_seed
 from tokenmerge.runtime.steps.pipeline import PerThread, guidance_copies, guidance_scale, running_pipeline
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync, noise_levels, scheduler_of
-from tokenmerge.runtime.steps.step_tracker import Decision, decide
+from tokenmerge.runtime.steps.step_tracker import Decision, decide, same_step, step_seed
 
 
 class _Call(NamedTuple):
@@ -303,9 +301,20 @@ def _guidance_copies(call: _Call) -> tuple[int, Tensor | None]:
     latents = call.state.call.latents(call.root, call.sample)
     if call.state.follows_steps and needs_sync(latents[0]) and not torch.compiler.is_compiling():
         question = (expected, len(call.sample), *call.sample[0].shape)
-        equal = call.memory.tracker.answer(question, lambda: bool(copies_are_equal(latents, expected)))
+        equal = call.memory.tracker.answer(question, lambda: bool(_copies_are_equal(latents, expected)))
         return (expected if equal else 1), None
-    found = copies_are_equal(latents, expected)
+    found = _copies_are_equal(latents, expected)
     if found is None:
         return 1, None
     return (expected, found) if needs_sync(found) else (expected if found else 1, None)
+
+
+def _copies_are_equal(sample: Tensor | Sequence[Tensor], copies: int) -> Tensor | None:
+    """Return whether a batch holds the same samples several times, as a tensor; None: it cannot."""
+    b, others = divmod(len(sample), copies)
+    if copies == 1 or others or sample[0].is_meta:
+        return None
+    pairs = [(sample[i], sample[i % b]) for i in range(b, len(sample))]
+    if any(x.shape != first.shape for x, first in pairs):
+        return None
+    return torch.stack([(x == first).all() for x, first in pairs]).all()
