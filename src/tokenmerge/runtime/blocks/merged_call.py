@@ -68,11 +68,8 @@ def keyed_call(attention: nn.Module, call: HostCall, state: LayerState, plan: Pl
         )
     layout, keys = state.layer.layout, state.layer.keys
     assert keys is not None
-    return (
-        _following(call, layout, plan)
-        .replaced(keys, combined(plan, layout.tokens_of(call), combine))
-        .result()
-    )
+    merged = combined(plan, layout.tokens_of(call), combine)
+    return _following(call, layout, plan).replaced(keys, merged).result()
 
 
 def _with_text(layout: Layout, plan: Plan, text: int) -> IndexPlan | None:

@@ -49,22 +49,21 @@ def active_call(state: BlockState, call: HostCall) -> BlockMerge:
     merging = context.decision.merging
     if merging is Merging.DENSE or not sequence.removed or state.threads.value.cache.dense:
         return BlockMerge(settings)
-    plan = None if merging is Merging.MEASURES else _plan_of(state, settings, sequence, call)
+    plan = None if merging is Merging.MEASURES else _plan_of(state, sequence, call, x)
     padding = state.layout.padding
     tokens = sequence.tokens if padding is None or call.argument(padding) is None else x.shape[1]
     return BlockMerge(settings, False, x.shape[0], tokens, plan)
 
 
-def _plan_of(state: BlockState, settings: MergeSettings, sequence: TokenSequence, call: HostCall) -> Plan:
-    """Return the plan for a block's input, of which some tokens merge: a cached one, or a new one."""
-    context, model, block = state.model.context, state.model, state.threads.value
-    x, n = state.layout.tokens_of(call), sequence.tokens
-    start = state.layout.start_of(call, n)
+def _plan_of(state: BlockState, sequence: TokenSequence, call: HostCall, x: Tensor) -> Plan:
+    """Return the plan for a block's input ``x``, of which some tokens merge: a cached one, or a new one."""
+    model, block, n = state.model, state.threads.value, sequence.tokens
+    context, start = model.threads.value.context, state.layout.start_of(call, n)
     plans, number = block.cache.plans, (context.plan_call, block.number)
     plan = plans.get(number) if context.caches_plans else None
     if plan is None or plan.inverse.shape != (x.shape[0], n):
         with torch.no_grad():  # gradient checkpointing does not plan again, and must save as many tensors
-            features = state.layout.image(x, n, start)
+            features, settings = state.layout.image(x, n, start), context.settings[state.level]
             if settings.features in CACHED_FEATURES:
                 features = _compared(state, settings.features, x, features, start)
             plan = _new_plan(state, settings.planner, sequence, features)

@@ -59,9 +59,7 @@ class ProportionalAttention(TorchFunctionMode):
 
     def __init__(self, plan: Plan, layout: Layout, block: BlockState) -> None:
         super().__init__()
-        self.sizes = plan.sizes
-        self.layout = layout
-        self.block = block
+        self.sizes, self.layout, self.block = plan.sizes, layout, block
         self._images_seen = 0
 
     @property

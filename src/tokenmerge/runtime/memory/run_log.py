@@ -157,10 +157,7 @@ class RunLog:
 
 
 def shown_by(logs: Sequence[RunLog]) -> Shown:
-    """Return what the logs of a generation show of its error. Of a batch, the largest errors count.
-
-    This waits for the device once.
-    """
+    """Return what a generation's logs show of its error, the largest of a batch. It waits for the device."""
     errors = [error for log in logs for error in log.errors]
     measured = next((log.noise for log in logs if log.noise.kept is not None), None)
     tensors = [error.error.max() for error in errors]
@@ -228,10 +225,7 @@ class StepRow:
 
 
 def clock(device: torch.device) -> Any:
-    """Return the time now, without waiting for the device: an event of CUDA, or else the program's clock.
-
-    By the latter, the last operations may still be running.
-    """
+    """Return the time on a device: an event of CUDA, or else the program's clock, without waiting."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -314,26 +308,20 @@ class StepRecorder(WeakDictionary):
     def __init__(self) -> None:
         super().__init__()
         self._last: StepLog | None = None
-        self._last_of_thread: PerThread[list[StepLog]] = PerThread(list)
+        self._last_of_thread: PerThread[StepLog | None] = PerThread(lambda: None)
 
     def begin_call(self, step: DenoisingStep, kind: StepKind, device: torch.device) -> StepLog:
         """Note a call of the model, and return the log of its generation."""
         log: StepLog | None = self.get(step.generation)
         if log is None:
-            log = self[step.generation] = self._last = StepLog()
-            self._last_of_thread.value[:] = [log]
+            log = self[step.generation] = self._last = self._last_of_thread.value = StepLog()
         log.begin_call(step, kind, device)
         return log
 
     @property
     def last(self) -> StepLog | None:
         """The log of the generation that began last in this thread, or in any thread if this one had none."""
-        return next(iter(self._last_of_thread.value), self._last)
-
-    def forget_results(self) -> None:
-        """Drop the results that next steps would be compared with, as the model is restored."""
-        for log in self.values():
-            log.forget_results()
+        return self._last_of_thread.value or self._last
 
 
 def _one_tensor(result: Any) -> Tensor | None:

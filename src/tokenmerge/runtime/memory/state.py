@@ -244,8 +244,8 @@ class ModelState:
             memory.sample.forget()
             memory.forget()
         self.memories.clear()
-        if self.recorder is not None:
-            self.recorder.forget_results()
+        for log in () if self.recorder is None else self.recorder.values():
+            log.forget_results()
         self.begin_call()
 
 

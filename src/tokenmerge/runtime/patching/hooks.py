@@ -68,8 +68,9 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         settings = {level: now.at_level(level) for level in settings}
     # What a later step plans by is cached.
     phases = () if step is None or torch.is_grad_enabled() else phases_at(config, *settings)
-    compared = ((level, own.features) for level, own in phases if own.merges)
-    cached = frozenset(one for one in compared if one[1] in CACHED_FEATURES)
+    cached = frozenset(
+        {(level, own.features) for level, own in phases if own.merges and own.features in CACHED_FEATURES}
+    )
     merges = decision.merging is not Merging.DENSE and any(own.merges for own in settings.values())
     state.threads.value.context = CallContext(
         settings=settings,
@@ -79,7 +80,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         caches_plans=config.plans.every > 1
         or config.plans.blocks
         # The other prompt of guidance may have a call of its own.
-        or (config.plans.guidance and memory.sample.trackable)
+        or (config.plans.guidance and memory.sample.last is not None)
         # Gradient checkpointing may run blocks again after the model's forward.
         or (step is not None and torch.is_grad_enabled()),
         caches_features=cached,
@@ -132,7 +133,7 @@ def _compare_guidance(memory: Memory, context: CallContext, made: Any) -> None:
         return
     if sample.repeated and sample.result is not None:
         memory.guidance_differences[context.plan_call] = made - sample.result
-    if sample.trackable:
+    if sample.last is not None:
         sample.result = made
 
 
@@ -269,10 +270,10 @@ def _note_call(call: _Call, config: ToMeConfig, decision: Decision, merges: bool
     """Note what a call does, for the handle. Return the log of its steps; None: they are not recorded."""
     state, step, sample, memory = call.state, call.step, call.sample, call.memory
     if memory.log is None or step is None:
-        guidance = guidance_scale(call.pipe)
         grids = state.threads.value.grid.shapes if state.merges else ()
         steps = getattr(call.scheduler, "num_inference_steps", None) if step is None else step.steps
         steps = steps if isinstance(steps, int) else None
+        guidance = guidance_scale(call.pipe)
         levels = None if step is None else noise_levels(call.scheduler, step)
         memory.log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels)
     state.last_run = memory.log
@@ -304,15 +305,15 @@ def _guidance_copies(call: _Call) -> tuple[int, Tensor | None]:
         equal = call.memory.tracker.answer(question, lambda: bool(_copies_are_equal(latents, expected)))
         return (expected if equal else 1), None
     found = _copies_are_equal(latents, expected)
-    if found is None:
-        return 1, None
-    return (expected, found) if needs_sync(found) else (expected if found else 1, None)
+    if found is not None and needs_sync(found):
+        return expected, found
+    return (expected if found else 1), None
 
 
 def _copies_are_equal(sample: Tensor | Sequence[Tensor], copies: int) -> Tensor | None:
     """Return whether a batch holds the same samples several times, as a tensor; None: it cannot."""
     b, others = divmod(len(sample), copies)
-    if copies == 1 or others or sample[0].is_meta:
+    if others or sample[0].is_meta:
         return None
     pairs = [(sample[i], sample[i % b]) for i in range(b, len(sample))]
     if any(x.shape != first.shape for x, first in pairs):

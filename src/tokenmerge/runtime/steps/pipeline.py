@@ -71,8 +71,7 @@ class Pipeline:
 
     def memories_of(self, generation: Generation) -> list[Any]:
         """Return what its models cache for a generation that they take part in."""
-        found = (state.memories.get(generation) for state in self.states)
-        return [memory for memory in found if memory is not None]
+        return [state.memories[generation] for state in self.states if generation in state.memories]
 
     def set_step(self, index: int, total: int) -> None:
         """Set the step that comes next in this thread; it overrides the scheduler from now on."""

@@ -65,25 +65,21 @@ class SampleTracker:
     def __init__(self) -> None:
         self.forget()
 
-    @property
-    def trackable(self) -> bool:
-        """Whether it can be seen that another call is on the sample of the running one."""
-        return self._last is not None
-
     def forget(self) -> None:
         """Note a call whose sample cannot be found again."""
         self.repeated = False  # the running call is on the sample of the one before it
         self.result: Tensor | None = None  # of the call before it, where guidance is compared
-        self._last: tuple[weakref.ref[Tensor], int | None, Tensor] | None = None
+        # The sample, its version and its step; None: nobody can see whether another call is on it.
+        self.last: tuple[weakref.ref[Tensor], int | None, Tensor] | None = None
 
     def begin_call(self, sample: Tensor, step: Tensor, gone: Callable[[object], None]) -> None:
         """Note a call; ``gone`` is called when its sample is freed, which pipelines do after the step."""
         version, self.repeated = version_of(sample), False
-        if self._last is not None:
-            last, known, step_then = self._last
+        if self.last is not None:
+            last, known, step_then = self.last
             self.repeated = last() is sample and known == version and same_step(step_then, step)
         if not self.repeated:
-            self._last, self.result = (weakref.ref(sample, gone), version, step), None
+            self.last, self.result = (weakref.ref(sample, gone), version, step), None
 
 
 class StepTracker:
@@ -147,7 +143,7 @@ class StepTracker:
 
     def extrapolation(
         self, part: str, runs: bool, shape: tuple[object, ...], holds: bool = True
-    ) -> float | None:
+    ) -> Tensor | None:
         """Return how far the running call extrapolates a part of the model; None: the part runs, as is noted.
 
         A part that ``holds`` can be skipped after a single run, with a distance of 0: it takes two runs to
@@ -157,9 +153,9 @@ class StepTracker:
         if seen == shape and not runs:
             forecast = self.forecast(part, shape)
             if forecast is not None:
-                return forecast[0]
+                return torch.tensor(forecast[0])
             if holds:
-                return 0.0
+                return torch.tensor(0.0)
         self.noted[self.call, part] = last if seen == shape else None, self.index, shape
         return None
 
@@ -189,7 +185,7 @@ class Decision:
     deep: Tensor | None = None
     finest: Tensor | None = None  # the same for the finest level of a UNet
     # By StepTracker.forecast, of "deep" and "finest", whether they run or not.
-    forecasts: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
+    forecasts: Mapping[str, tuple[float, int] | None] = dataclasses.field(default_factory=dict)
 
 
 def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) -> Decision:
@@ -198,10 +194,9 @@ def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) 
         return Decision(corrects=config.correction.on)
     planned = plan_generation(config, tracker.steps)[tracker.done]
     runs, merging, deep, finest = planned.runs, planned.merging, None, None
-    forecasts: dict[str, tuple[float, int]] = {}
+    forecasts: dict[str, tuple[float, int] | None] = {}
     if planned.caches:
-        known = {part: tracker.forecast(part, shape) for part in ("deep", "finest")}
-        forecasts = {part: forecast for part, forecast in known.items() if forecast is not None}
+        forecasts = {part: tracker.forecast(part, shape) for part in ("deep", "finest")}
         deep = tracker.extrapolation("deep", runs is Runs.EVERYTHING, shape, "deep" in planned.holds)
         # A step that runs everything runs the finest level of a UNet too.
         runs_finest = deep is None or runs is not Runs.LEAST
@@ -211,6 +206,4 @@ def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) 
         # As planned, unless the model joins late, or the shape of its sample changes.
         due = tracker.corrects(config.correction.every, shape)
         merging = planned.if_due if due else Merging.MERGES
-    found = {"deep": deep, "finest": finest}
-    distances = {part: torch.tensor(distance) for part, distance in found.items() if distance is not None}
-    return Decision(runs, merging, planned.caches, config.correction.on, forecasts=forecasts, **distances)
+    return Decision(runs, merging, planned.caches, config.correction.on, deep, finest, forecasts)
