@@ -100,10 +100,7 @@ def _fits(call: HostCall, layer: Layer, running: BlockMerge) -> bool:
 
 
 def with_caches(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
-    """Return the result of a block, which ``run`` returns where the block is not skipped.
-
-    What the block added is cached where a plan of a later step needs it.
-    """
+    """Return what ``run`` returns, unless the block is skipped; cache what it adds if later plans need it."""
     if caches_features(state):
         run = functools.partial(with_cached_features, state, call, run)
     return block_in_run(state, call, run) if is_skipped(state) else run()

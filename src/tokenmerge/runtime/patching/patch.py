@@ -134,8 +134,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
     for block, layers in parts:
         check_swappable(block.module, block.path, block.method)
         for layer in layers:
-            module = getattr(block.module, layer.name)
-            check_swappable(module, f"{block.path}.{layer.name}", "forward")
+            check_swappable(getattr(block.module, layer.name), f"{block.path}.{layer.name}", "forward")
     for path, _, _ in skipped_parts(host, config):
         check_swappable(host.root.get_submodule(path), path, "forward")
 

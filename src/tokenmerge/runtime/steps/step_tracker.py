@@ -17,6 +17,8 @@ from tokenmerge.ops.once import made_once, once, version_of
 from tokenmerge.plans.generation import Merging, Runs, plan_generation
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync
 
+Shape = tuple[object, ...]  # of the inputs of a call; what is cached for one does not fit another
+
 
 def step_seed(timestep: Tensor | float, device: torch.device) -> Tensor:
     """Return an integer for random draws in a step: the bits of its timestep as a float32, int64.
@@ -26,16 +28,13 @@ def step_seed(timestep: Tensor | float, device: torch.device) -> Tensor:
     timestep of its own, and image-to-video models give one to each token; the highest counts for all. The
     same timestep has the same tensor on a device.
     """
-    if torch.compiler.is_compiling():
-        return _bits(timestep, device)
-    if isinstance(timestep, Tensor) and needs_sync(timestep):
-        if timestep.is_inference():  # its value may have changed unseen
-            return _bits(timestep, device)
-        return once(timestep, ("bits", device), partial(_bits, timestep, device), timestep)
-    if device.type == "cpu":
-        return _bits(timestep, device)
-    # Copying the number to the device would wait for the device.
-    return _number_on(int(_bits(timestep, torch.device("cpu"))), device)
+    if not torch.compiler.is_compiling():
+        if isinstance(timestep, Tensor) and needs_sync(timestep):
+            if not timestep.is_inference():  # whose value may change unseen
+                return once(timestep, ("bits", device), partial(_bits, timestep, device), timestep)
+        elif device.type != "cpu":  # copying the number there would wait for the device
+            return _number_on(int(_bits(timestep, torch.device("cpu"))), device)
+    return _bits(timestep, device)
 
 
 @made_once
@@ -107,7 +106,7 @@ class StepTracker:
         self.is_last = step.index >= step.total - 1
         return made
 
-    def changes_shape(self, shape: tuple[int, ...]) -> bool:
+    def changes_shape(self, shape: Shape) -> bool:
         """Return whether the running call has another shape than at the step before; note its shape."""
         before = self.noted.get((self.call, "shape"), shape)
         self.noted[self.call, "shape"] = shape
@@ -121,7 +120,7 @@ class StepTracker:
             self.noted[self.call, "plans"] = self.index, purpose
         return due
 
-    def corrects(self, every: int, shape: tuple[object, ...]) -> bool:
+    def corrects(self, every: int, shape: Shape) -> bool:
         """Return whether a correction is due, as in one of ``every`` complete steps of a shape; note it."""
         since, seen = self.noted.get((self.call, "correction"), (every, None))
         due = seen != shape or since + 1 >= every
@@ -141,9 +140,7 @@ class StepTracker:
             return found
         return bool(answer)
 
-    def extrapolation(
-        self, part: str, runs: bool, shape: tuple[object, ...], holds: bool = True
-    ) -> Tensor | None:
+    def extrapolation(self, part: str, runs: bool, shape: Shape, holds: bool = True) -> Tensor | None:
         """Return how far the running call extrapolates a part of the model; None: the part runs, as is noted.
 
         A part that ``holds`` can be skipped after a single run, with a distance of 0: it takes two runs to
@@ -159,7 +156,7 @@ class StepTracker:
         self.noted[self.call, part] = last if seen == shape else None, self.index, shape
         return None
 
-    def forecast(self, part: str, shape: tuple[object, ...]) -> tuple[float, int] | None:
+    def forecast(self, part: str, shape: Shape) -> tuple[float, int] | None:
         """Return how far an extrapolation has to reach, and the steps since the part ran.
 
         The first is these steps divided by the interval between the last two runs. None: the part has not run
@@ -188,7 +185,7 @@ class Decision:
     forecasts: Mapping[str, tuple[float, int] | None] = dataclasses.field(default_factory=dict)
 
 
-def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) -> Decision:
+def decide(config: ToMeConfig, tracker: StepTracker, shape: Shape) -> Decision:
     """Follow the generation plan in the running call, as far as what is cached for this shape allows it."""
     if tracker.index < 0:
         return Decision(corrects=config.correction.on)
