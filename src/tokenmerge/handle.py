@@ -233,13 +233,14 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
 
     def record_steps(self, on: bool = True) -> None:
         """Record what each denoising step does, see :meth:`Patch.record_steps`."""
-        if state_of(self._denoiser.root) is not self._state:
+        state: ModelState = self._state
+        if state_of(self._denoiser.root) is not state:
             raise ConfigError(
                 "record_steps: this patch was removed, or another one took its place; apply token merging "
                 "again, and record with the handle that it returns"
             )
         refuse_in_use([self._denoiser.root])
-        self._state.recorder = StepRecorder() if on else None
+        state.recorder = StepRecorder() if on else None
 
     @property
     def steps(self) -> RunSteps:

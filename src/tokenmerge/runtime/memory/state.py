@@ -235,8 +235,8 @@ class ModelState:
         """Prepare for a call of the model, in which blocks count theirs from 0."""
         self.threads.value.running_blocks = None  # of a call that was interrupted
         self.threads.value.spans.clear()
-        for block in self.blocks:
-            block.threads.value.number = -1
+        for part in self.parts:
+            part.threads.value.number = -1
 
     def forget(self) -> None:
         """Drop all that is cached, as the model is restored; a handle may still hold this object."""
