@@ -82,8 +82,8 @@ class RunLog:
         self.guidance, self.levels = guidance, levels
         sizes = [(rows * patch, columns * patch) for _, rows, columns in grids]
         size: tuple[int | None, int | None] = sizes[0] if sizes else (None, None)
-        self.height, self.width = size
-        self.references = tuple(sizes[1:])
+        self.height, self.width = size  # of the sample (for latent diffusion, of the latents)
+        self.references = tuple(sizes[1:])  # likewise, of each reference picture
         self.tokens = sum(map(num_tokens, grids))  # at the finest level, over all frames and references
         self.sample: Tensor | None = None  # of the running call; None: it is no tensor
         # Of the running call: part, steps since it ran, and for each image the length of the forecast's error
@@ -225,7 +225,7 @@ class StepRow:
 
 
 def clock(device: torch.device) -> Any:
-    """Return the time on a device: an event of CUDA, or else the program's clock, without waiting."""
+    """Return the time: an event of CUDA, or else that of the program, when last operations may still run."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
