@@ -35,7 +35,7 @@ def sequence_in(state: BlockState, settings: MergeSettings) -> TokenSequence:
 
 def active_call(state: BlockState, call: HostCall) -> BlockMerge:
     """Find out what the running call of a block merges, and refuse an input of fewer tokens than its grid."""
-    context, settings, whole = state.model.context, state.settings, state.block_layout
+    thread, settings, whole = state.model.threads.value, state.settings, state.block_layout
     if settings.scope == "block" and (whole is None or call.has(whole.dense_if)):
         return BlockMerge(settings)
     x, sequence = state.layout.tokens_of(call), sequence_in(state, settings)
@@ -46,7 +46,7 @@ def active_call(state: BlockState, call: HostCall) -> BlockMerge:
             f"input of shape {tuple(x.shape)}; this model calls its blocks in a way that tokenmerge does not "
             "know: remove_token_merging(model) restores it"
         )
-    merging = context.decision.merging
+    merging = thread.context.decision.merging
     if merging is Merging.DENSE or not sequence.removed or state.threads.value.cache.dense:
         return BlockMerge(settings)
     plan = None if merging is Merging.MEASURES else _plan_of(state, sequence, call, x)
@@ -79,7 +79,7 @@ def _plan_of(state: BlockState, sequence: TokenSequence, call: HostCall, x: Tens
 
 def _new_plan(state: BlockState, planner: str, sequence: TokenSequence, features: Tensor) -> Plan:
     """Plan for the tokens of a block: once for the copies of a sample that guidance compares."""
-    context = state.model.context
+    context = state.model.threads.value.context
     repeats = copies = context.guidance_copies if state.batched else len(features)
     if len(features) % copies:
         repeats = copies = 1
