@@ -170,8 +170,11 @@ def _read(timestep: Tensor | float, timesteps: Any) -> tuple[float, Tensor]:
     if scheduled is None:
         scheduled = torch.as_tensor(timesteps, dtype=torch.float32).flatten()
         if scheduled.device.type != "cpu":
-            both = torch.cat([latest.to(scheduled.device)[None], scheduled]).cpu()
-            latest, scheduled = both[0], both[1:]
+            if latest.device == scheduled.device:
+                scheduled = torch.cat([latest[None], scheduled])
+            scheduled = scheduled.cpu()
+            if len(scheduled) > len(timesteps):
+                latest, scheduled = scheduled[0], scheduled[1:]
             setattr(timesteps, _ON_CPU, scheduled)
     return float(latest), scheduled
 
