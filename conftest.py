@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from tiny_pipeline import write_pipeline
 import tokenmerge.default_method
 import tokenmerge.handle
 from tokenmerge.planners import calibration
-from tokenmerge.plans import policy
+from tokenmerge.plans import choose, policy
 
 _measure = calibration.measure_fewest_tokens
-_FEWEST = 16
+_FEWEST, _FEWEST_OF_POLICY = 16, policy.FEWEST_TOKENS
 
 # No deadline, since times depend on the machine. Always the same examples, so that failures repeat.
 settings.register_profile("tokenmerge", deadline=None, derandomize=True, max_examples=60)
@@ -50,14 +49,13 @@ def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenmerge.default_method, "fewest_tokens", fewest_tokens)
     monkeypatch.setattr(tokenmerge.handle, "fewest_tokens", lambda *_: 0)  # nothing is slower than dense
     # Pictures of tests have few tokens. The policy merges larger grids alone.
-    monkeypatch.setattr(import_module("tokenmerge.plans.choose"), "FEWEST_TOKENS", _FEWEST)
+    monkeypatch.setattr(policy, "FEWEST_TOKENS", _FEWEST)
 
 
 @pytest.fixture
 def large_grids_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let only grids merge of which the policy says so, as outside the tests."""
-    choose = import_module("tokenmerge.plans.choose")
-    monkeypatch.setattr(choose, "FEWEST_TOKENS", policy.FEWEST_TOKENS)
+    monkeypatch.setattr(policy, "FEWEST_TOKENS", _FEWEST_OF_POLICY)
     choose.plans_of.cache_clear()
     yield
     choose.plans_of.cache_clear()

@@ -38,7 +38,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tokenmerge import ToMeConfig, apply_token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.work import Amount, Share, Work
-from tokenmerge.plans import Facts, Shown, estimate_closeness
+from tokenmerge.plans import Facts
+from tokenmerge.plans.estimate import Shown, estimate_closeness, psnr_of
 from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.runtime.memory.run_log import shown_by
 from tokenmerge.runtime.patching.patch import state_of
@@ -237,7 +238,7 @@ def estimated(line: Mapping[str, Any]) -> float:
 def report(name: str, lines: Sequence[Mapping[str, Any]]) -> None:
     """Print rank correlations, over all and within a case, and the error that 90 % of the estimates keep."""
     expected = np.array([estimated(line) for line in lines])
-    true = np.array([psnr(line["mse"]) for line in lines])
+    true = np.array([psnr_of(line["mse"]) for line in lines])  # what nobody sees counts as in the estimate
     cases = defaultdict(list)
     for place, line in enumerate(lines):
         cases[tuple(line[name] for name in KEY[:5])].append(place)

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 BEGAN = time.monotonic()  # the imports below count too
@@ -815,43 +815,76 @@ def _bfloat16(run: Run) -> torch.dtype:
     return run.half if run.device.type == "cpu" else torch.bfloat16
 
 
-def speedups(*records: Path) -> dict[str, dict[str, tuple[float, float, float]]]:
-    """Return (milliseconds, speed-up, peak GB) by measurement and variant: medians over the rounds.
+class Measured(NamedTuple):
+    """The medians over the rounds of one variant.
 
-    A speed-up is over the fastest dense variant of the same round. It is NaN where none was measured, and so
-    is the memory on a CPU. Lines of the status "former method" are of code that has changed since.
+    Attributes:
+        speedups: over the fastest dense variant of the same round; empty where none was measured.
+        gb: the peak of memory in the round in which it was lowest: others were still being freed.
+        more_gb: how much higher the peak is than that of the dense model in the same round.
     """
-    peaks: dict[tuple[str, str], float] = {}
-    times: dict[str, dict[str, dict[tuple[Path, int], float]]] = {}
+
+    ms: float
+    speedups: Sequence[float]
+    gb: float
+    more_gb: float
+
+    @property
+    def speedup(self) -> float:
+        """Return the median of the speed-ups."""
+        return statistics.median(self.speedups) if self.speedups else float("nan")
+
+    def __str__(self) -> str:
+        """Return the speed-up, with the lowest and the highest where they differ by more than a tenth."""
+        least, most = min(self.speedups), max(self.speedups)
+        if most - least <= self.speedup / 10:
+            return f"{self.speedup:.2f}×"
+        return f"{self.speedup:.1f}× ({least:.1f}–{most:.1f})"
+
+
+Row = dict[str, Measured]  # by variant
+
+
+def speedups(*records: Path) -> dict[str, Row]:
+    """Return what was measured, by measurement and variant.
+
+    Lines of the status "former method" are of code that has changed since.
+    """
+    rounds: dict[str, dict[str, dict[tuple[Path, int], Facts]]] = {}
     for record in records:
         for line in map(json.loads, record.read_text(encoding="utf-8").splitlines()):
             if line["status"] == "ok" and line.get("round"):
                 name = line["name"].removesuffix(f": {line['variant']}")
-                own = times.setdefault(name, {}).setdefault(line["variant"], {})
-                own[record, line["round"]] = line["ms"]
-                peak = line.get("peak_mib", float("nan")) * 2**20 / 1e9
-                place = name, line["variant"]
-                peaks[place] = min(peak, peaks.get(place, peak))  # the least is in memory beside it
-    found: dict[str, dict[str, tuple[float, float, float]]] = {}
-    for name, variants in times.items():
+                own = rounds.setdefault(name, {}).setdefault(line["variant"], {})
+                own[record, line["round"]] = line
+    found: dict[str, Row] = {}
+    for name, variants in rounds.items():
         dense = [own for variant, own in variants.items() if variant.startswith("dense")]
         for variant, own in variants.items():
-            pairs = [(min(one[i] for one in dense if i in one), ms) for i, ms in own.items() if dense]
-            speedup = statistics.median(base / ms for base, ms in pairs) if pairs else float("nan")
-            found.setdefault(name, {})[variant] = (
-                statistics.median(own.values()),
-                speedup,
-                peaks[name, variant],
+            beside = {turn: [one[turn] for one in dense if turn in one] for turn in own}
+            ratios = [
+                min(one["ms"] for one in lines) / own[turn]["ms"] for turn, lines in beside.items() if lines
+            ]
+            more = [_gb(own[turn]) - _gb(lines[0]) for turn, lines in beside.items() if lines]
+            found.setdefault(name, {})[variant] = Measured(
+                statistics.median(line["ms"] for line in own.values()),
+                ratios,
+                min(map(_gb, own.values())),
+                statistics.median(more) if more else float("nan"),
             )
     return found
+
+
+def _gb(line: Facts) -> float:
+    return float(line.get("peak_mib", float("nan")) * 2**20 / 1e9)
 
 
 def table(record: Path) -> str:
     """Return the speed-ups of a record, as Markdown."""
     rows = ["| measurement | variant | ms | speed-up |", "|---|---|---:|---:|"]
     for name, variants in speedups(record).items():
-        for variant, (ms, speedup, _) in variants.items():
-            rows.append(f"| {name} | {variant} | {ms:.1f} | {speedup:.2f} |")
+        for variant, own in variants.items():
+            rows.append(f"| {name} | {variant} | {own.ms:.1f} | {own.speedup:.2f} |")
     return "\n".join(rows)
 
 
@@ -871,11 +904,8 @@ def page_tables(cards: Mapping[str, Sequence[Path]]) -> str:
     )
     for card, own in found.items():
         head = [f"| {card} | {' | '.join(OTHERS)} |", "|---|" + "---:|" * len(OTHERS)]
-        parts.append([*head, *_rows(own, lambda row: _cells(row, OTHERS))])
+        parts.append([*head, *_rows(own, _others)])
     return "\n\n".join("\n".join(part) for part in parts)
-
-
-Row = dict[str, tuple[float, float, float]]  # by variant, see speedups
 
 
 def _rows(found: dict[str, Row], cells: Callable[[Row], Sequence[str]]) -> Iterator[str]:
@@ -885,13 +915,13 @@ def _rows(found: dict[str, Row], cells: Callable[[Row], Sequence[str]]) -> Itera
 
 
 def _asked(row: Row) -> Sequence[str]:
-    dense, _, memory = row["dense"]
-    more = row["speed-up 2"][2] - memory
-    return [f"{dense / 1000:.2f} s", *_cells(row, ASKED), f"{memory:.1f} GB", f"{1000 * more:.0f} MB"]
+    dense, more = row["dense"], row["speed-up 2"].more_gb
+    asked = (str(row[name]) for name in ASKED.values())
+    return [f"{dense.ms / 1000:.2f} s", *asked, f"{dense.gb:.1f} GB", f"{1000 * more:.0f} MB"]
 
 
-def _cells(row: Row, names: Mapping[str, str]) -> Sequence[str]:
-    return [f"{row[name][1]:.2f}×" if name in row else "" for name in names.values()]
+def _others(row: Row) -> Sequence[str]:
+    return [f"{row[name].speedup:.1f}×" if name in row else "" for name in OTHERS.values()]
 
 
 def main(arguments: list[str] | None = None) -> None:

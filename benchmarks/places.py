@@ -12,7 +12,7 @@ prints the gain over equal distances. The second prompt of the record was drawn 
 The layouts are:
 
 - `even`: the first two steps and the last are complete, and others at equal distances.
-- `later`: these are closer together towards the end (`tokenmerge.plans.places.later_ones`).
+- `later`: these are closer together towards the end (`tokenmerge.plans.choose.later_ones`).
 - `before the last`: the first step is complete, others lie at equal distances, and the last is not complete
   (`without_the_last`).
 
@@ -35,8 +35,7 @@ import diffusers
 from policy import FIELDS, STRONG, TRANSFORMER, UNET, Artist, Scene, decibels, prompts_of, read, write
 
 from tokenmerge import StepReuse, ToMeConfig
-from tokenmerge.plans.choose import distance
-from tokenmerge.plans.places import later_ones, nearest, without_the_last
+from tokenmerge.plans.choose import distance, later_ones, nearest, without_the_last
 
 PROMPTS, SEED, STEPS, SIZE = 45, 8300, 20, 128
 EXPONENT, TAIL = 0.8, 0.6

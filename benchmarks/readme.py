@@ -88,7 +88,7 @@ def table(lines: list[dict[str, Any]]) -> str:
     found = speedups(*CARDS["NVIDIA H200"])
     on_gpu = []
     for model, generation in GENERATIONS.items():
-        *first, last = (f"{found[generation][f'speed-up {asked:g}'][1]:.1f}×" for asked in SPEEDUPS)
+        *first, last = (f"{found[generation][f'speed-up {asked:g}'].speedup:.1f}×" for asked in SPEEDUPS)
         on_gpu.append(f"{model} reaches {', '.join(first)} and {last}")
     note = (
         f"*Measured with the small bundled model `{MODEL}` on one CPU thread: {where}. Closeness is the mean "

@@ -30,8 +30,7 @@ from tokenmerge import (
     token_merging,
 )
 from tokenmerge.config import dense_outside
-from tokenmerge.default_method import merging_alone, settings_for
-from tokenmerge.models.find import find_hosts
+from tokenmerge.default_method import settings_for
 from tokenmerge.runtime.patching.patch import state_of
 
 HALF = ToMeConfig(ratio=0.5)
@@ -351,7 +350,7 @@ def test_calls_that_people_try(monkeypatch):
     monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 16)
     unet = hosts.unet()
     for given, wanted in (
-        ({"ratio": 0.4}, merging_alone(unet, find_hosts(unet), 0.4)),
+        ({"ratio": 0.4}, ToMeConfig(ratio=0.4, planner="tiled", proportional=True)),
         ({"speedup": 1.2}, settings_for(unet, 1.2)),
         ({"config": "tomesd"}, presets.tomesd()),
         ({"config": "sito", "ratio": 0.4}, presets.sito(0.4)),

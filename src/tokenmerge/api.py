@@ -18,13 +18,14 @@ from torch import nn
 from tokenmerge import presets
 from tokenmerge.config import SavedSettings, ToMeConfig, dense_outside, load_settings
 from tokenmerge.config.origin import RATIO, is_default
-from tokenmerge.default_method import DefaultMethod, TunedMethod, check_min_psnr, merging_alone
+from tokenmerge.default_method import DefaultMethod, TunedMethod, allows_proportional, check_min_psnr
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, shown
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import DENOISERS, find_hosts
-from tokenmerge.report import Change, Report, bytes_of, change_within
+from tokenmerge.report import Report
+from tokenmerge.report.cache_limit import Change, bytes_of, change_within
 from tokenmerge.runtime.memory.state import RecordedPlan
 from tokenmerge.runtime.patching.patch import (
     hosts_that_merge,
@@ -186,7 +187,9 @@ def _asked(
         )
     hosts = hosts_of(model)
     if ratio is not None:
-        return _Asked(merging_alone(model, hosts, ratio), RATIO, hosts=hosts)
+        # In UNets the finest level with attention alone. Merging below it saves little and changes more.
+        proportional = allows_proportional(model, hosts)
+        return _Asked(ToMeConfig(ratio=ratio, planner="tiled", proportional=proportional), RATIO, hosts)
     default = DefaultMethod.of(model, hosts, _DEFAULT_SPEEDUP if speedup is None else speedup, min_psnr)
     follows = default.facts.follows_steps and default.speedup > 1
     if not follows and default.speedup > 1 and not default.widest.merges:

@@ -21,7 +21,9 @@ from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.plans import ROUNDING, Facts, Plan, Tolerance, facts_of, highest_speedup, plan_for
+from tokenmerge.plans import ROUNDING, Facts, facts_of, plan_for
+from tokenmerge.plans.choose import Plan, highest_speedup
+from tokenmerge.plans.tolerance import Tolerance
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 from tokenmerge.runtime.steps.scheduler import schedule_ends_clean
@@ -53,11 +55,7 @@ class DefaultMethod:
     def of(
         cls, pipe_or_model: object, hosts: Sequence[Host], speedup: float, min_psnr: float | None = None
     ) -> DefaultMethod:
-        """Return the default method for models that were found in a pipeline or a model.
-
-        Raises:
-            ConfigError: a number is out of range, or ``min_psnr`` is given for a model alone.
-        """
+        """Return the default method for models that were found in a pipeline or a model."""
         check_min_psnr("min_psnr", min_psnr)
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
         attention = narrowest_attention([block for host in hosts for block in host.blocks])
@@ -91,11 +89,9 @@ class DefaultMethod:
         guidance: float | None = None,
         ends_clean: bool = False,
     ) -> Facts:
-        """Return the facts about one generation.
+        """Return the facts about one generation, as in :class:`tokenmerge.plans.Facts`.
 
-        ``grid`` is (frames, rows, columns) of the finest token grid. Without it or ``steps``, the default is
-        taken; without ``guidance``, its scale is unknown. ``ends_clean`` says whether almost no noise is left
-        before the last step.
+        Without ``grid`` or ``steps``, the default is taken; without ``guidance``, its scale is unknown.
         """
         known: dict[str, Any] = {"grid": grid or self.facts.grid, "steps": steps or self.facts.steps}
         return dataclasses.replace(self.facts, **known, guidance=guidance, ends_clean=ends_clean)
@@ -209,14 +205,6 @@ class TunedMethod(DefaultMethod):
         """Return how the generation differs from those of the plan; empty: it does not."""
         differences = self.differences(facts)
         return self.found_for.warning(differences, self.speedup) if differences else ""
-
-
-def merging_alone(pipe_or_model: object, hosts: Sequence[Host], ratio: float) -> ToMeConfig:
-    """Return settings that merge a fraction of the tokens before each self-attention, and do nothing else.
-
-    In UNets only the finest level with attention merges. Merging below it saves little and changes more.
-    """
-    return ToMeConfig(ratio=ratio, planner="tiled", proportional=allows_proportional(pipe_or_model, hosts))
 
 
 def settings_for(

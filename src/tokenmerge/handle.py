@@ -17,8 +17,10 @@ from tokenmerge.errors import ConfigError, shown, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.plans import Estimate, Facts, estimate_closeness
-from tokenmerge.report import Conditions, Report, RunSteps, hardly_faster, predict, saved, summary, title
+from tokenmerge.plans import Estimate, Facts
+from tokenmerge.plans.estimate import estimate_closeness
+from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
+from tokenmerge.report.summary import Conditions, RunSteps, summary, title
 from tokenmerge.runtime.memory.run_log import StepRecorder, shown_by
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.patching.patch import refuse_in_use, restore, state_of

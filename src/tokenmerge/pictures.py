@@ -46,13 +46,9 @@ def draw_groups(picture: Image.Image, labels: NDArray[np.int64]) -> Image.Image:
 
 def _edges(groups: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Mark each pixel that touches another group to the left, right, top or bottom."""
-    edges = np.zeros(groups.shape, dtype=bool)
-    across = groups[:, 1:] != groups[:, :-1]
-    down = groups[1:] != groups[:-1]
-    edges[:, 1:] |= across
-    edges[:, :-1] |= across
-    edges[1:] |= down
-    edges[:-1] |= down
+    padded = np.pad(groups, 1, mode="edge")
+    around = padded[1:-1, :-2], padded[1:-1, 2:], padded[:-2, 1:-1], padded[2:, 1:-1]
+    edges: NDArray[np.bool_] = np.any([other != groups for other in around], axis=0)
     return edges
 
 

@@ -1,10 +1,27 @@
-"""A table of strings with a title and notes, as plain text and as HTML."""
+"""What reports share: the row of a block, and a table of strings, as plain text and as HTML."""
 
 from __future__ import annotations
 
 import dataclasses
 import html
 from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One transformer block, or several equal consecutive blocks, whose FLOPs are then summed."""
+
+    model: str  # class of the block's model, with a number if there are several models of this class
+    path: str  # qualified name of the block; of several blocks, with the range of their numbers: ``0-9``
+    level: int  # resolution level: 1, 2, 4 …
+    grid: tuple[int, ...]  # height and width in tokens; for a video, the number of frames before them
+    tokens: int  # number before merging, including reference pictures in the same sequence
+    merged_tokens: int  # number after merging
+    merged: str  # the sub-layers that run on merged tokens, such as ``"attn1+ff"``
+    flops_dense: int
+    flops_merged: int  # including the matching
+    blocks: int = 1  # number of blocks in this row
+    references: tuple[tuple[int, ...], ...] = ()  # ``grid`` of each reference picture in the sequence
 
 
 class Tabled:

@@ -140,6 +140,8 @@ def test_later_rules_win_whatever_their_conditions():
         config = ToMeConfig(rules=rules)
         assert config.at_step(1, 2).at_level(2).ratio == rules[-1]["ratio"]
         assert config.at_step(0, 2).at_level(1).ratio == 0.3
+    config = ToMeConfig(rules=[{"ratio": 0.2}, by_level, {"sx": 4}])
+    assert config.at_step(0, 2).at_level(2).ratio == config.at_level(2).ratio == 0.1
 
 
 def test_a_rule_for_some_steps_makes_them_full():

@@ -10,17 +10,8 @@ from tests.models.tiny import FAMILIES
 
 from tokenmerge import Correction, StepReuse, ToMeConfig
 from tokenmerge.models.find import find_hosts
-from tokenmerge.plans import (
-    ROUNDING,
-    Facts,
-    correction_bytes,
-    facts_of,
-    highest_speedup,
-    plan_for,
-    policy,
-    speedup_of,
-)
-from tokenmerge.plans.choose import distance
+from tokenmerge.plans import ROUNDING, Facts, correction_bytes, facts_of, plan_for, policy, speedup_of
+from tokenmerge.plans.choose import distance, highest_speedup
 from tokenmerge.plans.policy import harms_of, is_strong
 from tokenmerge.report import counted_speedup, predict
 

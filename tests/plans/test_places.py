@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tokenmerge.plans.places import later_ones, nearest, without_the_last
+from tokenmerge.plans.choose import later_ones, nearest, without_the_last
 
 NUMBERS = [(steps, count) for steps in range(4, 31) for count in range(3, steps)]
 

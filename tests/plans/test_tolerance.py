@@ -11,7 +11,8 @@ import pytest
 from tests.plans.test_choose import MODELS, facts
 
 from tokenmerge.config import ToMeConfig, dense_outside
-from tokenmerge.plans import Facts, Shown, plan_for, policy, speedup_of
+from tokenmerge.plans import Facts, plan_for, policy, speedup_of
+from tokenmerge.plans.estimate import Shown
 from tokenmerge.plans.tolerance import Tolerance
 
 STEPS, SPEEDUP = 20, 2.5

@@ -12,8 +12,8 @@ from tests.models.tiny import FAMILIES
 
 from tokenmerge import ConfigError, Correction, PlanSharing, StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.planners import calibration
-from tokenmerge.report import bytes_of, predict
-from tokenmerge.report.cache_limit import change_within, counted_cache, in_words
+from tokenmerge.report import predict
+from tokenmerge.report.cache_limit import bytes_of, change_within, counted_cache, in_words
 
 FLUX = FAMILIES["FluxTransformer2DModel"]
 EVERYTHING = ToMeConfig(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tokenmerge.plans import noise_of
+from tokenmerge.plans.estimate import noise_of
 from tokenmerge.runtime.memory.run_log import AddedNoise
 from tokenmerge.runtime.steps.scheduler import NoiseLevels, noise_levels, step_of
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -29,10 +28,8 @@ class Value:
     __slots__ = ()
 
     def __repr__(self) -> str:
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        plain = type(self)()
-        values = {field.name: getattr(self, field.name) for field in fields}
-        changed = [f"{name}={value!r}" for name, value in values.items() if value != getattr(plain, name)]
+        plain = vars(type(self)())
+        changed = [f"{name}={value!r}" for name, value in vars(self).items() if value != plain[name]]
         return f"{type(self).__name__}({', '.join(changed)})"
 
 
@@ -50,10 +47,7 @@ def refuse(name: str, wanted: str, value: object) -> NoReturn:
 
 
 def check_fields(settings: object, prefix: str, checks: Mapping[str, Check]) -> None:
-    """Check the fields of a frozen dataclass, and put plain values in their place.
-
-    ``prefix`` stands before the names of the fields in messages, such as ``"reuse."``.
-    """
+    """Check the fields of a frozen dataclass, named ``prefix`` + field, and put plain values in place."""
     for name, check in checks.items():
         object.__setattr__(settings, name, check(f"{prefix}{name}", getattr(settings, name)))
 
@@ -69,14 +63,12 @@ def integer(lowest: int | None = None) -> Check:
     wanted = "an integer" if lowest is None else f"an integer ≥ {lowest}"
 
     def check(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if not whole or (lowest is not None and value < lowest):
             refuse(name, wanted, value)
-        plain = int(value)
-        if lowest is not None and plain < lowest:
-            refuse(name, wanted, value)
-        if abs(plain) > _MOST:
+        if abs(int(value)) > _MOST:
             refuse(name, f"{wanted} that fits into 64 bits", value)
-        return plain
+        return int(value)
 
     return check
 

@@ -72,10 +72,7 @@ class FoundFor:
 
     @staticmethod
     def warning(differences: list[str], speedup: float | None = None) -> str:
-        """Return the warning about differences.
-
-        ``speedup`` is that of the default method, which runs instead; None: the settings are used anyway.
-        """
+        """Return the warning about differences; with a ``speedup``, the default method runs instead."""
         found_for = f"found for {' and for '.join(differences)}"
         if speedup is None:
             return (
@@ -90,14 +87,11 @@ class FoundFor:
 
 @dataclasses.dataclass(frozen=True)
 class SavedSettings:
-    """What a file of settings holds.
-
-    ``found_for`` and ``speedup`` are what ``tokenmerge tune`` found the settings for: in other generations,
-    the default method reaches that speed-up. Both are None if the settings hold for all generations, as they
-    were saved or written by hand.
-    """
+    """What a file of settings holds."""
 
     config: ToMeConfig
+    # What ``tokenmerge tune`` found them for. In other generations, the default method reaches that speed-up.
+    # None: they hold for all generations, as they were saved or written by hand.
     found_for: FoundFor | None = None
     speedup: float | None = None
 

@@ -80,10 +80,18 @@ class Correction(Value):
         return self.every > 0
 
 
-def check_distance(name: str, value: Any) -> float:
+def _check_distance(name: str, value: Any) -> float:
     """Accept a number ≥ 1, as an integer if it is one."""
     plain = number("a number ≥ 1", lambda value: value >= 1)(name, value)
     return int(plain) if plain.is_integer() and plain < _EXACT else plain
+
+
+def check_full(name: str, value: Any) -> float:
+    """Accept the distance between complete steps with which no step skips anything: 1."""
+    plain = _check_distance(name, value)
+    if plain != 1:
+        refuse(name, "1 in a rule for some of the steps, which then skip nothing", value)
+    return plain
 
 
 def _check_places(name: str, value: Any) -> tuple[float, ...]:
@@ -137,7 +145,7 @@ class StepReuse(Value):
     shallow_steps: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, "reuse.", dict.fromkeys(("every", "shallow_every"), check_distance))
+        check_fields(self, "reuse.", dict.fromkeys(("every", "shallow_every"), _check_distance))
         check_fields(self, "reuse.", dict.fromkeys(("full_steps", "shallow_steps"), _check_places))
         if self.shallow_every > self.every and not self.full_steps:
             wanted = f"1 to reuse.every={self.every:g}, as a complete step runs the finest level too"

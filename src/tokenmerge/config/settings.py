@@ -23,17 +23,13 @@ def _that_say(line: str) -> tuple[str, ...]:
 
 
 # The planners and their properties are read from their files, which need torch. A planner's file has those of
-# these lines that are true of the planner:
-# GUIDED = True: it looks at what guidance changed in the last step, and plans as "tome" before that.
-# OWN_NUMBER = True: it may remove another number of tokens than it is asked to.
-# OVER_TIME = True: its cells may reach over several frames of a video.
-# COMPARES_NOTHING = True: the values of the tokens are not used.
+# these lines that are true of the planner.
 _TEXTS = texts_in(Path(__file__).parents[1] / "planners")
 PLANNERS = tuple(_TEXTS)
-GUIDED_PLANNERS = _that_say("GUIDED = True")
-OWN_NUMBER = _that_say("OWN_NUMBER = True")
-OVER_TIME = _that_say("OVER_TIME = True")
-COMPARES_NOTHING = _that_say("COMPARES_NOTHING = True")
+GUIDED_PLANNERS = _that_say("GUIDED = True")  # look at what guidance changed; plan as "tome" before that
+OWN_NUMBER = _that_say("OWN_NUMBER = True")  # may remove another number of tokens than they are asked to
+OVER_TIME = _that_say("OVER_TIME = True")  # have cells that may reach over several frames of a video
+COMPARES_NOTHING = _that_say("COMPARES_NOTHING = True")  # do not use the values of the tokens
 
 SCOPES = ("layers", "block", "keys")
 COMBINATIONS = ("mean", "keep")

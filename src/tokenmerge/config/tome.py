@@ -19,15 +19,7 @@ from tokenmerge.config.checks import (
     refuse,
     unchecked,
 )
-from tokenmerge.config.parts import (
-    PARTS,
-    Correction,
-    PlanSharing,
-    StepReuse,
-    check_distance,
-    check_known,
-    flat,
-)
+from tokenmerge.config.parts import PARTS, Correction, PlanSharing, StepReuse, check_full, check_known, flat
 from tokenmerge.config.settings import CACHED_FEATURES, CHECKS, GUIDED_PLANNERS, MergeSettings, check_together
 from tokenmerge.errors import ConfigError
 
@@ -73,14 +65,13 @@ class Rule(Value):
         changes = flat(self.changes)
         checks = CHECKS
         if self.of_steps and self.level is None:
-            checks = {**checks, _REUSE_EVERY: _check_full}
+            checks = {**checks, _REUSE_EVERY: check_full}
         if fixed := [str(name) for name in changes if name not in checks]:
             raise ConfigError(
                 f"cannot change {', '.join(fixed)}; what can be changed under these conditions is "
                 f"{', '.join(checks)}"
             )
-        plain = {name: checks[name](name, value) for name, value in changes.items()}
-        object.__setattr__(self, "changes", plain)
+        object.__setattr__(self, "changes", {name: checks[name](name, own) for name, own in changes.items()})
 
     @classmethod
     def of(cls, given: Any) -> Rule:
@@ -98,15 +89,11 @@ class Rule(Value):
         """Whether the rule holds in some steps only."""
         return (self.start, self.until) != (0, 1)
 
-    @property
-    def conditions(self) -> dict[str, Any]:
-        """The conditions by name, without those that always hold."""
-        always = {"level": None, "start": 0, "until": 1}
-        return {name: own for name, no in always.items() if (own := getattr(self, name)) != no}
-
     def to_dict(self) -> dict[str, Any]:
-        """Return the conditions and changes by name, as :meth:`of` reads them."""
-        return {**self.conditions, **self.changes}
+        """Return the conditions that do not always hold, and the changes, as :meth:`of` reads them."""
+        always = {"level": None, "start": 0, "until": 1}
+        conditions = {name: own for name, no in always.items() if (own := getattr(self, name)) != no}
+        return {**conditions, **self.changes}
 
     def __repr__(self) -> str:
         return repr(self.to_dict())
@@ -127,40 +114,12 @@ def _check_rules(name: str, value: Any) -> Rules:
     return tuple(rules)
 
 
-def _resolved(rules: Rules, holds: Callable[[Rule], bool], **always: Any) -> tuple[dict[str, Any], Rules]:
-    """Apply the rules that hold by conditions that are known now; later rules win.
-
-    ``always`` has these conditions with the values that always hold. Returned are the settings that change,
-    and the rules whose other conditions are not known yet.
-    """
-    changes: dict[str, Any] = {}
-    left: list[Rule] = []
-    for given in filter(holds, rules):
-        rule = unchecked(given, **always)
-        if rule.conditions:
-            left.append(rule)
-            continue
-        changes |= rule.changes
-        left = [
-            unchecked(one, changes={name: own for name, own in one.changes.items() if name not in changes})
-            for one in left
-        ]
-    return changes, tuple(rule for rule in left if rule.changes)
-
-
 def dense_outside(start: float, until: float) -> Rules:
     """Return rules that make a generation dense outside of a part, given by shares of the steps."""
     Rule(start=start, until=until)  # raises an error if a share is out of its range
     dense = {"ratio": 0, "reference_ratio": None, _REUSE_EVERY: 1}
     before = (Rule(until=start, changes=dense),) if start > 0 else ()
     return (*before, Rule(start=until, changes=dense)) if until < 1 else before
-
-
-def _check_full(name: str, value: Any) -> float:
-    plain = check_distance(name, value)
-    if plain != 1:
-        refuse(name, "1 in a rule for some of the steps, which then skip nothing", value)
-    return plain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -230,8 +189,11 @@ class ToMeConfig(MergeSettings):
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - settings are few and small
     def at_level(self, level: int) -> MergeSettings:
         """Return the settings of a level by the rules that hold at all steps."""
-        changes, _ = _resolved(self.rules, lambda rule: rule.level in (None, level), level=None)
-        return MergeSettings(**{name: changes.get(name, getattr(self, name)) for name in CHECKS})
+        settings = {name: getattr(self, name) for name in CHECKS}
+        for rule in self.rules:
+            if rule.level in (None, level) and not rule.of_steps:
+                settings |= rule.changes
+        return MergeSettings(**settings)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019
     def phases(self) -> tuple[ToMeConfig, ...]:
@@ -324,10 +286,17 @@ def _at_step(config: ToMeConfig, index: int, steps: int) -> ToMeConfig:
 
 def _at_time(config: ToMeConfig, holds: Callable[[Rule], bool]) -> ToMeConfig:
     """Return the settings of all levels at a time at which some rules hold. They were checked before."""
-    changes, rules = _resolved(config.rules, holds, start=0.0, until=1.0)
+    changes: dict[str, Any] = {}
+    of_levels: list[Rule] = []
+    for rule in reversed([rule for rule in config.rules if holds(rule)]):
+        own = {name: value for name, value in rule.changes.items() if name not in changes}  # later ones win
+        if rule.level is None:
+            changes |= own
+        elif own:
+            of_levels.append(unchecked(rule, start=0.0, until=1.0, changes=own))
     if _REUSE_EVERY in changes:
         changes["reuse"] = unchecked(config.reuse, every=changes.pop(_REUSE_EVERY))
-    return unchecked(config, **changes, rules=rules)
+    return unchecked(config, **changes, rules=tuple(reversed(of_levels)))
 
 
 def _check_together(config: ToMeConfig) -> None:

@@ -1,8 +1,9 @@
 """Token merging for array libraries other than PyTorch: the counterpart of ``tokenmerge.ops``.
 
-It needs only NumPy. Functions mean what those of the same names in ``tokenmerge.ops`` mean, and tests compare
-their plans on the same arrays. ``xp`` is the module ``paddle``, or one that has its functions for the arrays
-of another library. Gradients flow through everything but indices.
+It needs only NumPy. Functions mean what those of the same names in ``tokenmerge.ops`` and
+``tokenmerge.planners`` mean, and tests compare their plans on the same arrays. ``xp`` is the module
+``paddle``, or one that has its functions for the arrays of another library. Gradients flow through everything
+but indices.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def step_number(timestep: float) -> int:
 def partition(
     grid: tuple[int, int], cell: tuple[int, int], draw: tuple[int, int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Split a token grid into read-only indices of sources and destinations (arXiv 2303.17604, section 4.1).
+    """Return read-only indices of sources and destinations, as ``tokenmerge.ops.strided_partition`` does.
 
-    It is ``strided_partition`` of ``tokenmerge.ops``. The step of a draw is that of :func:`step_number`.
+    The two numbers of a draw are the seed and the step of :func:`step_number`.
 
     >>> src, dst = partition((2, 5), (2, 2))
     >>> dst.tolist(), src.tolist()
@@ -70,11 +71,7 @@ def own_cell(grid: tuple[int, int], cell: tuple[int, int], tokens: np.ndarray) -
 
 
 def _hash(seed: int, step: int, place: np.ndarray) -> np.ndarray:
-    """Make uniform 32-bit integers from three counters, as int64.
-
-    Each counter passes through the avalanche function "lowbias32" (C. Wellons, public domain), whose output
-    bits each change with probability 1/2 when one input bit changes.
-    """
+    """Make uniform 32-bit integers from three counters, as ``hash_of`` of ``tokenmerge.ops.arithmetic``."""
     # As int64, products of 32 and 31 bits do not overflow.
     state = np.full(place.shape, seed & _MASK32, dtype=np.int64)
     for counter in (step & _MASK32, place):
@@ -96,10 +93,7 @@ class Plan(NamedTuple):
 
 
 def num_removed(grid: tuple[int, int], settings: MergeSettings) -> int:
-    """Return the number of tokens removed from a grid of (rows, columns); 0 if nothing merges.
-
-    It is ratio · n, rounded down; ``"uniform"`` removes every source, whatever the ratio.
-    """
+    """Return the number of tokens removed: ratio · n, rounded down, but ``"uniform"`` removes each source."""
     n, cells = grid[0] * grid[1], (grid[0] // settings.sy) * (grid[1] // settings.sx)
     r = int(n * settings.ratio) if cells and n >= settings.min_tokens else 0
     return n - cells if r and settings.planner == "uniform" else r
@@ -114,7 +108,7 @@ def plan_tokens(
         xp: the functions for ``features``.
         features: ``[b, n, c]``: the block's input.
         grid: (rows, columns) of its n tokens, the columns fastest.
-        settings: planner, ratio, strides and the seed of the partition.
+        settings: of the block.
         step: as :func:`step_number` makes it.
         parts: number of images, b / ``parts`` apart, that share a plan: one for each prompt of guidance.
     """
@@ -137,7 +131,7 @@ def plan_tokens(
 def bipartite_soft_matching(
     xp: Any, features: Array, src: np.ndarray, dst: np.ndarray
 ) -> tuple[Array, Array]:
-    """Connect each source to its most similar destination (arXiv 2210.09461, section 3)."""
+    """Return places in ``src``, the most similar first, and the nearest destination of each source."""
     sources, destinations = _select(xp, features, src), _select(xp, features, dst)
     product, nearest = _best(xp, sources, destinations / _length(xp, destinations))
     # The length of a source does not change which destination is nearest, so it divides last and once.

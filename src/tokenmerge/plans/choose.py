@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -10,17 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
+from tokenmerge.plans import policy
 from tokenmerge.plans.facts import Facts, correction_bytes, costs_of
-from tokenmerge.plans.places import later_ones, nearest, without_the_last
-from tokenmerge.plans.policy import (
-    FEWEST_TOKENS,
-    MOST_CORRECTION_BYTES,
-    TAIL_OF_A_CLEAN_END,
-    Harms,
-    Power,
-    harms_of,
-    is_strong,
-)
 
 # The ratios of token merging that are tried, of which the lowest is timed, and the distances of corrections.
 _RATIOS = tuple(i / 40 for i in range(8, 31))
@@ -39,17 +31,11 @@ ROUNDING = 0.005
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The settings of one mix of token merging and step reuse.
-
-    Attributes:
-        speedup: dense operations over those with these settings, for the whole generation.
-        harm: the expected squared error to the dense picture, whose range is 0 to 1. It serves to compare
-            plans of one generation.
-    """
+    """The settings of one mix of token merging and step reuse."""
 
     config: ToMeConfig
-    speedup: float
-    harm: float
+    speedup: float  # dense operations over those with these settings, for the whole generation
+    harm: float  # expected squared error to the dense picture, whose range is 0 to 1, to compare plans by
 
 
 def highest_speedup(facts: Facts) -> float:
@@ -118,8 +104,8 @@ def _merging_harm(facts: Facts, merging: ToMeConfig, complete: int) -> float:
     return _harms(facts).of_merging(merging.scope, merging.ratio, every, merging.proportional)
 
 
-def _harms(facts: Facts) -> Harms:
-    return harms_of(facts.model, is_strong(facts.guidance))
+def _harms(facts: Facts) -> policy.Harms:
+    return policy.harms_of(facts.model, policy.is_strong(facts.guidance))
 
 
 def _mixes(facts: Facts, merging: ToMeConfig | None) -> Iterator[_Mix]:
@@ -138,14 +124,14 @@ def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
     """Yield the settings of token merging to try, of which the first merge nothing."""
     deepest = min(8, max(facts.work.levels, default=1))
     yield ToMeConfig(ratio=0.0, max_downsample=deepest)
-    fewest = max(facts.fewest_tokens, FEWEST_TOKENS)
+    fewest = max(facts.fewest_tokens, policy.FEWEST_TOKENS)
     if all(facts.tokens(level) < fewest for level in facts.work.levels if level <= deepest):
         return
     scopes = ["layers"] * facts.layers + ["block"] * (facts.whole_blocks and facts.model != "unet")
     residuals = facts.model == "transformer" and facts.follows_steps
     corrects = _harms(facts).corrected is not None and facts.follows_steps
     for scope in scopes:
-        fits = corrects and correction_bytes(facts, scope) <= MOST_CORRECTION_BYTES
+        fits = corrects and correction_bytes(facts, scope) <= policy.MOST_CORRECTION_BYTES
         for every, ratio in itertools.product(_CORRECTIONS if fits else (0,), _RATIOS):
             yield ToMeConfig(
                 ratio=ratio,
@@ -173,7 +159,7 @@ def _counts(facts: Facts) -> Sequence[tuple[int, int]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_runs(steps: int, runs: tuple[int, ...], harm: Power | None) -> float:
+def _of_runs(steps: int, runs: tuple[int, ...], harm: policy.Power | None) -> float:
     """Return the harm of skipping a part in all steps but these. None: the model has no such part."""
     return 0.0 if harm is None else sum(map(harm.at, reaches_of(runs, steps))) / steps
 
@@ -188,10 +174,56 @@ def _runs(facts: Facts, complete: int, finest: int) -> tuple[tuple[int, ...], tu
     runs = _even(steps, complete, finest).steps_of(steps)
     full = runs.full
     if facts.ends_clean and complete < finest == steps:
-        full = without_the_last(steps, complete, TAIL_OF_A_CLEAN_END)
+        full = without_the_last(steps, complete, policy.TAIL_OF_A_CLEAN_END)
     elif complete < steps and spacing < 1:
         full = nearest(later_ones(steps, complete, spacing), runs.shallow)
     return full, runs.shallow
+
+
+def later_ones(steps: int, count: int, spacing: float) -> tuple[int, ...]:
+    """Return ``count`` ≥ 3 steps: the first two, the last, and others that lie closer towards the end.
+
+    Places are powers with the exponent ``spacing``, 0 < spacing ≤ 1; 1: equal distances.
+
+    >>> later_ones(20, 6, 1.0), later_ones(20, 6, 0.6)
+    ((0, 1, 5, 10, 15, 19), (0, 1, 9, 13, 16, 19))
+    """
+    after = count - 2
+    return 0, 1, *_distinct([1 + round((steps - 2) * (i / after) ** spacing) for i in range(1, after + 1)], 2)
+
+
+def without_the_last(steps: int, count: int, tail: float) -> tuple[int, ...]:
+    """Return ``count`` ≥ 3 steps at equal distances, from the first one to one before the last.
+
+    ``tail`` is what is left after the last of them, as a share of a distance.
+
+    >>> without_the_last(20, 8, 0.6), without_the_last(4, 3, 0.6)
+    ((0, 2, 5, 7, 10, 12, 15, 17), (0, 1, 2))
+    """
+    distances = count - 1
+    end = steps - 1 - max(1, round(tail * (steps - 1) / distances))
+    return 0, *_distinct([round(end * i / distances) for i in range(1, count)], 1)
+
+
+def nearest(places: Sequence[int], among: Sequence[int]) -> tuple[int, ...]:
+    """Return of some ascending steps those that are nearest to ``places``, a different one for each.
+
+    >>> nearest((0, 1, 6, 9), (0, 1, 4, 5, 9))
+    (0, 1, 5, 9)
+    """
+    chosen = []
+    for place in places:
+        right = min(bisect.bisect_left(among, place), len(among) - 1)
+        left = max(0, right - 1)
+        chosen.append(left if place - among[left] <= among[right] - place else right)
+    return tuple(among[i] for i in _distinct(chosen, 0))
+
+
+def _distinct(numbers: list[int], first: int) -> list[int]:
+    """Make ascending numbers distinct and at least ``first``, keeping the last one where there is room."""
+    for i in reversed(range(len(numbers) - 1)):
+        numbers[i] = min(numbers[i], numbers[i + 1] - 1)
+    return [max(number, first + i) for i, number in enumerate(numbers)]
 
 
 def reaches_of(runs: Sequence[int], steps: int) -> list[float]:

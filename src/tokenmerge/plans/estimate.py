@@ -50,10 +50,11 @@ class Estimate:
     worst_step: int | None = None
 
     def __str__(self) -> str:
-        worst = "" if self.worst_step is None else f"; most of the error at step {self.worst_step} (from 0)"
-        ends = dict.fromkeys(looks(self.psnr + sign * self.within) for sign in (-1, 1))
-        words = " to ".join(f'"{end}"' for end in ends)
-        return f"{self.psnr:.0f} ± {self.within:.0f} dB to the dense picture, {words}{worst}"
+        low, high = self.psnr - self.within, self.psnr + self.within
+        worst = "" if self.worst_step is None else f"; the largest error at step {self.worst_step} (from 0)"
+        return (
+            f'{self.psnr:.0f} dB ({low:.0f} to {high:.0f}) to the dense picture, "{looks(self.psnr)}"{worst}'
+        )
 
 
 def looks(psnr: float) -> str:

@@ -22,38 +22,23 @@ _DENSE = ToMeConfig(ratio=0.0)
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts about one generation. They hold from its first step to its last.
+    """The facts about one generation. They hold from its first step to its last."""
 
-    Attributes:
-        model: class of the model: a UNet whose deep stages can be skipped, a transformer whose blocks can run
-            on merged tokens as a whole, or another one, which gets the most careful row of the policy.
-        work: how the work of a dense call is shared.
-        grid: frames, rows and columns of the finest token grid at this size.
-        guidance: scale of classifier-free guidance; None: unknown, which counts as strong.
-        ends_clean: whether almost no noise is left before the last step, which then changes little.
-        follows_steps: whether the denoising step is known, so that settings can change over the steps.
-        can_skip: whether step reuse can skip parts of the model here.
-        whole_blocks: whether all blocks can merge as a whole here.
-        layers: whether attention can merge alone here.
-        proportional: whether attention can count a merged token as often as the tokens it stands for.
-        number_bytes: bytes of one number in all samples of a call: 4 in bfloat16 with guidance. The policy
-            limits what corrections may cache, see :func:`correction_bytes`.
-        fewest_tokens: on token grids with fewer tokens than this, merging saves hardly any time.
-    """
-
+    # A UNet whose deep stages can be skipped, a transformer whose blocks can run on merged tokens as a whole,
+    # or another model, which gets the most careful row of the policy.
     model: ModelClass
     work: Work
-    grid: tuple[int, int, int]
+    grid: tuple[int, int, int]  # frames, rows and columns of the finest token grid at this size
     steps: int
-    guidance: float | None = None
-    ends_clean: bool = False
-    follows_steps: bool = True
-    can_skip: bool = True
-    whole_blocks: bool = False
-    layers: bool = True
-    proportional: bool = True
-    number_bytes: int = 4
-    fewest_tokens: int = 0
+    guidance: float | None = None  # scale of classifier-free guidance; None: unknown, which counts as strong
+    ends_clean: bool = False  # almost no noise is left before the last step, which then changes little
+    follows_steps: bool = True  # the denoising step is known, so that settings can change over the steps
+    can_skip: bool = True  # step reuse can skip parts of the model here
+    whole_blocks: bool = False  # all blocks can merge as a whole here
+    layers: bool = True  # attention can merge alone here
+    proportional: bool = True  # attention can count a merged token as often as the tokens it stands for
+    number_bytes: int = 4  # of one number in all samples of a call: 4 in bfloat16 with guidance
+    fewest_tokens: int = 0  # on token grids with fewer tokens than this, merging saves hardly any time
 
     def tokens(self, level: int) -> int:
         """Return the number of tokens of the grid at a resolution level."""
@@ -90,10 +75,7 @@ class Costs(NamedTuple):
     least: float
 
     def speedup(self, complete: int, finest: int) -> float:
-        """Return dense multiplications over those of a generation with these numbers of steps.
-
-        ``finest`` counts the complete steps too.
-        """
+        """Return the speed-up of a generation with so many steps; ``finest`` counts the complete ones too."""
         corrections = -(-complete // self.every) if self.every else 0
         spent = (
             corrections * self.dense

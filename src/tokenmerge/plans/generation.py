@@ -27,19 +27,13 @@ class Merging(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """What one step of a generation does.
-
-    Attributes:
-        if_due: what it merges if a correction is due in it; None: none ever is.
-        caches: whether what it runs is cached, for steps that skip it.
-        holds: the parts, ``"deep"`` and ``"finest"``, that are skipped after a single run. Their output then
-            stays as it is.
-    """
+    """What one step of a generation does."""
 
     runs: Runs = Runs.EVERYTHING
     merging: Merging = Merging.MERGES
-    if_due: Merging | None = None
-    caches: bool = False
+    if_due: Merging | None = None  # what it merges if a correction is due in it; None: none ever is
+    caches: bool = False  # what it runs is cached, for steps that skip it
+    # The parts, "deep" and "finest", that are skipped after a single run. Their output then stays as it is.
     holds: frozenset[str] = frozenset()
 
 

@@ -55,7 +55,7 @@ class Harms:
         merge: harm of merging in all steps, by the scope and the ratio.
         corrected: share of the harm of merging that is left, by the number of steps between two corrections.
             None: corrections lose more than they give back.
-        spacing: exponent of the places of complete steps, see :func:`tokenmerge.plans.places.later_ones`; 1:
+        spacing: exponent of the places of complete steps, see :func:`tokenmerge.plans.choose.later_ones`; 1:
             they lie at equal distances.
     """
 

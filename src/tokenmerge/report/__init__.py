@@ -3,34 +3,8 @@
 No model is timed here; ``hardly_faster`` uses the timings of ``planners.calibration``.
 """
 
-from tokenmerge.report.cache_limit import Change, bytes_of, change_within, in_words
-from tokenmerge.report.flops import Row
-from tokenmerge.report.prediction import (
-    Report,
-    check_merging,
-    counted_speedup,
-    gflops,
-    hardly_faster,
-    predict,
-    saved,
-)
-from tokenmerge.report.summary import Conditions, RunSteps, summary, title
+from tokenmerge.report.cache_limit import in_words
+from tokenmerge.report.prediction import Report, check_merging, counted_speedup, predict, saved
+from tokenmerge.report.summary import RunSteps
 
-__all__ = [
-    "Change",
-    "Conditions",
-    "Report",
-    "Row",
-    "RunSteps",
-    "bytes_of",
-    "change_within",
-    "check_merging",
-    "counted_speedup",
-    "gflops",
-    "hardly_faster",
-    "in_words",
-    "predict",
-    "saved",
-    "summary",
-    "title",
-]
+__all__ = ["Report", "RunSteps", "check_merging", "counted_speedup", "in_words", "predict", "saved"]

@@ -29,9 +29,6 @@ def bytes_of(text: object) -> int:
 
     >>> bytes_of("1.5 GB")
     1500000000
-
-    Raises:
-        ConfigError: the value is neither.
     """
     if (number := as_number(text)) is not None and number >= 0:
         return int(number)
@@ -77,10 +74,7 @@ def change_within(pipe_or_model: object, configs: Sequence[ToMeConfig], limit: i
     """Find out what has to be left out, so that the cache of the default method fits into a limit in bytes.
 
     It returns a function that changes settings of any of its generations, such as ``configs``, and what that
-    leaves out, as text; empty if everything fits.
-
-    Raises:
-        ConfigError: the limit is too low for any saving, or the model has no default size.
+    leaves out, as text; empty if everything fits. A limit that is too low for any saving is an error.
     """
     needed = counted_cache(pipe_or_model, configs)
     if needed <= limit:
@@ -101,18 +95,13 @@ def change_within(pipe_or_model: object, configs: Sequence[ToMeConfig], limit: i
 
 
 def counted_cache(pipe_or_model: object, configs: Sequence[ToMeConfig]) -> int:
-    """Return the most bytes cached between steps with any of some settings.
-
-    They are those of one picture in the model's default size.
-    """
+    """Return the most bytes that one picture of the default size caches with any of some settings."""
     hosts = find_hosts(pipe_or_model)
     size = default_or_given(hosts, None, None)
-    most = 0
-    for config in dict.fromkeys(configs):
-        total = 0
+    totals = dict.fromkeys(configs, 0)
+    for config in totals:
         for host in hosts_that_merge(hosts, config, size)[0]:
             (copied,) = find_hosts(weightless(host.root, host.on_cpu))
             arguments = partial(copied.example, *size, host.usual_batch)
-            total += kept_bytes(copied, config, arguments, Kept())
-        most = max(most, total)
-    return most
+            totals[config] += kept_bytes(copied, config, arguments, Kept())
+    return max(totals.values())

@@ -25,7 +25,7 @@ from tokenmerge.runtime.patching.patch import new_state, patch_host, restore
 from tokenmerge.runtime.patching.watched import is_watching
 from tokenmerge.runtime.steps.pipeline import Pipeline
 
-Arguments = Callable[[], dict[str, Any]]
+Arguments = Callable[[], dict[str, Any]]  # returns new arguments of a call, by name
 # After two complete steps the cache of step reuse is largest. The second must not be one of the last steps.
 _STEPS_TO_KEEP_MOST = 4
 # The results of operations on the meta device, by their arguments, see _ShapesAlone.
@@ -33,37 +33,6 @@ _RESULTS: dict[object, Any] = {}
 _MOST_RESULTS = 10_000
 # Attributes by which other libraries wrap a module's calls. They may hold references to whole other models.
 _WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compiled_call_impl")
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One transformer block, or several equal consecutive blocks.
-
-    Attributes:
-        model: class of the block's model, with a number if there are several models of this class.
-        path: qualified name of the block. For several blocks, their numbers are a range, such as ``0-9``.
-        level: resolution level: 1, 2, 4 …
-        grid: height and width in tokens; for a video, the number of frames before them.
-        tokens: number of tokens before merging, including reference pictures in the same sequence.
-        merged_tokens: number of tokens after merging.
-        merged: the sub-layers that run on merged tokens, such as ``"attn1+ff"``.
-        flops_dense: floating-point operations of the block without merging.
-        flops_merged: floating-point operations with merging, including the matching.
-        blocks: number of blocks in this row. FLOPs are their sum.
-        references: ``grid`` of each reference picture in the sequence.
-    """
-
-    model: str
-    path: str
-    level: int
-    grid: tuple[int, ...]
-    tokens: int
-    merged_tokens: int
-    merged: str
-    flops_dense: int
-    flops_merged: int
-    blocks: int = 1
-    references: tuple[tuple[int, ...], ...] = ()
 
 
 def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
@@ -181,11 +150,7 @@ def patched(host: Host, config: ToMeConfig, kept: Kept) -> Iterator[ModelState]:
 
 
 def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments, kept: Kept) -> int:
-    """Count the operations of a call, averaged over the steps of a generation.
-
-    The model is not patched, and may be on the meta device. ``arguments`` returns new arguments of a call, by
-    name, for each step. ``kept`` says which blocks and layers do not merge.
-    """
+    """Count the operations of a call of an unpatched model, averaged over the steps of a generation."""
     name = type(host.root).__name__
     counts: dict[tuple[object, ...], int] = {}
     kind: tuple[object, ...] = ()
@@ -202,8 +167,7 @@ def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments,
         for index in range(steps):
             state.pipeline.set_step(index, steps)
             with contextlib.suppress(_Known):
-                made = count_flops(host.root, arguments())[name]
-                counts[kind] = made
+                counts[kind] = count_flops(host.root, arguments())[name]  # the call sets ``kind`` first
             total += counts[kind]
     return round(total / steps)
 
@@ -228,10 +192,7 @@ def _kind_of_call(state: ModelState) -> tuple[object, ...]:
 
 
 def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept) -> int:
-    """Count the bytes cached between steps: corrections, residuals and plans.
-
-    The arguments are as for :func:`mean_flops`.
-    """
+    """Count the bytes that an unpatched model caches between steps: corrections, residuals and plans."""
     caches = config.correction.on or config.reuse.on or config.cached_features
     if config.plans.every == 1 and not caches:
         return 0

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from tokenmerge.config import Rule, StepReuse, ToMeConfig
 from tokenmerge.models.base import KINDS, Block
-from tokenmerge.report.flops import Row
 from tokenmerge.runtime.patching.patch import deepest_level, layers_to_merge, merges
+from tokenmerge.text_table import Row
 
 
 def merged_parts(block: Block, config: ToMeConfig) -> str:

@@ -17,19 +17,11 @@ from tokenmerge.errors import ConfigError, TokenMergingError, reason_of, shown
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners.calibration import SIDES
-from tokenmerge.report.flops import (
-    Row,
-    count_flops,
-    kept_bytes,
-    mean_flops,
-    merging_most,
-    patched,
-    weightless,
-)
+from tokenmerge.report.flops import count_flops, kept_bytes, mean_flops, merging_most, patched, weightless
 from tokenmerge.report.notes import merged_parts, notes_on_blocks, notes_on_steps
 from tokenmerge.runtime.memory.state import Kept, RecordedPlan
 from tokenmerge.runtime.patching.patch import check_host, hosts_that_merge
-from tokenmerge.text_table import Tabled, TextTable
+from tokenmerge.text_table import Row, Tabled, TextTable
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

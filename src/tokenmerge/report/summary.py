@@ -20,24 +20,15 @@ from tokenmerge.text_table import Tabled, TextTable
 
 @dataclasses.dataclass(frozen=True)
 class Conditions:
-    """Facts for the summary, besides settings, counts and the last run.
+    """Facts for the summary, besides settings, counts and the last run."""
 
-    Attributes:
-        models: classes of the models that merge.
-        method: name of the settings, or empty.
-        denoiser: the model that the counts are about.
-        scale: pixels per side of a latent position; None: sizes are given in latents.
-        pictures: number of pictures that a call of the denoiser draws; None: unknown.
-        guidance: scale of classifier-free guidance, 1 for none; None: unknown.
-        remarks: further texts, each under its heading; empty ones are left out.
-    """
-
-    models: tuple[str, ...]
-    method: str
-    denoiser: Host
-    scale: int | None = None
-    pictures: int | None = None
-    guidance: float | None = None
+    models: tuple[str, ...]  # classes of the models that merge
+    method: str  # name of the settings, or empty
+    denoiser: Host  # the model that the counts are about
+    scale: int | None = None  # pixels per side of a latent position; None: sizes are given in latents
+    pictures: int | None = None  # number of pictures that a call of the denoiser draws; None: unknown
+    guidance: float | None = None  # scale of classifier-free guidance, 1 for none; None: unknown
+    # Further texts, each under its heading; empty ones are left out.
     remarks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 

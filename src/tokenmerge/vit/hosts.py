@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import is_a
+from tokenmerge.models.base import is_a, is_called
 from tokenmerge.models.find import parts
 
 
@@ -100,31 +99,18 @@ class Encoder:
 
     def example(self, model: nn.Module, height: int, width: int, batch: int) -> dict[str, Any]:
         """Return the arguments by name of a call with ``batch`` pictures of ``height`` × ``width`` pixels."""
-        like = next(model.parameters())
         channels = next(m for m in model.modules() if isinstance(m, nn.Conv2d)).in_channels
-        picture = torch.zeros(batch, channels, height, width, device=like.device, dtype=like.dtype)
+        picture = next(model.parameters()).new_zeros(batch, channels, height, width)
         if not self.by_keyword:
             return {"x": picture}
-        arguments: dict[str, Any] = {
-            "pixel_values": picture,
-            "output_hidden_states": False,
-            "output_attentions": False,
-        }
-        always = any(cls.__name__.startswith("Dinov2") for cls in type(model).__mro__)
-        if (height, width) != self.image_size and not always:
+        arguments = {"pixel_values": picture, "output_hidden_states": False, "output_attentions": False}
+        if (height, width) != self.image_size and not is_called(model, "Dinov2"):
             arguments["interpolate_pos_encoding"] = True
         return arguments
 
 
 def find_encoders(model: object) -> dict[nn.Module, Encoder]:
-    """Find every known vision transformer in a pipeline or a model; there may be none.
-
-    Args:
-        model: a model of transformers or timm, also compiled or wrapped, or a pipeline with such a model.
-
-    Raises:
-        UnsupportedModelError: a vision transformer has layers with an unknown structure.
-    """
+    """Find every known vision transformer in a pipeline or a model; there may be none."""
     found: dict[nn.Module, Encoder] = {}
     for part in parts(model):
         for family in FAMILIES:

@@ -12,17 +12,11 @@ from tokenmerge.ops.arithmetic import arithmetic
 
 
 class RecordedTokens(NamedTuple):
-    """The tokens of the model's input that each token stands for, after any number of merges.
+    """The tokens of the model's input that each token stands for, after any number of merges."""
 
-    Attributes:
-        source: ``[b, n]`` index 0 … m−1 of the token that stands for each token of the model's input.
-        sizes: ``[b, m]`` number of input tokens that each token stands for, as float32.
-        protected: number of tokens before the patches.
-    """
-
-    source: Tensor
-    sizes: Tensor
-    protected: int
+    source: Tensor  # [b, n] index 0 … m−1 of the token that stands for each token of the model's input
+    sizes: Tensor  # [b, m] number of input tokens that each token stands for, as float32
+    protected: int  # number of tokens before the patches
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Give each token of the model's input the value of its merged token: ``[b, m, c]`` → ``[b, n, c]``.

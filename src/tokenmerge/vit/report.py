@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenmerge.config.checks import check_counts
 from tokenmerge.errors import ConfigError
-from tokenmerge.report import gflops
 from tokenmerge.report.flops import count_flops, weightless
+from tokenmerge.report.prediction import gflops
 from tokenmerge.text_table import Tabled, TextTable
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.planner import RecordedTokens

@@ -60,24 +60,17 @@ class EncoderCall:
     plan: SizedPlan | None = None  # plan of the running layer, once the keys are known
 
 
-@dataclasses.dataclass(eq=False)
 class EncoderState:
-    """State that all layers of a patched model share.
+    """State that all layers of a patched model share."""
 
-    Raises:
-        ConfigError: ``config.r`` is a sequence with another length than the list of layers.
-    """
-
-    config: ViTConfig
-    facts: Encoder
-    # What the tokens after each layer stand for, by path, while :meth:`Patch.record` collects it.
-    record: dict[str, RecordedTokens] | None = None
-    threads: PerThread[EncoderCall] = dataclasses.field(default_factory=lambda: PerThread(EncoderCall))
-
-    def __post_init__(self) -> None:
-        self.r = self.config.per_layer(len(self.facts.layers))  # number of tokens to remove in each layer
+    def __init__(self, config: ViTConfig, facts: Encoder) -> None:
+        self.config, self.facts = config, facts
+        self.r = config.per_layer(len(facts.layers))  # number of tokens to remove in each layer
         # Whether the last layer gives each input token a result.
-        self.unmerge = self.config.unmerge or self.facts.averages
+        self.unmerge = config.unmerge or facts.averages
+        # What the tokens after each layer stand for, by path, while :meth:`Patch.record` collects it.
+        self.record: dict[str, RecordedTokens] | None = None
+        self.threads = PerThread(EncoderCall)
 
     @property
     def running(self) -> EncoderCall:
@@ -95,13 +88,7 @@ class EncoderLayerState:
 
 
 def checked_encoders(model: object, config: ViTConfig) -> dict[nn.Module, Encoder]:
-    """Find the encoders of a model, and check that they can be patched. Nothing is changed yet.
-
-    Raises:
-        UnsupportedModelError: there is no known vision transformer, or its attention back-end cannot do
-            proportional attention.
-        NothingToMergeError: an encoder has no layers.
-    """
+    """Find the encoders of a model, and check that they can be patched. Nothing is changed yet."""
     encoders = find_encoders(model)
     if not encoders:
         seen = ", ".join(sorted({type(part).__name__ for part in parts(model)} or {type(model).__name__}))
@@ -135,11 +122,7 @@ def patch_encoder(root: nn.Module, state: EncoderState) -> None:
 
 
 def check_attention(model: nn.Module, config: ViTConfig) -> None:
-    """Check that the attention back-end can do proportional attention, if the settings ask for it.
-
-    Raises:
-        UnsupportedModelError: it cannot add to the logits.
-    """
+    """Check that the attention back-end can do proportional attention, if the settings ask for it."""
     backend = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if config.proportional_attention and backend not in (None, "eager", "sdpa"):
         raise UnsupportedModelError(

@@ -11,7 +11,7 @@ import tokenmerge
 from tokenmerge import ToMeConfig
 from tokenmerge.integrations.comfyui.models import find_target
 from tokenmerge.integrations.comfyui.patch import patched
-from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step
+from tokenmerge.integrations.comfyui.sampling import KEY, Sampling
 from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge_tools import demo
 
@@ -44,9 +44,10 @@ def test_the_result_is_that_of_the_diffusers_path(pair, settings):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 4, 32, 32, generator=generator)
     text, times = torch.randn(2, 16, 128, generator=generator), torch.tensor([501.0, 501.0])
-    step = Step(Sampling(settings), 1.0, times, x.shape, True, frozenset())
-    step.begin_call(x.shape)
-    options = {**patched(model, settings).model_options["transformer_options"], KEY: step}
+    clone, sampling = patched(model, settings), Sampling(settings)
+    sampling.begin_step(1.0, times, x.shape, True)
+    sampling.begin_call(x.shape, {})
+    options = {**clone.model_options["transformer_options"], "wrappers": clone.wrappers, KEY: sampling}
     with torch.inference_mode():
         here = model.model.diffusion_model(x, times, context=text, transformer_options=options)
         if settings.config.ratio:

@@ -12,8 +12,9 @@ import tokenmerge
 from tokenmerge import Correction, StepReuse, ToMeConfig
 from tokenmerge.integrations.comfyui.models import find_target
 from tokenmerge.integrations.comfyui.patch import patched
-from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step
+from tokenmerge.integrations.comfyui.sampling import KEY, Sampling
 from tokenmerge.integrations.comfyui.settings import Settings
+from tokenmerge.integrations.comfyui.transformer import finish_run
 from tokenmerge_tools import demo
 
 CLASSES = {"emoji-unet": UNet2DConditionModel, "emoji-mmdit": SD3Transformer2DModel}
@@ -58,13 +59,14 @@ def test_each_step_is_that_of_the_diffusers_path(pair, only, settings):
     with torch.inference_mode():
         for i in range(steps):
             x, time = torch.lerp(start, end, i / steps), torch.full((2,), 900.0 - 100 * i)
-            step = Step(sampling, 1 - i / steps, time, x.shape, True, frozenset())
-            options = {**clone.model_options["transformer_options"], "wrappers": clone.wrappers, KEY: step}
-            step.begin_call(x.shape)
+            sampling.begin_step(1 - i / steps, time, x.shape, True)
+            options = {**clone.model_options["transformer_options"], "wrappers": clone.wrappers}
+            options[KEY] = sampling
+            sampling.begin_call(x.shape, {})
             more = {} if "unet" in name else {"y": pooled}
             network = model.model.diffusion_model
             here = network(x, time, context=text, transformer_options=options, **more)
-            sampling.runs.finish()
+            finish_run(sampling)
             patch.at_step(i, steps)
             named = {} if "unet" in name else {"pooled_projections": pooled}
             there = theirs(x, timestep=time, encoder_hidden_states=text, **named).sample
@@ -118,16 +120,15 @@ def test_where_nothing_changes_between_steps_nothing_is_lost(unet, shallow, cont
         seen.append((options["block"], h.shape[1], options["transformer_index"]))
         return h, skip
 
-    given = dict(clone.model_options["transformer_options"])
-    given["patches"] = {**given["patches"], "output_block_patch": [note]}
+    given = {**clone.model_options["transformer_options"], "patches": {"output_block_patch": [note]}}
     with torch.inference_mode():
         control = control_of(network, x, time, text) if controlled else None
         copy = lambda: control and {name: list(values) for name, values in control.items()}  # noqa: E731
         dense = network(x, time, context=text, control=copy())
         for i in range(10):
-            step = Step(sampling, 1 - i / 10, time, x.shape, True, frozenset())
-            step.begin_call(x.shape)
-            options, seen[:] = {**given, "wrappers": clone.wrappers, KEY: step}, []
+            sampling.begin_step(1 - i / 10, time, x.shape, True)
+            sampling.begin_call(x.shape, {})
+            options, seen[:] = {**given, "wrappers": clone.wrappers, KEY: sampling}, []
             here = network(x, time, context=text, control=copy(), transformer_options=options)
             # float32 over this network errs by 1e-6 of the largest value, and nothing is added up.
             assert torch.allclose(here, dense, atol=1e-5 * float(dense.abs().max())), i
@@ -219,8 +220,8 @@ def test_a_window_or_a_prompt_of_its_own_is_not_extrapolated_from_another(unet):
 
     skipped = []
     for i, window in enumerate([(0, 1), (0, 1), (0, 1), (2, 3), (2, 3), (2, 3)]):
-        step = Step(sampling, 1 - i / 10, torch.tensor([1.0]), latent, True, frozenset())
+        sampling.begin_step(1 - i / 10, torch.tensor([1.0]), latent, True)
         with torch.inference_mode():
-            step.begin_call(latent, {"context_window": Window(*window), "uuids": ["a"]})
+            sampling.begin_call(latent, {"context_window": Window(*window), "uuids": ["a"]})
         skipped.append(sampling.decision.deep is not None)
     assert skipped == [False, False, True, False, False, True]

@@ -21,8 +21,9 @@ from tokenmerge.integrations.comfyui import settings as node_settings
 from tokenmerge.integrations.comfyui.models import find_target
 from tokenmerge.integrations.comfyui.nodes import TokenMerging
 from tokenmerge.integrations.comfyui.patch import patched
-from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step
+from tokenmerge.integrations.comfyui.sampling import KEY, Sampling
 from tokenmerge.integrations.comfyui.settings import Asked, Settings, settings_for
+from tokenmerge.integrations.comfyui.transformer import finish_run
 from tokenmerge.plans.generation import Runs, plan_generation
 
 MAKE = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
@@ -103,9 +104,10 @@ def call(patcher, shape, more, settings=None, seed=0, **named):
     options = patcher.model_options["transformer_options"]
     times = torch.full((2,), 0.5)
     if settings is not None:
-        step = Step(Sampling(settings), 0.5, times, shape, True, frozenset())
-        step.begin_call(shape)
-        options = {**options, KEY: step, "cond_or_uncond": [1, 0]}
+        sampling = Sampling(settings)
+        sampling.begin_step(0.5, times, shape, True)
+        sampling.begin_call(shape, {"cond_or_uncond": [1, 0]})
+        options = {**options, KEY: sampling}
     with torch.inference_mode():
         return patcher.model.diffusion_model(
             x, times, context=text, transformer_options=dict(options), **more, **named
@@ -176,8 +178,8 @@ def test_a_block_changes_its_tokens_by_what_it_changes_of_the_merged_ones():
 
     clone.set_model_patch_replace(noted, "dit", "double_block", 0)
     call(clone, IMAGE, more, settings)
-    (inputs, result), step = given[0], given[0][0]["transformer_options"][KEY]
-    plan = next(plan for key, plan in step.sampling.plans.items() if key[0] == ("double_block", 0))
+    (inputs, result), running = given[0], given[0][0]["transformer_options"][KEY]
+    plan = next(plan for key, plan in running.plans.items() if key[0] == ("double_block", 0))
     labels, kept, x = plan.labels()[0], plan.kept()[0], inputs["img"]
     merged = torch.stack([x[:, labels == group].mean(1) for group in range(len(kept))], dim=1)
     rows = torch.cat([torch.arange(7), kept + 7])
@@ -211,11 +213,11 @@ def test_where_nothing_changes_between_steps_nothing_is_lost(case, controlled, m
         dense = network(x, times, context=text, transformer_options={}, **more, **named)
         whole, ran[:] = len(ran), []
         for i in range(8):
-            step = Step(sampling, 1 - i / 8, times, shape, True, frozenset())
-            step.begin_call(shape)
-            options, ran[:] = {**clone.model_options["transformer_options"], KEY: step}, []
+            sampling.begin_step(1 - i / 8, times, shape, True)
+            sampling.begin_call(shape, {})
+            options, ran[:] = {**clone.model_options["transformer_options"], KEY: sampling}, []
             here = network(x, times, context=text, transformer_options=options, **more, **named)
-            sampling.runs.finish()
+            finish_run(sampling)
             # float32 over these networks errs by 1e-6 of the largest value.
             assert torch.allclose(here, dense, atol=2e-5 * float(dense.abs().max())), i
             assert len(ran) == (whole if i in settings.config.reuse.steps_of(8).full else 0)

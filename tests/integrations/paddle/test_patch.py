@@ -106,12 +106,12 @@ def test_the_draw_depends_on_the_timestep_and_on_the_seed():
         seen.append(hosts.call(unet, **arguments))
     assert not np.array_equal(*seen)
 
-    from tokenmerge.integrations.paddle import runtime
+    from tokenmerge.integrations import portable
 
     draws = []
-    original = runtime.plan_tokens
+    original = portable.plan_tokens
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "plan_tokens", lambda *args: draws.append(args[4]) or original(*args))
+        patch.setattr(portable, "plan_tokens", lambda *args: draws.append(args[4]) or original(*args))
         for timestep in (paddle.to_tensor(500), 500, paddle.to_tensor([500, 500]), 501.5):
             hosts.call(unet, **{**arguments, "timestep": timestep})
     assert draws[0] == draws[3] == draws[6] != draws[9]
@@ -123,12 +123,12 @@ def test_prompts_of_one_picture_share_a_plan():
     arguments["sample"] = paddle.concat([arguments["sample"][:1]] * 2)
     alone = {name: value if name == "timestep" else value[:1] for name, value in arguments.items()}
     plans = []
-    from tokenmerge.integrations.paddle import runtime
+    from tokenmerge.integrations import portable
 
-    original = runtime.plan_tokens
+    original = portable.plan_tokens
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            runtime, "plan_tokens", lambda *args: plans.append((args[5], original(*args))) or plans[-1][1]
+            portable, "plan_tokens", lambda *args: plans.append((args[5], original(*args))) or plans[-1][1]
         )
         apply_token_merging(unet, ToMeConfig(ratio=0.5))
         hosts.call(unet, **arguments)

@@ -12,8 +12,7 @@ import torch
 
 from tokenmerge import ConfigError, UnsupportedModelError, token_merging
 from tokenmerge.default_method import settings_for
-from tokenmerge.integrations.serving import by_environment, is_asked
-from tokenmerge.integrations.serving.served import ServedPipeline
+from tokenmerge.integrations.serving import ServedPipeline, by_environment, is_asked
 
 PROJECT = Path(__file__).parents[3] / "pyproject.toml"
 LOG = logging.getLogger(__name__)

@@ -45,13 +45,10 @@ def install(path: str | Path) -> list[Path]:
             "contains ComfyUI's main.py"
         )
     target = folder / NAME
-    files = sorted(
-        file.relative_to(SOURCE)
-        for file in SOURCE.rglob("*")
-        if file.is_file() and "__pycache__" not in file.parts
-    )
+    sources = (file for file in SOURCE.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    files = sorted(file.relative_to(SOURCE) for file in sources)
     try:
-        if (problem := next(_problems(target, files), None)) is not None:
+        for problem in _problems(target, files):
             raise ConfigError(f"path: {problem}, then run this command again")
         # ComfyUI loads nothing from a folder with this ending.
         with tempfile.TemporaryDirectory(prefix=f"{NAME}-", suffix=".disabled", dir=folder) as unfinished:

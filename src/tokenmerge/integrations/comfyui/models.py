@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -50,8 +50,7 @@ class Block:
 Stage = tuple[str, int, nn.Module, int]  # of a UNet: ComfyUI's name and number for it, module and level
 
 
-@dataclasses.dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """Where a UNet is cut between its finest level, which runs, and its deep stages, which are skipped."""
 
     inputs: int  # number of ``input_blocks`` that run
@@ -69,15 +68,20 @@ class Target:
 
     name: str  # of its class
     blocks: tuple[Block, ...]  # in the order in which they run
+    work: Work  # of a dense call
     # Frames, rows and columns of latent positions that make one token at level 1.
     patch: tuple[int, int, int] = (1, 1, 1)
     cut: Cut | None = None  # in a UNet with several levels, for steps that skip its deep stages
-    work: Work = dataclasses.field(default_factory=lambda: Work(()))  # how the work of a dense call is shared
 
     @property
     def is_unet(self) -> bool:
         """Whether its attention merges; otherwise its whole blocks do."""
         return self.blocks[0].layout is None
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether steps can skip a part of it."""
+        return not self.is_unet or self.cut is not None
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -118,12 +122,8 @@ _REPLACEABLE: Mapping[tuple[str, ...], Sequence[tuple[str, str, Layout]]] = {
 
 
 def find_target(model: Any) -> Target:
-    """Return what can merge in a ``ModelPatcher``.
-
-    Raises:
-        UnsupportedModelError: it holds no UNet, and no transformer whose blocks can be replaced.
-    """
-    root = getattr(getattr(model, "model", None), "diffusion_model", None)
+    """Return what can merge in a ``ModelPatcher``; refuse a model in which nothing can."""
+    root: Any = getattr(getattr(model, "model", None), "diffusion_model", None)
     name = type(root).__name__
     if is_a(root, *compvis.CLASSES) and hasattr(root, "input_blocks"):
         blocks = tuple(
@@ -134,7 +134,7 @@ def find_target(model: Any) -> Target:
         if blocks:
             stages = [(*_key(path), stage, level) for path, stage, level in compvis.stages_of(root)]
             cut = _cut(stages)
-            return Target(name, blocks, cut=cut, work=_work_of_unet(stages, blocks, cut))
+            return Target(name, blocks, _work_of_unet(stages, blocks, cut), cut=cut)
     for classes, lists in _REPLACEABLE.items():
         if is_a(root, *classes):
             found = tuple(
@@ -142,7 +142,8 @@ def find_target(model: Any) -> Target:
                 for attribute, name, layout in lists
                 for number, module in enumerate(getattr(root, attribute))
             )
-            return Target(name, found, patch_of(root), work=_work_of_transformer(root, found))
+            work = Work(_shares(root, found, 1, "block", "always", "blocks"))
+            return Target(name, found, work, patch_of(root))
     known = ", ".join(name for classes in _REPLACEABLE for name in classes)
     raise UnsupportedModelError(
         f"model: expected a UNet with attention, or one of {known}, got {name}; ComfyUI lets a node "
@@ -169,21 +170,21 @@ def _cut(stages: Sequence[Stage]) -> Cut | None:
 
 
 def _work_of_unet(stages: Sequence[Stage], blocks: Sequence[Block], cut: Cut | None) -> Work:
-    """Return how the work of a UNet's call is shared."""
     shares: list[Share] = []
     for way, number, module, level in stages:
         part: Part = "always" if cut is None else "finest" if cut.runs(way, number) else "deep"
-        merging = sum((block.amount for block in blocks if block.key[:2] == (way, number)), Amount())
-        rest = Amount(per_token=weights_of(module) - merging.per_token)
-        shares += [Share(part, level, frozenset(), rest), Share(part, level, frozenset({"layers"}), merging)]
+        own = [block for block in blocks if block.key[:2] == (way, number)]
+        shares += _shares(module, own, level, "layers", part, part)
     return Work(tuple(shares))
 
 
-def _work_of_transformer(root: Any, blocks: Sequence[Block]) -> Work:
-    """Return how the work of a transformer's call is shared."""
+def _shares(
+    module: nn.Module, blocks: Sequence[Block], level: int, scope: str, part: Part, merging_part: Part
+) -> tuple[Share, Share]:
+    """Return the work of a module apart from what merges in its blocks, and the work of that."""
     merging = sum((block.amount for block in blocks), Amount())
-    rest = Amount(per_token=max(0, weights_of(root) - merging.per_token))
-    return Work((Share("always", 1, frozenset(), rest), Share("blocks", 1, frozenset({"block"}), merging)))
+    rest = Amount(per_token=max(0, weights_of(module) - merging.per_token))
+    return Share(part, level, frozenset(), rest), Share(merging_part, level, frozenset({scope}), merging)
 
 
 # Parts of the names of weights that multiply text, or one vector for the whole picture.

@@ -1,33 +1,38 @@
-"""The node "Token Merging", as ComfyUI describes nodes."""
+"""The node "Token Merging", as ComfyUI describes nodes: its inputs, and the text that says what merges."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-from tokenmerge.integrations.comfyui.models import find_target
+from tokenmerge.config import MergeSettings
+from tokenmerge.integrations.comfyui.models import Block, find_target, weights_of
 from tokenmerge.integrations.comfyui.patch import patched
-from tokenmerge.integrations.comfyui.report import describe
 from tokenmerge.integrations.comfyui.settings import (
-    LEVELS,
     METHODS,
     OF_METHOD,
-    SCOPES,
+    STEPS,
     SWITCH,
     Asked,
+    Settings,
     beside,
     settings_for,
 )
+from tokenmerge.models.work import Amount
+from tokenmerge.ops import num_tokens
+from tokenmerge.planners import num_removed
+from tokenmerge.plans.generation import Runs, plan_generation
+
+_WHERE = {"layers": "attention", "keys": "keys and values of attention", "block": "whole blocks"}
 
 
-def _choice(values: tuple[str, ...], tooltip: str) -> tuple[list[str], dict[str, Any]]:
-    return list(values), {"default": values[0], "tooltip": tooltip, "advanced": values[0] == OF_METHOD}
+def _number(default: float, tooltip: str, **limits: float) -> tuple[str, dict[str, Any]]:
+    return "FLOAT", {"default": default, "min": 0.0, "max": 1.0, "step": 0.01, "tooltip": tooltip, **limits}
 
 
-def _number(
-    default: float, tooltip: str, allowed: tuple[float, float, float] = (0.0, 1.0, 0.01)
-) -> tuple[str, dict[str, Any]]:
-    lowest, highest, step = allowed
-    return "FLOAT", {"default": default, "min": lowest, "max": highest, "step": step, "tooltip": tooltip}
+def _choice(tooltip: str, *values: str) -> tuple[list[str], dict[str, Any]]:
+    return [*values], {"default": values[0], "tooltip": tooltip, "advanced": values[0] == OF_METHOD}
 
 
 class TokenMerging:
@@ -55,15 +60,15 @@ class TokenMerging:
             "required": {
                 "model": ("MODEL", {"tooltip": "The model. It is not changed; a clone merges tokens."}),
                 "method": _choice(
-                    METHODS,
                     "auto merges where that saves time, and skips parts of the model on some steps, to "
                     "reach the wanted speed-up. The others are published methods, and take the ratio.",
+                    *METHODS,
                 ),
                 "ratio": _number(
                     0.5,
                     "Share of the tokens that the other methods remove. Raising it is faster, and the "
                     "picture less close to the dense one.",
-                    (0.0, 0.75, 0.01),
+                    max=0.75,
                 ),
                 "start_percent": _number(
                     0.0, "Nothing merges and nothing is skipped before this share of the sampling."
@@ -76,26 +81,30 @@ class TokenMerging:
             "optional": {
                 "latent": ("LATENT", {"tooltip": "Only its size is read, for the text output."}),
                 "scope": _choice(
-                    SCOPES, "Where tokens merge: UNets take layers or keys, transformers block."
+                    "Where tokens merge: UNets take layers or keys, transformers block.",
+                    *(OF_METHOD, "layers", "keys", "block"),
                 ),
                 "proportional": _choice(
-                    SWITCH, "Weigh a merged token in attention by the number of tokens it stands for."
+                    "Weigh a merged token in attention by the number of tokens it stands for.", *SWITCH
                 ),
-                "levels": _choice(LEVELS, "Deepest level of a UNet that merges; 1 is the latent's size."),
+                "levels": _choice(
+                    "Deepest level of a UNet that merges; 1 is the latent's size.",
+                    *(OF_METHOD, "1", "2", "4", "8"),
+                ),
                 "seed": (
                     "INT",
                     {**seed, "tooltip": "Seed for drawing the destinations, which other tokens merge into."},
                 ),
                 "step_reuse": _choice(
-                    SWITCH,
                     "Whether parts of the model are skipped on some steps. Only auto skips some by itself.",
+                    *SWITCH,
                 ),
                 # It comes last, since saved workflows have the values in this order.
                 "speedup": _number(
                     2.0,
                     "Wanted speed-up of method auto, by counted operations of the sampling. Raising it makes "
                     "the picture less like the dense one.",
-                    (1.0, 10.0, 0.1),
+                    **{"min": 1.0, "max": 10.0, "step": 0.1},
                 ),
             },
         }
@@ -124,6 +133,78 @@ def _usual_size(model: Any) -> tuple[int, ...]:
     side = 1024 if getattr(model.model, "adm_channels", 0) or form.latent_channels > 4 else 512
     side //= getattr(form, "spacial_downscale_ratio", 8)
     return 1, form.latent_channels, *[1] * (form.latent_dimensions - 2), side, side
+
+
+def describe(settings: Settings, latent: Sequence[int]) -> str:
+    """Return what merges, for latents of shape ``[b, c, (f,) h, w]``, at the step that merges most."""
+    target = settings.target
+    frames, rows, columns = target.grid(latent)
+    settings = settings.for_sampling((frames, rows, columns), STEPS, None)
+    config, default = settings.config, settings.default
+    asked = f"planner {config.planner}, ratio {config.ratio:g}"
+    if default is not None:
+        asked = f"{default.name}, in an example of {STEPS} steps"
+    size = f"latents {latent[-2]} × {latent[-1]}"
+    lines, dense, merged = [f"{target.name}, {size}: {_WHERE[config.scope]} merge, {asked}"], 0.0, 0.0
+    unless = f", unless regrouped by {settings.regroup}" if settings.regroup else ""
+    for level in target.levels:
+        blocks = [block for block in target.blocks if block.level == level]
+        grid = (frames, -(-rows // level), -(-columns // level))
+        own = max((phase.at_level(level) for phase in config.phases()), key=lambda own: own.ratio)
+        n, r = num_tokens(grid), num_removed(grid, own) if level <= settings.deepest_level else 0
+        where = f"level {level}: " if target.is_unet else ""
+        where += f"{len(blocks)} block{'s' * (len(blocks) > 1)}"
+        if r == 0:
+            lines.append(f"{where} dense, {n} tokens")
+            continue
+        lines.append(f"{where} merged, {n} → {n - r} tokens{unless}")
+        own_dense, own_merged = _operations(blocks, own, n, n - r)
+        dense, merged = dense + own_dense, merged + own_merged
+    if dense:
+        lines.append(
+            f"Merged parts take {1 - merged / dense:.0%} fewer operations on the picture's tokens in a step "
+            "that merges, without counting the matching. The rest of the model is unchanged."
+        )
+    elif not config.reuse.on:
+        lines.append("Nothing merges at this size; take a larger picture or a higher ratio.")
+    if dense and settings.regroup:
+        lines.append(settings.regrouped)
+    if dense and config.correction.every:
+        lines.append(
+            f"Of the steps that run everything, one in {config.correction.every} merges nothing and corrects "
+            "the others."
+        )
+    lines += _step_reuse(settings)
+    if (settings.start, settings.end) != (0, 1):
+        lines.append(f"All this holds from {settings.start:.0%} to {settings.end:.0%} of the sampling.")
+    return "\n".join([*lines, *settings.notes])
+
+
+def _step_reuse(settings: Settings) -> list[str]:
+    """Return what steps skip, as sentences."""
+    config, target = settings.config, settings.target
+    if not config.reuse.on:
+        return ["All steps run the whole model."] if settings.alone else []
+    ran = Counter(step.runs for step in plan_generation(config, STEPS))
+    what = "the deep stages" if target.is_unet else "the blocks"
+    lines = [f"Of {STEPS} steps, {ran[Runs.EVERYTHING]} run the whole model, and the others skip {what}."]
+    if target.is_unet and ran[Runs.LEAST]:
+        lines.append(f"{ran[Runs.LEAST]} of them skip the finest level too.")
+    return lines
+
+
+def _operations(blocks: Sequence[Block], settings: MergeSettings, n: int, m: int) -> tuple[float, float]:
+    """Multiply-accumulates of the merged parts of blocks, on the tokens of one image, dense and merged."""
+    layers, keys = settings.scope == "layers", settings.scope == "keys"
+    # With scope "keys", queries and the output have all tokens: half of the weights, all rows of pairs.
+    rows, dense, merged = n if keys else m, 0.0, 0.0
+    for block in blocks:
+        own = Amount() if layers and not settings.merge_attn else block.amount
+        if layers and settings.merge_crossattn and (cross := block.module.attn2) is not None:
+            own += Amount(per_token=weights_of(cross.to_q) + weights_of(cross.to_out))
+        dense += own.at(n)
+        merged += own.per_token * (rows + m) / 2 + own.per_pair * rows * m
+    return dense, merged
 
 
 NODE_CLASS_MAPPINGS = {"TokenMerging": TokenMerging}

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from tokenmerge.integrations.comfyui import unet
-from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step, running_in, step_in
+from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, running_in, sampling_in
 from tokenmerge.integrations.comfyui.settings import Settings, beside
-from tokenmerge.integrations.comfyui.transformer import ReplacedBlock
+from tokenmerge.integrations.comfyui.transformer import ReplacedBlock, finish_run
 
 _ATTENTION = "optimized_attention_override"
+_SAMPLING = "tokenmerge_sampling"  # key of the running sampling in the options of all of its steps
 
 
 def patched(model: Any, settings: Settings) -> Any:
@@ -27,18 +28,11 @@ def patched(model: Any, settings: Settings) -> Any:
     for kind in ("sampler_sample", "calc_cond_batch", "apply_model", "diffusion_model"):
         clone.remove_wrappers_with_key(kind, KEY)
         clone.add_wrapper_with_key(kind, KEY, getattr(wrappers, kind))
-    options = clone.model_options["transformer_options"]
-    if settings.target.is_unet:
-        present = options.get("patches", {})
-        for name, patch in unet.PATCHES.items():
-            if patch not in present.get(name, ()):
-                clone.set_model_patch(patch, name)
-    else:
-        replaced = options.get("patches_replace", {}).get("dit", {})
-        for block in settings.target.blocks:
+    replaced = clone.model_options["transformer_options"].get("patches_replace", {}).get("dit", {})
+    for block in settings.target.blocks:
+        if block.layout is not None:  # in a transformer
             inner = replaced.get(block.key)
             inner = inner.inner if isinstance(inner, ReplacedBlock) else inner
-            assert block.layout is not None
             clone.set_model_patch_replace(ReplacedBlock(block.key, block.layout, inner), "dit", *block.key)
     options = clone.model_options["transformer_options"]
     before = options.pop(_ATTENTION, None)
@@ -97,7 +91,7 @@ class _Wrappers:
         """One sampling. What it caches is dropped when it ends or is cancelled."""
         options = extra["model_options"]["transformer_options"]
         settings = beside(self.settings, options)
-        options[KEY] = sampling = Sampling(settings, sigmas.tolist(), getattr(model, "cfg", None))
+        options[_SAMPLING] = sampling = Sampling(settings, sigmas.tolist(), getattr(model, "cfg", None))
         for note in settings.notes[len(self.settings.notes) :]:
             sampling.say(note)
         try:
@@ -106,17 +100,18 @@ class _Wrappers:
             sampling.forget()
 
     def calc_cond_batch(self, executor: Any, *arguments: Any) -> Any:
-        """One evaluation of all prompts. Its options carry the running step."""
+        """One evaluation of all prompts. Its options carry the sampling if it merges."""
         model, conds, x, sigma, model_options = arguments
         options = model_options["transformer_options"]
-        known = options.get(KEY)
-        sampling = known if isinstance(known, Sampling) else Sampling(self.settings)
-        noise, now, step = model.model_sampling, float(sigma.max()), None
+        sampling = options.get(_SAMPLING) or Sampling(self.settings)
+        noise, now = model.model_sampling, float(sigma.max())
         start, end = (noise.percent_to_sigma(share) for share in (self.settings.start, self.settings.end))
-        if end < now <= start:
+        merges = end < now <= start
+        if merges:
             whole = all("area" not in cond for prompt in conds for cond in prompt or ())
-            step = Step(sampling, now, noise.timestep(sigma), x.shape, whole, _replaced_in(options))
-        given = {**model_options, "transformer_options": {**options, KEY: step}}
+            sampling.begin_step(now, noise.timestep(sigma), x.shape, whole)
+        options = {**options, KEY: sampling if merges else None}
+        given = {**model_options, "transformer_options": options}
         results = executor(model, conds, x, sigma, given)
         if self.settings.config.guided_planner and len(results) > 1:
             sampling.guidance_change = results[0] - results[1]
@@ -124,31 +119,24 @@ class _Wrappers:
 
     def apply_model(self, executor: Any, x: Tensor, *more: Any, **named: Any) -> Any:
         """One call of the model."""
-        options = named.get("transformer_options") or next(
-            (value for value in more if isinstance(value, dict) and KEY in value), None
-        )
-        step = step_in(options)
-        if step is None:
+        given = (*more, *named.values())
+        options = next((value for value in given if isinstance(value, dict) and KEY in value), {})
+        sampling = sampling_in(options)
+        if sampling is None:
             return executor(x, *more, **named)
-        step.begin_call(x.shape, options)
+        sampling.begin_call(x.shape, options)
         result = executor(x, *more, **named)
-        step.sampling.runs.finish()
+        finish_run(sampling)
         return result
 
     def diffusion_model(self, executor: Any, *arguments: Any, **named: Any) -> Any:
         """One call of the model's network. On some steps it skips the deep stages of a UNet."""
         target = self.settings.target
-        step = step_in(arguments[-1]) if target.is_unet else None
-        if step is None:
+        sampling = sampling_in(arguments[-1]) if target.is_unet else None
+        if sampling is None:
             return executor(*arguments, **named)
         *first, options = arguments
-        arguments = *first, {**options, "patches": unet.innermost(options.get("patches", {}))}
-        if target.cut is None or not step.sampling.decision.caches:
+        arguments = *first, {**options, "patches": unet.with_patches(options.get("patches", {}))}
+        if target.cut is None or not sampling.decision.caches:
             return executor(*arguments, **named)
-        return unet.call_stages(executor, target.cut, step.sampling, arguments, named)
-
-
-def _replaced_in(options: dict[str, Any]) -> frozenset[Hashable]:
-    """Return (kind, ComfyUI's name and numbers) of each attention of a UNet that another node replaces."""
-    replaced = options.get("patches_replace", {})
-    return frozenset((kind, *block) for kind in ("attn1", "attn2") for block in replaced.get(kind, {}))
+        return unet.call_stages(executor, target.cut, sampling, arguments, named)

@@ -20,11 +20,8 @@ from tokenmerge.plans.facts import Facts
 AUTO = "auto"
 METHODS = (AUTO, *presets.__all__)
 OF_METHOD = "as the method says"
-_STEPS, _GRID = 20, (64, 64)  # of a sampling that is not known yet
-_EVERY = 3  # of step reuse beside a preset
-SCOPES = (OF_METHOD, "layers", "keys", "block")
 SWITCH = (OF_METHOD, "on", "off")
-LEVELS = (OF_METHOD, "1", "2", "4", "8")
+STEPS = 20  # of a sampling that is not known yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +81,7 @@ class Settings:
 
 
 def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> Settings:
-    """Return the settings of a model from the inputs of the node.
-
-    Raises:
-        ConfigError: a value is out of range, or ComfyUI has no way to do this with the model.
-    """
+    """Return the settings of a model from the inputs of the node; refuse what ComfyUI has no way to do."""
     if not 0 <= asked.start < asked.end <= 1:
         raise ConfigError(
             f"start_percent, end_percent: expected 0 ≤ start < end ≤ 1, got {asked.start:g} and "
@@ -102,8 +95,8 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
     if asked.method not in METHODS:
         raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {asked.method!r}")
     config = _changed(getattr(presets, asked.method)(asked.ratio), asked)
-    if asked.step_reuse == "on" and _can_skip(target):
-        config = dataclasses.replace(config, reuse=StepReuse(every=_EVERY))
+    if asked.step_reuse == "on" and target.can_skip:
+        config = dataclasses.replace(config, reuse=StepReuse(every=3))
     config, notes = _applied(config, target, asked)
     return Settings(config, target, asked.start, asked.end, notes)
 
@@ -117,20 +110,15 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
     facts = Facts(
         model="unet" if target.is_unet else "transformer",
         work=target.work,
-        grid=(1, *_GRID),
-        steps=_STEPS,
-        can_skip=_can_skip(target) and asked.step_reuse != "off",
+        grid=(1, 64, 64),
+        steps=STEPS,
+        can_skip=target.can_skip and asked.step_reuse != "off",
         whole_blocks=not target.is_unet,
         layers=target.is_unet,
         number_bytes=2 * dtype.itemsize,
         fewest_tokens=fewest_tokens(device, dtype, 2 if target.is_unet else 1, *attention),
     )
     return DefaultMethod(asked.speedup, facts, (lambda config: _changed(config, asked),))
-
-
-def _can_skip(target: Target) -> bool:
-    """Return whether steps can skip a part of the model."""
-    return not target.is_unet or target.cut is not None
 
 
 def _changed(config: ToMeConfig, asked: Asked) -> ToMeConfig:
@@ -184,13 +172,12 @@ def beside(settings: Settings, options: Mapping[str, Any]) -> Settings:
     if target.is_unet:  # ComfyUI calls the patches of attention in UNets only
         regroup = _nodes_of(options.get("patches", {}).get("attn1_patch", ()))
         attention = _nodes_of(replaced.get("attn1", {}).values())
-    alone = cache is None and not attention
-    if config.reuse.on and not alone:
+    why = attention and f"{attention} may read self-attention in every step"
+    if cache is not None:
+        why = f"{cache.name} skips whole steps; keep one of the nodes"
+    if config.reuse.on and why:
         config = dataclasses.replace(config, reuse=StepReuse())
         default = default and default.without_reuse()
-        why = f"{attention} may read self-attention in every step"
-        if cache is not None:
-            why = f"{cache.name} skips whole steps; keep one of the nodes"
         notes.append(f"No part of the model is skipped, since {why}.")
     if attention:
         notes.append(f"Self-attention that {attention} replaced stays dense.")
@@ -200,10 +187,8 @@ def beside(settings: Settings, options: Mapping[str, Any]) -> Settings:
         notes.append(
             f"Blocks that {later} replaced after Token Merging may not merge; place Token Merging after it."
         )
-    told = (*settings.notes, *notes)
-    return dataclasses.replace(
-        settings, config=config, default=default, regroup=regroup, alone=alone, notes=told
-    )
+    changed = dataclasses.replace(settings, config=config, default=default, regroup=regroup, alone=not why)
+    return dataclasses.replace(changed, notes=(*settings.notes, *notes))
 
 
 def _nodes_of(patches: Iterable[Any]) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.integrations.comfyui.sampling import Running, Step, prompts_in, step_in
+from tokenmerge.integrations.comfyui.sampling import Sampling, sampling_in
 from tokenmerge.models.base import Layout
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops import num_tokens
-from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.blocks.merged_call import add_lost, added_to_image, merged_call
+from tokenmerge.runtime.memory.caches import Tensors, each, extrapolated, updated
+
+Call = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,22 +29,18 @@ class ReplacedBlock:
 
     def __call__(self, arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         """Return the result of the block, which runs on merged tokens."""
-        step = step_in(arguments.get("transformer_options"))
 
         def block(given: dict[str, Any]) -> dict[str, Any]:
             return extra["original_block"](given) if self.inner is None else self.inner(given, extra)
 
-        if step is None:
+        sampling = sampling_in(arguments.get("transformer_options"))
+        if sampling is None:
             return block(arguments)
-        sampling = step.sampling
-        if not sampling.decision.caches:
-            return self._full(step, arguments, block)
-        key, distance = sampling.in_call(self.key), sampling.decision.deep
-        return sampling.runs.call(key, distance, arguments, lambda given: self._full(step, given, block))
+        run = functools.partial(self._full, sampling, block)
+        caches = sampling.decision.caches
+        return block_in_run(sampling, self.key, arguments, run) if caches else run(arguments)
 
-    def _full(
-        self, step: Step, arguments: dict[str, Any], block: Callable[[dict[str, Any]], dict[str, Any]]
-    ) -> dict[str, Any]:
+    def _full(self, sampling: Sampling, block: Call, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the result of the block if it is not skipped."""
 
         def run(**given: Any) -> tuple[Tensor, Tensor | None]:
@@ -49,31 +48,32 @@ class ReplacedBlock:
             result = block({**given, "img": given["img"].clone()})
             return result["img"], result.get("txt")
 
-        call, sampling, n = HostCall(run, (), (), arguments), step.sampling, num_tokens(step.grid)
+        call, n = HostCall(run, (), (), arguments), num_tokens(sampling.grid)
         tokens = self.layout.tokens_of(call)
         if self.key[0] == "double_block" and tokens.shape[1] != n:
-            step.has_references = True  # single-stream blocks, which run later, cannot tell them from text
+            sampling.has_references = (
+                True  # single-stream blocks, which run later, cannot tell them from text
+            )
         dense = (
-            step.has_references or call.has(self.layout.dense_if) or _differs_by_frame(call.argument("vec"))
+            sampling.has_references
+            or call.has(self.layout.dense_if)
+            or _differs_by_frame(call.argument("vec"))
         )
-        if dense or not step.merges(step.grid, 1):
+        running = None if dense else sampling.merge_in(self.key, "all", tokens, self.layout, sampling.grid, 1)
+        if running is None:
             return block(arguments)
-        lost, measures = sampling.of(self.key), sampling.decision.merging is Merging.MEASURES
-        if measures:
+        lost, plan, settings = sampling.of(self.key), running.plan, running.settings
+        if plan is None:
             image, text = call.result()
         else:
-            place = "transformer" if step.settings.config.plans.blocks else self.key
-            prompts = prompts_in(arguments["transformer_options"])
-            plan = step.plan(place, self.layout.image(tokens, n), step.grid, 1, prompts)
-            settings, text_first = step.at(1), self.layout.text == "first"
-            step.running = Running(plan, settings, text_first, weighs=settings.proportional)
+            sampling.running, running.weighs = running, settings.proportional
             try:
                 image, text = merged_call(call, self.layout, plan, settings.combine, change_only=True)
             finally:
-                step.running = None
+                sampling.running = None
             if lost is not None:
                 image = add_lost(self.layout, plan, image, lost, settings.combine)
-        if measures or lost is not None:
+        if plan is None or lost is not None:
             sampling.keep(self.key, added_to_image(self.layout, image, tokens, n))
         return {"img": image, "txt": text}  # None if a block returns no text, like the last one of SD 3
 
@@ -81,3 +81,59 @@ class ReplacedBlock:
 def _differs_by_frame(modulation: Any) -> bool:
     """Return whether frames have modulations of their own, as in Wan 2.2: ``[b, f, 6, c]``."""
     return isinstance(modulation, Tensor) and modulation.ndim > 3 and modulation.shape[1] > 1
+
+
+@dataclasses.dataclass(eq=False)
+class RunningBlocks:
+    """Blocks that have run one after another, each on the very tensors that the last one returned."""
+
+    blocks: list[Hashable]
+    returned: Tensors  # image and text that the last one returned
+    added: Tensors  # what all of them added, in float32, since half precision would lose some of it
+
+
+def block_in_run(sampling: Sampling, block: Hashable, arguments: dict[str, Any], run: Call) -> dict[str, Any]:
+    """Return the result of a block that is skipped on some steps; ``run`` returns that of a complete step.
+
+    In a step that skips a run of blocks, the first one adds the extrapolated sum of what all of them added in
+    complete steps; the others return their input. The sum does not include what a ControlNet adds between two
+    blocks, since ComfyUI also adds it in steps that skip the blocks. Anything else between two blocks begins
+    a new run.
+    """
+    image, text = given = arguments["img"], arguments.get("txt")
+    distance, known = sampling.decision.deep, sampling.of(("run", block))
+    if distance is not None and known is not None:
+        residual, _ = known
+        if residual is not None:
+            image, changed = extrapolated(residual, given, distance)
+            text = text if changed is None else changed
+        return {"img": image, "txt": text}
+    # ComfyUI's blocks add to their input in place. The copies keep the input for the difference.
+    copies = {name: arguments[name].clone() for name in ("img", "txt") if arguments.get(name) is not None}
+    result = run({**arguments, **copies})
+    returned = result["img"], result.get("txt")
+    added = each(lambda after, before: (after - before).float(), returned, given)
+    running: RunningBlocks | None = sampling.running_blocks
+    last_image, last_text = (None, None) if running is None else running.returned
+    if running is not None and image is last_image and (text is last_text or returned[1] is None):
+        running.returned, running.added = returned, each(Tensor.add_, running.added, added)
+        running.blocks.append(block)
+    else:
+        finish_run(sampling)
+        sampling.running_blocks = RunningBlocks([block], returned, added)
+    return result
+
+
+def finish_run(sampling: Sampling) -> None:
+    """Cache the residual of the blocks that have run, if there are any, with their number."""
+    running: RunningBlocks | None = sampling.running_blocks
+    sampling.running_blocks = None
+    if running is None:
+        return
+    first, *others = (("run", block) for block in running.blocks)
+    before, blocks = sampling.of(first) or (None, 0)
+    added = each(lambda total: total.to(running.returned[0].dtype), running.added)
+    residual = updated(before if blocks == len(running.blocks) else None, added)
+    sampling.keep(first, (residual, len(running.blocks)))
+    for block in others:
+        sampling.keep(block, (None, 0))

@@ -1,6 +1,6 @@
 """Patches of the attention of UNets, and steps that skip their deep stages, or the finest level too.
 
-The patches have no state: all of it is in the running step. A step that skips stages calls ComfyUI's own
+The patches have no state: all of it is in the running sampling. A step that skips stages calls ComfyUI's own
 forward on a view of the UNet, in which the skipped blocks do nothing; no module changes. What they would have
 returned is extrapolated from the steps that ran them (DeepCache, arXiv 2312.00858; TaylorSeer, arXiv
 2503.06923).
@@ -15,24 +15,24 @@ from typing import Any
 from torch import Tensor
 
 from tokenmerge.integrations.comfyui.models import Cut
-from tokenmerge.integrations.comfyui.sampling import Running, Sampling, Step, prompts_in, running_in, step_in
+from tokenmerge.integrations.comfyui.sampling import Options, Running, Sampling, running_in, sampling_in
 from tokenmerge.models.base import PLAIN
-from tokenmerge.plans.generation import Merging
+from tokenmerge.plans.generation import Runs
 from tokenmerge.runtime.blocks.merged_call import add_lost, combined
 from tokenmerge.runtime.memory.caches import extrapolated, updated
 
 # ComfyUI's patches that get what a block of the UNet returned.
 _AFTER_BLOCKS = ("input_block_patch", "input_block_patch_after_skip", "output_block_patch")
-# The parts whose results are cached.
+# The parts whose results are cached, as the decision of a call names them.
 _DEEP, _FINEST = "deep", "finest"
 
 
-def before_attention(n: Tensor, context: Any, value: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+def before_attention(n: Tensor, context: Any, value: Any, options: Options) -> tuple[Any, Any, Any]:
     """``attn1_patch``: plan from the normalised tokens of the block, and merge them for self-attention."""
-    step = step_in(options)
-    if step is None:
+    sampling = sampling_in(options)
+    if sampling is None:
         return n, context, value
-    step.running = running = _running(step, n, options)
+    sampling.running = running = _running(sampling, n, options)
     keys_alone = running is not None and running.settings.scope == "keys"
     if running is None or not (keys_alone or running.settings.merge_attn):
         return n, context, value
@@ -47,14 +47,12 @@ def before_attention(n: Tensor, context: Any, value: Any, options: dict[str, Any
     return n if keys_alone else merged, context, value
 
 
-def before_cross_attention(
-    n: Tensor, context: Any, value: Any, options: dict[str, Any]
-) -> tuple[Any, Any, Any]:
+def before_cross_attention(n: Tensor, context: Any, value: Any, options: Options) -> tuple[Any, Any, Any]:
     """``attn2_patch``: merge the queries of cross-attention."""
-    step, running = running_in(options)
+    sampling, running = running_in(options)
     if running is None or running.settings.scope == "keys" or not running.settings.merge_crossattn:
         return n, context, value
-    if step.is_replaced("attn2", running.block):
+    if sampling.is_replaced("attn2", running.block):
         return n, context, value
     running.merged, running.weighs = "attn2", False
     if running.plan is None:
@@ -62,13 +60,13 @@ def before_cross_attention(
     return combined(running.plan, n, running.settings.combine), context, value
 
 
-def after_attention(n: Tensor, options: dict[str, Any]) -> Tensor:
+def after_attention(n: Tensor, options: Options) -> Tensor:
     """``attn1_output_patch`` and ``attn2_output_patch``: give each token the result of its merged token."""
-    step, running = running_in(options)
+    sampling, running = running_in(options)
     if running is None or running.merged is None:
         return n
     layer, running.merged, running.weighs = (running.block, running.merged), None, False
-    plan, sampling = running.plan, step.sampling
+    plan = running.plan
     if plan is None:
         sampling.keep(layer, (n.clone(),))
         return n
@@ -80,35 +78,30 @@ def after_attention(n: Tensor, options: dict[str, Any]) -> Tensor:
     return result
 
 
-def innermost(patches: Mapping[str, Any]) -> dict[str, list[Callable[..., Any]]]:
-    """Return a UNet's patches with those of this node next to the layers.
+def with_patches(others: Mapping[str, Any]) -> dict[str, list[Callable[..., Any]]]:
+    """Return the patches of other nodes with those above next to the layers: the others get all tokens."""
+    return {
+        **others,
+        "attn1_patch": [*others.get("attn1_patch", ()), before_attention],
+        "attn1_output_patch": [after_attention, *others.get("attn1_output_patch", ())],
+        "attn2_patch": [*others.get("attn2_patch", ()), before_cross_attention],
+        "attn2_output_patch": [after_attention, *others.get("attn2_output_patch", ())],
+    }
 
-    Whatever the order of the nodes, the patches of others get all tokens then.
-    """
-    result = {name: list(present) for name, present in patches.items()}
-    for name, own in PATCHES.items():
-        others = [patch for patch in result.get(name, ()) if patch is not own]
-        result[name] = [own, *others] if name.endswith("output_patch") else [*others, own]
-    return result
 
-
-def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
+def _running(sampling: Sampling, n: Tensor, options: Options) -> Running | None:
     """Return what the block merges; None: it is dense."""
     batch, _, rows, columns = options["activations_shape"]
     way, number = options["block"]
     block = way, number, options.get("block_index", 0)
     if n.shape[:2] != (batch, rows * columns):
-        if step.settings.regroup:
-            step.sampling.say(step.settings.regrouped)
+        if sampling.settings.regroup:
+            sampling.say(sampling.settings.regrouped)
         return None
-    level, grid = level_of(options["original_shape"][-2], rows), (1, rows, columns)
-    if step.is_replaced("attn1", block) or not step.merges(grid, level):
+    if sampling.is_replaced("attn1", block):
         return None
-    plan = None
-    if step.sampling.decision.merging is not Merging.MEASURES:
-        place = (level, way) if step.settings.config.plans.blocks else block
-        plan = step.plan(place, n, grid, level, prompts_in(options))
-    return Running(plan, step.at(level), block=block)
+    level = level_of(options["original_shape"][-2], rows)
+    return sampling.merge_in(block, (level, way), n, PLAIN, (1, rows, columns), level)
 
 
 def level_of(finest: int, rows: int) -> int:
@@ -123,14 +116,6 @@ def level_of(finest: int, rows: int) -> int:
     return level
 
 
-PATCHES: Mapping[str, Callable[..., Any]] = {
-    "attn1_patch": before_attention,
-    "attn1_output_patch": after_attention,
-    "attn2_patch": before_cross_attention,
-    "attn2_output_patch": after_attention,
-}
-
-
 def call_stages(
     executor: Any, cut: Cut, sampling: Sampling, arguments: Sequence[Any], named: Mapping[str, Any]
 ) -> Any:
@@ -139,14 +124,14 @@ def call_stages(
     ``arguments`` are (x, timesteps, context, y, control, transformer_options).
     """
     *first, control, options = arguments
-    distances: dict[str, Any] = {_FINEST: sampling.decision.finest, _DEEP: sampling.decision.deep}
+    decision = sampling.decision
     # The highest part that the running call skips; None: all of the UNet runs.
-    skipped = next((part for part in distances if distances[part] is not None and sampling.of(part)), None)
+    skipped = {Runs.FINEST: _DEEP, Runs.LEAST: _FINEST}.get(decision.runs)
 
     def result(part: str, h: Tensor) -> Tensor:
         """Return the result of a part: extrapolated where it is skipped; otherwise ``h``, which is cached."""
         if part == skipped:
-            (h,) = extrapolated(sampling.of(part), [0.0], distances[part])
+            (h,) = extrapolated(sampling.of(part), [0.0], getattr(decision, part))
         else:
             sampling.keep(part, updated(sampling.of(part), (h.clone(),)))
         return h

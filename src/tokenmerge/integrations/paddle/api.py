@@ -164,10 +164,7 @@ def remove_patch(pipe_or_layer: Model) -> Model:
 def remove_tome(pipe_or_layer: Model, only_return_self: bool = True) -> Model | tuple[Model, list[nn.Layer]]:
     """Restore a model as :func:`remove_patch` does, with ppdiffusers' signature.
 
-    Args:
-        pipe_or_layer: a pipeline or model of ppdiffusers.
-        only_return_self: whether to return only the pipeline or model. False: also return the models in it
-            that can be patched.
+    With ``only_return_self=False``, it also returns the models in it that can be patched.
     """
     remove_patch(pipe_or_layer)
     if only_return_self:
@@ -182,7 +179,7 @@ def _check_offered(config: Any) -> None:
             "the other settings for a ratio is supported only on PyTorch"
         )
     for place, rule in enumerate(config.rules):
-        if rule.conditions.keys() - {"level"}:
+        if rule.of_steps:
             raise ConfigError(
                 f"rules[{place}]: on Paddle a rule can have a level and no other condition, got {rule}; "
                 "leave it out, or use a pipeline of diffusers"

@@ -62,11 +62,7 @@ class PaddleModel:
 
 
 def find_hosts(pipe_or_layer: Any) -> tuple[PaddleModel, ...]:
-    """Find the models in a pipeline or a layer in which tokens can merge, each once.
-
-    Raises:
-        UnsupportedModelError: there is none.
-    """
+    """Return the models in a pipeline or a layer in which tokens can merge, each once, and at least one."""
     found = {id(host.root): host for layer in _layers(pipe_or_layer) for host in _hosts(layer)}
     if not found:
         raise UnsupportedModelError(

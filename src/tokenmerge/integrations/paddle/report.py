@@ -12,37 +12,22 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.paddle.models import PaddleBlock, PaddleModel, find_hosts
 from tokenmerge.integrations.paddle.runtime import blocks_to_merge, deepest_level, merged_layers
 from tokenmerge.integrations.portable import num_removed
-from tokenmerge.text_table import TextTable
+from tokenmerge.text_table import Row, TextTable
 
 _TEXT_TOKENS = 77
 
 
 @dataclasses.dataclass(frozen=True)
-class PaddleRow:
-    """One transformer block, with fields as in :class:`tokenmerge.report.Row`.
-
-    FLOPs are those of the sub-layers in ``merged``, and not of the whole block.
-    """
-
-    model: str
-    path: str
-    level: int
-    grid: tuple[int, int]
-    tokens: int
-    merged_tokens: int
-    merged: str
-    flops_dense: int
-    flops_merged: int
-
-
-@dataclasses.dataclass(frozen=True)
 class PaddleReport:
-    """The blocks that merge in one call, with fields as in :class:`tokenmerge.report.Report`."""
+    """The blocks that merge in one call, with fields as in :class:`tokenmerge.report.Report`.
+
+    The FLOPs of its rows are those of the sub-layers in ``merged``, and not of the whole block.
+    """
 
     height: int
     width: int
     batch: int
-    rows: tuple[PaddleRow, ...]
+    rows: tuple[Row, ...]
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -85,7 +70,7 @@ def predict(
     return PaddleReport(height, width, batch, rows, notes)
 
 
-def _rows(host: PaddleModel, config: ToMeConfig, height: int, width: int, batch: int) -> Iterator[PaddleRow]:
+def _rows(host: PaddleModel, config: ToMeConfig, height: int, width: int, batch: int) -> Iterator[Row]:
     for block in blocks_to_merge(host, config):
         settings, grid = config.at_level(block.level), block.grid(height, width)
         n, r, keys_alone = grid[0] * grid[1], num_removed(grid, settings), settings.scope == "keys"
@@ -94,7 +79,7 @@ def _rows(host: PaddleModel, config: ToMeConfig, height: int, width: int, batch:
             continue
         dense = sum(_flops(block, name, n, n) for name in names)
         merged = sum(_flops(block, name, n if keys_alone else n - r, n - r) for name in names)
-        yield PaddleRow(
+        yield Row(
             model=host.name,
             path=block.path,
             level=block.level,
@@ -126,7 +111,7 @@ def _matching_flops(block: PaddleBlock, grid: tuple[int, int], settings: MergeSe
     return 2 * (grid[0] * grid[1] - cells) * compared * int(block.layer.attn1.to_q.weight.shape[0])
 
 
-def _notes(host: PaddleModel, config: ToMeConfig, rows: tuple[PaddleRow, ...]) -> Iterator[str]:
+def _notes(host: PaddleModel, config: ToMeConfig, rows: tuple[Row, ...]) -> Iterator[str]:
     merging = {row.path for row in rows if row.model == host.name}
     for level in sorted({block.level for block in host.blocks}):
         dense = [b for b in host.blocks if b.level == level and b.path not in merging]

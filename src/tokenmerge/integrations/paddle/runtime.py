@@ -17,33 +17,23 @@ from paddle import Tensor, nn
 
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
+from tokenmerge.integrations import portable
 from tokenmerge.integrations.paddle.models import PaddleBlock, PaddleModel, parameters_of
-from tokenmerge.integrations.portable import (
-    Plan,
-    keep_destinations,
-    merge,
-    num_removed,
-    plan_tokens,
-    step_number,
-    unmerge,
-)
 
 Forward = functools.partial[Any]  # the method of the original class, bound to the layer
 STATE = "_tokenmerge"  # key of the state of a patched layer in its ``__dict__``
 # The attention processors of this module add the given mask to their logits.
 _MASKED = "ppdiffusers.models.attention_processor"
-_COMBINE: dict[str, Callable[..., Tensor]] = {"mean": merge, "keep": keep_destinations}
 
 
 class _Now(threading.local):
     """State of the running call of the model, for each thread."""
 
-    def __init__(self) -> None:
-        self.step = 0
-        self.parts = 1  # number of images of the batch that share a plan
-        self.size: tuple[int, int] | None = None  # height and width of the sample; None: no call was seen
-        # Path and plan of the block that is running; None: it is dense, or no block runs.
-        self.merge: tuple[str, Plan] | None = None
+    step = 0
+    parts = 1  # number of images of the batch that share a plan
+    size: tuple[int, int] | None = None  # height and width of the sample; None: no call was seen
+    # Path and plan of the block that is running; None: it is dense, or no block runs.
+    merge: tuple[str, portable.Plan] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Now, ()  # a copy of the model begins anew
@@ -75,8 +65,9 @@ def merged_layers(block: PaddleBlock, settings: MergeSettings) -> tuple[str, ...
 
 def blocks_to_merge(host: PaddleModel, config: ToMeConfig) -> tuple[PaddleBlock, ...]:
     """Return the blocks in which something merges."""
-    within = [block for block in host.blocks if block.level <= deepest_level(host, config)]
-    return tuple(block for block in within if merged_layers(block, config.at_level(block.level)))
+    deepest = deepest_level(host, config)
+    merging = (block for block in host.blocks if merged_layers(block, config.at_level(block.level)))
+    return tuple(block for block in merging if block.level <= deepest)
 
 
 def deepest_level(host: PaddleModel, config: ToMeConfig) -> int:
@@ -168,15 +159,15 @@ def _swap(layer: nn.Layer, call: Callable, state: State) -> None:
 def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Note the step of a model before it runs, and which images differ only in their prompts."""
     run: Run = root.__dict__[STATE].run
-    names = parameters_of(type(root).forward)
-    arguments = _arguments(names, args, kwargs)
-    sample, timestep = arguments[names[0]], arguments.get("timestep")
+    forward = type(root).forward
+    arguments = _arguments(forward, args, kwargs)
+    sample, timestep = arguments[parameters_of(forward)[0]], arguments.get("timestep")
     height, width = sample.shape[1:3] if _has_channels_last(root) else sample.shape[-2:]
     run.now.size = int(height), int(width)
     _check_size(run, *run.now.size)
     if isinstance(timestep, Tensor):
         timestep = float(timestep.cast("float32").max())
-    run.now.step = 0 if timestep is None else step_number(timestep)
+    run.now.step = 0 if timestep is None else portable.step_number(timestep)
     run.now.parts = _parts(root, sample) if run.config.plans.guidance else 1
 
 
@@ -184,7 +175,7 @@ def block_call(block: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]
     """Run a transformer block, whose sub-layers merge by a plan made from its input."""
     run, here, _ = block.__dict__[STATE]
     now, settings = run.now, run.settings[here.level]
-    x = _arguments(parameters_of(forward.func), args, kwargs)["hidden_states"]
+    x = _arguments(forward.func, args, kwargs)["hidden_states"]
     b, n = x.shape[:2]
     grid = here.grid(*now.size) if now.size else None
     if grid is None or grid[0] * grid[1] != n:
@@ -192,8 +183,9 @@ def block_call(block: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]
             f"{here.path}: expected the tokens of the grid {grid}, got an input of shape {tuple(x.shape)}; "
             "call the model and not a part of it, or restore it with remove_token_merging(model)"
         )
+    parts = now.parts if b % now.parts == 0 else 1
     with paddle.no_grad():
-        plan = plan_tokens(paddle, x, grid, settings, now.step, now.parts if b % now.parts == 0 else 1)
+        plan = portable.plan_tokens(paddle, x, grid, settings, now.step, parts)
     now.merge = None if plan is None else (here.path, plan)
     try:
         return forward(*args, **kwargs)
@@ -205,7 +197,7 @@ def layer_call(layer: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]
     """Run attention or the feed-forward layer on merged tokens, and return a result for all tokens."""
     run, block, name = layer.__dict__[STATE]
     path, plan = run.now.merge or ("", None)
-    arguments = _arguments(parameters_of(forward.func), args, kwargs)
+    arguments = _arguments(forward.func, args, kwargs)
     x = arguments["hidden_states"]
     own_keys = name == "attn1" and block.own_keys
     # Chunks do not fit the plan, and a mask for all keys does not fit merged keys.
@@ -213,7 +205,8 @@ def layer_call(layer: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]
     if plan is None or path != block.path or x.shape[:2] != plan.inverse.shape or masked:
         return forward(*args, **kwargs)
     settings = run.settings[block.level]
-    merged = _COMBINE[settings.combine](paddle, plan, x)
+    combine = portable.merge if settings.combine == "mean" else portable.keep_destinations
+    merged = combine(paddle, plan, x)
     if own_keys and settings.proportional:
         processor = type(layer.processor)
         if processor.__module__ != _MASKED:
@@ -225,12 +218,12 @@ def layer_call(layer: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]
         arguments["attention_mask"] = paddle.log(plan.sizes).cast(x.dtype).unsqueeze(1)
     if settings.scope == "keys":
         return forward(**{**arguments, "encoder_hidden_states": merged})
-    return unmerge(paddle, plan, forward(**{**arguments, "hidden_states": merged}))
+    return portable.unmerge(paddle, plan, forward(**{**arguments, "hidden_states": merged}))
 
 
-def _arguments(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments(method: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name."""
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return {**dict(zip(parameters_of(method), args, strict=False)), **kwargs}
 
 
 def _has_channels_last(root: Any) -> bool:
@@ -255,7 +248,7 @@ def _check_size(run: Run, height: int, width: int) -> None:
     """Refuse a sample that is so small that no block would merge a token."""
     asked = [(block.level, block.grid(height, width), run.settings[block.level]) for block in run.blocks]
     asked = [own for own in asked if own[2].ratio]
-    if asked and not any(num_removed(grid, settings) for _, grid, settings in asked):
+    if asked and not any(portable.num_removed(grid, settings) for _, grid, settings in asked):
         level, (rows, columns), settings = asked[0]
         fewest = f" and min_tokens={settings.min_tokens}" if settings.min_tokens else ""
         raise NothingToMergeError(

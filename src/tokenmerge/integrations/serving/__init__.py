@@ -1,22 +1,20 @@
-"""Plug-ins for servers that run diffusers pipelines: one file for each server.
+"""Plug-ins for servers that run diffusers pipelines, one file for each server, and what they share.
 
 A server finds its plug-in by an entry point of this package. The plug-in does nothing unless the environment
-of the server asks for token merging, as is read here. Nothing heavy is imported before a server with such an
-environment calls the plug-in.
+of the server asks for token merging. Nothing heavy is imported before a pipeline is there.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 
-from tokenmerge.config.checks import number
-from tokenmerge.errors import ConfigError
+from tokenmerge.config.checks import at_least_1
+from tokenmerge.errors import ConfigError, UnsupportedModelError
 
 SPEEDUP, SETTINGS = "TOKENMERGE_SPEEDUP", "TOKENMERGE_SETTINGS"
 REQUESTED = "tokenmerge_speedup"  # what a request calls its own speed-up
 DENSE = 1.0
-
-speedup = number("a number ≥ 1, such as 2.0", lambda value: value >= 1)
 
 
 def is_asked() -> bool:
@@ -25,11 +23,7 @@ def is_asked() -> bool:
 
 
 def by_environment() -> float | str:
-    """Return the wanted speed-up, or the path of a file of settings.
-
-    Raises:
-        ConfigError: the speed-up is not a number ≥ 1, or both are set.
-    """
+    """Return the wanted speed-up, or the path of a file of settings; refuse other values."""
     text, path = os.environ.get(SPEEDUP), os.environ.get(SETTINGS)
     if text and path:
         raise ConfigError(
@@ -41,4 +35,44 @@ def by_environment() -> float | str:
         value: object = float(text or "")
     except ValueError:
         value = text
-    return speedup(SPEEDUP, value)
+    return at_least_1(SPEEDUP, value)
+
+
+class ServedPipeline:
+    """A pipeline with the speed-up of the server, or of the request that runs.
+
+    Args:
+        pipe: the diffusers pipeline. If its model is not supported, it stays dense, and a warning says why.
+        wanted: speed-up of requests that ask for none, or the path of a file of settings.
+        log: the server's own logger, so that the lines are shown where its lines are.
+    """
+
+    def __init__(self, pipe: object, wanted: float | str, log: logging.Logger) -> None:
+        self._pipe, self._wanted, self._log = pipe, wanted, log
+        self._in_force: float | str = DENSE
+        try:
+            self._apply(wanted, describe=True)
+        except UnsupportedModelError as error:
+            self._wanted = DENSE
+            log.warning("token merging: the model is served dense: %s", error)
+
+    def use(self, requested: object) -> None:
+        """Apply the speed-up that the next request asks for: 1 is dense, and None is that of the server."""
+        wanted = self._wanted if requested is None else at_least_1(REQUESTED, requested)
+        if wanted != self._in_force:
+            self._apply(wanted)
+
+    def _apply(self, wanted: float | str, describe: bool = False) -> None:
+        """Apply it, and log it; ``describe``: with what the patch says of itself."""
+        from tokenmerge.api import apply_token_merging, remove_token_merging
+
+        patch = None
+        if isinstance(wanted, str):
+            patch = apply_token_merging(self._pipe, wanted)
+        elif wanted != DENSE:
+            patch = apply_token_merging(self._pipe, speedup=wanted)
+        elif self._in_force != DENSE:
+            remove_token_merging(self._pipe)
+        self._in_force = wanted
+        name = wanted if isinstance(wanted, str) else "dense" if wanted == DENSE else f"{wanted:g}×"
+        self._log.info("token merging: %s%s", name, f"\n{patch}" if describe and patch is not None else "")

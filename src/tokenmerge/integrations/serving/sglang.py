@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tokenmerge.integrations.serving import REQUESTED, by_environment, is_asked
+from tokenmerge.integrations.serving import REQUESTED, ServedPipeline, by_environment, is_asked
 
 _SERVER = "sglang.multimodal_gen.runtime.pipelines.diffusers_pipeline"
 
@@ -29,8 +29,6 @@ def register() -> None:
 def _load(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Load a pipeline, and let it merge tokens."""
     from sglang.multimodal_gen.runtime.pipelines.diffusers_pipeline import logger
-
-    from tokenmerge.integrations.serving.served import ServedPipeline
 
     wanted = by_environment()  # a wrong value stops the server before it loads anything
     pipe = load(*args, **kwargs)

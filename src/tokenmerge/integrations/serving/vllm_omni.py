@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from tokenmerge.integrations.serving import REQUESTED, by_environment, is_asked
+from tokenmerge.integrations.serving import REQUESTED, ServedPipeline, by_environment, is_asked
 
 
 def register() -> None:
@@ -20,8 +20,6 @@ def register() -> None:
     if not is_asked():
         return
     from vllm_omni.diffusion.models.diffusers_adapter import pipeline_diffusers_adapter as server
-
-    from tokenmerge.integrations.serving.served import ServedPipeline
 
     adapter = server.DiffusersAdapterPipeline
     load, forward = adapter.load_weights, adapter.forward

@@ -58,10 +58,10 @@ class Residual(NamedTuple):
 def updated(before: Residual | None, latest: Tensors, part: Part | None = None) -> Residual:
     """Return the residual after a run that added ``latest``; ``part``: the tokens that it is for."""
     if before is None or _shapes(latest) != _shapes(before.latest):
-        delta = then = _each(torch.zeros_like, latest)
+        delta = then = each(torch.zeros_like, latest)
     else:
-        delta, then = _each(torch.sub, latest, before.latest), before.delta
-    return Residual(latest, delta, _each(partial(_agreement, part), delta, then))
+        delta, then = each(torch.sub, latest, before.latest), before.delta
+    return Residual(latest, delta, each(partial(_agreement, part), delta, then))
 
 
 def extrapolated(residual: Residual, bases: Sequence[Any], distance: Tensor) -> Tensors:
@@ -71,9 +71,9 @@ def extrapolated(residual: Residual, bases: Sequence[Any], distance: Tensor) -> 
     between steps, as under strong guidance, is not extrapolated, since that would double the error. The
     ``distance`` is the steps since the last run, divided by the interval between the last two.
     """
-    return _each(
+    return each(
         lambda value, delta, agreement: value + delta * (agreement * distance),
-        _each(torch.add, residual.latest, bases),
+        each(torch.add, residual.latest, bases),
         residual.delta,
         residual.agreement,
     )
@@ -95,7 +95,7 @@ def _agreement(part: Part | None, delta: Tensor, before: Tensor) -> Tensor:
     return cosine.clamp(min=0).to(delta.dtype).view(-1, *[1] * (delta.ndim - 1))
 
 
-def _each(function: Callable[..., Tensor], *values: Sequence[Any]) -> Tensors:
+def each(function: Callable[..., Tensor], *values: Sequence[Any]) -> Tensors:
     """Apply a function to the first values of some sequences, then to the second, …; None stays None."""
     return tuple(
         None if any(one is None for one in ones) else function(*ones) for ones in zip(*values, strict=True)

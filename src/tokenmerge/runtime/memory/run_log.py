@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.ops import num_tokens
-from tokenmerge.plans import Shown, noise_of
+from tokenmerge.plans.estimate import Shown, noise_of
 from tokenmerge.runtime.memory.caches import Residual
 from tokenmerge.runtime.steps.pipeline import PerThread, WeakDictionary
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, NoiseLevels

@@ -18,7 +18,7 @@ from tokenmerge.config.origin import named
 from tokenmerge.models.base import Grid, Layer, Layout, ModelCall
 from tokenmerge.models.parallel import Part
 from tokenmerge.ops import Plan
-from tokenmerge.plans import Tolerance
+from tokenmerge.plans.tolerance import Tolerance
 from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Call
 from tokenmerge.runtime.memory.run_log import RunLog, StepLog, StepRecorder
 from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline, WeakDictionary
