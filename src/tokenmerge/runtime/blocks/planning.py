@@ -57,13 +57,13 @@ def active_call(state: BlockState, call: HostCall) -> BlockMerge:
 
 def _plan_of(state: BlockState, sequence: TokenSequence, call: HostCall, x: Tensor) -> Plan:
     """Return the plan for a block's input ``x``, of which some tokens merge: a cached one, or a new one."""
-    model, block, n = state.model, state.threads.value, sequence.tokens
-    context, start = model.threads.value.context, state.layout.start_of(call, n)
+    model, block, layout, n = state.model, state.threads.value, state.layout, sequence.tokens
+    context, start = model.threads.value.context, layout.start_of(call, n) if layout.padding else None
     plans, number = block.cache.plans, (context.plan_call, block.number)
     plan = plans.get(number) if context.caches_plans else None
     if plan is None or plan.inverse.shape != (x.shape[0], n):
         with torch.no_grad():  # gradient checkpointing does not plan again, and must save as many tensors
-            features, settings = state.layout.image(x, n, start), context.settings[state.level]
+            features, settings = layout.image(x, n, start), context.settings[state.level]
             if settings.features in CACHED_FEATURES:
                 features = _compared(state, settings.features, x, features, start)
             plan = _new_plan(state, settings.planner, sequence, features)
