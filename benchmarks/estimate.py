@@ -41,7 +41,7 @@ from tokenmerge.models.work import Amount, Share, Work
 from tokenmerge.plans import Facts
 from tokenmerge.plans.estimate import Shown, estimate_closeness, psnr_of
 from tokenmerge.plans.policy import ESTIMATE
-from tokenmerge.runtime.memory.run_log import shown
+from tokenmerge.runtime.memory.run_log import shown_by
 from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge_tools.demo import path
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
@@ -127,7 +127,7 @@ def measure(model: str, options: argparse.Namespace, known: set[tuple[Any, ...]]
 def noted(pipe: DiffusionPipeline) -> dict[str, Any]:
     """Return what the runtime noted in the last generation."""
     run = state_of(find_hosts(pipe)[0].root).last_run
-    found = shown([run])
+    found = shown_by([run])
     return {
         "settings": run.config.changed(),
         "calls": run.steps,

@@ -53,7 +53,7 @@ BREAKS = (
     ),
     Break(
         "linear extrapolation",
-        "runtime/memory/reuse.py",
+        "runtime/memory/caches.py",
         "value + delta * (agreement * distance)",
         "value - delta * (agreement * distance)",
     ),

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from tokenmerge.runtime.memory.caches import Cache, Memory
-from tokenmerge.runtime.memory.state import BlockState
+from tokenmerge.runtime.memory.caches import Cache
+from tokenmerge.runtime.memory.state import BlockState, Memory
 from tokenmerge.runtime.patching.patch import state_of
 
 

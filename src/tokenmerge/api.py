@@ -264,15 +264,11 @@ def merge_in_hosts(
 ) -> Patch[Report, RecordedPlan]:
     """Patch a diffusion model as :func:`apply_token_merging` does.
 
-    Args:
-        model: as for :func:`apply_token_merging`.
-        config: what to merge and how much.
-        dense_if_too_small: a call whose sample has too few tokens to merge runs dense, with one warning for
-            each size. Otherwise such a call raises NothingToMergeError.
-        method: name of the settings, for the handle's text.
-        hosts: the models in ``model``, if they are known. Finding them takes a third of the time of patching.
-        check_size: whether settings are refused that merge nothing at the model's default size.
-        default: the default method, which chooses the settings of each generation; None: ``config`` has them.
+    A call whose sample has too few tokens to merge runs dense with ``dense_if_too_small``, with one warning
+    for each size; otherwise it raises NothingToMergeError. The handle names the settings ``method``. Finding
+    the ``hosts`` takes a third of the time of patching, if they are not given. With ``check_size``, settings
+    are refused that merge nothing at the model's default size. The ``default`` method chooses the settings of
+    each generation; without it, ``config`` has them.
     """
     hosts = hosts or hosts_of(model)
     merging, _ = hosts_that_merge(hosts, config, size=None, check_size=check_size, method=method)
@@ -284,13 +280,12 @@ def merge_in_hosts(
     states = {}
     for host in merging:
         states[host.root] = state = new_state(host, config, pipeline, **facts)
-        state.kept = look(state, host.root, pipeline.given(), first)
-        state.keep_dense(state.threads.value.own_memory)
+        state.keep(look(state, host.root, pipeline.given(), first), state.threads.value.own_memory)
     for host in hosts:
         restore(host.root)
     for host in merging:
         patch_host(host, states[host.root])
-    return DiffusionPatch(model, states, denoiser, method, default)
+    return DiffusionPatch(model, states, denoiser)
 
 
 def _merge_in_encoders(model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]:

@@ -21,9 +21,9 @@ from tokenmerge.plans import Estimate, Facts
 from tokenmerge.plans.estimate import estimate_closeness
 from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
 from tokenmerge.report.summary import Conditions, RunSteps, summary, title
-from tokenmerge.runtime.memory import run_log
+from tokenmerge.runtime.memory.run_log import StepRecorder, shown_by
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
-from tokenmerge.runtime.patching.patch import record_steps, refuse_in_use, restore, state_of
+from tokenmerge.runtime.patching.patch import refuse_in_use, restore, state_of
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies
 from tokenmerge.vit.planner import RecordedTokens
 from tokenmerge.vit.report import ViTReport, predict_vit
@@ -218,16 +218,10 @@ class Patch(Generic[AnyReport, AnyRecord]):
 class DiffusionPatch(Patch[Report, RecordedPlan]):
     """The handle on a patched diffusion model; it reports on the ``denoiser`` among its models."""
 
-    def __init__(
-        self,
-        model: object,
-        states: Mapping[nn.Module, ModelState],
-        denoiser: Host,
-        method: str,
-        default: DefaultMethod | None = None,
-    ) -> None:
+    def __init__(self, model: object, states: Mapping[nn.Module, ModelState], denoiser: Host) -> None:
         super().__init__(model, states, states[denoiser.root])
-        self._denoiser, self._method, self._default = denoiser, method, default
+        self._denoiser = denoiser
+        self._default: DefaultMethod | None = self._state.default
         self._counted: tuple[tuple[object, ...], Report, str | None] | None = None
 
     @property
@@ -237,18 +231,18 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
 
     def metadata(self) -> str:
         """Return the settings as one line for the parameters of a picture, see :meth:`Patch.metadata`."""
-        return to_metadata(self.config, self._method)
+        return to_metadata(self.config, self._state.method)
 
     def record_steps(self, on: bool = True) -> None:
         """Record what each denoising step does, see :meth:`Patch.record_steps`."""
-        root = self._denoiser.root
-        if state_of(root) is not self._state:
+        state: ModelState = self._state
+        if state_of(self._denoiser.root) is not state:
             raise ConfigError(
                 "record_steps: this patch was removed, or another one took its place; apply token merging "
                 "again, and record with the handle that it returns"
             )
-        refuse_in_use([root])
-        record_steps(root, on)
+        refuse_in_use([self._denoiser.root])
+        state.recorder = StepRecorder() if on else None
 
     @property
     def steps(self) -> RunSteps:
@@ -303,7 +297,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         root, run = self._denoiser.root, self._state.last_run
         conditions = Conditions(
             models=tuple(type(model).__name__ for model in self._states),
-            method=self._method,
+            method=self._state.method,
             denoiser=self._denoiser,
             scale=getattr(pipe, "vae_scale_factor", None),
             pictures=self._pictures(pipe),
@@ -324,10 +318,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def _in_force(self) -> ToMeConfig:
         """The settings of the last run; before the first, those of the next one as far as it is known."""
         run = self._state.last_run
-        if run is not None:
-            return run.config
-        kept = self._state.kept
-        return kept.config if self._default is not None or kept.note else self._state.config
+        return self._state.kept.config if run is None else run.config
 
     @property
     def error(self) -> Estimate | None:
@@ -336,7 +327,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if run is None or not run.steps or self._default is None:
             return None
         facts = self._facts_at(run.height, run.width, run.steps)
-        return estimate_closeness(facts, run.config, run_log.shown([run]))
+        return estimate_closeness(facts, run.config, shown_by([run]))
 
     def _estimated(self) -> str:
         """Return the estimate as text, and what a tolerance did; empty: nothing is known."""

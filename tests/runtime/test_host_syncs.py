@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tokenmerge
 from tokenmerge import Correction, StepReuse, ToMeConfig, apply_token_merging, presets
 from tokenmerge.runtime.patching import hooks
-from tokenmerge.runtime.steps import guidance
-from tokenmerge.runtime.steps.guidance import StepSeed
+from tokenmerge.runtime.steps import step_tracker
+from tokenmerge.runtime.steps.step_tracker import step_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
 
@@ -67,7 +67,7 @@ def waits(pipe: StableDiffusionPipeline, config: ToMeConfig) -> tuple[Counter[st
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if tensors were on one."""
-    for module in (hooks, guidance):
+    for module in (hooks, step_tracker):
         monkeypatch.setattr(module, "needs_sync", lambda value: True)
 
 
@@ -103,20 +103,19 @@ def test_a_larger_batch_is_asked_again(pipe, accelerator):
 
 
 def test_two_calls_with_one_timestep_have_one_number(accelerator):
-    numbers, cpu = StepSeed(), torch.device("cpu")
-    timestep = torch.tensor(7.0)
-    first = numbers.of(timestep, cpu)
-    assert numbers.of(timestep, cpu) is first
+    cpu, timestep = torch.device("cpu"), torch.tensor(7.0)
+    first = step_seed(timestep, cpu)
+    assert step_seed(timestep, cpu) is first
     timestep += 1
-    changed = numbers.of(timestep, cpu)
+    changed = step_seed(timestep, cpu)
     assert changed != first
-    assert numbers.of(torch.tensor(8.0), cpu) == changed
-    assert numbers.of(8.0, cpu) == changed
+    assert step_seed(torch.tensor(8.0), cpu) == changed
+    assert step_seed(8.0, cpu) == changed
     with torch.inference_mode():
         timestep = torch.tensor(7.0)
-        assert numbers.of(timestep, cpu) == first
+        assert step_seed(timestep, cpu) == first
         timestep += 1  # of which nothing tells
-        assert numbers.of(timestep, cpu) == changed
+        assert step_seed(timestep, cpu) == changed
 
 
 def test_a_second_call_of_a_step_compares_no_numbers(pipe, accelerator):

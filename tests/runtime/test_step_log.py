@@ -31,7 +31,7 @@ from tokenmerge import (
     token_merging,
 )
 from tokenmerge.config import dense_outside
-from tokenmerge.runtime.memory.step_log import StepLog, Stopwatch
+from tokenmerge.runtime.memory.run_log import StepLog, clock, seconds_between
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
@@ -152,7 +152,7 @@ def hosts_texts(sample: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 def test_the_seconds_of_a_step_are_those_in_the_model(pipe, monkeypatch):
     clock = iter(range(1000))
-    monkeypatch.setattr("tokenmerge.runtime.memory.step_log.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("tokenmerge.runtime.memory.run_log.time.perf_counter", lambda: next(clock))
     patch = recording(pipe, "every step")
     draw(pipe, 3)
     seconds = [row.seconds for row in patch.steps]
@@ -179,10 +179,9 @@ def test_a_cuda_device_is_timed_by_its_own_events(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device.type)
-    watch = Stopwatch(torch.device("cuda"))
-    watch.stop()
+    began, ended = (clock(torch.device("cuda")) for _ in range(2))
     assert noted == ["cuda", "cuda"]
-    assert watch.seconds() == 0.25
+    assert seconds_between(began, ended) == 0.25
     assert noted[-1] == "waited"
 
 
@@ -230,7 +229,9 @@ def test_stopping_leaves_no_hook(pipe):
     hooks = dict(pipe.unet._forward_hooks)
     for _ in range(2):  # twice on is once
         patch.record_steps()
-    assert len(pipe.unet._forward_hooks) == len(hooks) + 1
+    assert pipe.unet._forward_hooks == hooks
+    draw(pipe, 2)
+    assert len(patch.steps) == 2
     patch.record_steps(False)
     assert pipe.unet._forward_hooks == hooks
     with pytest.raises(ConfigError, match=r"nothing was recorded; call patch\.record_steps\(\)"):

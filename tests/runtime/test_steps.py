@@ -36,7 +36,7 @@ from tokenmerge import (
 from tokenmerge.config import dense_outside
 from tokenmerge.ops.plan import Plan
 from tokenmerge.plans.generation import Merging
-from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
+from tokenmerge.runtime.memory.caches import Residual, extrapolated, updated
 from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState
 from tokenmerge.runtime.patching.patch import state_of
 

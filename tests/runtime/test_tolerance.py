@@ -22,7 +22,7 @@ from torch.torch_version import TorchVersion
 from tokenmerge import ConfigError, ToMeConfig, ViTConfig, apply_token_merging
 from tokenmerge.config import read_metadata
 from tokenmerge.planners import calibration
-from tokenmerge.runtime.memory.run_log import ForecastError, RunLog, shown
+from tokenmerge.runtime.memory.run_log import ForecastError, RunLog, shown_by
 from tokenmerge.runtime.patching.patch import state_of
 
 SPEEDUP, HIGHEST = 1.5, 500
@@ -145,7 +145,7 @@ def test_of_a_batch_the_largest_errors_count():
     def largest(*errors: float) -> Mapping[str, Mapping[int, float]]:
         log = RunLog(ToMeConfig(), len(errors), (), 1, 12)
         log.errors = [ForecastError(3, "deep", 2, torch.tensor(errors))]
-        return shown([log]).errors
+        return shown_by([log]).errors
 
     assert largest(0.25, 0.5, 0.125) == {"deep": {3: 0.5}}
     assert math.isnan(largest(0.25, math.nan)["deep"][3])

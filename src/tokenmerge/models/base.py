@@ -121,6 +121,11 @@ class Layout:
         """Return the tokens of a call."""
         return call.argument(self.tokens or call.names[0])
 
+    def start_of(self, call: HostCall, n: int) -> Tensor | None:
+        """Return the first index of the n image tokens ``[b]``; None: no padding stands behind them."""
+        mask = call.argument(self.padding) if self.padding else None
+        return None if mask is None else mask.sum(dim=1) - n
+
     def image(self, x: Tensor, n: int, start: Tensor | None = None) -> Tensor:
         """Return the n image tokens of a sequence; ``start`` ``[b]``: first index, if it differs by image."""
         if start is not None:

@@ -58,6 +58,11 @@ def ones(b: int, n: int, device: Device) -> Tensor:
     return torch.ones(b, n, device=device)
 
 
+def version_of(tensor: Tensor) -> int | None:
+    """Return how often a tensor was changed in place; None: nobody counts, as in inference mode."""
+    return None if tensor.is_inference() else tensor._version
+
+
 _made: Any = WeakTensorKeyDictionary()  # by a tensor of the plan, for as long as that lives
 
 

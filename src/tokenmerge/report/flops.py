@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.models.base import Host, is_a
-from tokenmerge.runtime.memory.reuse import Residual
+from tokenmerge.runtime.memory.caches import Residual
 from tokenmerge.runtime.memory.state import Kept, ModelState
 from tokenmerge.runtime.patching.patch import new_state, patch_host, restore
 from tokenmerge.runtime.patching.watched import is_watching

@@ -14,8 +14,7 @@ from tokenmerge.models.placement import dtype_of
 from tokenmerge.plans.generation import GenerationPlan, Merging, Runs, plan_generation
 from tokenmerge.report.cache_limit import in_words
 from tokenmerge.report.prediction import Report, saved
-from tokenmerge.runtime.memory.run_log import RunLog, in_kinds
-from tokenmerge.runtime.memory.step_log import StepRow
+from tokenmerge.runtime.memory.run_log import RunLog, StepRow, in_kinds
 from tokenmerge.text_table import Tabled, TextTable
 
 

@@ -14,7 +14,7 @@ from tokenmerge.models.base import Layout
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops.partition import num_tokens
 from tokenmerge.runtime.blocks.merged_call import add_lost, added_to_image, merged_call
-from tokenmerge.runtime.memory.reuse import Tensors, each, extrapolated, updated
+from tokenmerge.runtime.memory.caches import Tensors, each, extrapolated, updated
 
 Call = Callable[[dict[str, Any]], dict[str, Any]]
 

@@ -19,7 +19,7 @@ from tokenmerge.integrations.comfyui.sampling import Options, Running, Sampling,
 from tokenmerge.models.base import PLAIN
 from tokenmerge.plans.generation import Runs
 from tokenmerge.runtime.blocks.merged_call import add_lost, combined
-from tokenmerge.runtime.memory.reuse import extrapolated, updated
+from tokenmerge.runtime.memory.caches import extrapolated, updated
 
 # ComfyUI's patches that get what a block of the UNet returned.
 _AFTER_BLOCKS = ("input_block_patch", "input_block_patch_after_skip", "output_block_patch")

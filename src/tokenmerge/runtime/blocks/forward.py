@@ -45,12 +45,8 @@ def block_call(original: HostMethod) -> Callable:
         if state.threads.value.running is None and not state.threads.value.counted:
             count_call(state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
-        if compiling:
-            return _block(state, call)
-        if trains:
-            return _block_with_gradients(state, call)
         # A block that is compiled alone is skipped outside its graph, and its result is cached there.
-        if state.model.caches_results:
+        if not (compiling or trains) and state.model.caches_results:
             return with_caches(state, call, lambda: _block(state, call))
         return _block(state, call)
 
@@ -104,10 +100,7 @@ def _fits(call: HostCall, layer: Layer, running: BlockMerge) -> bool:
 
 
 def with_caches(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
-    """Return the result of a block, which ``run`` returns where the block is not skipped.
-
-    What the block added is cached where a plan of a later step needs it.
-    """
+    """Return what ``run`` returns, unless the block is skipped; cache what it adds if later plans need it."""
     if caches_features(state):
         run = functools.partial(with_cached_features, state, call, run)
     return block_in_run(state, call, run) if is_skipped(state) else run()
@@ -118,19 +111,14 @@ def is_skipped(state: BlockState) -> bool:
     return state.caches_residuals and state.model.context.decision.caches
 
 
-def _block_with_gradients(state: BlockState, call: HostCall) -> Any:
-    """Run a block, by the plan of its first run where gradient checkpointing runs it again."""
-    block, tokens = state.threads.value, state.layout.tokens_of(call)
-    if block.running is None:
-        block.running = state.calls[tokens] = state.calls.get(tokens) or active_call(state, call)
-    return _block(state, call)
-
-
 def _block(state: BlockState, call: HostCall) -> Any:
     """Run a block: as a whole, or by its layers."""
     block = state.threads.value
     try:
-        if block.running is None:
+        if block.running is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            tokens = state.layout.tokens_of(call)  # with which gradient checkpointing runs it again
+            block.running = state.calls[tokens] = state.calls.get(tokens) or active_call(state, call)
+        elif block.running is None:
             block.running = active_call(state, call)
         settings, running = block.running.settings, block.running
         layout = state.block_layout if settings.scope == "block" else None

@@ -14,7 +14,7 @@ from tokenmerge.models.base import Layout, TokenArgument
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops.once import once
 from tokenmerge.ops.plan import IndexPlan, Plan, keep_destinations
-from tokenmerge.runtime.memory.reuse import Tensors
+from tokenmerge.runtime.memory.caches import Tensors
 from tokenmerge.runtime.memory.state import LayerState
 
 
@@ -68,11 +68,8 @@ def keyed_call(attention: nn.Module, call: HostCall, state: LayerState, plan: Pl
         )
     layout, keys = state.layer.layout, state.layer.keys
     assert keys is not None
-    return (
-        _following(call, layout, plan)
-        .replaced(keys, combined(plan, layout.tokens_of(call), combine))
-        .result()
-    )
+    merged = combined(plan, layout.tokens_of(call), combine)
+    return _following(call, layout, plan).replaced(keys, merged).result()
 
 
 def _with_text(layout: Layout, plan: Plan, text: int) -> IndexPlan | None:

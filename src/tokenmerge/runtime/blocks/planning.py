@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tokenmerge.config import CACHED_FEATURES, GUIDED_PLANNERS, MergeSettings
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops.matching import features_if_shared, shared_features
+from tokenmerge.ops.partition import num_tokens
 from tokenmerge.ops.plan import Plan
 from tokenmerge.planners import PLANNERS
 from tokenmerge.planners.sequences import (
@@ -24,8 +26,7 @@ from tokenmerge.planners.sequences import (
 )
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.memory.caches import BlockMerge
-from tokenmerge.runtime.memory.state import BlockState, CallContext, RecordedPlan
-from tokenmerge.runtime.steps.guidance import importance_of_tokens
+from tokenmerge.runtime.memory.state import BlockState, RecordedPlan
 
 
 def sequence_in(state: BlockState, settings: MergeSettings) -> TokenSequence:
@@ -36,7 +37,7 @@ def sequence_in(state: BlockState, settings: MergeSettings) -> TokenSequence:
 
 def active_call(state: BlockState, call: HostCall) -> BlockMerge:
     """Find out what the running call of a block merges, and refuse an input of fewer tokens than its grid."""
-    context, settings, whole = state.model.context, state.settings, state.block_layout
+    thread, settings, whole = state.model.threads.value, state.settings, state.block_layout
     if settings.scope == "block" and (whole is None or call.has(whole.dense_if)):
         return BlockMerge(settings)
     x, sequence = state.layout.tokens_of(call), sequence_in(state, settings)
@@ -47,38 +48,27 @@ def active_call(state: BlockState, call: HostCall) -> BlockMerge:
             f"input of shape {tuple(x.shape)}; this model calls its blocks in a way that tokenmerge does not "
             "know: remove_token_merging(model) restores it"
         )
-    merging = context.decision.merging
+    merging = thread.context.decision.merging
     if merging is Merging.DENSE or not sequence.removed or state.threads.value.cache.dense:
         return BlockMerge(settings)
-    mask = call.argument(state.layout.padding) if state.layout.padding else None
-    plan = None if merging is Merging.MEASURES else _plan_of(state, context, settings, sequence, x, mask)
-    padded = sequence.tokens if mask is None else x.shape[1]
-    return BlockMerge(settings, False, x.shape[0], padded, plan)
+    plan = None if merging is Merging.MEASURES else _plan_of(state, sequence, call, x)
+    padding = state.layout.padding
+    tokens = sequence.tokens if padding is None or call.argument(padding) is None else x.shape[1]
+    return BlockMerge(settings, False, x.shape[0], tokens, plan)
 
 
-def _plan_of(
-    state: BlockState,
-    context: CallContext,
-    settings: MergeSettings,
-    sequence: TokenSequence,
-    x: Tensor,
-    mask: Tensor | None,
-) -> Plan:
-    """Return the plan for a block's input, of which some tokens merge: a cached one, or a new one.
-
-    The mask tells the tokens from padding behind them; None: there is no padding.
-    """
-    n, model = sequence.tokens, state.model
-    start = None if mask is None else mask.sum(dim=1) - n
-    block = state.threads.value
+def _plan_of(state: BlockState, sequence: TokenSequence, call: HostCall, x: Tensor) -> Plan:
+    """Return the plan for a block's input ``x``, of which some tokens merge: a cached one, or a new one."""
+    model, block, layout, n = state.model, state.threads.value, state.layout, sequence.tokens
+    context, start = model.threads.value.context, layout.start_of(call, n) if layout.padding else None
     plans, number = block.cache.plans, (context.plan_call, block.number)
     plan = plans.get(number) if context.caches_plans else None
     if plan is None or plan.inverse.shape != (x.shape[0], n):
         with torch.no_grad():  # gradient checkpointing does not plan again, and must save as many tensors
-            features = state.layout.image(x, n, start)
+            features, settings = layout.image(x, n, start), context.settings[state.level]
             if settings.features in CACHED_FEATURES:
                 features = _compared(state, settings.features, x, features, start)
-            plan = _new_plan(state, context, settings.planner, sequence, features)
+            plan = _new_plan(state, settings.planner, sequence, features)
         if context.caches_plans:
             plans[number] = plan
     if model.record is not None:
@@ -89,10 +79,9 @@ def _plan_of(
     return plan if start is None else plan.within(start, x.shape[1])
 
 
-def _new_plan(
-    state: BlockState, context: CallContext, planner: str, sequence: TokenSequence, features: Tensor
-) -> Plan:
+def _new_plan(state: BlockState, planner: str, sequence: TokenSequence, features: Tensor) -> Plan:
     """Plan for the tokens of a block: once for the copies of a sample that guidance compares."""
+    context = state.model.threads.value.context
     repeats = copies = context.guidance_copies if state.batched else len(features)
     if len(features) % copies:
         repeats = copies = 1
@@ -100,7 +89,7 @@ def _new_plan(
         features, repeats = features_if_shared(features, copies, context.copies_equal.to(features.device)), 1
     elif copies > 1:
         features = shared_features(features, copies)
-    importance = _importance(state, context, features) if planner in GUIDED_PLANNERS else None
+    importance = _importance(state, features) if planner in GUIDED_PLANNERS else None
     if planner in GUIDED_PLANNERS and importance is None:
         planner = "tome"
     # The seed is on the sample's device; blocks of a model on several devices may be elsewhere.
@@ -109,9 +98,9 @@ def _new_plan(
     return plan if repeats == 1 else plan.repeated(repeats)
 
 
-def _importance(state: BlockState, context: CallContext, features: Tensor) -> Tensor | None:
+def _importance(state: BlockState, features: Tensor) -> Tensor | None:
     """Return how much guidance changed each token ``[b, n]`` in the last step; None: it is not known yet."""
-    change, part = context.guidance_difference, state.model.threads.value.part
+    change, part = state.model.context.guidance_difference, state.model.threads.value.part
     if change is None:
         return None
     importance = importance_of_tokens(change, *state.grids)
@@ -129,6 +118,25 @@ def _importance(state: BlockState, context: CallContext, features: Tensor) -> Te
         stacklevel=2,
     )
     return None
+
+
+def importance_of_tokens(change: Tensor, *grids: tuple[int, int, int]) -> Tensor | None:
+    """Return how much guidance changes each token, for planners (arXiv 2411.16720).
+
+    ``change`` is what guidance changes in a model's result: ``[b, c, h, w]``, ``[b, c, f, h, w]``, or tokens
+    ``[b, n, c]`` on the model's finest grid; None is returned for other shapes. The mean absolute change over
+    the area of each token is ``[b, n]``, or ``[b · f, n]`` for a result of several frames and a grid of one.
+    """
+    size = change.abs().float()
+    if size.ndim == 3:
+        tokens = size.mean(dim=2)
+        return tokens if tokens.shape[1] == sum(map(num_tokens, grids)) else None
+    grid = grids[0]
+    if size.ndim not in (4, 5) or (size.ndim == 4 and grid[0] > 1) or len(grids) > 1:
+        return None
+    frames = size.shape[2] if grid[0] > 1 else 1
+    size = size.mean(dim=1).reshape(-1, 1, frames, *size.shape[-2:])
+    return F.adaptive_avg_pool3d(size, grid).flatten(1)
 
 
 def _compared(state: BlockState, features: str, x: Tensor, image: Tensor, start: Tensor | None) -> Tensor:
@@ -162,8 +170,7 @@ def with_cached_features(state: BlockState, call: HostCall, run: Callable[[], An
     cached, level, place = state.model.context.caches_features, state.level, (*state.call, state.level)
     residuals, thread = state.threads.value.cache.residuals, state.model.threads.value
     before, n = residuals.get(state.call), sequence_in(state, state.settings).tokens
-    mask = call.argument(state.layout.padding) if state.layout.padding else None
-    start = None if mask is None else mask.sum(dim=1) - n
+    start = state.layout.start_of(call, n)
     image = state.layout.image(state.layout.tokens_of(call), n, start)
     if state.is_first and (level, "model_residual") in cached:
         thread.spans[place] = (image,)

@@ -60,9 +60,7 @@ class ProportionalAttention(TorchFunctionMode):
 
     def __init__(self, plan: Plan, layout: Layout, block: BlockState) -> None:
         super().__init__()
-        self.sizes = plan.sizes
-        self.layout = layout
-        self.block = block
+        self.sizes, self.layout, self.block = plan.sizes, layout, block
         self._images_seen = 0
 
     @property
@@ -101,12 +99,11 @@ class ProportionalAttention(TorchFunctionMode):
         ``query``, ``key`` and ``value`` are ``[b, n, heads, d]`` or ``[b · heads, n, d]``. The largest d that
         the kernel takes with a ``scale`` is ``largest_head``; 0: it takes none.
         """
-        query, key, value = (given[name] for name in ("query", "key", "value"))
-        sizes = self._sizes_of(*key.shape[:2])
+        sizes = self._sizes_of(*given["key"].shape[:2])
         if sizes is None:
             return kernel(**given)
-        others = {name: own for name, own in given.items() if name not in ("query", "key", "value", "scale")}
-        call, scale = functools.partial(kernel, **others), given.get("scale")
+        query, key, value, scale = (given.pop(name, None) for name in ("query", "key", "value", "scale"))
+        call = functools.partial(kernel, **given)
         if head_size_with_columns(query.shape[-1]) <= largest_head:
             return attend_by_columns(call, query, key, value, sizes, scale)
         if scale is not None:

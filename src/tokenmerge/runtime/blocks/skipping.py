@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tokenmerge.models.call import HostCall, HostMethod
-from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
+from tokenmerge.ops.once import version_of
+from tokenmerge.runtime.memory.caches import Residual, extrapolated, updated
 from tokenmerge.runtime.memory.state import STATE, BlockState, StageState, ThreadState
 
 
@@ -52,40 +53,28 @@ def stage_call(original: HostMethod) -> Callable:
 
 @dataclasses.dataclass(eq=False)
 class BlockRun:
-    """A block in a run, from the last step that ran it.
+    """A block in a run, from the last step that ran it."""
 
-    It returns a ``single`` tensor or a pair, perhaps with ``no_text``. The first block has the residual of
-    the whole run, image and text, and the number of its blocks.
-    """
-
-    single: bool
-    no_text: bool
-    residual: Residual | None = None
-    blocks: int = 0
+    single: bool  # it returned one tensor, and not a pair
+    no_text: bool  # what it returned has no text
+    residual: Residual | None = None  # in the first block, that of the whole run: image and text
+    blocks: int = 0  # in the first block, their number
 
 
 @dataclasses.dataclass(eq=False)
 class RunningBlocks:
-    """Blocks that have run one after another, each with the very tensors that the one before it returned.
+    """Blocks that have run one after another, each with the very tensors that the one before it returned."""
 
-    Attributes:
-        first: the first of them, and ``before`` what it was when it ran before.
-        start: tokens of the image and of the text that it was called with.
-        end: those that the last block returned.
-        version: how often the image of ``end`` had been changed in place then; None: nobody counts.
-    """
-
-    first: BlockRun
-    before: BlockRun | None
-    start: tuple[Tensor, Any]
-    end: tuple[Tensor, Any]
-    version: int | None = None
+    first: BlockRun  # with the residual from when it ran before
+    start: tuple[Tensor, Any]  # tokens of the image and of the text that it was called with
+    end: tuple[Tensor, Any]  # those that the last block returned
+    version: int | None = None  # of the image then, by ``version_of``
     blocks: int = 0
 
     def continues_with(self, image: Tensor, text: Any) -> bool:
         """Return whether a block is called with what the last one returned, unchanged."""
         last, known = self.end
-        return image is last and _version(image) == self.version and (text is known or text is None)
+        return image is last and version_of(image) == self.version and (text is known or text is None)
 
 
 def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
@@ -109,10 +98,11 @@ def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> A
     made = skippable[number] = BlockRun(isinstance(result, Tensor), other is None)
     if running is None or not continues:
         finish_run(thread)
-        made.residual = None if known is None else known.residual
-        running = thread.running_blocks = RunningBlocks(made, known, (tokens, text), (tokens, text))
+        if known is not None:
+            made.residual, made.blocks = known.residual, known.blocks
+        running = thread.running_blocks = RunningBlocks(made, (tokens, text), (tokens, text))
     running.end = image, running.end[1] if other is None else other  # blocks without text pass it on
-    running.version, running.blocks = _version(image), running.blocks + 1
+    running.version, running.blocks = version_of(image), running.blocks + 1
     return result
 
 
@@ -122,26 +112,19 @@ def finish_run(thread: ThreadState) -> None:
     thread.running_blocks = None
     if running is None:
         return
-    (first, given_text), (image, text) = running.start, running.end
-    added = image - first
+    first, (tokens, given_text), (image, text) = running.first, running.start, running.end
+    added = image - tokens
     for place, span in thread.spans.items():
-        if len(span) == 2 and span[0] is first and span[1] is image:
+        if len(span) == 2 and span[0] is tokens and span[1] is image:
             # The run has all blocks of a level, by which plans are made: one tensor serves both.
             thread.memory.model_residuals[place] = added
     latest = added, None if text is given_text else text - given_text
-    known = running.before
-    before = known.residual if known is not None and known.blocks == running.blocks else None
+    before = first.residual if first.blocks == running.blocks else None
     _note_forecast(thread, "deep", before, added)
-    running.first.residual = updated(before, latest, thread.part)
-    running.first.blocks = running.blocks
+    first.residual, first.blocks = updated(before, latest, thread.part), running.blocks
 
 
 def _note_forecast(thread: ThreadState, part: str, before: Residual | None, truth: Tensor) -> None:
     log, context = thread.memory.log, thread.context
     if log is not None and not torch.compiler.is_compiling():
         log.note_forecast(context.decision, context.guidance_copies, part, before, truth)
-
-
-def _version(tensor: Tensor) -> int | None:
-    """Return how often a tensor was changed in place; None where it is not counted."""
-    return None if tensor.is_inference() else tensor._version

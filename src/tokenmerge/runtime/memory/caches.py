@@ -1,23 +1,23 @@
-"""What outlives a call of a patched model: plans and residuals, owned by a generation or a thread."""
+"""What parts of a model cache: plans, and what they added in steps that ran them, for other steps."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.config import MergeSettings
+from tokenmerge.models.placement import Part
 from tokenmerge.ops.plan import Plan
-from tokenmerge.plans.tolerance import Tolerance
-from tokenmerge.runtime.memory.reuse import Tensors
-from tokenmerge.runtime.memory.run_log import RunLog
-from tokenmerge.runtime.steps.guidance import SampleTracker
-from tokenmerge.runtime.steps.step_tracker import StepTracker
 
+# For each tensor of a result: a tensor, or None.
+Tensors = tuple[Any, ...]
+
+_SHORTEST = 1e-8  # of a vector with a direction, as in torch.cosine_similarity
 # A call of a block, as two numbers. The first is that of the model's call in its step: pipelines make several
 # calls in a step, for prompts or tiles. The second is that of the block's call within it: FreeNoise calls a
 # block several times, for some frames after others.
@@ -26,97 +26,77 @@ Call = tuple[int, int]
 
 @dataclasses.dataclass(eq=False)
 class Cache:
-    """What one block, layer or stage caches between calls.
+    """What one block, layer or stage caches between calls."""
 
-    Attributes:
-        plans: blocks that share plans share this dictionary.
-        residuals: what a block or layer added to each tensor of its result; None for those without image.
-        skippable: of what steps skip, what takes its place: for a block a
-            :class:`tokenmerge.runtime.blocks.skipping.BlockRun`, for a stage a residual, or tensors without
-            memory in the shapes of a result that no running module reads.
-        dense: whether a block or layer does not merge, since other people's code looks at it.
-    """
-
-    plans: dict[Call, Plan] = dataclasses.field(default_factory=dict)
+    plans: dict[Call, Plan] = dataclasses.field(default_factory=dict)  # blocks may share the dictionary
+    # What a block or layer added to each tensor of its result; None for those without image.
     residuals: dict[Call, Tensors] = dataclasses.field(default_factory=dict)
+    # Of what steps skip, what takes its place: for a block a tokenmerge.runtime.blocks.skipping.BlockRun, for
+    # a stage a residual, or tensors without memory in the shapes of a result that no running module reads.
     skippable: dict[Call, Any] = dataclasses.field(default_factory=dict)
-    dense: bool = False
-
-
-class Memory:
-    """All that one model caches between calls.
-
-    It belongs to one generation. Where settings do not follow the steps, it belongs to one thread. The
-    ``groups`` say for each part of the model (block, layer or stage) with which parts it shares its plans.
-
-    Attributes:
-        seed: the number that draws of the running step depend on.
-        config: settings at the guidance scale of the generation; None before its first call.
-        tolerance: what changes these settings while the generation runs; None: nothing does.
-        timesteps: the scheduler's, where settings do not follow the steps; others begin a generation.
-        guidance_differences: what guidance changed in the results of the last step, by the call that planned.
-        model_residuals: what all blocks of a level added to the tokens of the image, by the call of the first
-            block and its level.
-    """
-
-    def __init__(self, groups: Sequence[Hashable]) -> None:
-        self.tracker = StepTracker()
-        self.sample = SampleTracker()
-        self.seed: Tensor | None = None
-        self.config: ToMeConfig | None = None
-        self.tolerance: Tolerance | None = None
-        self.timesteps: Any = None
-        self.log: RunLog | None = None
-        self.guidance_differences: dict[int, Tensor] = {}
-        self.model_residuals: dict[tuple[int, int, int], Tensor] = {}
-        plans: dict[Hashable, dict[Call, Plan]] = {group: {} for group in groups}
-        self.caches = tuple(Cache(plans[group]) for group in groups)
-
-    def forget(self, first: int = 0, last: int = sys.maxsize) -> None:
-        """Drop all that is cached of the calls with these numbers."""
-        _drop(first, last, self.tracker.noted, self.guidance_differences)
-        self.forget_plans(first, last)
-        self.forget_results(first, last)
-
-    def forget_results(self, first: int, last: int) -> None:
-        """Drop the cached results of the calls with these numbers."""
-        _drop(first, last, self.model_residuals)
-        for cache in self.caches:
-            _drop(first, last, cache.residuals, cache.skippable)
-
-    def forget_plans(self, first: int, last: int) -> None:
-        """Drop the plans of the calls with these numbers."""
-        _drop(first, last, *(cache.plans for cache in self.caches))
-
-
-def _drop(first: int, last: int, *dictionaries: dict[Any, Any]) -> None:
-    """Drop the entries of some calls; keys are their numbers, or begin with them."""
-    for cached in dictionaries:
-        for key in tuple(cached):
-            number = key if isinstance(key, int) else key[0]
-            if first <= number <= last:
-                del cached[key]
-
-
-class WeakDictionary(WeakIdKeyDictionary):
-    """A dictionary of objects that others own, compared by identity. Deep copies and pickles are empty."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return type(self)()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
+    dense: bool = False  # a block or layer does not merge, since other people's code looks at it
 
 
 class BlockMerge(NamedTuple):
-    """What a block merges in its running call, with the settings of the step.
-
-    Unless it ``is_dense``, its input has ``images`` of ``tokens``, padding included. The plan is None on a
-    correction step, which measures what merging would lose.
-    """
+    """What a block merges in its running call, with the settings of the step."""
 
     settings: MergeSettings
     is_dense: bool = True
-    images: int = 0
-    tokens: int = 0
-    plan: Plan | None = None
+    images: int = 0  # in its input, unless it is dense
+    tokens: int = 0  # of each, padding included
+    plan: Plan | None = None  # None on a correction step, which measures what merging would lose
+
+
+class Residual(NamedTuple):
+    """What a part of a model adds to its input, cached from the step in which it last ran."""
+
+    latest: Tensors  # what it added to each tensor of its result
+    delta: Tensors  # change of ``latest`` since the run before, 0 where there was none
+    agreement: Tensors  # how far the delta kept its direction, 0 to 1 for each image
+
+
+def updated(before: Residual | None, latest: Tensors, part: Part | None = None) -> Residual:
+    """Return the residual after a run that added ``latest``; ``part``: the tokens that it is for."""
+    if before is None or _shapes(latest) != _shapes(before.latest):
+        delta = then = each(torch.zeros_like, latest)
+    else:
+        delta, then = each(torch.sub, latest, before.latest), before.delta
+    return Residual(latest, delta, each(partial(_agreement, part), delta, then))
+
+
+def extrapolated(residual: Residual, bases: Sequence[Any], distance: Tensor) -> Tensors:
+    """Return the result of a skipped part: its input plus the linearly extrapolated residual.
+
+    TaylorSeer (arXiv 2503.06923) of order 1, damped where the residual changed its direction: what turns back
+    between steps, as under strong guidance, is not extrapolated, since that would double the error. The
+    ``distance`` is the steps since the last run, divided by the interval between the last two.
+    """
+    return each(
+        lambda value, delta, agreement: value + delta * (agreement * distance),
+        each(torch.add, residual.latest, bases),
+        residual.delta,
+        residual.agreement,
+    )
+
+
+def _shapes(tensors: Tensors) -> list[torch.Size | None]:
+    return [None if tensor is None else tensor.shape for tensor in tensors]
+
+
+def _agreement(part: Part | None, delta: Tensor, before: Tensor) -> Tensor:
+    """Return how far each image's delta keeps its direction: the cosine, or 0 where it turns back."""
+    now, then = delta.flatten(1).float(), before.flatten(1).float()
+    if part is None:
+        cosine = torch.cosine_similarity(now, then, dim=1)
+    else:
+        squares = part.total(torch.stack([(now * then).sum(1), now.square().sum(1), then.square().sum(1)]))
+        lengths = squares[1:].sqrt().clamp(min=_SHORTEST)
+        cosine = squares[0] / (lengths[0] * lengths[1])
+    return cosine.clamp(min=0).to(delta.dtype).view(-1, *[1] * (delta.ndim - 1))
+
+
+def each(function: Callable[..., Tensor], *values: Sequence[Any]) -> Tensors:
+    """Apply a function to the first values of some sequences, then to the second, …; None stays None."""
+    return tuple(
+        None if any(one is None for one in ones) else function(*ones) for ones in zip(*values, strict=True)
+    )

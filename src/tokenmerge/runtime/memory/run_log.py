@@ -1,7 +1,8 @@
-"""What happened in the latest generation of a patched model, for its handle to tell."""
+"""What happened in a generation of a patched model, and on request in each step, for its handle to tell."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections import Counter
@@ -14,8 +15,9 @@ from torch import Tensor
 from tokenmerge.config import ToMeConfig
 from tokenmerge.ops.partition import num_tokens
 from tokenmerge.plans.estimate import Shown, noise_of
-from tokenmerge.runtime.memory.reuse import Residual
-from tokenmerge.runtime.steps.scheduler import NoiseLevels
+from tokenmerge.runtime.memory.caches import Residual
+from tokenmerge.runtime.steps.pipeline import PerThread, WeakDictionary
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, NoiseLevels
 from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -26,31 +28,24 @@ StepKind = Literal["merged", "unmerged", "reused"]
 
 
 class ForecastError(NamedTuple):
-    """How wrong a forecast of step reuse would have been, in a step that ran the part.
-
-    The part is ``"deep"`` for blocks and deep stages, ``"finest"`` for the finest level of a UNet. It ran
-    ``gap`` steps before. The error is that of the picture that the model predicts in the step, in the unit
-    of the latents, for each image, float32.
-    """
+    """How wrong a forecast of step reuse would have been, in a step that ran the part."""
 
     step: int
-    part: str
-    gap: int
-    error: Tensor
+    part: str  # "deep" for blocks and deep stages, "finest" for the finest level of a UNet
+    gap: int  # the part ran so many steps before
+    error: Tensor  # of the picture that the model predicts, in the unit of the latents, for each image
 
 
 class AddedNoise:
     """How much noise a solver adds, measured once in a generation, from two steps without a setting of it.
 
-    A step keeps a share of the noise in its sample: that of the noise levels where the solver adds none. The
-    share ``kept`` is None until it is measured, in a step with these ``levels`` before and after it. The next
-    step is compared with ``before``: index, sample and picture.
+    A step keeps a share of the noise in its sample: that of the noise levels where the solver adds none.
     """
 
     def __init__(self) -> None:
-        self.kept: Tensor | None = None
-        self.levels = 1.0, 1.0
-        self.before: tuple[int, Tensor, Tensor] | None = None
+        self.kept: Tensor | None = None  # the share; None until it is measured
+        self.levels = 1.0, 1.0  # before and after the step in which it was measured
+        self.before: tuple[int, Tensor, Tensor] | None = None  # a step to compare: index, sample, picture
 
     def note(self, levels: NoiseLevels, sample: Tensor, picture: Tensor, index: int) -> None:
         """Note the sample that the model gets in a step, and the picture that it predicts from it."""
@@ -69,21 +64,8 @@ class AddedNoise:
 class RunLog:
     """What happened in one generation so far. Noting it does not wait for the device.
 
-    Attributes:
-        guidance: scale of classifier-free guidance; None: unknown.
-        batch: batch size of a call of the model.
-        height, width: of the sample (for latent diffusion, of the latents); None: nothing reads them.
-        references: height and width of each reference picture in the sequence of the sample.
-        tokens: number of tokens at the finest level, over all frames of a video and all references.
-        steps: number of denoising steps of the generation; None: unknown.
-        levels: its noise levels; None: unknown.
-        sample: of the running call; None: it is no tensor.
-        missed: of the running call: part, steps since it ran, and the length of the forecast's error divided
-            by that of the part's change, for each image.
-        outputs: of the model, by call in its step and part: when the part last ran.
-        kind_of_step: what each step did, or its last call; empty if the settings do not follow the steps.
-        seconds: from the first call of the model to the end of the last one. On an accelerator, the last
-            operations may still run then.
+    The ``grids`` are those of the sample and of its reference pictures, in tokens of ``patch`` positions on a
+    side; there are none where nothing reads them. For steps, guidance and levels, None means unknown.
     """
 
     def __init__(
@@ -100,15 +82,18 @@ class RunLog:
         self.guidance, self.levels = guidance, levels
         sizes = [(rows * patch, columns * patch) for _, rows, columns in grids]
         size: tuple[int | None, int | None] = sizes[0] if sizes else (None, None)
-        self.height, self.width = size
-        self.references = tuple(sizes[1:])
-        self.tokens = sum(map(num_tokens, grids))
-        self.sample: Tensor | None = None
+        self.height, self.width = size  # of the sample (for latent diffusion, of the latents)
+        self.references = tuple(sizes[1:])  # likewise, of each reference picture
+        self.tokens = sum(map(num_tokens, grids))  # at the finest level, over all frames and references
+        self.sample: Tensor | None = None  # of the running call; None: it is no tensor
+        # Of the running call: part, steps since it ran, and for each image the length of the forecast's error
+        # divided by that of the part's change.
         self.missed: list[tuple[str, int, Tensor]] = []
-        self.outputs: dict[tuple[int, str], Tensor] = {}
+        self.outputs: dict[tuple[int, str], Tensor] = {}  # by call in its step and part: when that last ran
         self.errors: list[ForecastError] = []
         self.noise = AddedNoise()
-        self.kind_of_step: dict[int, StepKind] = {}
+        self.kind_of_step: dict[int, StepKind] = {}  # empty if the settings do not follow the steps
+        # Until the end of the last call; on an accelerator, the last operations may still run then.
         self.seconds, self._began = 0.0, time.perf_counter()
 
     def note_end(self) -> None:
@@ -171,11 +156,8 @@ class RunLog:
         return Counter(self.kind_of_step.values())
 
 
-def shown(logs: Sequence[RunLog]) -> Shown:
-    """Return what the logs of a generation show of its error. Of a batch, the largest errors count.
-
-    This waits for the device once.
-    """
+def shown_by(logs: Sequence[RunLog]) -> Shown:
+    """Return what a generation's logs show of its error, the largest of a batch. It waits for the device."""
     errors = [error for log in logs for error in log.errors]
     measured = next((log.noise for log in logs if log.noise.kept is not None), None)
     tensors = [error.error.max() for error in errors]
@@ -215,3 +197,137 @@ def in_kinds(kinds: Counter[StepKind]) -> str:
     if kinds["unmerged"]:
         complete += f", {kinds['unmerged']} of them unmerged" if kinds["merged"] else ", none merged"
     return f"{complete}, {kinds['reused']} reused"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRow:
+    """What one denoising step did.
+
+    Attributes:
+        step: index of the step among those of its scheduler, from 0.
+        kind: ``"merged"``: the whole model ran, and tokens merged. ``"unmerged"``: it ran, and no
+            token merged. Both are complete steps. ``"reused"``: a part of the model was skipped.
+        blocks: number of block calls that merged, over all calls of the model in the step.
+        tokens: tokens of the largest of these calls; None: no block merged.
+        merged_tokens: what was left of them after merging; None: no block merged.
+        change: ‖x_t − x_{t−1}‖ / ‖x_{t−1}‖ of the model's result x, compared with the step before; None:
+            there is nothing to compare with, or the change is no finite number.
+        seconds: time in the model, ≥ 0, over all its calls in the step. Solver and decoder are not in it.
+    """
+
+    step: int
+    kind: StepKind
+    blocks: int
+    tokens: int | None
+    merged_tokens: int | None
+    change: float | None
+    seconds: float
+
+
+def clock(device: torch.device) -> Any:
+    """Return the time: an event of CUDA, or else that of the program, when last operations may still run."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(began: Any, ended: Any) -> float:
+    """Wait for the device, and return the time between two results of :func:`clock`."""
+    if not isinstance(ended, torch.cuda.Event):
+        return float(ended - began)
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1000
+
+
+@dataclasses.dataclass(eq=False)
+class _Step:
+    """What was measured of a step so far. Tensors are read later, since reading waits for the device."""
+
+    kind: StepKind
+    plans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    times: list[list[Any]] = dataclasses.field(default_factory=list)  # of each call: begin, and end
+    # [2], of each call: sums of squares of the change, and of the result before.
+    squares: list[Tensor] = dataclasses.field(default_factory=list)
+
+    def row(self, index: int) -> StepRow:
+        tokens, merged_tokens = max(self.plans, default=(None, None))
+        squares = sum((pair.double().cpu() for pair in self.squares), torch.zeros(2, dtype=torch.float64))
+        changed, before = squares.sqrt().tolist()
+        change = changed / before if before and math.isfinite(changed / before) else None
+        seconds = sum(seconds_between(times[0], times[-1]) for times in self.times)
+        return StepRow(index, self.kind, len(self.plans), tokens, merged_tokens, change, seconds)
+
+
+class StepLog:
+    """The steps of one generation. Reading its rows waits for the device; noting them does not."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, _Step] = {}
+        self._latest = _Step("unmerged")
+        self._before: list[Tensor | None] = []  # results of the calls of the step before
+        self._results: list[Tensor | None] = []  # of this step
+
+    def begin_call(self, step: DenoisingStep, kind: StepKind, device: torch.device) -> None:
+        """Note a call of the model. Where a step makes several calls, the last one decides its kind."""
+        if self._steps.get(step.index) is not self._latest:
+            self._before, self._results = self._results, []
+            self._steps[step.index] = self._latest = _Step(kind)
+        self._latest.kind = kind
+        self._device = device
+        self._latest.times.append([clock(device)])
+
+    def note_plan(self, tokens: int, merged_tokens: int) -> None:
+        """Note a block call that merges."""
+        self._latest.plans.append((tokens, merged_tokens))
+
+    def end_call(self, result: Any) -> None:
+        """Note the end of a call, and what the model returned."""
+        self._latest.times[-1].append(clock(self._device))
+        number, made = len(self._results), _one_tensor(result)
+        before = self._before[number] if number < len(self._before) else None
+        self._results.append(made)
+        if made is not None and before is not None and made.shape == before.shape:
+            exact = before.to(torch.promote_types(before.dtype, torch.float32))
+            squares = (made - exact).square().sum(), exact.square().sum()
+            self._latest.squares.append(torch.stack(squares))
+
+    def forget_results(self) -> None:
+        """Drop the results that the next step would be compared with."""
+        self._before, self._results = [], []
+
+    def rows(self) -> tuple[StepRow, ...]:
+        """Return what each step did, in the order of the steps."""
+        return tuple(step.row(index) for index, step in sorted(self._steps.items()))
+
+
+class StepRecorder(WeakDictionary):
+    """The logs of a model, one for each living generation. Copies and pickles begin empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: StepLog | None = None
+        self._last_of_thread: PerThread[StepLog | None] = PerThread(lambda: None)
+
+    def begin_call(self, step: DenoisingStep, kind: StepKind, device: torch.device) -> StepLog:
+        """Note a call of the model, and return the log of its generation."""
+        log: StepLog | None = self.get(step.generation)
+        if log is None:
+            log = self[step.generation] = self._last = self._last_of_thread.value = StepLog()
+        log.begin_call(step, kind, device)
+        return log
+
+    @property
+    def last(self) -> StepLog | None:
+        """The log of the generation that began last in this thread, or in any thread if this one had none."""
+        return self._last_of_thread.value or self._last
+
+
+def _one_tensor(result: Any) -> Tensor | None:
+    """Return a copy of a model's result, flattened into one tensor. None: it holds no tensors with values."""
+    made = result if isinstance(result, (Tensor, list)) else result[0]
+    pictures = made if isinstance(made, list) else [made]
+    if not all(isinstance(picture, Tensor) and not picture.is_meta for picture in pictures):
+        return None
+    return torch.cat([picture.detach().flatten() for picture in pictures])

@@ -1,4 +1,4 @@
-"""The state of a patched model, its blocks, layers and stages: facts, and what threads hold."""
+"""The state of a patched model, its blocks, layers and stages: facts, caches, and what threads hold."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings, ToMeConfig
-from tokenmerge.config.checks import integer
+from tokenmerge.config.checks import integer, refuse
 from tokenmerge.config.origin import named
-from tokenmerge.errors import ConfigError, shown
 from tokenmerge.models.base import Grid, Layer, Layout, ModelCall
 from tokenmerge.models.placement import Part
 from tokenmerge.ops.plan import Plan
-from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Call, Memory, WeakDictionary
-from tokenmerge.runtime.memory.run_log import RunLog
-from tokenmerge.runtime.memory.step_log import StepLog, StepRecorder
-from tokenmerge.runtime.steps.guidance import StepSeed
-from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline
+from tokenmerge.plans.tolerance import Tolerance
+from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Call
+from tokenmerge.runtime.memory.run_log import RunLog, StepLog, StepRecorder
+from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline, WeakDictionary
 from tokenmerge.runtime.steps.scheduler import Generation
-from tokenmerge.runtime.steps.step_tracker import Decision
+from tokenmerge.runtime.steps.step_tracker import Decision, SampleTracker, StepTracker
 
 # Packages through which a call reaches this one.
 _NOT_THE_CALLER = ("tokenmerge", "torch", "diffusers", "contextlib")
 # The one attribute that a patched module has beside its own: one of the classes of this file, or the grids of
 # a module around blocks.
 STATE = "_tokenmerge"
+Phases = Sequence[tuple[int, MergeSettings]]  # a level, and what holds there in a phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +47,11 @@ class RecordedPlan:
 
 
 class Kept(NamedTuple):
-    """What other people's code that looks into a model changes in a generation.
-
-    The blocks and layers with the paths ``dense`` do not merge in it. The ``note`` says so in a line; empty:
-    nothing changes.
-    """
+    """What other people's code that looks into a model changes in a generation."""
 
     config: ToMeConfig = ToMeConfig()
-    dense: frozenset[str] = frozenset()
-    note: str = ""
+    dense: frozenset[str] = frozenset()  # paths of blocks and layers that do not merge
+    note: str = ""  # says so in a line; empty: nothing changes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,127 +59,132 @@ class CallContext:
     """What holds for one call of a patched model; built once, by the hook before the model.
 
     Blocks that are called without their model have that of its last call in their thread.
-
-    Attributes:
-        settings: those of the running step, by level.
-        seed: the number that draws of the step depend on, int64.
-        call: number of the call in its step; ``plan_call``: of the call whose plans this one uses.
-        caches_features: level and kind of features that are cached, for the plans of a later step.
-        blocks_are_dense: whether nothing merges, is skipped or is cached in blocks.
-        guidance_copies: how many times the batch holds each sample, for as many prompts.
-        copies_equal: in a graph and on accelerators, whether it does hold equal samples; None: it does.
-        guidance_difference: what guidance changed in the result of the last step; None: unknown.
-        step_log: where blocks note what they merge; None: nobody asked for it.
     """
 
-    settings: Mapping[int, MergeSettings]
-    seed: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
-    call: int = 0
-    plan_call: int = 0
+    settings: Mapping[int, MergeSettings]  # of the running step, by level
+    seed: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))  # for draws
+    call: int = 0  # its number in its step
+    plan_call: int = 0  # that of the call whose plans this one uses
     caches_plans: bool = False
-    caches_features: frozenset[tuple[int, str]] = frozenset()
-    blocks_are_dense: bool = False
+    caches_features: frozenset[tuple[int, str]] = frozenset()  # level and kind, for plans of a later step
+    blocks_are_dense: bool = False  # nothing merges, is skipped or is cached in blocks
     decision: Decision = dataclasses.field(default_factory=Decision)
-    guidance_copies: int = 1
+    guidance_copies: int = 1  # how many times the batch holds each sample, for as many prompts
+    # In a graph and on accelerators, whether it does hold equal samples; None: it does.
     copies_equal: Tensor | None = None
-    guidance_difference: Tensor | None = None
-    step_log: StepLog | None = None
+    guidance_difference: Tensor | None = None  # of guidance, in the result of the last step; None: unknown
+    step_log: StepLog | None = None  # where blocks note what they merge; None: nobody asked for it
+
+
+class Memory:
+    """All that one model caches between calls.
+
+    It belongs to one generation. Where settings do not follow the steps, it belongs to one thread. The
+    ``groups`` say for each part of the model (block, layer or stage) with which parts it shares its plans.
+    """
+
+    def __init__(self, groups: Sequence[Hashable]) -> None:
+        self.tracker = StepTracker()
+        self.sample = SampleTracker()
+        self.seed: Tensor | None = None  # the number that draws of the running step depend on
+        self.config: ToMeConfig | None = None  # at its guidance scale; None before its first call
+        self.tolerance: Tolerance | None = None  # what changes the settings while the generation runs
+        # The scheduler's, where settings do not follow the steps; others begin a generation.
+        self.timesteps: Any = None
+        self.log: RunLog | None = None
+        # What guidance changed in the results of the last step, by the call that planned.
+        self.guidance_differences: dict[int, Tensor] = {}
+        # What all blocks of a level added to the tokens of the image, by the call of the first block and its
+        # level.
+        self.model_residuals: dict[tuple[int, int, int], Tensor] = {}
+        plans: dict[Hashable, dict[Call, Plan]] = {group: {} for group in groups}
+        self.caches = tuple(Cache(plans[group]) for group in groups)
+
+    def forget(self, first: int = 0, last: int = sys.maxsize) -> None:
+        """Drop all that is cached of the calls with these numbers."""
+        _drop(first, last, self.tracker.noted, self.guidance_differences)
+        self.forget_plans(first, last)
+        self.forget_results(first, last)
+
+    def forget_results(self, first: int, last: int) -> None:
+        """Drop the cached results of the calls with these numbers."""
+        _drop(first, last, self.model_residuals)
+        for cache in self.caches:
+            _drop(first, last, cache.residuals, cache.skippable)
+
+    def forget_plans(self, first: int, last: int) -> None:
+        """Drop the plans of the calls with these numbers."""
+        _drop(first, last, *(cache.plans for cache in self.caches))
+
+
+def _drop(first: int, last: int, *dictionaries: dict[Any, Any]) -> None:
+    """Drop the entries of some calls; keys are their numbers, or begin with them."""
+    for cached in dictionaries:
+        for key in tuple(cached):
+            number = key if isinstance(key, int) else key[0]
+            if first <= number <= last:
+                del cached[key]
 
 
 class ThreadState:
-    """What belongs to a thread that calls a patched model.
-
-    Attributes:
-        context: what holds for the running call or the last one; before the first, what blocks find that are
-            called without their model.
-        grid: the model's finest token grid in that call.
-        part: the part of the sequence that this process has in that call; None: all of it.
-        own_memory: what is cached where settings do not follow the steps.
-        memory: what that call caches.
-        spans: by call and level, the image tokens that the first block was called with, followed by those
-            that the last block returned, once it has run.
-        running_blocks: the :class:`tokenmerge.runtime.blocks.skipping.RunningBlocks`, if there are any.
-    """
+    """What belongs to a thread that calls a patched model, as its running call or the last one left it."""
 
     def __init__(self, context: CallContext, groups: Sequence[Hashable]) -> None:
-        self.context = context
-        self.grid = Grid()
-        self.part: Part | None = None
-        self.seed = StepSeed()
-        self.own_memory = Memory(groups)
-        self.memory = Memory(())
+        self.context = context  # before the first call, what blocks find that are called without their model
+        self.grid = Grid()  # the model's finest token grid
+        self.part: Part | None = None  # of the sequence, that this process has; None: all of it
+        self.own_memory = Memory(groups)  # what is cached where settings do not follow the steps
+        self.memory = Memory(())  # what the call caches
+        # By call and level, the image tokens that the first block was called with, followed by those that the
+        # last block returned, once it has run.
         self.spans: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
-        self.running_blocks: Any = None
+        self.running_blocks: Any = None  # tokenmerge.runtime.blocks.skipping.RunningBlocks, if there are any
 
 
 class PartState:
-    """What a block, a layer or a stage needs in the running call of a thread.
-
-    Attributes:
-        number: of a block, index of this call among its calls in one model forward; −1 before the first.
-        running: of a block, what its running call merges; None between calls. It is known before the block
-            runs where gradient checkpointing repeats a recorded call, and where a block that is compiled
-            alone gets its plan from outside its graph. Otherwise the block itself finds out.
-        counted: of a block that is compiled alone, whether its running call was numbered outside its graph.
-    """
+    """What a block, a layer or a stage needs in the running call of a thread."""
 
     def __init__(self) -> None:
         self.cache = Cache()
-        self.number = -1
+        self.number = -1  # of a block, index of this call among its calls in one model forward
+        # Of a block, what its running call merges; None between calls. It is known before the block runs
+        # where gradient checkpointing repeats a recorded call, and where a block that is compiled alone gets
+        # its plan from outside its graph. Otherwise the block itself finds out.
         self.running: BlockMerge | None = None
-        self.counted = False
+        self.counted = False  # a block that is compiled alone numbered its running call outside its graph
 
 
 @dataclasses.dataclass(eq=False)
 class ModelState:
-    """A patched model.
+    """A patched model."""
 
-    Attributes:
-        config: the settings; of the default method, what any of its generations may do.
-        phases: (level, what holds there) for each level that merges and each phase, where it merges most.
-        groups: for each of ``parts``, the group of parts that share its plans.
-        dense_if_too_small: whether samples with too few tokens run dense, with a warning, or raise an error.
-        told: warnings already given.
-        method: name of the settings, for messages; empty: the user gave them all.
-        default: the :class:`tokenmerge.default_method.DefaultMethod` that chooses the settings of each
-            generation; None: ``config`` has them.
-        parts: its blocks, layers and stages that merge or are skipped.
-        memories: what is cached for each living generation.
-        given_grid: the model's finest token grid in the next calls, where the user gave it.
-        record: where each block leaves its latest plan, by its path, while somebody asks for it.
-        last_run: what happened in the generation that began last.
-        kept: what others looked at when a generation last began; before the first, when it was patched.
-        settings: what holds for each level that merges, at the first step.
-        over_steps: the settings that follow the steps, for messages.
-        caches_results: whether what blocks add is cached at some step, to skip them or to plan by it.
-        merges: whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
-    """
-
-    config: ToMeConfig
+    config: ToMeConfig  # of the default method, what any of its generations may do
     call: ModelCall
-    phases: tuple[tuple[int, MergeSettings], ...]
-    groups: tuple[Hashable, ...]
+    phases: Phases  # of each level that merges, where it merges most
+    groups: tuple[Hashable, ...]  # for each of ``parts``, the group of parts that share its plans
     pipeline: Pipeline
-    dense_if_too_small: bool = False
-    told: set[str] = dataclasses.field(default_factory=set)
-    method: str = ""
-    default: Any = None
-    parts: tuple[BlockState | LayerState | StageState, ...] = ()
+    dense_if_too_small: bool = False  # samples with too few tokens run dense, with a warning
+    told: set[str] = dataclasses.field(default_factory=set)  # warnings already given
+    method: str = ""  # name of the settings, for messages; empty: the user gave them all
+    default: Any = None  # the DefaultMethod that chooses the settings of each generation; None: ``config``
+    parts: tuple[BlockState | LayerState | StageState, ...] = ()  # those that merge or are skipped
     memories: MutableMapping[Generation, Memory] = dataclasses.field(default_factory=WeakDictionary)
-    given_grid: Grid | None = None
-    record: dict[str, RecordedPlan] | None = None
-    last_run: RunLog | None = None
+    given_grid: Grid | None = None  # the model's finest token grid in the next calls, where the user gave it
+    record: dict[str, RecordedPlan] | None = None  # where each block leaves its latest plan, by its path
+    last_run: RunLog | None = None  # of the generation that began last
     recorder: StepRecorder | None = None
-    kept: Kept = dataclasses.field(default_factory=Kept)
+    kept: Kept = dataclasses.field(default_factory=Kept)  # of that generation; before the first, by default
 
     def __post_init__(self) -> None:
-        self.settings: Mapping[int, MergeSettings] = dict(reversed(self.phases))  # the first phase
+        reuse = self.config.reuse
+        self.settings: Mapping[int, MergeSettings] = dict(reversed(self.phases))  # of the first phase
         self.follows_steps = self.config.follows_steps
-        self.over_steps = named(self.method, " and ".join(self.config.over_steps))
-        self.caches_results = self.config.reuse.on or self.config.cached_features is not None
-        self.merges = self.config.reuse.on or any(own.merges for _, own in self.phases)
-        context = CallContext(self.settings)
-        self.threads = PerThread(functools.partial(ThreadState, context, self.groups))
+        self.over_steps = named(self.method, " and ".join(self.config.over_steps))  # for messages
+        # Whether what blocks add is cached at some step, to skip them or to plan by it.
+        self.caches_results = reuse.on or self.config.cached_features is not None
+        # Whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
+        self.merges = reuse.on or any(own.merges for _, own in self.phases)
+        self.threads = PerThread(functools.partial(ThreadState, CallContext(self.settings), self.groups))
 
     def warn_once(self, message: str) -> None:
         """Warn, unless the message is empty or was given before."""
@@ -197,14 +197,12 @@ class ModelState:
         patch = self.call.patch
         for name, side in (("height", height), ("width", width)):
             if isinstance(side, bool) or not isinstance(side, int) or side < 1 or side % patch:
-                raise ConfigError(
-                    f"{name}: expected a height and width of the latents, integers ≥ 1 and multiples of "
-                    f"{patch}, got {shown(side)}"
+                refuse(
+                    name, f"a height and width of the latents, integers ≥ 1 and multiples of {patch}", side
                 )
             integer()(name, side)  # refuses numbers that are too large to count with
-        grid = Grid(given=True)
-        grid.shapes = ((1, height // patch, width // patch),)
-        self.given_grid = grid
+        self.given_grid = Grid(given=True)
+        self.given_grid.shapes = ((1, height // patch, width // patch),)
 
     @property
     def context(self) -> CallContext:
@@ -227,18 +225,18 @@ class ModelState:
             part.threads.value.cache = cache
         self.threads.value.memory = memory
 
-    def keep_dense(self, memory: Memory) -> None:
-        """Leave the blocks and layers dense in a generation that ``kept`` names."""
+    def keep(self, kept: Kept, memory: Memory) -> None:
+        """Leave the blocks and layers dense that other people's code looks at."""
+        self.kept = kept
         for part, cache in zip(self.parts, memory.caches, strict=True):
-            cache.dense = part.path in self.kept.dense
+            cache.dense = part.path in kept.dense
 
     def begin_call(self) -> None:
         """Prepare for a call of the model, in which blocks count theirs from 0."""
         self.threads.value.running_blocks = None  # of a call that was interrupted
         self.threads.value.spans.clear()
         for part in self.parts:
-            if isinstance(part, BlockState):
-                part.threads.value.number = -1
+            part.threads.value.number = -1
 
     def forget(self) -> None:
         """Drop all that is cached, as the model is restored; a handle may still hold this object."""
@@ -246,37 +244,29 @@ class ModelState:
             memory.sample.forget()
             memory.forget()
         self.memories.clear()
-        if self.recorder is not None:
-            self.recorder.forget_results()
+        for log in () if self.recorder is None else self.recorder.values():
+            log.forget_results()
         self.begin_call()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockState:
-    """A transformer block that merges; what is not explained is as in :class:`tokenmerge.models.base.Block`.
-
-    Attributes:
-        grid: the token grid in each thread, noted by the module around it; None: that of the model.
-        caches_residuals: whether it is skipped on some steps by itself, and not with its whole stage.
-        plans_first: whether it is the first of the blocks that share plans.
-        is_first: whether it is the first block of its level; ``is_last``: the last one.
-        is_read_between: whether more than the next block reads its result, as in a ControlNet.
-        calls: what its calls merged, by its input, for gradient checkpointing, which runs them again.
-    """
+    """A transformer block that merges; other fields are as in :class:`tokenmerge.models.base.Block`."""
 
     model: ModelState
     path: str
     level: int
-    grid: PerThread[Grid] | None
+    grid: PerThread[Grid] | None  # noted by the module around it; None: that of the model
     layout: Layout
     block_layout: Layout | None
     batched: bool
-    caches_residuals: bool = False
-    plans_first: bool = True
-    is_first: bool = False
-    is_last: bool = False
-    is_read_between: bool = False
+    caches_residuals: bool  # it is skipped on some steps by itself, and not with its whole stage
+    plans_first: bool  # it is the first of the blocks that share plans
+    is_first: bool  # of its level
+    is_last: bool  # likewise
+    is_read_between: bool  # more than the next block reads its result, as in a ControlNet
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
+    # What its calls merged, by its input, for gradient checkpointing, which runs them again.
     calls: MutableMapping[Tensor, BlockMerge] = dataclasses.field(default_factory=WeakDictionary)
 
     @property
@@ -288,8 +278,7 @@ class BlockState:
     @property
     def grids(self) -> tuple[tuple[int, int, int], ...]:
         """(frames, rows, columns) of its tokens in the running call, of each picture in the sequence."""
-        grid = self.model.threads.value.grid if self.grid is None else self.grid.value
-        return grid.shapes
+        return (self.model.threads.value.grid if self.grid is None else self.grid.value).shapes
 
     @property
     def image_place(self) -> int:
@@ -314,17 +303,13 @@ class LayerState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StageState:
-    """A stage of a UNet, or a module of one, that is skipped on some steps.
-
-    ``is_finest`` says whether it is at the finest level, and ``is_last`` whether the modules that do run read
-    its result. Without blocks it has no ``grid``.
-    """
+    """A stage of a UNet, or a module of one, that is skipped on some steps."""
 
     model: ModelState
     path: str
-    is_finest: bool
-    is_last: bool
-    grid: PerThread[Grid] | None = None
+    is_finest: bool  # it is at the finest level
+    is_last: bool  # the modules that do run read its result
+    grid: PerThread[Grid] | None  # None: it has no blocks
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
 
 

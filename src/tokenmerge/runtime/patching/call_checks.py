@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokenmerge.config import OWN_NUMBER, MergeSettings, ToMeConfig
+from tokenmerge.config import OWN_NUMBER, ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import GridShape
@@ -17,14 +17,12 @@ from tokenmerge.ops.partition import num_tokens
 from tokenmerge.planners.sequences import sequence_of, sequence_of_part
 from tokenmerge.plans.generation import Runs, plan_generation
 from tokenmerge.runtime.blocks.proportional_attention import reach_kernels
-from tokenmerge.runtime.memory.state import ModelState, warn_caller
+from tokenmerge.runtime.memory.state import ModelState, Phases, warn_caller
 from tokenmerge.runtime.steps.scheduler import DenoisingStep
 
-Phases = Sequence[tuple[int, MergeSettings]]
 
-
-def phases_at(config: ToMeConfig, *levels: int) -> tuple[tuple[int, MergeSettings], ...]:
-    """Return (level, what holds there) for each of some levels and each phase."""
+def phases_at(config: ToMeConfig, *levels: int) -> Phases:
+    """Return what holds at some levels in each phase."""
     return tuple((level, phase.at_level(level)) for level in levels for phase in config.phases())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +16,8 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.base import Grid
 from tokenmerge.plans.generation import Merging, Runs
 from tokenmerge.runtime.blocks.skipping import finish_run
-from tokenmerge.runtime.memory.caches import Memory
-from tokenmerge.runtime.memory.run_log import RunLog, StepKind, shown
-from tokenmerge.runtime.memory.state import STATE, CallContext, ModelState, StageState
-from tokenmerge.runtime.memory.step_log import StepLog
+from tokenmerge.runtime.memory.run_log import RunLog, StepKind, StepLog, shown_by
+from tokenmerge.runtime.memory.state import STATE, CallContext, Memory, ModelState, StageState
 from tokenmerge.runtime.patching.call_checks import (
     check_call,
     phases_at,
@@ -28,30 +26,24 @@ from tokenmerge.runtime.patching.call_checks import (
     warn_where_nothing_is_saved,
 )
 from tokenmerge.runtime.patching.watched import look
-from tokenmerge.runtime.steps.guidance import copies_are_equal, same_step
 from tokenmerge.runtime.steps.pipeline import PerThread, guidance_copies, guidance_scale, running_pipeline
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync, noise_levels, scheduler_of
-from tokenmerge.runtime.steps.step_tracker import Decision, decide
+from tokenmerge.runtime.steps.step_tracker import Decision, decide, same_step, step_seed
 
 
 class _Call(NamedTuple):
-    """A call of a patched model, as the hook before it sees it.
-
-    ``seed`` is the number of the step that draws depend on. ``running`` is the pipeline on the call stack,
-    and ``pipe`` that of the call, with its ``scheduler``; None: unknown. ``step`` is None where the settings
-    do not follow the steps. What is cached for one ``shape`` of the inputs does not fit another.
-    """
+    """A call of a patched model, as the hook before it sees it."""
 
     state: ModelState
     root: nn.Module
     sample: Any
     timestep: Any
-    seed: Tensor
-    running: Any
-    pipe: Any
+    seed: Tensor  # the number of the step that draws depend on
+    running: Any  # the pipeline on the call stack; None: there is none
+    pipe: Any  # that of the call, with its scheduler; None: unknown
     scheduler: Any
-    step: DenoisingStep | None
-    shape: tuple[int, ...]
+    step: DenoisingStep | None  # None: the settings do not follow the steps
+    shape: tuple[int, ...]  # of the inputs; what is cached for one does not fit another
     memory: Memory
 
 
@@ -74,11 +66,11 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if step is not None:
         now = config.at_step(step.done, step.steps)
         settings = {level: now.at_level(level) for level in settings}
-    cached: set[tuple[int, str]] = set()  # since a later step plans by them
-    if step is not None and not torch.is_grad_enabled():
-        for level, own in phases_at(config, *settings):
-            if own.features in CACHED_FEATURES and own.merges:
-                cached.add((level, own.features))
+    # What a later step plans by is cached.
+    phases = () if step is None or torch.is_grad_enabled() else phases_at(config, *settings)
+    cached = frozenset(
+        {(level, own.features) for level, own in phases if own.merges and own.features in CACHED_FEATURES}
+    )
     merges = decision.merging is not Merging.DENSE and any(own.merges for own in settings.values())
     state.threads.value.context = CallContext(
         settings=settings,
@@ -88,10 +80,10 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         caches_plans=config.plans.every > 1
         or config.plans.blocks
         # The other prompt of guidance may have a call of its own.
-        or (config.plans.guidance and memory.sample.trackable)
+        or (config.plans.guidance and memory.sample.last is not None)
         # Gradient checkpointing may run blocks again after the model's forward.
         or (step is not None and torch.is_grad_enabled()),
-        caches_features=frozenset(cached),
+        caches_features=cached,
         blocks_are_dense=not (merges or cached or (decision.caches and state.skips_blocks)),
         decision=decision,
         guidance_copies=copies,
@@ -111,27 +103,22 @@ def before_blocks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
 
 
 def after_model(root: nn.Module, args: tuple, result: Any) -> None:
-    """After a model that follows the steps: cache what its blocks added. After the last step, drop it."""
+    """After a model: cache what its blocks added, and drop it after the last step; record the step."""
     state: ModelState = root.__dict__[STATE]
     thread = state.threads.value
-    memory = thread.memory
-    finish_run(thread)
-    assert memory.log is not None
-    memory.log.note_end()
-    if thread.context.decision.caches:
-        context = thread.context
-        memory.log.note_output(context.decision, context.guidance_copies, memory.tracker, result)
-    if memory.tracker.is_last:
-        memory.forget_results(memory.tracker.call, memory.tracker.call)
-    if state.config.guided_planner:
-        _compare_guidance(memory, thread.context, result if isinstance(result, Tensor) else result[0])
-
-
-def record_result(root: nn.Module, args: tuple, result: Any) -> None:
-    """After the model's forward: record the end of the call and its result, if steps are recorded."""
-    state: ModelState = root.__dict__[STATE]
-    if (log := state.context.step_log) is not None:
-        log.end_call(result)
+    context, memory = thread.context, thread.memory
+    if state.follows_steps:
+        finish_run(thread)
+        assert memory.log is not None
+        memory.log.note_end()
+        if context.decision.caches:
+            memory.log.note_output(context.decision, context.guidance_copies, memory.tracker, result)
+        if memory.tracker.is_last:
+            memory.forget_results(memory.tracker.call, memory.tracker.call)
+        if state.config.guided_planner:
+            _compare_guidance(memory, context, result if isinstance(result, Tensor) else result[0])
+    if context.step_log is not None:
+        context.step_log.end_call(result)
 
 
 def _compare_guidance(memory: Memory, context: CallContext, made: Any) -> None:
@@ -146,7 +133,7 @@ def _compare_guidance(memory: Memory, context: CallContext, made: Any) -> None:
         return
     if sample.repeated and sample.result is not None:
         memory.guidance_differences[context.plan_call] = made - sample.result
-    if sample.trackable:
+    if sample.last is not None:
         sample.result = made
 
 
@@ -154,7 +141,7 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
     """Begin a call with these arguments, by name: return what is known of it."""
     sample, by = arguments[state.call.sample], state.call.timestep
     timestep, first = arguments[by] if isinstance(by, str) else by(root, arguments), sample[0]
-    seed = state.threads.value.seed.of(timestep, first.device)
+    seed = step_seed(timestep, first.device)
     running = running_pipeline()
     pipe, shape = state.pipeline.of_call(running), (len(sample), *first.shape)
     compiling, scheduler, step = torch.compiler.is_compiling(), None, None
@@ -212,7 +199,7 @@ def _config_of(call: _Call) -> ToMeConfig:
         if memory.tolerance is not None and memory.log is not None:
             if memory.tolerance.asks(step.done):  # after a complete step, this waits once
                 logs = [own.log for own in state.pipeline.memories_of(step.generation)]
-                memory.tolerance.follow(step.done, shown([log for log in logs if log is not None]))
+                memory.tolerance.follow(step.done, shown_by([log for log in logs if log is not None]))
             memory.config = memory.log.config = memory.tolerance.config
         return memory.config
     config, tolerance = state.config, None
@@ -225,15 +212,14 @@ def _config_of(call: _Call) -> ToMeConfig:
         tolerance = generation.tolerances[default]
         config = default.settings(facts) if tolerance is None else tolerance.config
     if call.seed.is_meta:  # the operations of single steps are counted
-        state.keep_dense(memory)
+        state.keep(state.kept, memory)
     elif not torch.compiler.is_compiling():
         pipe = call.pipe or call.running
         scheduler = None if step is not None else scheduler_of(pipe, call.timestep)
         timesteps = getattr(scheduler, "timesteps", None)
         if memory.config is None or memory.timesteps is not timesteps:  # a generation begins
             grids = state.threads.value.grid.shapes if state.merges else None
-            state.kept = look(state, call.root, pipe, config, grids)
-            state.keep_dense(memory)
+            state.keep(look(state, call.root, pipe, config, grids), memory)
             memory.timesteps = timesteps
             # What others look at takes no part in a tolerance.
             memory.tolerance = tolerance if state.kept.config is config else None
@@ -284,10 +270,10 @@ def _note_call(call: _Call, config: ToMeConfig, decision: Decision, merges: bool
     """Note what a call does, for the handle. Return the log of its steps; None: they are not recorded."""
     state, step, sample, memory = call.state, call.step, call.sample, call.memory
     if memory.log is None or step is None:
-        guidance = guidance_scale(call.pipe)
         grids = state.threads.value.grid.shapes if state.merges else ()
         steps = getattr(call.scheduler, "num_inference_steps", None) if step is None else step.steps
         steps = steps if isinstance(steps, int) else None
+        guidance = guidance_scale(call.pipe)
         levels = None if step is None else noise_levels(call.scheduler, step)
         memory.log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels)
     state.last_run = memory.log
@@ -316,9 +302,20 @@ def _guidance_copies(call: _Call) -> tuple[int, Tensor | None]:
     latents = call.state.call.latents(call.root, call.sample)
     if call.state.follows_steps and needs_sync(latents[0]) and not torch.compiler.is_compiling():
         question = (expected, len(call.sample), *call.sample[0].shape)
-        equal = call.memory.tracker.answer(question, lambda: bool(copies_are_equal(latents, expected)))
+        equal = call.memory.tracker.answer(question, lambda: bool(_copies_are_equal(latents, expected)))
         return (expected if equal else 1), None
-    found = copies_are_equal(latents, expected)
-    if found is None:
-        return 1, None
-    return (expected, found) if needs_sync(found) else (expected if found else 1, None)
+    found = _copies_are_equal(latents, expected)
+    if found is not None and needs_sync(found):
+        return expected, found
+    return (expected if found else 1), None
+
+
+def _copies_are_equal(sample: Tensor | Sequence[Tensor], copies: int) -> Tensor | None:
+    """Return whether a batch holds the same samples several times, as a tensor; None: it cannot."""
+    b, others = divmod(len(sample), copies)
+    if others or sample[0].is_meta:
+        return None
+    pairs = [(sample[i], sample[i % b]) for i in range(b, len(sample))]
+    if any(x.shape != first.shape for x, first in pairs):
+        return None
+    return torch.stack([(x == first).all() for x, first in pairs]).all()

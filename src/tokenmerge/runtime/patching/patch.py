@@ -23,10 +23,9 @@ from tokenmerge.runtime.blocks.forward import block_call, layer_call, takes_part
 from tokenmerge.runtime.blocks.proportional_attention import leave_kernels, reach_kernels
 from tokenmerge.runtime.blocks.skipping import stage_call
 from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState, ModelState, StageState
-from tokenmerge.runtime.memory.step_log import StepRecorder
 from tokenmerge.runtime.patching.call_checks import check_grid, phases_at
-from tokenmerge.runtime.patching.hooks import after_model, before_blocks, before_model, record_result
-from tokenmerge.runtime.patching.swap import add_hook, check_swappable, remove_hooks, swap, undo
+from tokenmerge.runtime.patching.hooks import after_model, before_blocks, before_model
+from tokenmerge.runtime.patching.swap import add_hook, check_swappable, swap, undo
 from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline, is_pipeline
 
 
@@ -135,8 +134,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
     for block, layers in parts:
         check_swappable(block.module, block.path, block.method)
         for layer in layers:
-            module = getattr(block.module, layer.name)
-            check_swappable(module, f"{block.path}.{layer.name}", "forward")
+            check_swappable(getattr(block.module, layer.name), f"{block.path}.{layer.name}", "forward")
     for path, _, _ in skipped_parts(host, config):
         check_swappable(host.root.get_submodule(path), path, "forward")
 
@@ -195,19 +193,7 @@ def patch_host(host: Host, state: ModelState) -> None:
             swap(host.root.get_submodule(part.path), "forward", call, part)
     reach_kernels(state)
     add_hook(host.root, before_model, state)
-    if state.follows_steps:
-        host.root.register_forward_hook(after_model)
-    if state.recorder is not None:
-        host.root.register_forward_hook(record_result)
-
-
-def record_steps(root: nn.Module, on: bool) -> None:
-    """Begin or stop recording what each step of a patched model does."""
-    state = root.__dict__[STATE]
-    remove_hooks(root, record_result)
-    state.recorder = StepRecorder() if on else None
-    if on:
-        root.register_forward_hook(record_result)
+    host.root.register_forward_hook(after_model)
 
 
 def state_of(root: nn.Module) -> ModelState | None:

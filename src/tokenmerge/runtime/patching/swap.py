@@ -90,19 +90,13 @@ def undo(module: nn.Module) -> None:
     if swapped is not None:
         module.__class__ = _without(made, swapped)
         _rebind_hooks(module, vars(swapped)[swapped._tokenmerge_method])
-    remove_hooks(module)
-    del module.__dict__[STATE]
-
-
-def remove_hooks(module: nn.Module, only: Callable | None = None) -> None:
-    """Remove a hook of this package from a module, or all of them; there may be none."""
     # By the function itself: on a copied module the handle that torch hands out would not be the copy's.
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
-            own = getattr(hook, "__module__", "").startswith("tokenmerge.")
-            if own and only in (None, hook):
+            if getattr(hook, "__module__", "").startswith("tokenmerge."):
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+    del module.__dict__[STATE]
 
 
 @functools.lru_cache

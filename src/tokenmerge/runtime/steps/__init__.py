@@ -1,1 +1,1 @@
-"""Which denoising step of which generation is it: scheduler, pipeline, guidance, and what ran when."""
+"""Which denoising step of which generation is it: scheduler, pipeline, and what ran when."""

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tokenmerge.models.base import is_a
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, step_of
@@ -35,11 +36,18 @@ class PerThread(threading.local, Generic[Value]):
         self._make = make
         self.value = make()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PerThread[Value]:
-        return PerThread(self._make)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return PerThread, (self._make,)
+
+
+class WeakDictionary(WeakIdKeyDictionary):
+    """A dictionary of objects that others own, compared by identity. Deep copies and pickles are empty."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
 
 
 class Pipeline:
@@ -47,15 +55,11 @@ class Pipeline:
 
     Pipelines that run in several threads, or within each other, may share a model. The one that runs is found
     on the call stack of the model's call.
-
-    Attributes:
-        states: states of its models, which take part in the same generations.
-        given: returns the pipeline; None: there is none, or it is gone.
     """
 
     def __init__(self, pipe: object = None) -> None:
-        self.states: list[Any] = []
-        self.given: Callable[[], Any] = lambda: None
+        self.states: list[Any] = []  # of its models, which take part in the same generations
+        self.given: Callable[[], Any] = lambda: None  # returns the pipeline, or None if it is gone
         self._given_step: PerThread[DenoisingStep | None] = PerThread(lambda: None)
         self._is_given = pipe is not None
         with contextlib.suppress(TypeError):  # of None, and of a plain namespace with models in it
@@ -67,8 +71,7 @@ class Pipeline:
 
     def memories_of(self, generation: Generation) -> list[Any]:
         """Return what its models cache for a generation that they take part in."""
-        found = (state.memories.get(generation) for state in self.states)
-        return [memory for memory in found if memory is not None]
+        return [state.memories[generation] for state in self.states if generation in state.memories]
 
     def set_step(self, index: int, total: int) -> None:
         """Set the step that comes next in this thread; it overrides the scheduler from now on."""

@@ -28,14 +28,12 @@ class Generation:
     """One run of a scheduler over its timesteps, or of a loop that calls ``Patch.at_step``.
 
     What is cached between steps lives as long as this object: until the scheduler gets new timesteps.
-    ``first`` is the index of its first step, since image-to-image does not begin at 0, and ``index`` that of
-    the latest. By default method, ``tolerances`` change its settings while it runs.
     """
 
     def __init__(self, first: int, ends_clean: bool = False) -> None:
-        self.first = self.index = first
+        self.first = self.index = first  # of its first step, which is not 0 in image-to-image; of the latest
         self.ends_clean = ends_clean
-        self.tolerances: dict[object, Tolerance | None] = {}
+        self.tolerances: dict[object, Tolerance | None] = {}  # by the default method
         self.thread = threading.get_ident()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
@@ -101,7 +99,7 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
     if index is None or index >= len(timesteps):  # a generation that is over
         return None
     index, total = int(index), len(timesteps)
-    generation = generation_of(timesteps)
+    generation: Generation | None = getattr(timesteps, _GENERATION, None)
     if not (runs_here or generation is None or generation.thread == threading.get_ident()):
         raise ConfigError(
             "the denoising step is unknown: the scheduler that token merging was applied with is at step "
@@ -132,8 +130,7 @@ def schedule_ends_clean(scheduler: Any) -> bool:
     if not is_flow(scheduler) or not hasattr(scheduler, "sigmas") or torch.compiler.is_compiling():
         return False
     trained = getattr(getattr(scheduler, "config", None), "num_train_timesteps", 1000)
-    # The noise levels are read from the timesteps, which others read too.
-    _, scheduled = _read(0.0, scheduler.timesteps)
+    _, scheduled = _read(0.0, scheduler.timesteps)  # which others read too
     return ends_clean([*(scheduled / trained).tolist(), 0.0])
 
 
@@ -146,11 +143,6 @@ def is_flow(scheduler: Any) -> bool:
 def needs_sync(value: Tensor) -> bool:
     """Return whether reading a tensor's value would break a graph or synchronise the device."""
     return torch.compiler.is_compiling() or value.device.type != "cpu"
-
-
-def generation_of(timesteps: Any) -> Generation | None:
-    """Return the generation that a scheduler's timesteps belong to; None: it has not begun."""
-    return getattr(timesteps, _GENERATION, None)
 
 
 def _offset(timestep: object, timesteps: object) -> int | None:
@@ -202,16 +194,11 @@ def _place(timestep: float, scheduled: Tensor, made: int) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class NoiseLevels:
-    """The noise levels of one generation.
+    """The noise levels of one generation."""
 
-    Attributes:
-        sigmas: noise of each step of the scheduler, divided by the share of the picture, and that after the
-            last step.
-        predicts: ``"epsilon"``, ``"v_prediction"``, ``"sample"`` or, of flow matching, ``"flow"``.
-    """
-
+    # Noise of each step of the scheduler, divided by the share of the picture, and that after the last step.
     sigmas: tuple[float, ...]
-    predicts: str
+    predicts: str  # "epsilon", "v_prediction", "sample" or, of flow matching, "flow"
 
     def scaled(self, sample: Tensor, index: int) -> Tensor:
         """Return the picture plus noise of this level, from the sample that a model gets: float32."""
@@ -241,7 +228,7 @@ class NoiseLevels:
 def noise_levels(scheduler: Any, step: DenoisingStep) -> NoiseLevels | None:
     """Return the noise levels of a generation, without waiting for the device; None: they are unknown."""
     timesteps, config = getattr(scheduler, "timesteps", None), getattr(scheduler, "config", {})
-    if generation_of(timesteps) is not step.generation or hasattr(config, "sigma_data"):
+    if getattr(timesteps, _GENERATION, None) is not step.generation or hasattr(config, "sigma_data"):
         return None
     predicts, levels = config.get("prediction_type", "epsilon"), _sigmas(scheduler, step.total)
     if is_flow(scheduler) or predicts == "flow_prediction":

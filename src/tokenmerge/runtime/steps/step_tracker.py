@@ -1,17 +1,84 @@
-"""Tracks the calls of one generation, and decides once for each what it runs and what merges in it."""
+"""Tracks the calls of one generation, and decides once for each what it draws, runs and merges."""
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
+from tokenmerge.ops.arithmetic import arithmetic
+from tokenmerge.ops.once import once, version_of
 from tokenmerge.plans.generation import Merging, Runs, plan_generation
-from tokenmerge.runtime.steps.scheduler import DenoisingStep
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync
+
+Shape = tuple[object, ...]  # of the inputs of a call; what is cached for one does not fit another
+
+
+def step_seed(timestep: Tensor | float, device: torch.device) -> Tensor:
+    """Return an integer for random draws in a step: the bits of its timestep as a float32, int64.
+
+    The timestep is taken and not a counter. It is the same for both halves of classifier-free guidance, for
+    every batch size, and when gradient checkpointing runs a block again. In training each sample may have a
+    timestep of its own, and image-to-video models give one to each token; the highest counts for all. The
+    same timestep has the same tensor on a device.
+    """
+    if not torch.compiler.is_compiling():
+        if isinstance(timestep, Tensor) and needs_sync(timestep):
+            if not timestep.is_inference():  # whose value may change unseen
+                return once(timestep, ("bits", device), partial(_bits, timestep, device), timestep)
+        elif device.type != "cpu":  # copying the number there would wait for the device
+            return _number_on(int(_bits(timestep, torch.device("cpu"))), device)
+    return _bits(timestep, device)
+
+
+@lru_cache(maxsize=8)  # threads may be at different steps
+def _number_on(number: int, device: torch.device) -> Tensor:
+    return torch.full((), number, device=device)
+
+
+def _bits(timestep: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(timestep, Tensor) and timestep.ndim and not any(timestep.stride()):
+        timestep = timestep[(0,) * timestep.ndim]  # pipelines expand one number
+    latest = torch.as_tensor(timestep, device=device, dtype=torch.float32)
+    return arithmetic().bits(latest.max() if latest.numel() > 1 else latest.view(()))
+
+
+def same_step(step: Tensor, other: Tensor) -> bool:
+    """Return whether two numbers of steps are equal; a tensor equals itself without being read."""
+    return step is other or torch.equal(step, other)
+
+
+class SampleTracker:
+    """Whether a call of a model is on the same sample, at the same step, as the one before it.
+
+    Guidance calls a model on the same sample with several prompts: in one batch, or one call after another.
+    They share a plan and what is drawn at random; guidance would amplify the difference of two plans.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Note a call whose sample cannot be found again."""
+        self.repeated = False  # the running call is on the sample of the one before it
+        self.result: Tensor | None = None  # of the call before it, where guidance is compared
+        # The sample, its version and its step; None: nobody can see whether another call is on it.
+        self.last: tuple[weakref.ref[Tensor], int | None, Tensor] | None = None
+
+    def begin_call(self, sample: Tensor, step: Tensor, gone: Callable[[object], None]) -> None:
+        """Note a call; ``gone`` is called when its sample is freed, which pipelines do after the step."""
+        version, self.repeated = version_of(sample), False
+        if self.last is not None:
+            last, known, step_then = self.last
+            self.repeated = last() is sample and known == version and same_step(step_then, step)
+        if not self.repeated:
+            self.last, self.result = (weakref.ref(sample, gone), version, step), None
 
 
 class StepTracker:
@@ -19,18 +86,14 @@ class StepTracker:
 
     A pipeline may call a model several times in a step, for prompts or tiles. Calls are told apart by their
     number in the step, from 0. The tracker holds no generation, since it lives as long as that does.
-
-    Attributes:
-        index: index of the running step; −1 before the first.
-        done: number of steps of the generation before it.
-        plan_call: number of the call whose plans the running one uses.
-        noted: what a call leaves for the same call of later steps, by its number and a name.
     """
 
     def __init__(self) -> None:
-        self.index = -1
-        self.done = self.steps = self.call = self.plan_call = 0
+        self.index = -1  # of the running step; −1 before the first
+        self.done = self.steps = 0  # steps of the generation before it, and all of them
+        self.call = self.plan_call = 0  # the running call, and the one whose plans it uses
         self.is_last = False
+        # What a call leaves for the same call of later steps, by its number and a name.
         self.noted: dict[tuple[int, str], Any] = {}
 
     def begin_call(self, step: DenoisingStep) -> int | None:
@@ -43,7 +106,7 @@ class StepTracker:
         self.is_last = step.index >= step.total - 1
         return made
 
-    def changes_shape(self, shape: tuple[int, ...]) -> bool:
+    def changes_shape(self, shape: Shape) -> bool:
         """Return whether the running call has another shape than at the step before; note its shape."""
         before = self.noted.get((self.call, "shape"), shape)
         self.noted[self.call, "shape"] = shape
@@ -57,7 +120,7 @@ class StepTracker:
             self.noted[self.call, "plans"] = self.index, purpose
         return due
 
-    def corrects(self, every: int, shape: tuple[object, ...]) -> bool:
+    def corrects(self, every: int, shape: Shape) -> bool:
         """Return whether a correction is due, as in one of ``every`` complete steps of a shape; note it."""
         since, seen = self.noted.get((self.call, "correction"), (every, None))
         due = seen != shape or since + 1 >= every
@@ -77,9 +140,7 @@ class StepTracker:
             return found
         return bool(answer)
 
-    def extrapolation(
-        self, part: str, runs: bool, shape: tuple[object, ...], holds: bool = True
-    ) -> float | None:
+    def extrapolation(self, part: str, runs: bool, shape: Shape, holds: bool = True) -> Tensor | None:
         """Return how far the running call extrapolates a part of the model; None: the part runs, as is noted.
 
         A part that ``holds`` can be skipped after a single run, with a distance of 0: it takes two runs to
@@ -89,13 +150,13 @@ class StepTracker:
         if seen == shape and not runs:
             forecast = self.forecast(part, shape)
             if forecast is not None:
-                return forecast[0]
+                return torch.tensor(forecast[0])
             if holds:
-                return 0.0
+                return torch.tensor(0.0)
         self.noted[self.call, part] = last if seen == shape else None, self.index, shape
         return None
 
-    def forecast(self, part: str, shape: tuple[object, ...]) -> tuple[float, int] | None:
+    def forecast(self, part: str, shape: Shape) -> tuple[float, int] | None:
         """Return how far an extrapolation has to reach, and the steps since the part ran.
 
         The first is these steps divided by the interval between the last two runs. None: the part has not run
@@ -110,36 +171,29 @@ class StepTracker:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decision:
-    """What one call of a model runs and merges.
-
-    Attributes:
-        caches: whether what runs is cached, for steps that skip it.
-        corrects: whether some step of the generation measures the error of merging.
-        deep: how far blocks or deep stages are extrapolated; None: they run. It is a tensor, so that compiled
-            blocks need no graph for each value.
-        finest: the same for the finest level of a UNet.
-        forecasts: :meth:`StepTracker.forecast` of ``"deep"`` and ``"finest"``, whether they run or not.
-    """
+    """What one call of a model runs and merges."""
 
     runs: Runs = Runs.EVERYTHING
     merging: Merging = Merging.MERGES
-    caches: bool = False
-    corrects: bool = False
+    caches: bool = False  # what runs is cached, for steps that skip it
+    corrects: bool = False  # some step of the generation measures the error of merging
+    # How far blocks or deep stages are extrapolated; None: they run. It is a tensor, so that compiled blocks
+    # need no graph for each value.
     deep: Tensor | None = None
-    finest: Tensor | None = None
-    forecasts: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
+    finest: Tensor | None = None  # the same for the finest level of a UNet
+    # By StepTracker.forecast, of "deep" and "finest", whether they run or not.
+    forecasts: Mapping[str, tuple[float, int] | None] = dataclasses.field(default_factory=dict)
 
 
-def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) -> Decision:
+def decide(config: ToMeConfig, tracker: StepTracker, shape: Shape) -> Decision:
     """Follow the generation plan in the running call, as far as what is cached for this shape allows it."""
     if tracker.index < 0:
         return Decision(corrects=config.correction.on)
     planned = plan_generation(config, tracker.steps)[tracker.done]
     runs, merging, deep, finest = planned.runs, planned.merging, None, None
-    forecasts: dict[str, tuple[float, int]] = {}
+    forecasts: dict[str, tuple[float, int] | None] = {}
     if planned.caches:
-        known = {part: tracker.forecast(part, shape) for part in ("deep", "finest")}
-        forecasts = {part: forecast for part, forecast in known.items() if forecast is not None}
+        forecasts = {part: tracker.forecast(part, shape) for part in ("deep", "finest")}
         deep = tracker.extrapolation("deep", runs is Runs.EVERYTHING, shape, "deep" in planned.holds)
         # A step that runs everything runs the finest level of a UNet too.
         runs_finest = deep is None or runs is not Runs.LEAST
@@ -149,6 +203,4 @@ def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) 
         # As planned, unless the model joins late, or the shape of its sample changes.
         due = tracker.corrects(config.correction.every, shape)
         merging = planned.if_due if due else Merging.MERGES
-    found = {"deep": deep, "finest": finest}
-    distances = {part: torch.tensor(distance) for part, distance in found.items() if distance is not None}
-    return Decision(runs, merging, planned.caches, config.correction.on, forecasts=forecasts, **distances)
+    return Decision(runs, merging, planned.caches, config.correction.on, deep, finest, forecasts)
