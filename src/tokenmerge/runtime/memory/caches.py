@@ -18,6 +18,7 @@ from tokenmerge.ops.plan import Plan
 Tensors = tuple[Any, ...]
 
 _SHORTEST = 1e-8  # of a vector with a direction, as in torch.cosine_similarity
+_PIECE = 2**20  # numbers of an image that are multiplied in float32 at once
 # A call of a block, as two numbers. The first is that of the model's call in its step: pipelines make several
 # calls in a step, for prompts or tiles. The second is that of the block's call within it: FreeNoise calls a
 # block several times, for some frames after others.
@@ -85,13 +86,15 @@ def _shapes(tensors: Tensors) -> list[torch.Size | None]:
 
 def _agreement(part: Part | None, delta: Tensor, before: Tensor) -> Tensor:
     """Return how far each image's delta keeps its direction: the cosine, or 0 where it turns back."""
-    now, then = delta.flatten(1).float(), before.flatten(1).float()
-    if part is None:
-        cosine = torch.cosine_similarity(now, then, dim=1)
-    else:
-        squares = part.total(torch.stack([(now * then).sum(1), now.square().sum(1), then.square().sum(1)]))
-        lengths = squares[1:].sqrt().clamp(min=_SHORTEST)
-        cosine = squares[0] / (lengths[0] * lengths[1])
+    now, then = delta.flatten(1), before.flatten(1)
+    # In half precision, a copy of all in float32 would take as much memory as the whole residual.
+    pieces = zip(now.split(_PIECE, dim=1), then.split(_PIECE, dim=1), strict=True)
+    product = torch.stack([(one.float() * other.float()).sum(1) for one, other in pieces]).sum(0)
+    lengths = torch.stack([torch.linalg.vector_norm(own, dim=1, dtype=torch.float32) for own in (now, then)])
+    if part is not None:
+        product, *squares = part.total(torch.stack([product, *lengths.square()]))
+        lengths = torch.stack(squares).sqrt()
+    cosine = product / lengths.clamp(min=_SHORTEST).prod(0)
     return cosine.clamp(min=0).to(delta.dtype).view(-1, *[1] * (delta.ndim - 1))
 
 
