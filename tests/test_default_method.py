@@ -296,3 +296,15 @@ def test_the_handle_says_what_is_out_of_reach(fast):
     told = str(apply_token_merging(pipe, speedup=50))
     assert re.search(r"\n  out of reach: speedup=50: at most \d+\.\d+× can be reached in \d+ steps", told)
     assert "out of reach" not in str(apply_token_merging(pipe, speedup=1.5))
+
+
+@pytest.mark.parametrize(
+    ("fewest", "reason"),
+    [(4096, "it would save too little time here"), (16, "step reuse alone changes the picture less")],
+)
+def test_the_handle_says_why_nothing_merges(fewest, reason, monkeypatch):
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: fewest)
+    pipe = pipeline(unet=hosts.unet())
+    patch = apply_token_merging(pipe, speedup=1.05)
+    run(pipe, 20)
+    assert f"  merging: none in this plan; {reason}\n" in str(patch)

@@ -18,6 +18,7 @@ from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import Attention, fewest_tokens
 from tokenmerge.plans import Estimate, Facts
+from tokenmerge.plans.choose import merging_pays
 from tokenmerge.plans.estimate import estimate_closeness
 from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
 from tokenmerge.report.summary import Conditions, RunSteps, summary, title
@@ -302,6 +303,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             scale=getattr(pipe, "vae_scale_factor", None),
             pictures=self._pictures(pipe),
             guidance=default_guidance(pipe) if run is None else run.guidance,
+            why_dense=self._why_dense(report),
             remarks={"hardly faster": slower or "", "left alone": self._state.kept.note},
         )
         if state_of(root) is not self._state:
@@ -338,6 +340,13 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         ran, plan = (len(own.reuse.steps_of(run.steps).full) for own in (run.config, planned))
         further = f"{ran - plan} further complete step{'s' if ran - plan != 1 else ''}"
         return f"min_psnr {default.min_psnr:g}: {further}; estimated {error}"
+
+    def _why_dense(self, report: Report | None) -> str:
+        if self._default is None or report is None:
+            return ""
+        if merging_pays(self._facts_at(report.height, report.width, report.steps)):
+            return "step reuse alone changes the picture less"
+        return "it would save too little time here"
 
     def _pictures(self, pipe: Any) -> int | None:
         """Return how many pictures a call draws; None: unknown."""

@@ -17,6 +17,7 @@ from tokenmerge.plans.facts import Facts, correction_bytes, costs_of
 # The ratios of token merging that are tried, of which the lowest is timed, and the distances of corrections.
 _RATIOS = tuple(i / 40 for i in range(8, 31))
 _CORRECTIONS = (0, 2, 3, 4, 6, 8, 12)
+_DEEPEST = 8  # level that merges
 # Above this ratio, cells are twice as wide: with fewer destinations, more sources are left to choose from.
 _CROWDED = 0.5
 # At most so many numbers of complete steps are tried, spread over all.
@@ -120,12 +121,16 @@ def _mixes(facts: Facts, merging: ToMeConfig | None) -> Iterator[_Mix]:
             yield _Mix(own, complete, finest, costs.speedup(complete, finest), harm)
 
 
+def merging_pays(facts: Facts) -> bool:
+    """Return whether any token grid has so many tokens that merging saves enough time."""
+    return any(facts.tokens(level) >= facts.min_tokens for level in facts.work.levels if level <= _DEEPEST)
+
+
 def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
     """Yield the settings of token merging to try, of which the first merge nothing."""
-    deepest = min(8, max(facts.work.levels, default=1))
+    deepest = min(_DEEPEST, max(facts.work.levels, default=1))
     yield ToMeConfig(ratio=0.0, max_downsample=deepest)
-    fewest = max(facts.fewest_tokens, policy.FEWEST_TOKENS)
-    if all(facts.tokens(level) < fewest for level in facts.work.levels if level <= deepest):
+    if not merging_pays(facts):
         return
     scopes = ["layers"] * facts.layers + ["block"] * (facts.whole_blocks and facts.model != "unet")
     residuals = facts.model == "transformer" and facts.follows_steps
@@ -136,7 +141,7 @@ def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
             yield ToMeConfig(
                 ratio=ratio,
                 max_downsample=deepest,
-                min_tokens=fewest,
+                min_tokens=facts.min_tokens,
                 sx=4 if ratio > _CROWDED else 2,
                 scope=scope,
                 planner="tiled",

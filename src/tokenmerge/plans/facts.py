@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from tokenmerge.config import ToMeConfig
 from tokenmerge.models.base import Host
 from tokenmerge.models.work import Part, Planning, Share, Work, work_of
-from tokenmerge.plans.policy import FEWEST_TOKENS
+from tokenmerge.plans import policy
 
 ModelClass = Literal["unet", "transformer", "other"]
 # Sides of a box of cells whose tokens are compared, and how far the window around it reaches further.
@@ -39,6 +39,11 @@ class Facts:
     proportional: bool = True  # attention can count a merged token as often as the tokens it stands for
     number_bytes: int = 4  # of one number in all samples of a call: 4 in bfloat16 with guidance
     fewest_tokens: int = 0  # on token grids with fewer tokens than this, merging saves hardly any time
+
+    @property
+    def min_tokens(self) -> int:
+        """The fewest tokens of a grid that the default method merges."""
+        return max(self.fewest_tokens, policy.FEWEST_TOKENS)
 
     def tokens(self, level: int) -> int:
         """Return the number of tokens of the grid at a resolution level."""
@@ -111,11 +116,10 @@ def speedup_of(facts: Facts, config: ToMeConfig) -> float:
 
 def correction_bytes(facts: Facts, scope: str) -> int:
     """Return the bytes that corrections cache between steps: one residual for each block that merges."""
-    fewest = max(facts.fewest_tokens, FEWEST_TOKENS)
     values = sum(
         plan.blocks * plan.channels * facts.tokens(plan.level)
         for plan in facts.work.plans
-        if scope in plan.scopes and facts.tokens(plan.level) >= fewest
+        if scope in plan.scopes and facts.tokens(plan.level) >= facts.min_tokens
     )
     return values * facts.number_bytes
 

@@ -28,6 +28,7 @@ class Conditions:
     scale: int | None = None  # pixels per side of a latent position; None: sizes are given in latents
     pictures: int | None = None  # number of pictures that a call of the denoiser draws; None: unknown
     guidance: float | None = None  # scale of classifier-free guidance, 1 for none; None: unknown
+    why_dense: str = ""  # why the default method may merge nothing
     # Further texts, each under its heading; empty ones are left out.
     remarks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -98,7 +99,7 @@ def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
 def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     rows = [row for row in report.rows if row.merged_tokens < row.tokens]
     if not rows and is_default(conditions.method):
-        return "none in this plan; it would save little time here, or change the picture more than step reuse"
+        return "; ".join(filter(None, ("none in this plan", conditions.why_dense)))
     if not rows:
         return "no block merges at this size; patch.report() says why"
     most = max(rows, key=lambda row: row.tokens)
