@@ -115,7 +115,7 @@ def check_result(config: ToMeConfig, folder) -> None:
     assert isinstance(hash(config), int)
     assert repr(config).startswith("ToMeConfig(")
     assert all(isinstance(text, str) for text in config.over_steps)
-    assert not any(rule.conditions.keys() - {"level"} for phase in config.phases() for rule in phase.rules)
+    assert not any(rule.of_steps for phase in config.phases() for rule in phase.rules)
     for index in range(3):
         step = config.at_step(index, 3)
         assert step in config.phases()

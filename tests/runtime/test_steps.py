@@ -808,3 +808,12 @@ def test_a_residual_in_half_precision_is_never_copied_to_float32_as_a_whole():
     expected = torch.cosine_similarity(*changes, dim=1)
     assert (expected > 0.9).all()
     torch.testing.assert_close(residual.agreement[0].flatten().float(), expected, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_residuals_of_each_dtype_are_extrapolated(dtype):
+    first, last = torch.full((1, 4), 2.0, dtype=dtype), torch.full((1, 4), 3.0, dtype=dtype)
+    residual = updated(updated(updated(None, (first - 1,)), (first,)), (last,))
+    (forecast,) = extrapolated(residual, [0.0], torch.ones(()))
+    assert forecast.dtype == dtype
+    assert_close(forecast, last + 1, rtol=2**-8, atol=0)

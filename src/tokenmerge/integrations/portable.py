@@ -35,7 +35,7 @@ def step_number(timestep: float) -> int:
 def partition(
     grid: tuple[int, int], cell: tuple[int, int], draw: tuple[int, int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return read-only indices of sources and destinations, as ``tokenmerge.ops.strided_partition`` does.
+    """Return read-only indices of sources and destinations, as ``ops.partition.strided_partition`` does.
 
     The two numbers of a draw are the seed and the step of :func:`step_number`.
 

@@ -1,6 +1,6 @@
 """Facts about host models: where the blocks are, the token grid, the arguments with an entry per token.
 
-``base`` and ``call`` define the classes that hold these facts. ``families`` has one file for each family of
-models, and ``family`` what families share. ``find`` goes from a pipeline to the facts of its models. Nothing
+``base`` and ``call`` define the classes that hold these facts. ``families`` has the families of
+models, and ``family`` what they share. ``find`` goes from a pipeline to the facts of its models. Nothing
 here knows planners or patching.
 """

@@ -62,9 +62,8 @@ class HostMethod(NamedTuple):
     Other software may replace it at any time: web UIs switch attention by ``CrossAttention.forward = …``.
     """
 
-    of: Callable[
-        [nn.Module], Callable[..., Any]
-    ]  # the method that the class of a module has now, bound to it
+    # Returns the method that the class of a module has now, bound to it.
+    of: Callable[[nn.Module], Callable[..., Any]]
     names: Callable[[], Sequence[str]]  # of its parameters after ``self``
 
 

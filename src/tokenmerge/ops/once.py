@@ -63,7 +63,7 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-_made: Any = WeakTensorKeyDictionary()  # by a tensor of the plan, for as long as that lives
+_made: Any = WeakTensorKeyDictionary()  # by a tensor, for as long as that lives
 
 
 def once(of: Tensor, key: Hashable, make: Callable[[], Made], value: Tensor | None = None) -> Made:
@@ -74,7 +74,7 @@ def once(of: Tensor, key: Hashable, make: Callable[[], Made], value: Tensor | No
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return make()
     known = _made.setdefault(of, {})
-    version = None if value is None or value.is_inference() else value._version
+    version = None if value is None else version_of(value)
     last = known.get(key)
     if last is None or last[1] != version or (value is not None and last[0]() is not value):
         with torch.inference_mode(False):  # autograd cannot save tensors of inference mode

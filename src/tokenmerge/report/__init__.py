@@ -6,5 +6,15 @@ No model is timed here; ``hardly_faster`` uses the timings of ``planners.calibra
 from tokenmerge.report.cache_limit import in_words
 from tokenmerge.report.prediction import Report, check_merging, counted_speedup, predict, saved
 from tokenmerge.report.summary import RunSteps
+from tokenmerge.runtime.memory.run_log import StepRow
 
-__all__ = ["Report", "RunSteps", "check_merging", "counted_speedup", "in_words", "predict", "saved"]
+__all__ = [
+    "Report",
+    "RunSteps",
+    "StepRow",
+    "check_merging",
+    "counted_speedup",
+    "in_words",
+    "predict",
+    "saved",
+]

@@ -104,4 +104,4 @@ def counted_cache(pipe_or_model: object, configs: Sequence[ToMeConfig]) -> int:
             (copied,) = find_hosts(weightless(host.root, host.on_cpu))
             arguments = partial(copied.example, *size, host.usual_batch)
             totals[config] += kept_bytes(copied, config, arguments, Kept())
-    return max(totals.values())
+    return max(totals.values(), default=0)

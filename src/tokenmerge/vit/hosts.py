@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import is_a, is_called
+from tokenmerge.models.base import is_a
 from tokenmerge.models.find import parts
 
 
@@ -104,7 +104,7 @@ class Encoder:
         if not self.by_keyword:
             return {"x": picture}
         arguments = {"pixel_values": picture, "output_hidden_states": False, "output_attentions": False}
-        if (height, width) != self.image_size and not is_called(model, "Dinov2"):
+        if (height, width) != self.image_size and not type(model).__name__.startswith("Dinov2"):
             arguments["interpolate_pos_encoding"] = True
         return arguments
 

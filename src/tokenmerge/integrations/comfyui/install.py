@@ -48,7 +48,7 @@ def install(path: str | Path) -> list[Path]:
     sources = (file for file in SOURCE.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
     files = sorted(file.relative_to(SOURCE) for file in sources)
     try:
-        for problem in _problems(target, files):
+        if problem := next(_problems(target, files), None):
             raise ConfigError(f"path: {problem}, then run this command again")
         # ComfyUI loads nothing from a folder with this ending.
         with tempfile.TemporaryDirectory(prefix=f"{NAME}-", suffix=".disabled", dir=folder) as unfinished:

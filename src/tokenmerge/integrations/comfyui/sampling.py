@@ -95,7 +95,7 @@ class Sampling:
         self._calls += 1
         # Of the running call: the tokens at level 1, and whether reference pictures stand beside them.
         self.grid, self.has_references = self.settings.target.grid(latent), False
-        self.running = None
+        self.running = self.running_blocks = None  # a call before may have been interrupted
         self._prompts = len(options.get("cond_or_uncond") or [0])  # in the batch
         self._replaced = options.get("patches_replace", {})
         self.tracker.begin_call(self._step)

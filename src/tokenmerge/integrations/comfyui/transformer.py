@@ -51,9 +51,8 @@ class ReplacedBlock:
         call, n = HostCall(run, (), (), arguments), num_tokens(sampling.grid)
         tokens = self.layout.tokens_of(call)
         if self.key[0] == "double_block" and tokens.shape[1] != n:
-            sampling.has_references = (
-                True  # single-stream blocks, which run later, cannot tell them from text
-            )
+            # Single-stream blocks, which run later, cannot tell them from text.
+            sampling.has_references = True
         dense = (
             sampling.has_references
             or call.has(self.layout.dense_if)

@@ -127,6 +127,8 @@ def call_stages(
     decision = sampling.decision
     # The highest part that the running call skips; None: all of the UNet runs.
     skipped = {Runs.FINEST: _DEEP, Runs.LEAST: _FINEST}.get(decision.runs)
+    if skipped is not None and sampling.of(skipped) is None:
+        skipped = None  # another node returned before this part ran
 
     def result(part: str, h: Tensor) -> Tensor:
         """Return the result of a part: extrapolated where it is skipped; otherwise ``h``, which is cached."""

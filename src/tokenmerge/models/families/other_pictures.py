@@ -117,10 +117,8 @@ _LUMINA = (Layer("attn1", "attn", _LUMINA_ATTENTION), Layer("ff", "feed_forward"
 
 
 def _lumina(root: Any) -> Host:
-    refining, joint = (
-        listed(root, "noise_refiner", _LUMINA),
-        listed(root, "layers", _LUMINA, layout=_LUMINA_BLOCK),
-    )
+    refining = listed(root, "noise_refiner", _LUMINA)
+    joint = listed(root, "layers", _LUMINA, layout=_LUMINA_BLOCK)
     text = 256, root.config.cap_feat_dim
     return transformer_host(root, (*refining, *joint), text=text, text_mask="encoder_attention_mask")
 

@@ -18,7 +18,8 @@ from tokenmerge.ops.plan import Plan
 Tensors = tuple[Any, ...]
 
 _SHORTEST = 1e-8  # of a vector with a direction, as in torch.cosine_similarity
-_PIECE = 2**20  # numbers of an image that are multiplied in float32 at once
+# Numbers of an image that are multiplied in float32 at once, or more: there are at most so many pieces.
+_PIECE, _PIECES = 2**20, 16
 # A call of a block, as two numbers. The first is that of the model's call in its step: pipelines make several
 # calls in a step, for prompts or tiles. The second is that of the block's call within it: FreeNoise calls a
 # block several times, for some frames after others.
@@ -87,10 +88,12 @@ def _shapes(tensors: Tensors) -> list[torch.Size | None]:
 def _agreement(part: Part | None, delta: Tensor, before: Tensor) -> Tensor:
     """Return how far each image's delta keeps its direction: the cosine, or 0 where it turns back."""
     now, then = delta.flatten(1), before.flatten(1)
+    dtype = torch.promote_types(delta.dtype, torch.float32)
     # In half precision, a copy of all in float32 would take as much memory as the whole residual.
-    pieces = zip(now.split(_PIECE, dim=1), then.split(_PIECE, dim=1), strict=True)
-    product = torch.stack([(one.float() * other.float()).sum(1) for one, other in pieces]).sum(0)
-    lengths = torch.stack([torch.linalg.vector_norm(own, dim=1, dtype=torch.float32) for own in (now, then)])
+    size = now.shape[1] if delta.dtype == dtype else max(_PIECE, -(-now.shape[1] // _PIECES))
+    pieces = zip(now.split(size, dim=1), then.split(size, dim=1), strict=True)
+    product = torch.stack([(one.to(dtype) * other.to(dtype)).sum(1) for one, other in pieces]).sum(0)
+    lengths = torch.stack([torch.linalg.vector_norm(own, dim=1, dtype=dtype) for own in (now, then)])
     if part is not None:
         product, *squares = part.total(torch.stack([product, *lengths.square()]))
         lengths = torch.stack(squares).sqrt()

@@ -62,7 +62,7 @@ class CallContext:
     """
 
     settings: Mapping[int, MergeSettings]  # of the running step, by level
-    seed: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))  # for draws
+    seed: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))  # of draws
     call: int = 0  # its number in its step
     plan_call: int = 0  # that of the call whose plans this one uses
     caches_plans: bool = False
@@ -72,7 +72,7 @@ class CallContext:
     guidance_copies: int = 1  # how many times the batch holds each sample, for as many prompts
     # In a graph and on accelerators, whether it does hold equal samples; None: it does.
     copies_equal: Tensor | None = None
-    guidance_difference: Tensor | None = None  # of guidance, in the result of the last step; None: unknown
+    guidance_difference: Tensor | None = None  # what it changed in the last step's result; None: unknown
     step_log: StepLog | None = None  # where blocks note what they merge; None: nobody asked for it
 
 
@@ -160,7 +160,7 @@ class ModelState:
 
     config: ToMeConfig  # of the default method, what any of its generations may do
     call: ModelCall
-    phases: Phases  # of each level that merges, where it merges most
+    phases: Phases  # for each phase and level that merges, where it merges most
     groups: tuple[Hashable, ...]  # for each of ``parts``, the group of parts that share its plans
     pipeline: Pipeline
     dense_if_too_small: bool = False  # samples with too few tokens run dense, with a warning
@@ -173,7 +173,7 @@ class ModelState:
     record: dict[str, RecordedPlan] | None = None  # where each block leaves its latest plan, by its path
     last_run: RunLog | None = None  # of the generation that began last
     recorder: StepRecorder | None = None
-    kept: Kept = dataclasses.field(default_factory=Kept)  # of that generation; before the first, by default
+    kept: Kept = dataclasses.field(default_factory=Kept)  # since a generation last began, or since patching
 
     def __post_init__(self) -> None:
         reuse = self.config.reuse
@@ -201,8 +201,9 @@ class ModelState:
                     name, f"a height and width of the latents, integers ≥ 1 and multiples of {patch}", side
                 )
             integer()(name, side)  # refuses numbers that are too large to count with
-        self.given_grid = Grid(given=True)
-        self.given_grid.shapes = ((1, height // patch, width // patch),)
+        grid = Grid(given=True)
+        grid.shapes = ((1, height // patch, width // patch),)
+        self.given_grid = grid  # last, since other threads read it
 
     @property
     def context(self) -> CallContext:
@@ -226,7 +227,7 @@ class ModelState:
         self.threads.value.memory = memory
 
     def keep(self, kept: Kept, memory: Memory) -> None:
-        """Leave the blocks and layers dense that other people's code looks at."""
+        """Leave dense what other people's code looks at, and no more, as :attr:`kept` says from now on."""
         self.kept = kept
         for part, cache in zip(self.parts, memory.caches, strict=True):
             cache.dense = part.path in kept.dense
@@ -244,8 +245,9 @@ class ModelState:
             memory.sample.forget()
             memory.forget()
         self.memories.clear()
-        for log in () if self.recorder is None else self.recorder.values():
-            log.forget_results()
+        if self.recorder is not None:
+            for log in self.recorder.values():
+                log.forget_results()
         self.begin_call()
 
 

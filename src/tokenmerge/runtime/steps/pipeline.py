@@ -71,7 +71,8 @@ class Pipeline:
 
     def memories_of(self, generation: Generation) -> list[Any]:
         """Return what its models cache for a generation that they take part in."""
-        return [state.memories[generation] for state in self.states if generation in state.memories]
+        found = (state.memories.get(generation) for state in self.states)  # other threads may forget it
+        return [memory for memory in found if memory is not None]
 
     def set_step(self, index: int, total: int) -> None:
         """Set the step that comes next in this thread; it overrides the scheduler from now on."""

@@ -31,9 +31,10 @@ class Generation:
     """
 
     def __init__(self, first: int, ends_clean: bool = False) -> None:
-        self.first = self.index = first  # of its first step, which is not 0 in image-to-image; of the latest
+        self.first = first  # index of its first step, which is not 0 in image-to-image
+        self.index = first  # of the latest
         self.ends_clean = ends_clean
-        self.tolerances: dict[object, Tolerance | None] = {}  # by the default method
+        self.tolerances: dict[object, Tolerance | None] = {}  # by the DefaultMethod
         self.thread = threading.get_ident()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.ops.arithmetic import arithmetic
-from tokenmerge.ops.once import once, version_of
+from tokenmerge.ops.once import made_once, once, version_of
 from tokenmerge.plans.generation import Merging, Runs, plan_generation
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync
 
@@ -37,7 +37,7 @@ def step_seed(timestep: Tensor | float, device: torch.device) -> Tensor:
     return _bits(timestep, device)
 
 
-@lru_cache(maxsize=8)  # threads may be at different steps
+@made_once
 def _number_on(number: int, device: torch.device) -> Tensor:
     return torch.full((), number, device=device)
 
