@@ -17,8 +17,8 @@ from tokenmerge import PlanSharing, ToMeConfig, apply_token_merging
 from tokenmerge.config import dense_outside, settings, tome
 from tokenmerge.config.checks import one_of
 from tokenmerge.planners import PLANNERS
+from tokenmerge.planners.importance import importance_of_tokens
 from tokenmerge.runtime.blocks import planning
-from tokenmerge.runtime.blocks.planning import importance_of_tokens
 
 HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 8}
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tokenmerge.config import MergeSettings
 from tokenmerge.ops.matching import by_similarity, most_similar
-from tokenmerge.ops.partition import num_destinations, uniform_noise
+from tokenmerge.ops.partition import num_destinations, num_tokens, uniform_noise
 from tokenmerge.ops.plan import Plan, make_plan
 from tokenmerge.planners.sequences import cell_of
 
@@ -40,3 +41,22 @@ def plan_importance(
     # Cosines lie between -1 and 1, so adding 3 puts every token outside the pool before all others.
     order = by_similarity(similarity + 3 * outside)
     return make_plan(src, dst, order, nearest, r)
+
+
+def importance_of_tokens(change: Tensor, *grids: tuple[int, int, int]) -> Tensor | None:
+    """Return how much guidance changes each token, for planners (arXiv 2411.16720).
+
+    ``change`` is what guidance changes in a model's result: ``[b, c, h, w]``, ``[b, c, f, h, w]``, or tokens
+    ``[b, n, c]`` on the model's finest grid; None is returned for other shapes. The mean absolute change over
+    the area of each token is ``[b, n]``, or ``[b · f, n]`` for a result of several frames and a grid of one.
+    """
+    size = change.abs().float()
+    if size.ndim == 3:
+        tokens = size.mean(dim=2)
+        return tokens if tokens.shape[1] == sum(map(num_tokens, grids)) else None
+    grid = grids[0]
+    if size.ndim not in (4, 5) or (size.ndim == 4 and grid[0] > 1) or len(grids) > 1:
+        return None
+    frames = size.shape[2] if grid[0] > 1 else 1
+    size = size.mean(dim=1).reshape(-1, 1, frames, *size.shape[-2:])
+    return F.adaptive_avg_pool3d(size, grid).flatten(1)

@@ -2,5 +2,5 @@
 
 A room imports only those below it: ``patching``, ``blocks``, ``memory``, ``steps``. All may import
 ``errors``, ``ops``, ``config``, ``planners`` and the words of ``models`` (``base``, ``call``,
-``parallel``), never a family's file.
+``placement``), never a family's file.
 """

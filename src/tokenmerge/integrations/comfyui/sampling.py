@@ -18,9 +18,9 @@ from tokenmerge.ops.matching import shared_features
 from tokenmerge.ops.partition import num_tokens
 from tokenmerge.ops.plan import Plan
 from tokenmerge.planners import PLANNERS
+from tokenmerge.planners.importance import importance_of_tokens
 from tokenmerge.planners.sequences import num_removed
 from tokenmerge.plans.generation import Merging
-from tokenmerge.runtime.blocks.planning import importance_of_tokens
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, ends_clean
 from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
 

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tokenmerge.config import CACHED_FEATURES, GUIDED_PLANNERS, MergeSettings
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops.matching import features_if_shared, shared_features
-from tokenmerge.ops.partition import num_tokens
 from tokenmerge.ops.plan import Plan
 from tokenmerge.planners import PLANNERS
+from tokenmerge.planners.importance import importance_of_tokens
 from tokenmerge.planners.sequences import (
     TokenSequence,
     part_bounds,
@@ -118,25 +117,6 @@ def _importance(state: BlockState, features: Tensor) -> Tensor | None:
         stacklevel=2,
     )
     return None
-
-
-def importance_of_tokens(change: Tensor, *grids: tuple[int, int, int]) -> Tensor | None:
-    """Return how much guidance changes each token, for planners (arXiv 2411.16720).
-
-    ``change`` is what guidance changes in a model's result: ``[b, c, h, w]``, ``[b, c, f, h, w]``, or tokens
-    ``[b, n, c]`` on the model's finest grid; None is returned for other shapes. The mean absolute change over
-    the area of each token is ``[b, n]``, or ``[b · f, n]`` for a result of several frames and a grid of one.
-    """
-    size = change.abs().float()
-    if size.ndim == 3:
-        tokens = size.mean(dim=2)
-        return tokens if tokens.shape[1] == sum(map(num_tokens, grids)) else None
-    grid = grids[0]
-    if size.ndim not in (4, 5) or (size.ndim == 4 and grid[0] > 1) or len(grids) > 1:
-        return None
-    frames = size.shape[2] if grid[0] > 1 else 1
-    size = size.mean(dim=1).reshape(-1, 1, frames, *size.shape[-2:])
-    return F.adaptive_avg_pool3d(size, grid).flatten(1)
 
 
 def _compared(state: BlockState, features: str, x: Tensor, image: Tensor, start: Tensor | None) -> Tensor:
