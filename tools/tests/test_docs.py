@@ -274,7 +274,7 @@ def test_the_first_page_says_how_the_default_method_compares():
     strong = ("emoji-mmdit", 7.0)
     assert closer == [(strong, "fewer-steps steps=15"), (strong, "easycache threshold=0.3")]
     assert "15 steps are closer than tokenmerge at the same speed, 1.33×" in page
-    assert "EasyCache is closer in two settings at equal time, and in one at equal operations" in page
+    assert "EasyCache is closer in two settings at equal time. At equal operations it is in one." in page
     own = [one for records in drawn.values() for one in records if one.variant == "auto"]
     assert {one.config["ratio"] for one in own} == {0}  # docs/rivals.md: `auto` merges none of the tokens
 
