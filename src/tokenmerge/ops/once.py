@@ -74,7 +74,8 @@ def once(of: Tensor, key: Hashable, make: Callable[[], Made], value: Tensor | No
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return make()
     known = _made.setdefault(of, {})
-    version = None if value is None else version_of(value)
+    # As in version_of: each block asks, and a call takes time.
+    version = None if value is None or value.is_inference() else value._version
     last = known.get(key)
     if last is None or last[1] != version or (value is not None and last[0]() is not value):
         with torch.inference_mode(False):  # autograd cannot save tensors of inference mode
