@@ -104,18 +104,18 @@ def test_a_larger_batch_is_asked_again(pipe, accelerator):
 
 def test_two_calls_with_one_timestep_have_one_number(accelerator):
     cpu, timestep = torch.device("cpu"), torch.tensor(7.0)
-    first = step_seed(timestep, cpu)
-    assert step_seed(timestep, cpu) is first
+    first = step_seed(timestep, cpu, {})
+    assert step_seed(timestep, cpu, {}) is first
     timestep += 1
-    changed = step_seed(timestep, cpu)
+    changed = step_seed(timestep, cpu, {})
     assert changed != first
-    assert step_seed(torch.tensor(8.0), cpu) == changed
-    assert step_seed(8.0, cpu) == changed
+    assert step_seed(torch.tensor(8.0), cpu, {}) == changed
+    assert step_seed(8.0, cpu, {}) == changed
     with torch.inference_mode():
         timestep = torch.tensor(7.0)
-        assert step_seed(timestep, cpu) == first
+        assert step_seed(timestep, cpu, {}) == first
         timestep += 1  # of which nothing tells
-        assert step_seed(timestep, cpu) == changed
+        assert step_seed(timestep, cpu, {}) == changed
 
 
 def test_a_second_call_of_a_step_compares_no_numbers(pipe, accelerator):

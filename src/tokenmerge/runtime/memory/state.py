@@ -138,6 +138,7 @@ class ThreadState:
         # By call and level, the image tokens that the first block was called with, followed by those that the
         # last block returned, once it has run.
         self.spans: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
+        self.numbers: dict[tuple[int, torch.device], Tensor] = {}  # see ``steps.step_tracker.step_seed``
         self.running_blocks: Any = None  # tokenmerge.runtime.blocks.skipping.RunningBlocks, if there are any
 
 

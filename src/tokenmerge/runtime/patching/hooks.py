@@ -141,7 +141,7 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
     """Begin a call with these arguments, by name: return what is known of it."""
     sample, by = arguments[state.call.sample], state.call.timestep
     timestep, first = arguments[by] if isinstance(by, str) else by(root, arguments), sample[0]
-    seed = step_seed(timestep, first.device)
+    seed = step_seed(timestep, first.device, state.threads.value.numbers)
     running = running_pipeline()
     pipe, shape = state.pipeline.of_call(running), (len(sample), *first.shape)
     compiling, scheduler, step = torch.compiler.is_compiling(), None, None

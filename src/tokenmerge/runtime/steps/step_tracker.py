@@ -13,33 +13,34 @@ from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.ops.arithmetic import arithmetic
-from tokenmerge.ops.once import made_once, once, version_of
+from tokenmerge.ops.once import once, version_of
 from tokenmerge.plans.generation import Merging, Runs, plan_generation
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync
 
 Shape = tuple[object, ...]  # of the inputs of a call; what is cached for one does not fit another
 
 
-def step_seed(timestep: Tensor | float, device: torch.device) -> Tensor:
+def step_seed(
+    timestep: Tensor | float, device: torch.device, numbers: dict[tuple[int, torch.device], Tensor]
+) -> Tensor:
     """Return an integer for random draws in a step: the bits of its timestep as a float32, int64.
 
     The timestep is taken and not a counter. It is the same for both halves of classifier-free guidance, for
     every batch size, and when gradient checkpointing runs a block again. In training each sample may have a
     timestep of its own, and image-to-video models give one to each token; the highest counts for all. The
-    same timestep has the same tensor on a device.
+    same timestep has the same tensor on a device: the latest of a thread is in its ``numbers``.
     """
     if not torch.compiler.is_compiling():
         if isinstance(timestep, Tensor) and needs_sync(timestep):
             if not timestep.is_inference():  # whose value may change unseen
                 return once(timestep, ("bits", device), partial(_bits, timestep, device), timestep)
         elif device.type != "cpu":  # copying the number there would wait for the device
-            return _number_on(int(_bits(timestep, torch.device("cpu"))), device)
+            known = int(_bits(timestep, torch.device("cpu"))), device
+            if known not in numbers:
+                numbers.clear()
+                numbers[known] = torch.full((), known[0], device=device)
+            return numbers[known]
     return _bits(timestep, device)
-
-
-@made_once
-def _number_on(number: int, device: torch.device) -> Tensor:
-    return torch.full((), number, device=device)
 
 
 def _bits(timestep: Tensor | float, device: torch.device) -> Tensor:
