@@ -65,7 +65,8 @@ class BlockRun:
 class RunningBlocks:
     """Blocks that have run one after another, each with the very tensors that the one before it returned."""
 
-    first: BlockRun  # with the residual from when it ran before
+    first: BlockRun
+    before: BlockRun | None  # what the first was when it ran before
     start: tuple[Tensor, Any]  # tokens of the image and of the text that it was called with
     end: tuple[Tensor, Any]  # those that the last block returned
     version: int | None = None  # of the image then, by ``version_of``
@@ -98,9 +99,8 @@ def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> A
     made = skippable[number] = BlockRun(isinstance(result, Tensor), other is None)
     if running is None or not continues:
         finish_run(thread)
-        if known is not None:
-            made.residual, made.blocks = known.residual, known.blocks
-        running = thread.running_blocks = RunningBlocks(made, (tokens, text), (tokens, text))
+        made.residual = None if known is None else known.residual
+        running = thread.running_blocks = RunningBlocks(made, known, (tokens, text), (tokens, text))
     running.end = image, running.end[1] if other is None else other  # blocks without text pass it on
     running.version, running.blocks = version_of(image), running.blocks + 1
     return result
@@ -119,7 +119,8 @@ def finish_run(thread: ThreadState) -> None:
             # The run has all blocks of a level, by which plans are made: one tensor serves both.
             thread.memory.model_residuals[place] = added
     latest = added, None if text is given_text else text - given_text
-    before = first.residual if first.blocks == running.blocks else None
+    known = running.before  # its number of blocks is 0 if it was interrupted
+    before = known.residual if known is not None and known.blocks == running.blocks else None
     _note_forecast(thread, "deep", before, added)
     first.residual, first.blocks = updated(before, latest, thread.part), running.blocks
 
