@@ -48,7 +48,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
 # The records in the documentation, by card.
 CARDS = {
     f"NVIDIA {card.upper()}": [Path(__file__).parent / f"gpu_{card}{run}.jsonl" for run in runs]
-    for card, runs in {"h200": ("", "_b", "_c", "_d"), "h100": ("", "_b")}.items()
+    for card, runs in {"h200": ("", "_b", "_c", "_d", "_e"), "h100": ("", "_b", "_c")}.items()
 }
 Facts = dict[str, Any]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -100,6 +100,7 @@ GENERATIONS = {
     "sd15 1024": "SD 1.5, 1024 px, 20 steps",
     "sd15 768": "SD 1.5, 768 px, 20 steps",
     "sd15 512": "SD 1.5, 512 px, 20 steps",
+    "wan 480": "Wan 2.1, 480 px, 81 frames, 12 steps",
 }
 ASKED = {"`speedup=1.5`": "speed-up 1.5", "`2`": "speed-up 2", "`3`": "speed-up 3"}
 OTHERS = {
@@ -675,7 +676,8 @@ def model(
             whole = {
                 variant: context
                 for variant, context in whole.items()
-                if variant in ("dense", "dense, cuDNN", "shared plan") or variant.startswith("speed-up 2")
+                if variant in ("dense", "dense, cuDNN", "shared plan", "speed-up 3")
+                or variant.startswith("speed-up 2")
             }
         in_turns(run, f"{name} {height}, one call", single, loop.one, 5 if frames == 1 else 1, **about)
         warm_up = partial(loop, WARM_UP_STEPS if frames == 1 else 2)
@@ -773,10 +775,10 @@ def _kernels(run: Run, loop: Loop, context: Context) -> Facts:
 
 def compiled(run: Run) -> None:
     """Compile the blocks of a model, and time generations with them."""
-    models = (("flux", {"num_layers": 2, "num_single_layers": 4}), ("sd15", {}))
-    for name, few in models[: 1 if run.tiny else None]:
+    models = {"flux": _bfloat16(run), "sdxl": run.half, "sd15": run.half}
+    for name, dtype in list(models.items())[: 1 if run.tiny else None]:
         loops: list[Loop] = []
-        run.measure(f"{name}: compile", partial(_compile, run, name, few, loops), 30)
+        run.measure(f"{name}: compile", partial(_compile, run, name, dtype, loops), 30)
         for loop in loops:
             chosen = ("dense", "speed-up 2", "shared plan")[: 2 if run.tiny else None]
             variants = {key: context for key, context in variants_of(loop, True).items() if key in chosen}
@@ -785,10 +787,10 @@ def compiled(run: Run) -> None:
         run.free()
 
 
-def _compile(run: Run, name: str, few: Facts, loops: list[Loop]) -> Facts:
+def _compile(run: Run, name: str, dtype: torch.dtype, loops: list[Loop]) -> Facts:
     """Add a loop whose model compiles its blocks when they first run."""
     side = 128 if run.tiny else 1024
-    loop = Loop(run, name, build(run, name, run.half, **few), side, side)
+    loop = Loop(run, name, build(run, name, dtype), side, side)
     loop.model.compile_repeated_blocks(fullgraph=True, backend="eager" if run.tiny else "inductor")
     loops.append(loop)
     return {"size": [side, side]}
@@ -805,7 +807,7 @@ PARTS: dict[str, tuple[float, Callable[[Run], None]]] = {
     "profile": (20, profile),
     "sdxl": (90, lambda run: model(run, "sdxl", (1024, 1024))),
     "sd3": (55, lambda run: model(run, "sd3", (1024, 1024))),
-    "compile": (80, compiled),
+    "compile": (180, compiled),
     "wan": (110, lambda run: model(run, "wan", (480, 832), frames=81, dtype=_bfloat16(run))),
 }
 
@@ -820,7 +822,8 @@ class Measured(NamedTuple):
     Attributes:
         speedups: over the fastest dense variant of the same round; empty where none was measured.
         gb: the peak of memory in the round in which it was lowest: others were still being freed.
-        more_gb: how much higher the peak is than that of the dense model in the same round.
+        more_gb: how much higher the peak is than that of the dense model in the same round; in the last
+            record alone, since the code of the others took more.
     """
 
     ms: float
@@ -864,7 +867,10 @@ def speedups(*records: Path) -> dict[str, Row]:
             ratios = [
                 min(one["ms"] for one in lines) / own[turn]["ms"] for turn, lines in beside.items() if lines
             ]
-            more = [_gb(own[turn]) - _gb(lines[0]) for turn, lines in beside.items() if lines]
+            last = list(own)[-1][0]
+            more = [
+                _gb(own[turn]) - _gb(lines[0]) for turn, lines in beside.items() if lines and turn[0] == last
+            ]
             found.setdefault(name, {})[variant] = Measured(
                 statistics.median(line["ms"] for line in own.values()),
                 ratios,
@@ -903,7 +909,8 @@ def page_tables(cards: Mapping[str, Sequence[Path]]) -> str:
     )
     for card, own in found.items():
         head = [f"| {card} | {' | '.join(OTHERS)} |", "|---|" + "---:|" * len(OTHERS)]
-        parts.append([*head, *_rows(own, _others)])
+        images = {key: row for key, row in own.items() if "ratio 0.5" in row}
+        parts.append([*head, *_rows(images, _others)])
     return "\n\n".join("\n".join(part) for part in parts)
 
 
@@ -915,7 +922,7 @@ def _rows(found: dict[str, Row], cells: Callable[[Row], Sequence[str]]) -> Itera
 
 def _asked(row: Row) -> Sequence[str]:
     dense, more = row["dense"], row["speed-up 2"].more_gb
-    asked = (str(row[name]) for name in ASKED.values())
+    asked = (str(row[name]) if name in row else "" for name in ASKED.values())
     return [f"{dense.ms / 1000:.2f} s", *asked, f"{dense.gb:.1f} GB", f"{1000 * more:.0f} MB"]
 
 
