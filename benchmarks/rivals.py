@@ -4,7 +4,8 @@
 rivals, and counts the operations of each picture. It begins with one prompt and the default settings, goes on
 with settings that may come near the speeds compared, and draws other prompts only with those that did.
 `time` times the same prompts with each variant of the speeds compared.
-`page` writes docs/rivals.md, its charts and its tables. An interrupted run continues.
+`page` writes docs/rivals.md, its charts and its tables, and a table of docs/results.md. An interrupted run
+continues.
 
     python benchmarks/rivals.py draw       # about 45 minutes on one core that does nothing else
     python benchmarks/rivals.py time
@@ -36,6 +37,7 @@ from tokenmerge_tools.variants.rivals import RIVALS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "rivals.md"
+RESULTS = ROOT / "docs" / "results.md"
 TABLES = ROOT / "benchmarks" / "results" / "rivals.md"
 DRAWN = ROOT / "benchmarks" / "rivals_cpu.jsonl"
 TIMED = ROOT / "benchmarks" / "rivals_timed_cpu.jsonl"
@@ -157,15 +159,35 @@ def leads(
     records: Sequence[QualityRecord], times: Mapping[str, QualityRecord] | None = None
 ) -> dict[str, float]:
     """Return by how much each variant is closer than `auto` at its speed, in dB: one cell for each."""
-    found = list(points(records, times))
+    return {
+        record.label: record.figures["psnr"] - own
+        for record, _, own in beside_auto(list(points(records, times)))
+    }
+
+
+def beside_auto(found: Sequence[tuple[float, QualityRecord]]) -> Iterator[tuple[QualityRecord, float, float]]:
+    """Yield each other variant, its speed-up, and the PSNR of `auto` at that speed-up."""
     own = sorted((speed, record.figures["psnr"]) for speed, record in found if record.variant == "auto")
     speeds, psnr = zip(*own, strict=True)
     low, high = max(COMPARED[0], speeds[0]), min(COMPARED[1], speeds[-1])
-    return {
-        record.label: record.figures["psnr"] - float(np.interp(speed, speeds, psnr))
-        for speed, record in found
-        if record.variant != "auto" and low <= speed <= high
-    }
+    for speed, record in found:
+        if record.variant != "auto" and low <= speed <= high:
+            yield record, speed, float(np.interp(speed, speeds, psnr))
+
+
+def fewer_steps() -> str:
+    """Return a table of fewer steps beside the default method, each at the same counted speed-up."""
+    cells: dict[tuple[int, str], dict[tuple[str, float], str]] = defaultdict(dict)
+    for scene, records in records_of(DRAWN).items():
+        for record, speed, own in beside_auto(list(points(records))):
+            if record.variant == "fewer-steps":
+                row = record.settings["steps"], f"{speed:.2f}×"
+                cells[row][scene] = f"{own:.1f} beside {record.figures['psnr']:.1f}"
+    rows = [f"| steps | counted | {' | '.join(f'{model}, guidance {scale:g}' for model, scale in SCENES)} |"]
+    rows.append("|---:|---:|" + "---:|" * len(SCENES))
+    for (steps, speed), own in sorted(cells.items(), reverse=True):
+        rows.append(f"| {steps} | {speed} | {' | '.join(own.get(scene, '') for scene in SCENES)} |")
+    return "\n".join(rows)
 
 
 def table(records: Sequence[QualityRecord], times: Mapping[str, QualityRecord]) -> Iterator[str]:
@@ -269,11 +291,11 @@ def pictures(scene: tuple[str, float]) -> Iterator[tuple[str, Path]]:
         yield "measured", PAGE.with_name(f"rivals-{scene[0]}-{scene[1]:g}-measured.png")
 
 
-def written(page: str) -> str:
+def written(page: str, part: str) -> str:
     """Return the page with its generated part."""
     begin, end = "<!-- written by benchmarks/rivals.py -->\n", "<!-- end -->"
     head, _, rest = page.partition(begin)
-    return head + begin + "\n" + text() + "\n\n" + end + rest.partition(end)[2]
+    return f"{head}{begin}\n{part}\n\n{end}{rest.partition(end)[2]}"
 
 
 def write_page() -> None:
@@ -285,7 +307,8 @@ def write_page() -> None:
             with matplotlib.rc_context({"axes.grid": True, "grid.color": "#e4e4e4"}):
                 figure_of(drawn).savefig(file, dpi=110, metadata={"Software": None})
     TABLES.write_text(tables(), encoding="utf-8")
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, part in {PAGE: text(), RESULTS: fewer_steps()}.items():
+        page.write_text(written(page.read_text(encoding="utf-8"), part), encoding="utf-8")
 
 
 def main() -> None:

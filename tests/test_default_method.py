@@ -263,13 +263,6 @@ def test_perturbed_attention_guidance_is_not_asked_for_sizes(fast):
     assert not settings_for(pipe).proportional
 
 
-def test_a_cache_limit_below_step_reuse_is_named_where_nothing_merges(monkeypatch):
-    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 4096)
-    pipe = pipeline(unet=hosts.unet())
-    with pytest.raises(ConfigError, match="max_cache: expected at least"):
-        apply_token_merging(pipe, speedup=2.0, max_cache=1)
-
-
 def test_the_handle_estimates_how_close_the_last_picture_is(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe, speedup=1.5)

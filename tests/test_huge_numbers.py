@@ -57,7 +57,7 @@ def test_the_other_functions_that_take_a_number(huge):
         refused(lambda name=name: apply_tome(unet, **{name: huge}))
     for name in ("config", "ratio", "speedup"):
         refused(lambda name=name: apply_token_merging(unet, **{name: huge}))
-    for name in ("start", "until", "max_cache"):
+    for name in ("start", "until"):
         refused(lambda name=name: apply_token_merging(unet, speedup=2.0, **{name: huge}))
     refused(lambda: apply_token_merging(unet, huge, ratio=huge))
     refused(lambda: settings_for(unet, huge))

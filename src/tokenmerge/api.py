@@ -16,8 +16,8 @@ from typing import Any, overload
 from torch import nn
 
 from tokenmerge import presets
-from tokenmerge.config import SavedSettings, ToMeConfig, dense_outside, load_settings
-from tokenmerge.config.origin import RATIO, is_default
+from tokenmerge.config import Rule, SavedSettings, ToMeConfig, dense_outside, load_settings
+from tokenmerge.config.origin import RATIO
 from tokenmerge.default_method import DefaultMethod, TunedMethod, allows_proportional, check_min_psnr
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, shown
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
@@ -25,7 +25,6 @@ from tokenmerge.integrations import export  # noqa: F401 - exported programs com
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import DENOISERS, find_hosts
 from tokenmerge.report import Report
-from tokenmerge.report.cache_limit import Change, bytes_of, change_within
 from tokenmerge.runtime.memory.state import RecordedPlan
 from tokenmerge.runtime.patching.patch import (
     hosts_that_merge,
@@ -72,7 +71,6 @@ def apply_token_merging(
     ratio: float | None = None,
     start: float | None = None,
     until: float | None = None,
-    max_cache: str | int | None = None,
     min_psnr: float | None = None,
 ) -> Patch[Report, RecordedPlan]: ...
 @overload
@@ -85,7 +83,6 @@ def apply_token_merging(
     ratio: float | None = None,
     start: float | None = None,
     until: float | None = None,
-    max_cache: str | int | None = None,
     min_psnr: float | None = None,
 ) -> Patch[Any, Any]:
     """Patch a diffusion model or a vision transformer in place, so that it merges tokens.
@@ -117,11 +114,6 @@ def apply_token_merging(
             dense one.
         until: share of the denoising steps after which merging ends, likewise. Lowering it saves less time
             and brings the picture much closer.
-        max_cache: highest size of what the default method caches between steps, such as ``"200MB"``, or a
-            number of bytes. The size is counted at the model's default size of the sample. If the limit is
-            too low, corrections are left out first, then the skipping of a UNet's finest level, then step
-            reuse, and at last the features of the step before; ``print(patch)`` says what was left out.
-            Lowering it makes the picture less like the dense one, or saves less time. None: no limit.
         min_psnr: of the default method, the PSNR to the dense picture of the same seed that a picture shall
             have, in dB, > 0. While a generation runs, it estimates its closeness, and skips fewer steps than
             ``speedup`` plans where it has to, up to none. In a batch the worst picture decides for all, so a
@@ -140,16 +132,16 @@ def apply_token_merging(
         ConfigError: ``config`` is not a configuration, or does not fit the model.
         ModelInUseError: another thread runs the model.
     """
-    if isinstance(config, ViTConfig) and ratio is speedup is max_cache is min_psnr is None:
+    if isinstance(config, ViTConfig) and ratio is speedup is min_psnr is None:
         if start is until is None:
             return _merge_in_encoders(pipe_or_model, config)
         raise ConfigError("start, until: a vision transformer has no denoising steps; leave them out")
     asked = _asked(pipe_or_model, config, speedup, ratio, min_psnr)
     if start is not None or until is not None:
         dense = dense_outside(0.0 if start is None else start, 1.0 if until is None else until)
-        asked = _changed(asked, lambda own: dataclasses.replace(own, rules=(*own.rules, *dense)))
-    if max_cache is not None:
-        asked = _within(pipe_or_model, asked, max_cache)
+        change = partial(_with_rules, dense)
+        default = asked.default and dataclasses.replace(asked.default, change=change)
+        asked = dataclasses.replace(asked, config=change(asked.config), default=default)
     return merge_in_hosts(pipe_or_model, **vars(asked))
 
 
@@ -218,26 +210,8 @@ def _of_file(model: object, saved: SavedSettings, name: str) -> _Asked:
     return _Asked(saved.config, name, hosts, check_size=False)  # they may be for a larger size
 
 
-def _changed(asked: _Asked, change: Change) -> _Asked:
-    """Return the same with changed settings."""
-    default = asked.default and dataclasses.replace(asked.default, changes=(*asked.default.changes, change))
-    return dataclasses.replace(asked, config=change(asked.config), default=default)
-
-
-def _within(model: object, asked: _Asked, max_cache: str | int) -> _Asked:
-    """Return the same with as much of the default method as fits into a cache."""
-    limit, default = bytes_of(max_cache), asked.default
-    if not is_default(asked.method):
-        raise ConfigError(
-            f"max_cache: only the default method takes a limit, got {shown(max_cache)} with other "
-            "settings; leave out max_cache, or the other settings"
-        )
-    configs = [asked.config]
-    if default is not None:  # under weak guidance and under strong guidance
-        configs = [default.settings(default.facts_at(guidance=scale)) for scale in (1.0, 10.0)]
-    change, left_out = change_within(model, configs, limit)
-    method = f"{asked.method} in {max_cache}" + (f" ({left_out})" if left_out else "")
-    return dataclasses.replace(_changed(asked, change), method=method)
+def _with_rules(rules: tuple[Rule, ...], config: ToMeConfig) -> ToMeConfig:
+    return dataclasses.replace(config, rules=(*config.rules, *rules))
 
 
 def _preset(name: str, ratio: float | None) -> ToMeConfig:

@@ -39,13 +39,17 @@ Change = Callable[[ToMeConfig], ToMeConfig]
 check_min_psnr = optional(number("a number of dB above 0, such as 35", lambda value: value > 0))
 
 
+def _unchanged(config: ToMeConfig) -> ToMeConfig:
+    return config
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class DefaultMethod:
     """The default method for one pipeline or model; a ConfigError says that a number is out of range."""
 
     speedup: float  # dense operations divided by those of the generation, ≥ 1, as they are counted
     facts: Facts  # about the model, for the default size and number of steps
-    changes: tuple[Change, ...] = ()  # they change the settings after these were chosen, in order
+    change: Change = _unchanged  # changes the settings after these were chosen
     min_psnr: float | None = None  # lowest PSNR to the dense picture in dB, > 0; None: speed-up alone decides
 
     def __post_init__(self) -> None:
@@ -101,21 +105,16 @@ class DefaultMethod:
     def settings(self, facts: Facts) -> ToMeConfig:
         """Return the settings of one generation, or those that it begins with."""
         tolerance = self.tolerance(facts)
-        return self._changed(self.plan(facts).config) if tolerance is None else tolerance.config
-
-    def _changed(self, settings: ToMeConfig) -> ToMeConfig:
-        for change in self.changes:
-            settings = change(settings)
-        return settings
+        return self.change(self.plan(facts).config) if tolerance is None else tolerance.config
 
     def tolerance(self, facts: Facts) -> Tolerance | None:
         """Return what changes the settings of a generation while it runs; None: nothing does."""
         if self.min_psnr is None:
             return None
-        return Tolerance(facts, self.speedup, self.min_psnr, self._changed)
+        return Tolerance(facts, self.speedup, self.min_psnr, self.change)
 
     def plan(self, facts: Facts) -> Plan:
-        """Return the plan of one generation, without changes."""
+        """Return the plan of one generation, before ``change``."""
         return plan_for(facts, self.speedup)
 
     def shortfall(self, facts: Facts) -> str:

@@ -256,8 +256,10 @@ def test_the_tables_of_closeness_say_what_the_records_say():
 def test_the_page_of_rivals_says_what_its_record_says():
     written = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))
     assert written["tables"]() == written["TABLES"].read_text(encoding="utf-8")
-    page = written["PAGE"].read_text(encoding="utf-8")
-    assert written["written"](page) == page
+    for name, part in {"PAGE": written["text"](), "RESULTS": written["fewer_steps"]()}.items():
+        page = written[name].read_text(encoding="utf-8")
+        assert written["written"](page, part) == page
+    assert written["fewer_steps"]().count(" beside ") == 18  # 17 of 18 comparisons
     assert written["tables"]().count("\n| auto speedup=") == 5 * len(written["records_of"](written["DRAWN"]))
 
 

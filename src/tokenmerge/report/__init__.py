@@ -3,9 +3,8 @@
 No model is timed here; ``hardly_faster`` uses the timings of ``planners.calibration``.
 """
 
-from tokenmerge.report.cache_limit import in_words
 from tokenmerge.report.prediction import Report, check_merging, counted_speedup, predict, saved
-from tokenmerge.report.summary import RunSteps
+from tokenmerge.report.summary import RunSteps, in_words
 from tokenmerge.runtime.memory.run_log import StepRow
 
 __all__ = [

@@ -12,7 +12,6 @@ from tokenmerge.config.origin import RATIO, is_default
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import dtype_of
 from tokenmerge.plans.generation import GenerationPlan, Merging, Runs, plan_generation
-from tokenmerge.report.cache_limit import in_words
 from tokenmerge.report.prediction import Report, saved
 from tokenmerge.runtime.memory.run_log import RunLog, StepRow, in_kinds
 from tokenmerge.text_table import Tabled, TextTable
@@ -145,6 +144,15 @@ def _kept(conditions: Conditions, report: Report) -> str:
         return "cache between steps: none"
     dtype = str(dtype_of(conditions.denoiser.root)).removeprefix("torch.")
     return f"cache between steps: {in_words(report.kept_bytes)} ({dtype})"
+
+
+def in_words(size: int) -> str:
+    """Return a number of bytes as text.
+
+    >>> in_words(1_503_238_553), in_words(61_800_001)
+    ('1.50 GB', '61.8 MB')
+    """
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def _happened(run: RunLog) -> str:

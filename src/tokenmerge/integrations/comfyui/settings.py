@@ -118,7 +118,7 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
         number_bytes=2 * dtype.itemsize,
         fewest_tokens=fewest_tokens(Attention(device, dtype, 2 if target.is_unet else 1, *attention)),
     )
-    return DefaultMethod(asked.speedup, facts, (lambda config: _changed(config, asked),))
+    return DefaultMethod(asked.speedup, facts, lambda config: _changed(config, asked))
 
 
 def _changed(config: ToMeConfig, asked: Asked) -> ToMeConfig:
