@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans.generation import plan_generation
-from tokenmerge.report.summary import signs_of
+from tokenmerge.report.notes import signs_of
 from tokenmerge_tools import demo
 
 PICTURE = Path(__file__).with_name("plans.svg")

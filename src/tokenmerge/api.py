@@ -17,6 +17,7 @@ from torch import nn
 
 from tokenmerge import presets
 from tokenmerge.config import Rule, SavedSettings, ToMeConfig, dense_outside, load_settings
+from tokenmerge.config.checks import as_number
 from tokenmerge.config.origin import RATIO
 from tokenmerge.default_method import DefaultMethod, TunedMethod, allows_proportional, check_min_psnr
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, shown
@@ -179,6 +180,11 @@ def _asked(
         )
     hosts = hosts_of(model)
     if ratio is not None:
+        if (share := as_number(ratio)) is not None and share >= 1:
+            raise ConfigError(
+                f"ratio: expected the share of tokens that merge, from 0 to 0.75, got {shown(ratio)}; for a "
+                f"speed-up write speedup={shown(ratio)}"
+            )
         # In UNets the finest level with attention alone. Merging below it saves little and changes more.
         proportional = allows_proportional(model, hosts)
         return _Asked(ToMeConfig(ratio=ratio, planner="tiled", proportional=proportional), RATIO, hosts)

@@ -17,7 +17,7 @@ from tokenmerge.errors import ConfigError, shown, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import Attention, fewest_tokens
-from tokenmerge.plans import Estimate, Facts
+from tokenmerge.plans import ROUNDING, Estimate, Facts
 from tokenmerge.plans.choose import merging_pays
 from tokenmerge.plans.estimate import estimate_closeness
 from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
@@ -304,7 +304,11 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             pictures=self._pictures(pipe),
             guidance=default_guidance(pipe) if run is None else run.guidance,
             why_dense=self._why_dense(report),
-            remarks={"hardly faster": slower or "", "left alone": self._state.kept.note},
+            remarks={
+                "hardly faster": slower or "",
+                "left alone": self._state.kept.note,
+                "slower than asked": self._why_slower(report),
+            },
         )
         if state_of(root) is not self._state:
             return f"{title(self._in_force, conditions)}: removed"
@@ -340,6 +344,13 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         ran, plan = (len(own.reuse.steps_of(run.steps).full) for own in (run.config, planned))
         further = f"{ran - plan} further complete step{'s' if ran - plan != 1 else ''}"
         return f"min_psnr {default.min_psnr:g}: {further}; estimated {error}"
+
+    def _why_slower(self, report: Report | None) -> str:
+        default, run = self._default, self._state.last_run
+        if default is None or default.min_psnr is None or report is None or run is not None:
+            return ""
+        asked = f"to keep min_psnr={default.min_psnr:g}, it skips less than speedup={default.speedup:g} would"
+        return asked if report.speedup < default.speedup / (1 + ROUNDING) else ""
 
     def _why_dense(self, report: Report | None) -> str:
         if self._default is None or report is None:

@@ -157,7 +157,7 @@ def test_an_ip_adapter():
 def test_the_table():
     text = str(predict(hosts.unet(), HALF))
     lines = text.splitlines()
-    assert lines[0] == "UNet2DConditionModel: sample 16 × 16, batch 2"
+    assert lines[0] == "UNet2DConditionModel: sample 16 × 16, batch 2, a speed-up of 1.09× as counted"
     assert lines[1].split() == ["block", "level", "grid", "tokens", "merged", "GFLOPs", "saved"]
     assert "256 → 128" in lines[2]
     assert lines[-2].startswith("whole model")
@@ -318,9 +318,20 @@ def test_notes_say_what_follows_the_steps(config, words):
     assert notes_on_steps(HALF) == []
 
 
-def test_a_known_number_of_steps_gives_the_places_as_numbers_of_steps():
-    (note, *_) = notes_on_steps(ToMeConfig(reuse=StepReuse(full_steps=(0, 0.05, 1))), steps=20)
-    assert note.startswith("of the steps 0 to 19, these run all blocks: 0, 1, 19; ")
+def test_a_known_number_of_steps_gives_the_plan():
+    reuse = StepReuse(full_steps=(0, 0.2, 1), shallow_steps=(0.4,))
+    config = ToMeConfig(min_tokens=10**6, reuse=reuse)
+    report = predict(hosts.unet(), config, steps=6)
+    assert report.plan == "DDf··D"
+    assert set(notes_on_steps(config, 6)) < set(report.notes)
+    assert not any("1 of" in note or "run all blocks" in note for note in report.notes)
+    lines = str(report).splitlines()
+    assert lines[0].endswith(f", a speed-up of {report.speedup:.2f}× as counted")
+    assert (
+        "note: plan: DDf··D (D: the whole model runs, and no token merges; f: only the finest level"
+        in str(report)
+    )
+    assert predict(hosts.unet(), config).plan == ""
 
 
 @pytest.mark.parametrize("config", [presets.sdtm(), presets.ibtm(max_downsample=2, min_tokens=200)])

@@ -25,7 +25,7 @@ from tokenmerge.config import SETTINGS, save_config
 from tokenmerge.default_method import settings_for
 from tokenmerge.planners import PLANNERS
 from tokenmerge.plans.generation import plan_generation
-from tokenmerge.report.summary import signs_of
+from tokenmerge.report.notes import signs_of
 from tokenmerge_tools import demo
 from tokenmerge_tools.evaluate.metrics import parse_metrics
 from tokenmerge_tools.method_spec import read_setting

@@ -7,8 +7,32 @@ from collections.abc import Sequence
 
 from tokenmerge.config import Rule, StepReuse, ToMeConfig
 from tokenmerge.models.base import KINDS, Block
+from tokenmerge.plans.generation import GenerationPlan, Merging, Runs
 from tokenmerge.runtime.patching.patch import deepest_level, layers_to_merge, merges
 from tokenmerge.text_table import Row
+
+# The sign of each kind of step, and what it does.
+SIGNS = {
+    "M": "the whole model runs, on merged tokens",
+    "D": "the whole model runs, and no token merges",
+    "C": "the whole model runs, and no token merges; this step corrects what merging loses in the others",
+    "f": "only the finest level of the UNet runs, the one with the most pixels",
+    "·": "all blocks are skipped",
+}
+_COMPLETE = {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}
+_REUSING = {Runs.FINEST: "f", Runs.LEAST: "·"}
+
+
+def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
+    """Draw a generation plan as one sign for each step.
+
+    ``merges`` says whether any block merges at the size of the generation, and ``is_unet`` whether the model
+    has a finest level that can run alone.
+    """
+    signs = "".join(_REUSING.get(step.runs, _COMPLETE[step.merging]) for step in plan)
+    if not merges:
+        signs = signs.replace("M", "D")
+    return signs if is_unet else signs.replace("f", "·")
 
 
 def merged_parts(block: Block, config: ToMeConfig) -> str:
@@ -70,16 +94,19 @@ def _stay_dense(count: int) -> str:
 
 
 def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
-    """Describe what differs between levels and between steps. ``steps`` is their number; None: unknown."""
+    """Describe what differs between levels and between steps.
+
+    ``steps`` is their number: the plan then shows which steps run what. None: it is unknown.
+    """
     notes = [f"{_where(rule)}: {_what(rule)}" for rule in config.rules]
-    if config.correction.on:
+    if config.correction.on and not steps:
         every = config.correction.every
         notes.append(
             f"correction.every={every}: 1 of {every} complete steps merges nothing; the others add back the "
             "detail that merging would have lost there"
         )
-    if config.reuse.on:
-        notes += _notes_on_reuse(config.reuse, steps)
+    if config.reuse.on and not steps:
+        notes += _notes_on_reuse(config.reuse)
     if config.plans.every > 1:
         notes.append(f"a plan is used for {config.plans.every} steps")
     if config.plans.blocks:
@@ -101,15 +128,12 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
     return notes
 
 
-def _notes_on_reuse(reuse: StepReuse, steps: int | None) -> list[str]:
+def _notes_on_reuse(reuse: StepReuse) -> list[str]:
     skipped = (
         "the others skip the levels of a UNet below its finest, or the blocks of other models, and "
         "extrapolate their outputs linearly"
     )
     if reuse.full_steps:
-        if steps:
-            complete = ", ".join(map(str, reuse.steps_of(steps).full))
-            return [f"of the steps 0 to {steps - 1}, these run all blocks: {complete}; {skipped}"]
         places = ", ".join(f"{100 * place:.0f} %" for place in reuse.full_steps)
         return [f"reuse.full_steps: steps at {places} of the way run all blocks; {skipped}"]
     notes = [f"{reuse.given}: 1 of {reuse.every:g} steps runs all blocks; {skipped}"]

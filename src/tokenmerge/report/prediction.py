@@ -17,8 +17,9 @@ from tokenmerge.errors import ConfigError, TokenMergingError, reason_of, shown
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners.calibration import SIDES
+from tokenmerge.plans.generation import plan_generation
 from tokenmerge.report.flops import count_flops, kept_bytes, mean_flops, merging_most, patched, weightless
-from tokenmerge.report.notes import merged_parts, notes_on_blocks, notes_on_steps
+from tokenmerge.report.notes import SIGNS, merged_parts, notes_on_blocks, notes_on_steps, signs_of
 from tokenmerge.runtime.memory.state import Kept, RecordedPlan
 from tokenmerge.runtime.patching.patch import check_host, hosts_that_merge
 from tokenmerge.text_table import Row, Tabled, TextTable
@@ -44,6 +45,7 @@ class Report(Tabled):
         steps: number of steps that ``flops_mean`` is averaged over.
         flops_mean: operations with merging, averaged over these steps. None if all steps are alike, or no
             number of steps was given.
+        plan: one sign for each of these steps, such as ``"MMffMM"``. Empty: likewise.
     """
 
     model: str
@@ -57,6 +59,7 @@ class Report(Tabled):
     kept_bytes: int = 0
     steps: int | None = None
     flops_mean: int | None = None
+    plan: str = ""
 
     @property
     def speedup(self) -> float:
@@ -108,7 +111,10 @@ class Report(Tabled):
             mean = gflops(self.flops_dense, self.flops_mean)
             lines.append((f"mean over {self.steps} steps", "", "", "", "", *mean))
         size = f"sample {self.height} × {self.width}, batch {self.batch}"
-        return TextTable(f"{self.model}: {size}", [header, *lines], self.notes)
+        title = f"{self.model}: {size}, a speed-up of {self.speedup:.2f}× as counted"
+        legend = [f"{sign}: {what}" for sign, what in SIGNS.items() if sign in self.plan]
+        plan = [f"plan: {self.plan} ({'; '.join(legend)})"] if self.plan else []
+        return TextTable(title, [header, *lines], [*plan, *self.notes])
 
 
 def saved(dense: int, merged: int) -> str:
@@ -205,6 +211,9 @@ def predict(
         notes=tuple(notes),
         kept_bytes=kept,
         flops_mean=sum(report.flops for report in reports) if steps else None,
+        plan=signs_of(plan_generation(config, steps), bool(rows), bool(merging[0].deep_stages))
+        if steps
+        else "",
     )
 
 

@@ -11,7 +11,8 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import RATIO, is_default
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import dtype_of
-from tokenmerge.plans.generation import GenerationPlan, Merging, Runs, plan_generation
+from tokenmerge.plans.generation import Runs, plan_generation
+from tokenmerge.report.notes import SIGNS
 from tokenmerge.report.prediction import Report, saved
 from tokenmerge.runtime.memory.run_log import RunLog, StepRow, in_kinds
 from tokenmerge.text_table import Tabled, TextTable
@@ -41,16 +42,16 @@ def summary(
     """
     lines = [title(config, conditions)]
     if run is None and report is not None:
-        lines.append("  not run yet: planned for the default size and number of steps")
+        lines.append(
+            "  not run yet: this is for the default size and number of steps, and each run gets its own plan"
+        )
     if report is not None:
         lines.append(f"  merging: {_merging(config, conditions, report)}")
     if config.reuse.on:
         lines.append(f"  step reuse: {_reuse(config, report)}")
-    if report is not None and report.steps is not None and config.follows_steps:
-        plan, is_unet = plan_generation(config, report.steps), bool(conditions.denoiser.deep_stages)
-        signs = signs_of(plan, bool(report.rows), is_unet)
-        lines.append(f"  plan: {signs}")
-        lines += [f"        {sign} {what}" for sign, what in SIGNS.items() if sign in signs]
+    if report is not None and report.plan:
+        lines.append(f"  plan: {report.plan}")
+        lines += [f"        {sign} {what}" for sign, what in SIGNS.items() if sign in report.plan]
     if report is not None:
         lines += [f"  {_counted(conditions, report)}", f"  {_kept(conditions, report)}"]
     lines += [f"  {heading}: {text}" for heading, text in conditions.remarks.items() if text]
@@ -71,28 +72,6 @@ def title(config: ToMeConfig, conditions: Conditions) -> str:
 
 # The names of layers in diffusers, in words.
 _LAYERS = {"attn1": "self-attention", "attn2": "cross-attention"}
-# The sign of each kind of step, and what it does.
-SIGNS = {
-    "M": "the whole model runs, on merged tokens",
-    "D": "the whole model runs, and no token merges",
-    "C": "the whole model runs, and no token merges; this step corrects what merging loses in the others",
-    "f": "only the finest level of the UNet runs, the one with the most pixels",
-    "·": "all blocks are skipped",
-}
-_COMPLETE = {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}
-_REUSING = {Runs.FINEST: "f", Runs.LEAST: "·"}
-
-
-def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
-    """Draw a generation plan as one sign for each step.
-
-    ``merges`` says whether any block merges at the size of the generation, and ``is_unet`` whether the model
-    has a finest level that can run alone.
-    """
-    signs = "".join(_REUSING.get(step.runs, _COMPLETE[step.merging]) for step in plan)
-    if not merges:
-        signs = signs.replace("M", "D")
-    return signs if is_unet else signs.replace("f", "·")
 
 
 def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:

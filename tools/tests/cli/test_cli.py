@@ -91,7 +91,7 @@ def test_generate_says_in_about_ten_lines_what_it_drew_and_writes_a_folder(folde
         "  with tokenmerge ",
         "× as fast",
         "dB to the dense picture",
-        "every step ran the whole model; 25 % of the tokens merged",
+        "every step ran the whole model; up to 25 % of the tokens merged, in",
         "one timed run each; --repeat 3 gives figures to rely on",
         f"Pictures:    {out}",
     ):

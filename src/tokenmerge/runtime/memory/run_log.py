@@ -195,7 +195,7 @@ def in_kinds(kinds: Counter[StepKind]) -> str:
     """
     complete = f"{kinds['merged'] + kinds['unmerged']} complete"
     if kinds["unmerged"]:
-        complete += f", {kinds['unmerged']} of them unmerged" if kinds["merged"] else ", none merged"
+        complete += f", {kinds['unmerged']} of them unmerged" if kinds["merged"] else " and unmerged"
     return f"{complete}, {kinds['reused']} reused"
 
 

@@ -140,11 +140,9 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     if argument := options.merging.argument:
         lines.append(f"  In Python:   tokenmerge.apply_token_merging(pipe, {argument})")
     lines.append(f"  Pictures:    {result.folder}")
-    runs = (
-        "one timed run each; --repeat 3 gives figures to rely on"
-        if options.repeat == 1
-        else (f"medians of {options.repeat} timed runs each")
-    )
+    runs = f"medians of {options.repeat} timed runs each"
+    if options.repeat == 1:
+        runs = "one timed run each; --repeat 3 gives figures to rely on"
     return [*lines, f"  ({runs}, --details shows the settings)"]
 
 
@@ -165,7 +163,8 @@ def _what_ran(result: Result, steps: int) -> str:
     ran = "every step" if complete == steps else f"{complete} of {steps} steps"
     most = max(rows, key=lambda row: row.tokens, default=None)
     share = 0.0 if most is None else 100 * (1 - most.merged_tokens / most.tokens)
-    merged = f"{share:.0f} % of the tokens merged" if share else "no tokens merged"
+    blocks = sum(row.merged_tokens < row.tokens for row in rows)
+    merged = f"up to {share:.0f} % of the tokens merged, in {blocks} blocks" if share else "no tokens merged"
     return f"counted speed-up {result.report.speedup:.2f}×: {ran} ran the whole model; {merged}"
 
 

@@ -9,7 +9,7 @@ from random import Random
 from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.plans import Facts, plan_for, speedup_of
 from tokenmerge.plans.generation import plan_generation
-from tokenmerge.report.summary import signs_of
+from tokenmerge.report.notes import signs_of
 
 # What a step runs: everything, what step reuse never skips and a UNet's finest level, or not even that.
 COMPLETE, FINEST, LEAST = "M", "f", "·"

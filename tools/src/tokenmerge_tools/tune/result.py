@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tokenmerge.config import SavedSettings, plan_content
-from tokenmerge.report.summary import SIGNS
+from tokenmerge.report.notes import SIGNS
 from tokenmerge_tools.files import write_json
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER
 from tokenmerge_tools.reporting.tables import Table, TableRow, times
