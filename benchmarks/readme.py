@@ -52,6 +52,7 @@ def measure(out: Path, prompts: int) -> None:
         line: dict[str, Any] = {"prompt": prompt, "seed": seed, "dense": seconds}
         for speedup in SPEEDUPS:
             line[f"speedup={speedup:g}"] = beside(dense, *draw(pipe, prompt, seed, speedup))
+            line[f"steps={fewer(speedup)}"] = beside(dense, *draw(pipe, prompt, seed, steps=fewer(speedup)))
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
@@ -80,9 +81,17 @@ def beside(dense: torch.Tensor, picture: torch.Tensor, seconds: float) -> dict[s
     return {"seconds": seconds, "psnr": float(-10 * torch.log10((dense - picture).square().mean()))}
 
 
+def fewer(speedup: float) -> int:
+    """Return the number of dense steps that cost as much as a generation at a speed-up."""
+    return round(STEPS / speedup)
+
+
 def table(lines: list[dict[str, Any]]) -> str:
     """Return the table with its condition, in Markdown."""
-    heads = ["| you ask for | measured | how the picture changes | closeness |", "|---|---:|---|---|"]
+    heads = [
+        "| you ask for | measured | how the picture changes | closeness | fewer steps at that cost |",
+        "|---|---:|---|---|---|",
+    ]
     prompts = "1 prompt" if len(lines) == 1 else f"{len(lines)} prompts"
     where = f"{SIZE} × {SIZE} pixels, {STEPS} steps, guidance {GUIDANCE:g}"
     found = speedups(*CARDS["NVIDIA H200"])
@@ -92,8 +101,9 @@ def table(lines: list[dict[str, Any]]) -> str:
         on_gpu.append(f"{model} reaches {', '.join(first)} and {last}")
     note = (
         f"*Measured with the small bundled model `{MODEL}` on one CPU thread: {where}. Closeness is the mean "
-        f"of {prompts}, with the lowest and the highest. On [one NVIDIA H200]({{gpu}}), "
-        f"{', and '.join(on_gpu)}. The weights were random there, so closeness was not measured.*"
+        f"of {prompts}, from the lowest to the highest. On [one NVIDIA H200]({{gpu}}), "
+        f"{', and '.join(on_gpu)}. The weights were random there, so closeness is "
+        "known for small models only.*"
     )
     return "\n".join([*heads, *rows(lines), "", note, ""])
 
@@ -115,9 +125,11 @@ def rows(lines: list[dict[str, Any]]) -> Iterator[str]:
         own = [(line["dense"] / line[name]["seconds"], line[name]["psnr"]) for line in lines]
         speeds, psnr = zip(*own, strict=True)
         mean = statistics.mean(psnr)
-        closeness = f"{mean:.0f} dB ({min(psnr):.0f} to {max(psnr):.0f})"
+        closeness = f"{mean:.0f} dB, from {min(psnr):.0f} to {max(psnr):.0f}"
+        beside = statistics.mean(line[f"steps={fewer(speedup)}"]["psnr"] for line in lines)
+        others = f"{beside:.0f} dB in {fewer(speedup)} steps"
         measured = statistics.median(speeds)
-        yield f"| `speedup={speedup}` | {measured:.1f}× | {in_words(mean)} | {closeness} |"
+        yield f"| `speedup={speedup}` | {measured:.1f}× | {in_words(mean)} | {closeness} | {others} |"
 
 
 def in_words(psnr: float) -> str:

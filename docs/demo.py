@@ -28,8 +28,8 @@ KEY = "drawn with"
 PAGES = (Path(__file__).parent.parent / "README.md", *map(PICTURE.with_name, ("index.md", "quickstart.md")))
 BLOCK = re.compile(r"(<!-- (caption|printed): .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 CAPTION = """\
-*Left: the unchanged model. Middle: `speedup={speedup}` with the same prompt and seed, {psnr:.1f} dB close. Right: fewer steps at the same \
-cost. The model is a small one that comes with tokenmerge, and this prompt is an easy one.*
+*Left: the unchanged model. Middle: `speedup={speedup}` with the same prompt and seed, with a PSNR of {psnr:.1f} dB to the left picture. \
+Right: fewer steps at the same cost. The model is a small one that comes with tokenmerge, and the prompt is easy.*
 """
 
 
@@ -90,8 +90,8 @@ def printed(run: dict) -> str:
     told = "the estimate was too low here" if psnr > high else "the estimate was too high here"
     told = "within the estimate" if low <= psnr <= high else told
     note = (
-        f"*One run on {threads} CPU thread{'s' * (threads > 1)}. The unchanged model took {seconds:.1f} s. One thread gains "
-        f"more. The picture has {psnr:.1f} dB, {told}.*"
+        f"*One run on {threads} CPU thread{'s' * (threads > 1)}. The unchanged model took {seconds:.1f} s. "
+        f"The picture has {psnr:.1f} dB, {told}.*"
     )
     return "\n".join(("```text", run["summary"], "```", "", note, ""))
 

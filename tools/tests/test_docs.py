@@ -271,12 +271,21 @@ def test_the_first_page_says_how_the_default_method_compares():
     fewer = [dB for _, name, dB in leads if name.startswith("fewer-steps")]
     page = " ".join((ROOT / "docs/index.md").read_text(encoding="utf-8").split())
     less = sum(dB < 0 for dB in fewer)
-    assert f"in {less} of {len(fewer)} comparisons" in page
-    closer = [(scene, name) for scene, name, dB in leads if dB > written["NOISE"]]
+    assert (
+        f"in {less} of {len(fewer)} comparisons on the two bundled models, by up to {-min(fewer):.0f} dB"
+        in page
+    )
     strong = ("emoji-mmdit", 7.0)
-    assert closer == [(strong, "fewer-steps steps=15"), (strong, "easycache threshold=0.3")]
-    assert "15 steps are closer than tokenmerge at the same speed, 1.33×" in page
-    assert "EasyCache is closer in two settings at equal time. At equal operations it is in one." in page
+    timed = written["leads"](drawn[strong], written["times_of"](strong))
+    closer = {name: dB for scene, name, dB in leads if dB > written["NOISE"]}
+    easy = [f"easycache threshold={own}" for own in (0.2, 0.3)]
+    assert set(closer) <= set(found[strong])
+    assert list(closer) == ["fewer-steps steps=15", easy[1]]
+    where = "| `emoji-mmdit`, guidance 7 |"
+    assert f"| 15 of 20 steps {where} 1.33× | {closer['fewer-steps steps=15']:.1f} dB |" in page
+    assert f"| EasyCache, threshold of 0.3 {where} the same operations | {closer[easy[1]]:.1f} dB |" in page
+    (most,) = {f"{timed[name]:.1f}" for name in easy}
+    assert f"| EasyCache, thresholds of 0.2 and 0.3 {where} the same seconds | {most} dB |" in page
     own = [one for records in drawn.values() for one in records if one.variant == "auto"]
     assert {one.config["ratio"] for one in own} == {0}  # docs/rivals.md: `auto` merges none of the tokens
 
@@ -300,7 +309,7 @@ def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     config = settings_for(unet, 2.0, 128, 128, 30, 5.0, follows_steps=True)
     signs = signs_of(plan_generation(config, 30), config.merges, is_unet=True)
     assert set(signs) == {"D", "f"}
-    assert "as for SDXL on an H200,\nit merges nothing, and the plan shows `D` in place of `M`." in README
+    assert "For SDXL on an H200 it shows `D` in place of `M`: merging would save" in README
 
 
 def test_the_page_of_the_third_model_says_what_its_record_says():
@@ -316,6 +325,14 @@ def test_the_table_of_forecasts_says_what_its_record_says(monkeypatch):
     written = runpy.run_path(str(ROOT / "benchmarks" / "forecasts.py"))
     rows = written["table"](written["read"](ROOT / "benchmarks" / "forecasts_cpu.jsonl"))
     assert "\n".join(rows) in (ROOT / "docs" / "rivals.md").read_text(encoding="utf-8")
+
+
+def test_the_closeness_with_each_solver_is_that_of_the_record(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    written = runpy.run_path(str(ROOT / "benchmarks" / "estimate.py"))
+    made = written["by_solver"](list(written["read"](ROOT / "benchmarks" / "estimate_cpu.jsonl")))
+    assert made.count(" dB |") == 8
+    assert made in (ROOT / "docs" / "solvers.md").read_text(encoding="utf-8")
 
 
 def test_a_rival_is_compared_with_the_line_between_two_speeds():
