@@ -97,7 +97,7 @@ TOUR_TEXT = """\
 ```
 
 *One prompt on the bundled UNet `emoji-unet`, {size} × {size} pixels. Above with tokenmerge, below the unchanged model in fewer steps.
-This prompt is an easy one: the table has the range over others.*
+This prompt is easy: other pictures change more, as the table above says.*
 
 ```{{image}} tour-emoji-mmdit.png
 :alt: A bundled transformer dense, at three speeds, and in fewer steps

@@ -28,7 +28,7 @@ These diffusion models work. [Vision transformers](vision-transformers.md) have 
 | UNets | Stable Diffusion 1.x and 2.x, SDXL, their ControlNets, AnimateDiff, Stable Video Diffusion, and CompVis-style checkpoints | [UNets](models/unets.md) |
 | transformers for pictures | SD3 and 3.5, FLUX.1 and .2, Qwen-Image, PixArt, Lumina 2, Z-Image, Chroma, AuraFlow, Sana, and their ControlNets | [pictures](models/pictures.md) |
 | transformers for [video](video.md) | Wan, HunyuanVideo, CogVideoX, Mochi, LTX, Cosmos, Kandinsky 5 | [video](models/video.md) |
-| transformers that edit pictures, with [reference pictures](choosing-settings.md#reference-pictures) | FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit and Layered, JoyImage-Edit, LongCat-Image-Edit, FIBO Edit | [pictures](models/pictures.md) |
+| transformers that edit pictures, with [reference pictures](reference-pictures.md) | FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit and Layered, JoyImage-Edit, LongCat-Image-Edit, FIBO Edit | [pictures](models/pictures.md) |
 
 Some classes are [refused by name](#refused-by-name), with the reason. In any other model in which nothing would merge, you get
 an error too. [Choosing settings](choosing-settings.md) says which other tools merging works with, and [adding a model](adding-a-model.md)
