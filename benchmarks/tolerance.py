@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,9 +141,41 @@ def show(lines: Sequence[Mapping[str, Any]]) -> None:
     fixed = {tuple(line[name] for name in CASE): line["fixed"] for line in lines if line["fixed"]}
     lines = [{**line, "fixed": fixed[tuple(line[name] for name in CASE)]} for line in lines]
     report("all", lines)
+    for names in (("model", "min_psnr"), ("model", "guidance", "min_psnr"), (*CASE[:3], "min_psnr")):
+        print(
+            f"one fixed speed-up for all with the same {', '.join(names)} that reaches it as often takes "
+            f"{beside_one_plan(lines, names):.2f} times the operations"
+        )
     for name in ("model", "solver", "guidance", "size", "steps", "min_psnr"):
         for value in dict.fromkeys(line[name] for line in lines):
             report(f"{name} {value}", [line for line in lines if line[name] == value])
+
+
+def beside_one_plan(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float:
+    """Return the operations with one fixed speed-up for all lines that agree in some fields, over ours.
+
+    It is the fastest speed-up that was drawn whose plans reach the tolerance as often as ours do.
+    """
+    groups = defaultdict(list)
+    for line in lines:
+        groups[tuple(line[name] for name in names)].append(line)
+    theirs = ours = 0.0
+    for own in groups.values():
+        reached = np.mean([line["psnr"] >= line["min_psnr"] for line in own])
+        chosen = next((speed for speed in SPEEDUPS if share_reached(own, speed) >= reached), 1.0)
+        for line in own:
+            theirs += 1 / line["fixed"].get(f"{chosen:g}", {"counted": chosen})["counted"]
+            ours += 1 / line["counted"]
+    return theirs / ours
+
+
+def share_reached(lines: Sequence[Mapping[str, Any]], speedup: float) -> float:
+    """Return how many plans of a fixed speed-up reach the tolerance of their line.
+
+    A plan that was not drawn does: a faster one of that picture reached the highest tolerance.
+    """
+    plans = [(line["fixed"].get(f"{speedup:g}"), line["min_psnr"]) for line in lines]
+    return float(np.mean([plan is None or plan["psnr"] >= wanted for plan, wanted in plans]))
 
 
 def report(name: str, lines: Sequence[Mapping[str, Any]]) -> None:

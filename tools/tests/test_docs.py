@@ -335,6 +335,17 @@ def test_the_closeness_with_each_solver_is_that_of_the_record(monkeypatch):
     assert made in (ROOT / "docs" / "solvers.md").read_text(encoding="utf-8")
 
 
+def test_what_one_fixed_plan_takes_beside_a_tolerance_is_that_of_the_record(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    written = runpy.run_path(str(ROOT / "benchmarks" / "tolerance.py"))
+    written["show"](list(written["read"](ROOT / "benchmarks" / "tolerance_cpu.jsonl")))
+    found = re.findall(r"one fixed .* takes (\S+) times the operations", capsys.readouterr().out)
+    page = (ROOT / "docs" / "methods" / "estimate.md").read_text(encoding="utf-8")
+    what = ("each model", "each model and guidance scale", "each model, guidance scale and solver")
+    for name, times in zip(what, found, strict=True):
+        assert f"| for {name} | {times} |" in page
+
+
 def test_a_rival_is_compared_with_the_line_between_two_speeds():
     leads = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))["leads"]
 
