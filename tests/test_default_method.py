@@ -284,6 +284,24 @@ def test_cached_numbers_are_counted_for_a_picture_with_guidance(dtype, itemsize)
     assert method.facts.number_bytes == 2 * itemsize
 
 
+def test_before_a_run_the_handle_says_that_a_tolerance_slows_it_down(fast):
+    pipe = pipeline(unet=hosts.unet())
+    why = "\n  slower than asked: to keep min_psnr=60, it skips less than speedup=3 would"
+    assert why in str(patch := apply_token_merging(pipe, speedup=3.0, min_psnr=60))
+    run(pipe, 12)
+    assert why not in str(patch)
+    assert "slower than asked" not in str(apply_token_merging(pipe, speedup=3.0))
+    assert "slower than asked" not in str(apply_token_merging(pipe, speedup=3.0, min_psnr=1))
+
+
+def test_a_ratio_of_1_and_more_is_taken_for_a_speed_up_that_was_meant():
+    for ratio in (1, 2.0):
+        with pytest.raises(
+            ConfigError, match=f"from 0 to 0.75, got {ratio}; for a speed-up write speedup={ratio}"
+        ):
+            apply_token_merging(hosts.unet(), ratio=ratio)
+
+
 def test_the_handle_says_what_is_out_of_reach(fast):
     pipe = pipeline(transformer=model_of(FAMILIES["SD3Transformer2DModel"]))
     told = str(apply_token_merging(pipe, speedup=50))
