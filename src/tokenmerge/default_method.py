@@ -22,8 +22,8 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import Attention, fewest_tokens
 from tokenmerge.plans import ROUNDING, Facts, facts_of, plan_for
-from tokenmerge.plans.choose import Plan, highest_speedup
-from tokenmerge.plans.tolerance import Tolerance
+from tokenmerge.plans.choose import Plan
+from tokenmerge.plans.estimate import Tolerance
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 from tokenmerge.runtime.steps.scheduler import schedule_ends_clean
@@ -119,7 +119,7 @@ class DefaultMethod:
 
     def shortfall(self, facts: Facts) -> str:
         """Return what the settings do not reach of the speed-up, as a sentence; empty: they reach it."""
-        highest = highest_speedup(facts)
+        highest = plan_for(facts, math.inf).speedup
         if highest + ROUNDING >= self.speedup:
             return ""
         size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 from tests.models.tiny import FAMILIES
@@ -11,8 +12,8 @@ from tests.models.tiny import FAMILIES
 from tokenmerge import Correction, StepReuse, ToMeConfig
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import ROUNDING, Facts, correction_bytes, facts_of, plan_for, policy, speedup_of
-from tokenmerge.plans.choose import distance, highest_speedup
-from tokenmerge.plans.policy import harms_of, is_strong
+from tokenmerge.plans.choose import distance
+from tokenmerge.plans.policy import harms_of
 from tokenmerge.report import counted_speedup, predict
 
 SPEEDUPS = (1.1, 1.3, 1.5, 1.8, 2.0, 2.5, 3.0)
@@ -36,7 +37,7 @@ EVERY = pytest.mark.parametrize(
 @EVERY
 def test_the_settings_reach_the_speed_up_or_are_the_fastest(model, steps, guidance):
     of_generation = facts(model, steps=steps, guidance=guidance)
-    highest = highest_speedup(of_generation)
+    highest = plan_for(of_generation, math.inf).speedup
     for wanted in SPEEDUPS:
         reached = speedup_of(of_generation, choose(of_generation, wanted))
         assert reached >= wanted - ROUNDING or reached == pytest.approx(highest)
@@ -149,7 +150,7 @@ def test_few_steps_of_transformers_are_corrected_under_strong_guidance():
 
 def test_a_correction_is_not_expected_to_wear_off_after_the_end():
     """With fewer complete steps than its distance, it only has to last for these."""
-    of_generation, harms = facts("transformer", steps=5, can_skip=False), harms_of("transformer", False)
+    of_generation, harms = facts("transformer", steps=5, can_skip=False), harms_of("transformer", 1.0)
     plans = [plan_for(of_generation, wanted) for wanted in SPEEDUPS]
     rarely = [plan for plan in plans if plan.config.correction.every == 6]
     assert rarely
@@ -186,15 +187,14 @@ def test_short_generations_run_every_step(steps):
 
 
 def test_unknown_guidance_counts_as_strong():
-    assert is_strong(None)
     assert choose(facts("unet", guidance=None), 1.5) == choose(facts("unet", guidance=7.5), 1.5)
 
 
-@pytest.mark.parametrize("strong", [False, True])
-def test_an_unknown_class_gets_the_highest_harms(strong):
-    careful = harms_of("other", strong)
+@pytest.mark.parametrize("guidance", [1.0, 7.5])
+def test_an_unknown_class_gets_the_highest_harms(guidance):
+    careful = harms_of("other", guidance)
     for model in MODELS:
-        known = harms_of(model, strong)
+        known = harms_of(model, guidance)
         assert careful.corrected is None or careful.corrected.size >= known.corrected.size
         for own, less in ((careful.skip, known.skip), (careful.merge, known.merge)):
             assert all(own[name].size >= harm.size for name, harm in less.items())

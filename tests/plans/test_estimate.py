@@ -12,7 +12,7 @@ from tests.plans.test_choose import facts
 
 from tokenmerge import StepReuse, ToMeConfig
 from tokenmerge.plans import Estimate
-from tokenmerge.plans.choose import harm_of, merging_harm_of
+from tokenmerge.plans.choose import merging_harm_of, skipping_harm_of
 from tokenmerge.plans.estimate import Shown, estimate_closeness, influence_of, noise_of, psnr_of
 from tokenmerge.plans.policy import ESTIMATE
 
@@ -30,6 +30,11 @@ def psnr(shown: Shown, config: ToMeConfig = CONFIG) -> float:
 def squared(shown: Shown, config: ToMeConfig = CONFIG) -> float:
     """Return the squared error that is expected, without the one that nobody sees."""
     return 10 ** (-psnr(shown, config) / 10) - 10 ** (-psnr_of(0) / 10)
+
+
+def harm_of(config: ToMeConfig) -> float:
+    """Return the squared error that the policy expects of step reuse."""
+    return skipping_harm_of(UNET, config.reuse.steps_of(STEPS))
 
 
 def errors(size: float, part: str = "deep") -> dict[str, dict[int, float]]:
@@ -50,7 +55,7 @@ def test_what_is_shown_counts_by_its_share():
 
 def test_what_the_policy_expects_counts_too(monkeypatch):
     before = squared(Shown(errors(0.1), SIGMAS))
-    monkeypatch.setattr("tokenmerge.plans.estimate.harm_of", lambda *given: 2 * harm_of(*given))
+    monkeypatch.setattr("tokenmerge.plans.estimate.skipping_harm_of", lambda *given: 2 * harm_of(CONFIG))
     after = squared(Shown(errors(0.1), SIGMAS))
     assert after / before == pytest.approx(2 ** (1 - ESTIMATE["shown"]))
 
@@ -68,7 +73,7 @@ def test_what_merging_is_expected_to_lose_is_added():
 
 
 def test_before_anything_is_shown_the_policy_counts():
-    assert psnr(Shown(sigmas=SIGMAS)) == pytest.approx(-10 * math.log10(harm_of(UNET, CONFIG) + 1e-7))
+    assert psnr(Shown(sigmas=SIGMAS)) == pytest.approx(-10 * math.log10(harm_of(CONFIG) + 1e-7))
 
 
 def test_noise_makes_the_same_errors_count_more():
@@ -86,7 +91,7 @@ def test_steps_between_two_complete_ones_err_together():
     one = squared(Shown({"deep": {7: 0.004}}), together) / squared(
         Shown({"deep": {4: 0.002, 7: 0.002}}), apart
     )
-    share, of_policy = ESTIMATE["shown"], harm_of(UNET, together) / harm_of(UNET, apart)
+    share, of_policy = ESTIMATE["shown"], harm_of(together) / harm_of(apart)
     ratio = (4.0 / (1.0 * 2**0.5)) ** 2
     assert one == pytest.approx(ratio**share * of_policy ** (1 - share), rel=0.01)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tokenmerge.plans.policy import FEWEST_TOKENS, Power, harms_of, is_strong
+from tokenmerge.plans.policy import FEWEST_TOKENS, Power, harms_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,13 +37,15 @@ def test_each_class_names_the_record_of_its_numbers():
 
 
 def test_guidance_is_strong_from_5_on():
-    assert [is_strong(scale) for scale in (None, 1.0, 4.9, 5.0, 7.5)] == [True, False, False, True, True]
+    strong, weak = harms_of("unet", 7.5), harms_of("unet", 1.0)
+    assert strong != weak
+    assert [harms_of("unet", scale) for scale in (None, 4.9, 5.0)] == [strong, weak, strong]
 
 
-@pytest.mark.parametrize("strong", [False, True])
+@pytest.mark.parametrize("guidance", [1.0, 7.5])
 @pytest.mark.parametrize("model", ["unet", "transformer", "other"])
-def test_harms_are_positive_and_grow(model, strong):
-    harms = harms_of(model, strong)
+def test_harms_are_positive_and_grow(model, guidance):
+    harms = harms_of(model, guidance)
     for harm in (*harms.skip.values(), *harms.merge.values()):
         assert harm.size > 0
         assert harm.growth > 0
@@ -51,22 +53,22 @@ def test_harms_are_positive_and_grow(model, strong):
 
 
 def test_merging_without_its_counts_loses_more():
-    harms = harms_of("unet", True)
+    harms = harms_of("unet", 7.5)
     plain, weighted = (harms.of_merging("layers", 0.5, 0, proportional=own) for own in (False, True))
     assert plain == 10 * weighted
 
 
 def test_what_does_not_merge_loses_nothing():
-    assert harms_of("unet", True).of_merging("layers", 0.0, 2) == 0
+    assert harms_of("unet", 7.5).of_merging("layers", 0.0, 2) == 0
 
 
 def test_a_later_correction_leaves_more():
-    harms = harms_of("transformer", False)
+    harms = harms_of("transformer", 1.0)
     assert harms.of_merging("block", 0.5, 2) < harms.of_merging("block", 0.5, 4)
 
 
 def test_a_correction_leaves_at_most_what_merging_loses():
-    harms = harms_of("transformer", True)
+    harms = harms_of("transformer", 7.5)
     plain = harms.of_merging("block", 0.75, 0)
     assert harms.of_merging("block", 0.75, 2) < plain
     assert harms.of_merging("block", 0.75, 10**6) == plain

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
+from tokenmerge.config.parts import StepsOfReuse
 from tokenmerge.plans import policy
 from tokenmerge.plans.facts import Facts, correction_bytes, costs_of
 
@@ -20,10 +21,8 @@ _CORRECTIONS = (0, 2, 3, 4, 6, 8, 12)
 _DEEPEST = 8  # level that merges
 # Above this ratio, cells are twice as wide: with fewer destinations, more sources are left to choose from.
 _CROWDED = 0.5
-# At most so many numbers of complete steps are tried, spread over all.
-_MOST_COUNTS = 32
-# The first two steps and the last are complete.
-_FEWEST = 3
+_MOST_COUNTS = 32  # numbers of complete steps that are tried, spread over all
+_FEWEST = 3  # complete steps: the first two and the last
 _REFERENCE = 20  # steps of the generations that reaches are compared with
 # A speed-up is reached where two decimals show it. Ten of 20 steps of a transformer give 1.997×, since its
 # first and its last layer always run: nine would give 2.22×, and twice the expected error.
@@ -39,16 +38,12 @@ class Plan:
     harm: float  # expected squared error to the dense picture, whose range is 0 to 1, to compare plans by
 
 
-def highest_speedup(facts: Facts) -> float:
-    """Return the highest speed-up that any mix reaches in a generation."""
-    return plans_of(facts)[-1].speedup
-
-
 def plan_for(facts: Facts, speedup: float) -> Plan:
     """Return the least harmful plan whose counted operations reach a speed-up, or the fastest one.
 
     Its settings are explicit: they give the same pictures when they are applied by themselves. ``speedup``
-    counts dense operations over those with merging and step reuse; 1: everything is dense.
+    counts dense operations over those with merging and step reuse; 1: everything is dense; infinity: the
+    fastest plan.
     """
     plans = plans_of(facts)
     return next((plan for plan in plans if plan.speedup + ROUNDING >= speedup), plans[-1])
@@ -78,24 +73,18 @@ class _Mix(NamedTuple):
     harm: float
 
 
-def harm_of(facts: Facts, config: ToMeConfig) -> float:
-    """Return the expected squared error of a generation with these settings, as in a :class:`Plan`."""
-    runs = config.reuse.steps_of(facts.steps)
-    return _skipping_harm(facts, runs.full, runs.shallow) + merging_harm_of(facts, config)
-
-
 def merging_harm_of(facts: Facts, config: ToMeConfig) -> float:
-    """Return the part of :func:`harm_of` that token merging has."""
+    """Return the expected squared error of token merging in a generation with these settings."""
     steps = facts.steps
     harm = _merging_harm(facts, config, len(config.reuse.steps_of(steps).full))
     return harm * sum(config.at_step(step, steps).merges for step in range(steps)) / steps
 
 
-def _skipping_harm(facts: Facts, full: tuple[int, ...], shallow: tuple[int, ...]) -> float:
-    """Return the harm of a generation in which these steps are complete and run the finest level."""
+def skipping_harm_of(facts: Facts, runs: StepsOfReuse) -> float:
+    """Return the expected squared error of step reuse in a generation with these runs."""
     inner = "deep" if "deep" in facts.work.parts else "blocks"
-    skip = _harms(facts).skip
-    return _of_runs(facts.steps, full, skip.get(inner)) + _of_runs(facts.steps, shallow, skip.get("finest"))
+    steps, skip = facts.steps, _harms(facts).skip
+    return _of_runs(steps, runs.full, skip.get(inner)) + _of_runs(steps, runs.shallow, skip.get("finest"))
 
 
 def _merging_harm(facts: Facts, merging: ToMeConfig, complete: int) -> float:
@@ -106,12 +95,12 @@ def _merging_harm(facts: Facts, merging: ToMeConfig, complete: int) -> float:
 
 
 def _harms(facts: Facts) -> policy.Harms:
-    return policy.harms_of(facts.model, policy.is_strong(facts.guidance))
+    return policy.harms_of(facts.model, facts.guidance)
 
 
 def _mixes(facts: Facts, merging: ToMeConfig | None) -> Iterator[_Mix]:
     counts = _counts(facts)
-    skipping = {own: _skipping_harm(facts, *_runs(facts, *own)) for own in counts}
+    skipping = {own: skipping_harm_of(facts, _runs(facts, *own)) for own in counts}
     for own in _mergings(facts) if merging is None else [merging]:
         costs = costs_of(facts, own)
         completes = {complete for complete, _ in counts}
@@ -173,16 +162,15 @@ def _even(steps: int, complete: int, finest: int) -> StepReuse:
     return StepReuse(every=distance(steps, complete), shallow_every=distance(steps, finest))
 
 
-def _runs(facts: Facts, complete: int, finest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _runs(facts: Facts, complete: int, finest: int) -> StepsOfReuse:
     """Return which steps are complete and which run the finest level, of these numbers of steps."""
     steps, spacing = facts.steps, _harms(facts).spacing
     runs = _even(steps, complete, finest).steps_of(steps)
-    full = runs.full
     if facts.ends_clean and complete < finest == steps:
-        full = without_the_last(steps, complete, policy.TAIL_OF_A_CLEAN_END)
-    elif complete < steps and spacing < 1:
-        full = nearest(later_ones(steps, complete, spacing), runs.shallow)
-    return full, runs.shallow
+        return runs._replace(full=without_the_last(steps, complete, policy.TAIL_OF_A_CLEAN_END))
+    if complete < steps and spacing < 1:
+        return runs._replace(full=nearest(later_ones(steps, complete, spacing), runs.shallow))
+    return runs
 
 
 def later_ones(steps: int, count: int, spacing: float) -> tuple[int, ...]:

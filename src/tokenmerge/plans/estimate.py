@@ -1,15 +1,20 @@
-"""How close a picture is to the dense one, estimated from what the generation itself has shown."""
+"""How close a picture is to the dense one, as its generation shows it, and a tolerance for that.
+
+The tolerance works as the control of the step size in solvers of differential equations. Each complete step
+shows how wrong the forecasts were; what they would be at other distances follows from it. So each plan for
+the steps to come has an estimate, and the fastest one that keeps the tolerance is taken.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from tokenmerge.config import ToMeConfig
-from tokenmerge.plans.choose import harm_of, merging_harm_of
-from tokenmerge.plans.facts import Facts
+from tokenmerge.config import Rule, StepReuse, ToMeConfig
+from tokenmerge.plans.choose import merging_harm_of, plan_for, plans_of, skipping_harm_of
+from tokenmerge.plans.facts import Facts, speedup_of
 from tokenmerge.plans.policy import ESTIMATE
 
 _LEAST = 1e-7  # a squared error that nobody sees
@@ -20,19 +25,14 @@ _LOOKS = ((40, "hard to tell apart"), (35, "small details differ"), (25, "many d
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """What a generation has shown of its error.
+    """What a generation has shown of its error."""
 
-    Attributes:
-        errors: for the parts ``"deep"`` and ``"finest"``, by step: the error of the predicted picture, had a
-            forecast taken the place of the part. Its unit is that of the latents.
-        sigmas: noise of each step, divided by the share of the picture, and that after the last step. Empty:
-            unknown.
-        noise: 1 where the solver adds no noise, 2 where it adds as much as DDPM, more where it adds more.
-    """
-
+    # For the parts "deep" and "finest", by step: the error of the predicted picture, in the unit of the
+    # latents, had a forecast taken the place of the part.
     errors: Mapping[str, Mapping[int, float]] = dataclasses.field(default_factory=dict)
+    # Noise of each step, divided by the share of the picture, and that after the last one; empty: unknown.
     sigmas: Sequence[float] = ()
-    noise: float = 1.0
+    noise: float = 1.0  # 1 where the solver adds none, 2 where it adds as much as DDPM, more where more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estima
         else:
             squared, together = squared + (ESTIMATE["scale"] * together) ** 2, 0.0
     merging = merging_harm_of(facts, config)
-    skipping = harm_of(facts, config) - merging
+    skipping = skipping_harm_of(facts, config.reuse.steps_of(facts.steps))
     if any(shown.errors.values()):
         skipping = squared ** ESTIMATE["shown"] * skipping ** (1 - ESTIMATE["shown"])
     worst = max(errors, key=errors.__getitem__) if any(errors.values()) else None
@@ -167,3 +167,77 @@ def _of_steps(ran: Sequence[int], noise: Sequence[float], errors: Mapping[int, f
             later = noise[step] / max(noise[measured], _TINY) if step > measured else 1.0
             found[step] = growth * noise[step] * later * (step - last)
     return found
+
+
+class Tolerance:
+    """The settings of one generation whose picture shall be close to the dense one.
+
+    When the generation begins, what merges is chosen by the harm that is expected of it, and stays. While it
+    runs, :meth:`follow` changes which of the remaining steps are complete. It never skips more than the plan
+    of the wanted speed-up does.
+
+    ``change`` changes settings after they were chosen. ``config`` are those of the generation, with the
+    complete steps so far and those that are planned.
+    """
+
+    def __init__(
+        self, facts: Facts, speedup: float, min_psnr: float, change: Callable[[ToMeConfig], ToMeConfig]
+    ) -> None:
+        self._facts, self._min_psnr = facts, min_psnr
+        wanted = plan_for(facts, speedup)
+        self._speedup, self._complete = wanted.speedup, _complete(wanted.config, facts.steps)
+        plans = [plan for plan in plans_of(facts) if plan.speedup <= wanted.speedup]
+        first = next((plan for plan in reversed(plans) if self._keeps(psnr_of(plan.harm))), plans[0])
+        merging = dataclasses.replace(first.config, reuse=StepReuse())
+        own = [plan for plan in plans_of(facts, merging) if plan.speedup <= wanted.speedup]
+        self._plans = [change(plan.config) for plan in reversed(own)]
+        self._seen = 0
+        self.config = change(first.config)
+
+    def asks(self, done: int) -> bool:
+        """Return whether follow is due: the last of ``done`` steps was complete, and one to come may skip."""
+        steps = self._facts.steps
+        complete = self.config.reuse.steps_of(steps).full
+        # The last step is complete in any case.
+        last = steps - 1 + self._facts.ends_clean
+        return self._seen < done < last and done - 1 in complete and len(complete) < steps
+
+    def follow(self, done: int, shown: Shown) -> None:
+        """Choose what the steps to come run, by what the ``done`` steps before them have shown."""
+        self._seen = done
+        if shown.errors:
+            self.config = next(self._candidates(done, shown))
+
+    def _candidates(self, done: int, shown: Shown) -> Iterator[ToMeConfig]:
+        """Yield settings that keep the tolerance, the fastest first; at last, those that are dense now."""
+        for config in self._plans:
+            config = self._joined(config.reuse, done)
+            fits = _complete(config, self._facts.steps) >= self._complete
+            fits = fits and speedup_of(self._facts, config) <= self._speedup + 1e-9
+            if fits and self._keeps(estimate_closeness(self._facts, config, shown).psnr):
+                yield config
+        rest = self._joined(StepReuse(), done)
+        dense = Rule(start=done / self._facts.steps, changes={"ratio": 0.0})
+        merges = rest.at_step(done, self._facts.steps).merges
+        yield dataclasses.replace(rest, rules=(*rest.rules, dense)) if merges else rest
+
+    def _joined(self, later: StepReuse, done: int) -> ToMeConfig:
+        """Return the settings with the steps so far, and those to come of a plan."""
+        steps = self._facts.steps
+        before, after = self.config.reuse.steps_of(steps), later.steps_of(steps)
+        ran = [
+            (*(step for step in one if step < done), *(step for step in other if step >= done))
+            for one, other in ((before.full, after.full), (before.shallow, after.shallow))
+        ]
+        if ran == [before.full, before.shallow]:
+            return self.config
+        full, shallow = (tuple(step / (steps - 1) for step in own) for own in ran)
+        return dataclasses.replace(self.config, reuse=StepReuse(full_steps=full, shallow_steps=shallow))
+
+    def _keeps(self, psnr: float) -> bool:
+        """Return whether so much is expected that the picture probably reaches the tolerance."""
+        return psnr - ESTIMATE["margin"] >= self._min_psnr
+
+
+def _complete(config: ToMeConfig, steps: int) -> int:
+    return len(config.reuse.steps_of(steps).full)

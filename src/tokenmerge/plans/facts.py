@@ -56,11 +56,8 @@ def facts_of(host: Host, grid: tuple[int, int, int], steps: int, **more: Any) ->
     whole = all(block.block_layout is not None for block in host.blocks)
     attends = any(layer.kind == "attn1" for block in host.blocks for layer in block.layers)
     facts = {"can_skip": host.can_skip, "whole_blocks": whole, "layers": attends, **more}
-    model: ModelClass = "other"
-    if host.deep_stages:
-        model = "unet"
-    elif whole and all(block.level == 1 for block in host.blocks):
-        model = "transformer"
+    plain = whole and all(block.level == 1 for block in host.blocks)
+    model: ModelClass = "unet" if host.deep_stages else "transformer" if plain else "other"
     return Facts(model, work_of(host), grid, steps, **facts)
 
 

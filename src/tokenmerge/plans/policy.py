@@ -23,12 +23,10 @@ _CLASSES = ("unet", "transformer")
 FEWEST_TOKENS: int = _TABLE["fewest tokens"]
 # How many times the harm of merging is higher without proportional attention.
 _UNWEIGHTED: float = _TABLE["without proportional attention"]
-# What corrections may cache.
 MOST_CORRECTION_BYTES: int = _TABLE["most bytes of corrections"]
 # What is left after the last complete step where the last step changes little, as a share of a distance.
 TAIL_OF_A_CLEAN_END: float = _TABLE["spacing"]["tail of a clean end"]
-# The numbers of :func:`tokenmerge.plans.estimate.estimate_closeness`.
-ESTIMATE: Mapping[str, Any] = _TABLE["estimate"]
+ESTIMATE: Mapping[str, Any] = _TABLE["estimate"]  # the numbers of ``estimate.estimate_closeness``
 
 
 class Power(NamedTuple):
@@ -48,21 +46,14 @@ class Power(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Harms:
-    """One row of the policy.
+    """One row of the policy."""
 
-    Attributes:
-        skip: harm of a step that skips a part of the model, by the part and the reach of the forecast.
-        merge: harm of merging in all steps, by the scope and the ratio.
-        corrected: share of the harm of merging that is left, by the number of steps between two corrections.
-            None: corrections lose more than they give back.
-        spacing: exponent of the places of complete steps, see :func:`tokenmerge.plans.choose.later_ones`; 1:
-            they lie at equal distances.
-    """
-
-    skip: Mapping[str, Power]
-    merge: Mapping[str, Power]
+    skip: Mapping[str, Power]  # harm of a step that skips a part, by the part and the reach of the forecast
+    merge: Mapping[str, Power]  # harm of merging in all steps, by the scope and the ratio
+    # Share of the harm of merging that is left, by the number of steps between two corrections. None:
+    # corrections lose more than they give back.
     corrected: Power | None
-    spacing: float
+    spacing: float  # exponent of the places of complete steps, see ``choose.later_ones``; 1: equal distances
 
     def of_merging(self, scope: str, ratio: float, every: float, proportional: bool = True) -> float:
         """Return the harm of merging with a correction in one of so many steps; 0: none.
@@ -79,15 +70,13 @@ class Harms:
         return harm
 
 
-def is_strong(guidance: float | None) -> bool:
-    """Return whether guidance counts as strong. An unknown scale does."""
-    return guidance is None or guidance >= _TABLE["strong guidance"]
+@functools.lru_cache(maxsize=128)
+def harms_of(model: str, guidance: float | None) -> Harms:
+    """Return the row for a class of model and a scale of guidance, of which an unknown one counts as strong.
 
-
-@functools.cache
-def harms_of(model: str, strong: bool) -> Harms:
-    """Return the row for a class of model. One that the table lacks gets the highest harms of all classes."""
-    strength = "strong" if strong else "weak"
+    A class that the table lacks gets the highest harms of all classes.
+    """
+    strength = "strong" if guidance is None or guidance >= _TABLE["strong guidance"] else "weak"
     rows = [_TABLE[name][strength] for name in ([model] if model in _CLASSES else _CLASSES)]
     corrected = [row["corrected"] for row in rows]
     return Harms(

@@ -23,10 +23,8 @@ from tokenmerge.runtime.blocks.skipping import block_in_run
 from tokenmerge.runtime.memory.caches import BlockMerge
 from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState
 
-# Where ``nn.Module.compile`` leaves what a module runs instead of its ``forward``.
-COMPILED = "_compiled_call_impl"
-# Returns the result of a call on the merged tokens of a plan.
-MergedCall = Callable[[Plan], Any]
+COMPILED = "_compiled_call_impl"  # where ``nn.Module.compile`` leaves what runs instead of ``forward``
+MergedCall = Callable[[Plan], Any]  # returns the result of a call on the merged tokens of a plan
 
 # These functions make the method of a swapped class from that of the original class. A module that is called
 # through a reference to this method after it was restored has no state, and does what its class does.

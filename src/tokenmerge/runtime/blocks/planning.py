@@ -16,13 +16,7 @@ from tokenmerge.ops.matching import features_if_shared, shared_features
 from tokenmerge.ops.plan import Plan
 from tokenmerge.planners import PLANNERS
 from tokenmerge.planners.importance import importance_of_tokens
-from tokenmerge.planners.sequences import (
-    TokenSequence,
-    part_bounds,
-    plan_pictures,
-    sequence_of,
-    sequence_of_part,
-)
+from tokenmerge.planners.sequences import TokenSequence, plan_pictures, sequence_of, sequence_of_part
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.memory.caches import BlockMerge
 from tokenmerge.runtime.memory.state import BlockState, RecordedPlan
@@ -105,7 +99,7 @@ def _importance(state: BlockState, features: Tensor) -> Tensor | None:
     importance = importance_of_tokens(change, *state.grids)
     if importance is not None:
         if part is not None:
-            importance = importance[:, slice(*part_bounds(importance.shape[1], part.index, part.parts))]
+            importance = importance.tensor_split(part.parts, dim=1)[part.index]
         if len(features) == 1:
             importance = importance.mean(dim=0, keepdim=True)
         if len(importance) == len(features):
@@ -155,8 +149,7 @@ def with_cached_features(state: BlockState, call: HostCall, run: Callable[[], An
     if state.is_first and (level, "model_residual") in cached:
         thread.spans[place] = (image,)
     result = run()
-    results = (result,) if isinstance(result, Tensor) else result
-    at = 0 if isinstance(result, Tensor) else state.image_place
+    results, at = ((result,), 0) if isinstance(result, Tensor) else (result, state.image_place)
     made = state.layout.image(results[at], n, start)
     # What a correction has cached in this call already stays.
     if state.plans_first and (level, "residual") in cached and residuals.get(state.call) is before:

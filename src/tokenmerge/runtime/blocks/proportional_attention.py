@@ -38,8 +38,7 @@ _LARGEST_HEADS = {"sage_blackwell": 0, "sage": 128, "_sage": 128, "flash_4": 128
 _LARGEST_HEAD = 256  # of all others
 
 _patched: weakref.WeakSet[ModelState] = weakref.WeakSet()
-# Of the graph that is traced, those whose context lasts.
-_in_graph: list[ProportionalAttention] = []
+_in_graph: list[ProportionalAttention] = []  # of the graph that is traced, those whose context lasts
 
 
 class ProportionalAttention(TorchFunctionMode):

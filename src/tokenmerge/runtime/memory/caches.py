@@ -59,7 +59,7 @@ class Residual(NamedTuple):
 
 def updated(before: Residual | None, latest: Tensors, part: Part | None = None) -> Residual:
     """Return the residual after a run that added ``latest``; ``part``: the tokens that it is for."""
-    if before is None or _shapes(latest) != _shapes(before.latest):
+    if before is None or each(Tensor.size, latest) != each(Tensor.size, before.latest):
         delta = then = each(torch.zeros_like, latest)
     else:
         delta, then = each(torch.sub, latest, before.latest), before.delta
@@ -81,10 +81,6 @@ def extrapolated(residual: Residual, bases: Sequence[Any], distance: Tensor) -> 
     )
 
 
-def _shapes(tensors: Tensors) -> list[torch.Size | None]:
-    return [None if tensor is None else tensor.shape for tensor in tensors]
-
-
 def _agreement(part: Part | None, delta: Tensor, before: Tensor) -> Tensor:
     """Return how far each image's delta keeps its direction: the cosine, or 0 where it turns back."""
     now, then = delta.flatten(1), before.flatten(1)
@@ -101,7 +97,7 @@ def _agreement(part: Part | None, delta: Tensor, before: Tensor) -> Tensor:
     return cosine.clamp(min=0).to(delta.dtype).view(-1, *[1] * (delta.ndim - 1))
 
 
-def each(function: Callable[..., Tensor], *values: Sequence[Any]) -> Tensors:
+def each(function: Callable[..., Any], *values: Sequence[Any]) -> Tensors:
     """Apply a function to the first values of some sequences, then to the second, …; None stays None."""
     return tuple(
         None if any(one is None for one in ones) else function(*ones) for ones in zip(*values, strict=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
+from tokenmerge.models.base import Grids
 from tokenmerge.ops.partition import num_tokens
 from tokenmerge.plans.estimate import Shown, noise_of
 from tokenmerge.runtime.memory.caches import Residual
@@ -22,9 +23,7 @@ from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker
 
 _TINY = torch.finfo(torch.float32).tiny
 
-# "merged": the whole model runs, and tokens merge. "unmerged": it runs, and no token merges. Both are
-# complete steps. "reused": a part of the model is skipped.
-StepKind = Literal["merged", "unmerged", "reused"]
+StepKind = Literal["merged", "unmerged", "reused"]  # see :class:`StepRow`
 
 
 class ForecastError(NamedTuple):
@@ -36,16 +35,16 @@ class ForecastError(NamedTuple):
     error: Tensor  # of the picture that the model predicts, in the unit of the latents, for each image
 
 
+@dataclasses.dataclass(eq=False)
 class AddedNoise:
     """How much noise a solver adds, measured once in a generation, from two steps without a setting of it.
 
     A step keeps a share of the noise in its sample: that of the noise levels where the solver adds none.
     """
 
-    def __init__(self) -> None:
-        self.kept: Tensor | None = None  # the share; None until it is measured
-        self.levels = 1.0, 1.0  # before and after the step in which it was measured
-        self.before: tuple[int, Tensor, Tensor] | None = None  # a step to compare: index, sample, picture
+    kept: Tensor | None = None  # the share; None until it is measured
+    levels: tuple[float, float] = (1.0, 1.0)  # before and after the step in which it was measured
+    before: tuple[int, Tensor, Tensor] | None = None  # a step to compare: index, sample, picture
 
     def note(self, levels: NoiseLevels, sample: Tensor, picture: Tensor, index: int) -> None:
         """Note the sample that the model gets in a step, and the picture that it predicts from it."""
@@ -61,40 +60,36 @@ class AddedNoise:
             self.before = index, sample, picture
 
 
+@dataclasses.dataclass(eq=False)
 class RunLog:
-    """What happened in one generation so far. Noting it does not wait for the device.
+    """What happened in one generation so far. Noting it does not wait for the device."""
 
-    The ``grids`` are those of the sample and of its reference pictures, in tokens of ``patch`` positions on a
-    side; there are none where nothing reads them. For steps, guidance and levels, None means unknown.
-    """
+    config: ToMeConfig
+    batch: int
+    grids: Grids  # of the sample and its reference pictures; there are none where nothing reads them
+    patch: int  # latent positions on a side of a token
+    steps: int | None  # None: unknown, as in the next two fields
+    guidance: float | None = None
+    levels: NoiseLevels | None = None
+    sample: Tensor | None = None  # of the running call; None: it is no tensor
+    # Of the running call: part, steps since it ran, and for each image the length of the forecast's error
+    # divided by that of the part's change.
+    missed: list[tuple[str, int, Tensor]] = dataclasses.field(default_factory=list)
+    # By call in its step and part: when that last ran.
+    outputs: dict[tuple[int, str], Tensor] = dataclasses.field(default_factory=dict)
+    errors: list[ForecastError] = dataclasses.field(default_factory=list)
+    noise: AddedNoise = dataclasses.field(default_factory=AddedNoise)
+    # Empty if the settings do not follow the steps.
+    kind_of_step: dict[int, StepKind] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0  # to the end of the last call, whose operations an accelerator may still run
 
-    def __init__(
-        self,
-        config: ToMeConfig,
-        batch: int,
-        grids: tuple[tuple[int, int, int], ...],
-        patch: int,
-        steps: int | None,
-        guidance: float | None = None,
-        levels: NoiseLevels | None = None,
-    ) -> None:
-        self.config, self.batch, self.steps = config, batch, steps
-        self.guidance, self.levels = guidance, levels
-        sizes = [(rows * patch, columns * patch) for _, rows, columns in grids]
+    def __post_init__(self) -> None:
+        self._began = time.perf_counter()
+        sizes = [(rows * self.patch, columns * self.patch) for _, rows, columns in self.grids]
         size: tuple[int | None, int | None] = sizes[0] if sizes else (None, None)
         self.height, self.width = size  # of the sample (for latent diffusion, of the latents)
         self.references = tuple(sizes[1:])  # likewise, of each reference picture
-        self.tokens = sum(map(num_tokens, grids))  # at the finest level, over all frames and references
-        self.sample: Tensor | None = None  # of the running call; None: it is no tensor
-        # Of the running call: part, steps since it ran, and for each image the length of the forecast's error
-        # divided by that of the part's change.
-        self.missed: list[tuple[str, int, Tensor]] = []
-        self.outputs: dict[tuple[int, str], Tensor] = {}  # by call in its step and part: when that last ran
-        self.errors: list[ForecastError] = []
-        self.noise = AddedNoise()
-        self.kind_of_step: dict[int, StepKind] = {}  # empty if the settings do not follow the steps
-        # Until the end of the last call; on an accelerator, the last operations may still run then.
-        self.seconds, self._began = 0.0, time.perf_counter()
+        self.tokens = sum(map(num_tokens, self.grids))  # at the finest level, over all frames and references
 
     def note_end(self) -> None:
         """Note the time at the end of a call."""
@@ -130,9 +125,9 @@ class RunLog:
         if self.noise.kept is not None and decision.deep is not None and decision.finest is not None:
             return  # a step that skips all parts
         sample, output = sample.detach().chunk(copies)[0], _guided(output.detach(), self.guidance, copies)
-        for axis, size in enumerate(output.shape):  # some models get more than the sample, or return more
-            sample = sample.narrow(axis, 0, min(size, sample.shape[axis]))
-            output = output.narrow(axis, 0, sample.shape[axis])
+        # Some models get more than the sample, or return more.
+        common = tuple(slice(min(sizes)) for sizes in zip(sample.shape, output.shape, strict=True))
+        sample, output = sample[common], output[common]
         index, levels, weight = tracker.index, self.levels, 1.0
         if levels is not None:
             weight = levels.weight(index)
@@ -159,12 +154,10 @@ class RunLog:
 def shown_by(logs: Sequence[RunLog]) -> Shown:
     """Return what a generation's logs show of its error, the largest of a batch. It waits for the device."""
     errors = [error for log in logs for error in log.errors]
-    measured = next((log.noise for log in logs if log.noise.kept is not None), None)
-    tensors = [error.error.max() for error in errors]
-    if measured is not None and measured.kept is not None:
-        tensors.append(measured.kept)
+    measured = [log.noise for log in logs if log.noise.kept is not None][:1]
+    tensors: list[Any] = [*(error.error.max() for error in errors), *(noise.kept for noise in measured)]
     values = torch.stack([one.to(tensors[0].device) for one in tensors]).cpu().tolist() if tensors else []
-    noise = 1.0 if measured is None else noise_of(values.pop(), *measured.levels)
+    noise = noise_of(values.pop(), *measured[0].levels) if measured else 1.0
     found: dict[str, dict[int, float]] = {}
     for one, error in zip(errors, values, strict=True):
         of_part = found.setdefault(one.part, {})

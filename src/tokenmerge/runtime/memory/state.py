@@ -18,15 +18,14 @@ from tokenmerge.config.origin import named
 from tokenmerge.models.base import Grid, Layer, Layout, ModelCall
 from tokenmerge.models.placement import Part
 from tokenmerge.ops.plan import Plan
-from tokenmerge.plans.tolerance import Tolerance
+from tokenmerge.plans.estimate import Tolerance
 from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Call
 from tokenmerge.runtime.memory.run_log import RunLog, StepLog, StepRecorder
 from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline, WeakDictionary
 from tokenmerge.runtime.steps.scheduler import Generation
 from tokenmerge.runtime.steps.step_tracker import Decision, SampleTracker, StepTracker
 
-# Packages through which a call reaches this one.
-_NOT_THE_CALLER = ("tokenmerge", "torch", "diffusers", "contextlib")
+_NOT_THE_CALLER = ("tokenmerge", "torch", "diffusers", "contextlib")  # a call comes through them
 # The one attribute that a patched module has beside its own: one of the classes of this file, or the grids of
 # a module around blocks.
 STATE = "_tokenmerge"
@@ -142,17 +141,17 @@ class ThreadState:
         self.running_blocks: Any = None  # tokenmerge.runtime.blocks.skipping.RunningBlocks, if there are any
 
 
+@dataclasses.dataclass(eq=False)
 class PartState:
     """What a block, a layer or a stage needs in the running call of a thread."""
 
-    def __init__(self) -> None:
-        self.cache = Cache()
-        self.number = -1  # of a block, index of this call among its calls in one model forward
-        # Of a block, what its running call merges; None between calls. It is known before the block runs
-        # where gradient checkpointing repeats a recorded call, and where a block that is compiled alone gets
-        # its plan from outside its graph. Otherwise the block itself finds out.
-        self.running: BlockMerge | None = None
-        self.counted = False  # a block that is compiled alone numbered its running call outside its graph
+    cache: Cache = dataclasses.field(default_factory=Cache)
+    number: int = -1  # of a block, index of this call among its calls in one model forward
+    # Of a block, what its running call merges; None between calls. It is known before the block runs where
+    # gradient checkpointing repeats a recorded call, and where a block that is compiled alone gets its plan
+    # from outside its graph. Otherwise the block itself finds out.
+    running: BlockMerge | None = None
+    counted: bool = False  # a block that is compiled alone numbered its running call outside its graph
 
 
 @dataclasses.dataclass(eq=False)
@@ -169,6 +168,8 @@ class ModelState:
     method: str = ""  # name of the settings, for messages; empty: the user gave them all
     default: Any = None  # the DefaultMethod that chooses the settings of each generation; None: ``config``
     parts: tuple[BlockState | LayerState | StageState, ...] = ()  # those that merge or are skipped
+    blocks: Sequence[BlockState] = ()  # the blocks among them
+    skips_blocks: bool = False  # some step skips blocks by themselves, and not whole stages
     memories: MutableMapping[Generation, Memory] = dataclasses.field(default_factory=WeakDictionary)
     given_grid: Grid | None = None  # the model's finest token grid in the next calls, where the user gave it
     record: dict[str, RecordedPlan] | None = None  # where each block leaves its latest plan, by its path
@@ -210,16 +211,6 @@ class ModelState:
     def context(self) -> CallContext:
         """What holds for the running call."""
         return self.threads.value.context
-
-    @property
-    def blocks(self) -> tuple[BlockState, ...]:
-        """The blocks that merge."""
-        return tuple(part for part in self.parts if isinstance(part, BlockState))
-
-    @functools.cached_property
-    def skips_blocks(self) -> bool:
-        """Whether some step skips blocks by themselves, and not whole stages."""
-        return any(block.caches_residuals for block in self.blocks)
 
     def use(self, memory: Memory) -> None:
         """Cache in ``memory`` from now on, in this thread."""

@@ -64,10 +64,7 @@ def check_grid(phases: Phases, *grids: GridShape, method: str = "") -> None:
 
 
 def check_call(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse a call that does not fit the settings, and leave its token grids to the blocks.
-
-    The grids are the finest ones: of the picture being made, then of its reference pictures.
-    """
+    """Refuse a call that does not fit the settings, and leave its finest token grids to the blocks."""
     thread, call, compiling = state.threads.value, state.call, torch.compiler.is_compiling()
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise UnsupportedModelError(
@@ -171,9 +168,8 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
         and all(one.runs is Runs.EVERYTHING for one in plan_generation(config, steps))
         and not merges_tokens(phases_at(config, *state.settings), *grids)
     ):
-        fewest, lower = f", with min_tokens={config.min_tokens},", "lower min_tokens, "
-        if state.method:
-            fewest = lower = ""
+        fewest = "" if state.method else f", with min_tokens={config.min_tokens},"
+        lower = "" if state.method else "lower min_tokens, "
         warn_caller(
             f"this generation is dense: of {counted} {named(state.method, config.reuse.given)} leaves none "
             f"out, and on {sum(map(num_tokens, grids))} tokens{fewest} nothing merges; {lower}generate a "

@@ -151,7 +151,7 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
     phases = phases_at(config, *sorted(set(levels)))
     state = ModelState(config, host.call, phases, groups, pipeline, **facts)
     grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}
-    skips_blocks = config.reuse.on and not host.deep_stages
+    own_skips = config.reuse.on and not host.deep_stages
     block_states = [
         BlockState(
             state,
@@ -161,7 +161,7 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
             block.layout,
             block.block_layout,
             block.batched,
-            caches_residuals=skips_blocks and block.block_layout is not None,
+            caches_residuals=own_skips and block.block_layout is not None,
             plans_first=plan_groups[place] not in plan_groups[:place],
             is_first=block.level not in levels[:place],
             is_last=block.level not in levels[place + 1 :],
@@ -175,6 +175,8 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
         *[LayerState(block, f"{block.path}.{layer.name}", layer) for block, layer in layers],
         *[StageState(state, *stage, grids.get(host.root.get_submodule(stage[0]))) for stage in skipped],
     )
+    state.blocks = block_states
+    state.skips_blocks = any(block.caches_residuals for block in block_states)
     pipeline.states.append(state)
     return state
 

@@ -51,7 +51,11 @@ def _swapped_class(base: type, method: str, call: Call) -> Any:
     setattr(swapped, method, function)
     if call is block_call:
         setattr(swapped, COMPILED, compiled_block(original.names))
-    _announce(swapped, base)
+    # Tell diffusers' block caches, which look blocks up by exact class, what they know of the original.
+    if (hooks := sys.modules.get("diffusers.hooks._helpers")) is not None:
+        with contextlib.suppress(ValueError):  # blocks of this class cannot be cached
+            known = hooks.TransformerBlockRegistry.get(base)
+            hooks.TransformerBlockRegistry.register(swapped, copy.copy(known))
     return swapped
 
 
@@ -59,14 +63,6 @@ def _rebuild(base: type, method: str, call: Call) -> nn.Module:
     """Make an empty module of a swapped class, for pickle and deepcopy: the class has no import path."""
     cls = _swapped_class(base, method, call)
     return cls.__new__(cls)
-
-
-def _announce(swapped: type, base: type) -> None:
-    """Tell diffusers' block caches, which look blocks up by exact class, what they know of the original."""
-    if (hooks := sys.modules.get("diffusers.hooks._helpers")) is not None:
-        with contextlib.suppress(ValueError):  # blocks of this class cannot be cached
-            known = hooks.TransformerBlockRegistry.get(base)
-            hooks.TransformerBlockRegistry.register(swapped, copy.copy(known))
 
 
 def swap(module: nn.Module, method: str, call: Call, state: object) -> None:

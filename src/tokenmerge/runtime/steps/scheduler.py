@@ -11,17 +11,14 @@ import torch
 from torch import Tensor
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.plans.tolerance import Tolerance
+from tokenmerge.plans.estimate import Tolerance
 
 # The attribute by which a scheduler's tensor of timesteps holds its generation. ``set_timesteps`` makes a new
 # tensor for each generation, and a deep copy of the tensor takes the attribute along.
 _GENERATION = "_tokenmerge_generation"
-# The attribute by which timesteps on a device hold a copy on the CPU.
-_ON_CPU = "_tokenmerge_on_cpu"
-# Noise before the last step, as a share of the first, that is almost none.
-_ALMOST_NONE = 0.02
-# The noise level of a sample that is noise alone.
-_MOST = 1e4
+_ON_CPU = "_tokenmerge_on_cpu"  # that by which timesteps on a device hold a copy on the CPU
+_ALMOST_NONE = 0.02  # noise before the last step, as a share of the first
+_MOST = 1e4  # the noise level of a sample that is noise alone
 
 
 class Generation:
@@ -172,10 +169,8 @@ def _read(timestep: Tensor | float, timesteps: Any) -> tuple[float, Tensor]:
         scheduled = torch.as_tensor(timesteps, dtype=torch.float32).flatten()
         if scheduled.device.type != "cpu":
             if latest.device == scheduled.device:
-                scheduled = torch.cat([latest[None], scheduled])
+                latest, scheduled = torch.cat([latest[None], scheduled]).cpu().tensor_split([1])
             scheduled = scheduled.cpu()
-            if len(scheduled) > len(timesteps):
-                latest, scheduled = scheduled[0], scheduled[1:]
             setattr(timesteps, _ON_CPU, scheduled)
     return float(latest), scheduled
 
@@ -206,24 +201,25 @@ class NoiseLevels:
         sigma = self.sigmas[index]
         return sample.float() * (1 + sigma if self.predicts == "flow" else (1 + sigma**2) ** 0.5)
 
+    def _shares(self, index: int) -> tuple[float, float]:
+        """Return how much of the sample and of the model's output is in the picture that it predicts."""
+        sigma = self.sigmas[index]
+        root = (1 + sigma**2) ** 0.5
+        return {
+            "sample": (0.0, 1.0),
+            "epsilon": (root, -sigma),
+            "v_prediction": (1 / root, -sigma / root),
+            "flow": (1.0, -sigma / (1 + sigma)),
+        }[self.predicts]
+
     def weight(self, index: int) -> float:
         """Return how much an error of the model's output at a step changes the picture that it predicts."""
-        sigma = self.sigmas[index]
-        return {
-            "sample": 1.0,
-            "epsilon": sigma,
-            "v_prediction": sigma / (1 + sigma**2) ** 0.5,
-            "flow": sigma / (1 + sigma),
-        }[self.predicts]
+        return abs(self._shares(index)[1])
 
     def picture(self, sample: Tensor, output: Tensor, index: int) -> Tensor:
         """Return the picture that a model predicts with an output, as guidance combines it: float32."""
-        if self.predicts == "sample":
-            return output.float()
-        if self.predicts == "flow":
-            return torch.add(sample.float(), output, alpha=-self.weight(index))
-        scale = (1 + self.sigmas[index] ** 2) ** (-0.5 if self.predicts == "v_prediction" else 0.5)
-        return torch.add(sample.float() * scale, output, alpha=-self.weight(index))
+        of_sample, of_output = self._shares(index)
+        return torch.add(sample.float() * of_sample, output, alpha=of_output)
 
 
 def noise_levels(scheduler: Any, step: DenoisingStep) -> NoiseLevels | None:

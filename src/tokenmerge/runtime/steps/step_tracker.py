@@ -149,11 +149,9 @@ class StepTracker:
         """
         _, last, seen = self.noted.get((self.call, part), (None, None, None))
         if seen == shape and not runs:
-            forecast = self.forecast(part, shape)
-            if forecast is not None:
-                return torch.tensor(forecast[0])
-            if holds:
-                return torch.tensor(0.0)
+            known = self.forecast(part, shape)
+            if known is not None or holds:
+                return torch.tensor(0.0 if known is None else known[0])
         self.noted[self.call, part] = last if seen == shape else None, self.index, shape
         return None
 
