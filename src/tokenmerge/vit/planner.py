@@ -92,13 +92,12 @@ def plan_by_size(plan: IndexPlan, tokens: RecordedTokens | None, protected: int)
     keep, sources, targets = plan.keep.flatten(), plan.sources.flatten(), plan.targets.flatten()
     before = tokens.sizes.flatten()
     after = arithmetic().add_rows(before[keep], targets, before[sources])
-    source = plan.labels().gather(1, tokens.source)
     return SizedPlan(
         plan,
         # Weights instead of a division at the end, so that the weight of a token left alone is exactly 1.
         kept=(before[keep] / after).unsqueeze(1),
         moved=(before[sources] / after[targets]).unsqueeze(1),
-        after=RecordedTokens(source, after.view(plan.keep.shape), protected),
+        after=RecordedTokens(plan.labels().gather(1, tokens.source), after.view(plan.keep.shape), protected),
     )
 
 

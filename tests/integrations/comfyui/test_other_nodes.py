@@ -55,7 +55,7 @@ def other(model, name):
 
 
 def merging(model, method="tomesd", ratio=0.5, **more):
-    return TokenMerging().merge(model, method, ratio, 0.0, 1.0, LATENT, **more)
+    return TokenMerging().merge(model, LATENT, method=method, ratio=ratio, **more)
 
 
 def sample(model, steps=10, **more):

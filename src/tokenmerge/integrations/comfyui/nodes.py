@@ -109,19 +109,9 @@ class TokenMerging:
             },
         }
 
-    def merge(
-        self,
-        model: Any,
-        method: str,
-        ratio: float,
-        start_percent: float,
-        end_percent: float,
-        latent: dict[str, Any] | None = None,
-        **more: Any,
-    ) -> tuple[Any, str]:
-        """Return a clone of the model that merges tokens, and what it merges; ``more``: as in ``Asked``."""
-        asked = Asked(method, ratio, start_percent, end_percent, **more)
-        settings = settings_for(find_target(model), asked, model.load_device, model.model_dtype())
+    def merge(self, model: Any, latent: dict[str, Any] | None = None, **inputs: Any) -> tuple[Any, str]:
+        """Return a clone of the model that merges tokens, and what it merges."""
+        settings = settings_for(find_target(model), Asked(**inputs), model.load_device, model.model_dtype())
         shape = _usual_size(model) if latent is None else tuple(latent["samples"].shape)
         clone = patched(model, settings)
         return clone, describe(beside(settings, clone.model_options["transformer_options"]), shape)

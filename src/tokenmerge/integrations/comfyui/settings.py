@@ -26,12 +26,12 @@ STEPS = 20  # of a sampling that is not known yet
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """The inputs of the node."""
+    """The inputs of the node, by their names."""
 
     method: str = AUTO  # or the name of a preset
     ratio: float = 0.5  # of a preset, the fraction of tokens removed, 0 ≤ ratio ≤ 0.75
-    start: float = 0.0  # share of the sampling, by noise, before which nothing merges
-    end: float = 1.0  # share of the sampling after which nothing merges
+    start_percent: float = 0.0  # share of the sampling, by noise, before which nothing merges
+    end_percent: float = 1.0  # share of the sampling after which nothing merges
     scope: str = OF_METHOD
     proportional: str = OF_METHOD
     levels: str = OF_METHOD
@@ -46,7 +46,7 @@ class Settings:
 
     config: ToMeConfig  # of the default method, for a size and a number of steps
     target: Target
-    start: float = 0.0  # as for Asked
+    start: float = 0.0  # as ``start_percent`` of Asked
     end: float = 1.0
     notes: tuple[str, ...] = ()  # how the method differs in ComfyUI, as sentences
     regroup: str = ""  # other nodes before self-attention, which may regroup its tokens, as HyperTile does
@@ -82,23 +82,23 @@ class Settings:
 
 def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> Settings:
     """Return the settings of a model from the inputs of the node; refuse what ComfyUI has no way to do."""
-    if not 0 <= asked.start < asked.end <= 1:
+    if not 0 <= asked.start_percent < asked.end_percent <= 1:
         raise ConfigError(
-            f"start_percent, end_percent: expected 0 ≤ start < end ≤ 1, got {asked.start:g} and "
-            f"{asked.end:g}; lower start_percent, or raise end_percent"
+            f"start_percent, end_percent: expected 0 ≤ start < end ≤ 1, got {asked.start_percent:g} and "
+            f"{asked.end_percent:g}; lower start_percent, or raise end_percent"
         )
     if asked.method == AUTO:
         default = _default(target, asked, device, dtype)
         config = default.settings(default.facts)
         _applied(config, target, asked)  # for its errors; the default method needs no notes
-        return Settings(config, target, asked.start, asked.end, default=default)
+        return Settings(config, target, asked.start_percent, asked.end_percent, default=default)
     if asked.method not in METHODS:
         raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {asked.method!r}")
     config = _changed(getattr(presets, asked.method)(asked.ratio), asked)
     if asked.step_reuse == "on" and target.can_skip:
         config = dataclasses.replace(config, reuse=StepReuse(every=3))
     config, notes = _applied(config, target, asked)
-    return Settings(config, target, asked.start, asked.end, notes)
+    return Settings(config, target, asked.start_percent, asked.end_percent, notes)
 
 
 def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> DefaultMethod:

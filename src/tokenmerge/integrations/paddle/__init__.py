@@ -25,29 +25,4 @@ except ImportError as error:
         ),
     ) from error
 
-from tokenmerge.integrations.paddle.api import (
-    PaddlePatch,
-    apply_patch,
-    apply_token_merging,
-    apply_tome,
-    remove_patch,
-    remove_token_merging,
-    remove_tome,
-    token_merging,
-)
-from tokenmerge.integrations.paddle.report import PaddleReport, predict
-
-__all__ = [
-    "PaddlePatch",
-    "PaddleReport",
-    "apply_patch",
-    "apply_token_merging",
-    "apply_tome",
-    "predict",
-    "remove_patch",
-    "remove_token_merging",
-    "remove_tome",
-    "token_merging",
-]
-
 del paddle, ppdiffusers

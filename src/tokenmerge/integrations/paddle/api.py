@@ -17,6 +17,19 @@ from tokenmerge.integrations.paddle.report import PaddleReport, predict
 from tokenmerge.integrations.paddle.runtime import Run, check_swappable, deepest_level, patch, restore, run_of
 from tokenmerge.integrations.portable import PLANNERS
 
+__all__ = [
+    "PaddlePatch",
+    "PaddleReport",
+    "apply_patch",
+    "apply_token_merging",
+    "apply_tome",
+    "predict",
+    "remove_patch",
+    "remove_token_merging",
+    "remove_tome",
+    "token_merging",
+]
+
 # Settings with some supported values, and settings with all values supported. The others keep their defaults.
 _OFFERED = {"scope": ("layers", "keys"), "planner": PLANNERS}
 _FREE = (
@@ -57,9 +70,8 @@ def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> PaddlePatch:
         pipe_or_layer: a pipeline (its ControlNets are patched too), or a model such as ``pipe.unet``. A model
             that is already patched gets the new settings.
         config: what to merge and how much. Supported are the planners ``"tome"`` and ``"uniform"``,
-            the scopes ``"layers"`` and ``"keys"``, ``combine``, ``rules`` by level,
-            ``min_tokens``, ``proportional``, ``plans.guidance``, and the arguments of
-            :func:`tokenmerge.paddle.apply_patch`.
+            the scopes ``"layers"`` and ``"keys"``, ``combine``, ``rules`` by level, ``min_tokens``,
+            ``proportional``, ``plans.guidance``, and the arguments of :func:`tokenmerge.paddle.apply_patch`.
 
     Returns:
         A handle: ``patch.report()`` says what merges where, ``patch.remove()`` restores the model.
