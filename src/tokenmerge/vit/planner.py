@@ -114,12 +114,9 @@ def most_removed(n: int, protected: int) -> int:
 def plan_tome_vit(keys: Tensor, r: int, protected: int) -> IndexPlan:
     """Plan one merge: split the tokens alternately, match one half to the other, merge the r best edges.
 
-    The order of merged tokens is that of the paper: protected ones, remaining sources, destinations.
-
-    Args:
-        keys: ``[b, n, d]`` keys of attention, averaged over the heads.
-        r: number of tokens to remove, 0 ≤ r ≤ :func:`most_removed`, which is at least 1.
-        protected: number of tokens at the beginning that never merge, such as the class token.
+    Keys ``[b, n, d]`` are those of attention, averaged over the heads; 0 ≤ r ≤ :func:`most_removed`, which is
+    at least 1. The first ``protected`` tokens never merge. The order of merged tokens is that of the paper:
+    protected ones, remaining sources, destinations.
     """
     free = torch.arange(protected, keys.shape[1], device=keys.device)
     src, dst = free[protected % 2 :: 2], free[1 - protected % 2 :: 2]

@@ -139,9 +139,6 @@ def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple,
     return args, {**asked, **kwargs, _TOKENS: [None] * (len(encoder.r) + 1)}
 
 
-# These functions make the method of a swapped class from the original one, as in runtime.blocks.forward.
-
-
 def layer_call(original: HostMethod) -> Callable:
     """Make the method of the layer: its attention is proportional, its result is merged."""
 

@@ -20,7 +20,6 @@ from tokenmerge.plans.facts import Facts
 AUTO = "auto"
 METHODS = (AUTO, *presets.__all__)
 OF_METHOD = "as the method says"
-SWITCH = (OF_METHOD, "on", "off")
 STEPS = 20  # of a sampling that is not known yet
 
 
@@ -62,6 +61,36 @@ class Settings:
             return self
         facts = self.default.facts_at(grid, steps, guidance, ends_clean)
         return dataclasses.replace(self, config=self.default.settings(facts))
+
+    def beside(self, options: Mapping[str, Any]) -> Settings:
+        """Return the settings beside the other nodes in ComfyUI's ``transformer_options``.
+
+        The last notes say what they change.
+        """
+        config, target, default, notes = self.config, self.target, self.default, []
+        replaced, cache = options.get("patches_replace", {}), options.get("easycache")
+        regroup = attention = ""
+        if target.is_unet:  # ComfyUI calls the patches of attention in UNets only
+            regroup = _nodes_of(options.get("patches", {}).get("attn1_patch", ()))
+            attention = _nodes_of(replaced.get("attn1", {}).values())
+        why = attention and f"{attention} may read self-attention in every step"
+        if cache is not None:
+            why = f"{cache.name} skips whole steps; keep one of the nodes"
+        if config.reuse.on and why:
+            config = dataclasses.replace(config, reuse=StepReuse())
+            default = default and default.without_reuse()
+            notes.append(f"No part of the model is skipped, since {why}.")
+        if attention:
+            notes.append(f"Self-attention that {attention} replaced stays dense.")
+        blocks = replaced.get("dit", {})
+        later = _nodes_of(blocks[own.key] for own in target.blocks if own.key in blocks)
+        if later:
+            notes.append(
+                f"Blocks that {later} replaced after Token Merging may not merge; place Token Merging "
+                "after it."
+            )
+        changed = dataclasses.replace(self, config=config, default=default, regroup=regroup, alone=not why)
+        return dataclasses.replace(changed, notes=(*self.notes, *notes))
 
     @property
     def deepest_level(self) -> int:
@@ -159,36 +188,6 @@ def _applied(config: ToMeConfig, target: Target, asked: Asked) -> tuple[ToMeConf
             "Whole blocks merge: ComfyUI lets a node replace the blocks of this model, not their layers."
         )
     return config, tuple(notes)
-
-
-def beside(settings: Settings, options: Mapping[str, Any]) -> Settings:
-    """Return the settings beside the other nodes in ComfyUI's ``transformer_options``.
-
-    The last notes say what they change.
-    """
-    config, target, default, notes = settings.config, settings.target, settings.default, []
-    replaced, cache = options.get("patches_replace", {}), options.get("easycache")
-    regroup = attention = ""
-    if target.is_unet:  # ComfyUI calls the patches of attention in UNets only
-        regroup = _nodes_of(options.get("patches", {}).get("attn1_patch", ()))
-        attention = _nodes_of(replaced.get("attn1", {}).values())
-    why = attention and f"{attention} may read self-attention in every step"
-    if cache is not None:
-        why = f"{cache.name} skips whole steps; keep one of the nodes"
-    if config.reuse.on and why:
-        config = dataclasses.replace(config, reuse=StepReuse())
-        default = default and default.without_reuse()
-        notes.append(f"No part of the model is skipped, since {why}.")
-    if attention:
-        notes.append(f"Self-attention that {attention} replaced stays dense.")
-    blocks = replaced.get("dit", {})
-    later = _nodes_of(blocks[own.key] for own in target.blocks if own.key in blocks)
-    if later:
-        notes.append(
-            f"Blocks that {later} replaced after Token Merging may not merge; place Token Merging after it."
-        )
-    changed = dataclasses.replace(settings, config=config, default=default, regroup=regroup, alone=not why)
-    return dataclasses.replace(changed, notes=(*settings.notes, *notes))
 
 
 def _nodes_of(patches: Iterable[Any]) -> str:

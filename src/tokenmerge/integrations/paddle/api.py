@@ -14,7 +14,7 @@ from tokenmerge.config import ToMeConfig, check_below_highest_ratio, flat
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.paddle.models import find_hosts
 from tokenmerge.integrations.paddle.report import PaddleReport, predict
-from tokenmerge.integrations.paddle.runtime import Run, check_swappable, deepest_level, patch, restore, run_of
+from tokenmerge.integrations.paddle.runtime import STATE, Run, check_swappable, deepest_level, patch, restore
 from tokenmerge.integrations.portable import PLANNERS
 
 __all__ = [
@@ -54,7 +54,7 @@ class PaddlePatch:
     def remove(self) -> None:
         """Restore the models. One that was patched again or restored in the meantime stays as it is."""
         for run in self._runs:
-            if run_of(run.host.root) is run:
+            if run.host.root.__dict__.get(STATE) is run:
                 restore(run.host.root)
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ def token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Iterator[PaddlePatc
 
     The arguments and errors are those of :func:`apply_token_merging`.
     """
-    before = [(host.root, run_of(host.root)) for host in find_hosts(pipe_or_layer)]
+    before = [(host.root, host.root.__dict__.get(STATE)) for host in find_hosts(pipe_or_layer)]
     handle = apply_token_merging(pipe_or_layer, config)
     try:
         yield handle
