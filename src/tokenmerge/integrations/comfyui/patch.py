@@ -104,8 +104,7 @@ class _Wrappers:
         if merges:
             whole = all("area" not in cond for prompt in conds for cond in prompt or ())
             sampling.begin_step(now, noise.timestep(sigma), x.shape, whole)
-        options = {**options, KEY: sampling if merges else None}
-        given = {**model_options, "transformer_options": options}
+        given = {**model_options, "transformer_options": {**options, KEY: sampling if merges else None}}
         results = executor(model, conds, x, sigma, given)
         if self.settings.config.guided_planner and len(results) > 1:
             sampling.guidance_change = results[0] - results[1]

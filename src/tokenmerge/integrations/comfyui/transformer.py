@@ -126,8 +126,7 @@ def block_in_run(sampling: Sampling, block: Hashable, arguments: dict[str, Any],
 
 def finish_run(sampling: Sampling) -> None:
     """Cache the residual of the blocks that have run, if there are any, with their number."""
-    running: RunningBlocks | None = sampling.running_blocks
-    sampling.running_blocks = None
+    running, sampling.running_blocks = sampling.running_blocks, None
     if running is None:
         return
     first, *others = (("run", block) for block in running.blocks)
