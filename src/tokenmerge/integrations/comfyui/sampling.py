@@ -140,12 +140,11 @@ class Sampling:
         copies = self._prompts if self._whole and len(tokens) % self._prompts == 0 else 1
         place = group if self._config.plans.blocks else block
         key = place, len(tokens) // copies, grid, None if self._whole else self._calls
-        plans = self.plans
-        if key not in plans:
+        if key not in self.plans:
             features = layout.image(tokens, num_tokens(grid))
             alike = shared_features(features, copies) if copies > 1 else features
-            plans[key] = self._plan(alike, grid, settings)
-        running.plan = plans[key] if copies == 1 else plans[key].repeated(copies)
+            self.plans[key] = self._plan(alike, grid, settings)
+        running.plan = self.plans[key] if copies == 1 else self.plans[key].repeated(copies)
         return running
 
     def _plan(self, features: Tensor, grid: GridShape, settings: MergeSettings) -> Plan:
