@@ -50,7 +50,7 @@ def patched(model: Any, method: str) -> Any:
     """Return the model, patched with the method of this name."""
     name, _, number = method.partition(" ")
     if name == "auto":
-        return TokenMerging().merge(model, "auto", 0.5, 0.0, 1.0, speedup=float(number))[0]
+        return TokenMerging().merge(model, method="auto", speedup=float(number))[0]
     if method == OWN:
         return TomePatchModel.execute(model, float(number)).args[0]
     return model

@@ -17,7 +17,7 @@ ROOT = Path(tokenmerge.__file__).parent
 # of the package, a folder of integrations, or a room of runtime.
 MAY_IMPORT = {
     "errors": "",
-    "text_table": "",
+    "text_table": "errors",
     "ops": "",
     "integrations.export": "ops",
     "merge": "errors ops integrations.export",

@@ -1,10 +1,24 @@
-"""What reports share: the row of a block, and a table of strings, as plain text and as HTML."""
+"""What reports share: the size they are for, the row of a block, and a table as plain text and as HTML."""
 
 from __future__ import annotations
 
 import dataclasses
 import html
 from collections.abc import Sequence
+from typing import Any
+
+from tokenmerge.errors import ConfigError
+
+
+def given_or_default(hosts: Sequence[Any], height: int | None, width: int | None) -> tuple[int, int]:
+    """Return the given size of the sample, or the default of the first model that has one."""
+    if height is not None and width is not None:
+        return height, width
+    size: tuple[int, int] | None = next((host.sample_size for host in hosts if host.sample_size), None)
+    if size is None:
+        names = ", ".join(type(host.root).__name__ for host in hosts)
+        raise ConfigError(f"height, width: {names} has no default size; pass both")
+    return size
 
 
 @dataclasses.dataclass(frozen=True)

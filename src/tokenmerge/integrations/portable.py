@@ -104,13 +104,9 @@ def plan_tokens(
 ) -> Plan | None:
     """Plan one merge: partition, match, keep the r best edges; None if no token would be removed.
 
-    Args:
-        xp: the functions for ``features``.
-        features: ``[b, n, c]``: the block's input.
-        grid: (rows, columns) of its n tokens, the columns fastest.
-        settings: of the block.
-        step: as :func:`step_number` makes it.
-        parts: number of images, b / ``parts`` apart, that share a plan: one for each prompt of guidance.
+    Features ``[b, n, c]`` are the input of a block, whose n tokens have a grid of (rows, columns), the
+    columns fastest. The step is a :func:`step_number`. ``parts`` images, b / ``parts`` apart, share a plan:
+    one for each prompt of guidance.
     """
     r, cell = num_removed(grid, settings), (settings.sy, settings.sx)
     if r == 0:

@@ -22,7 +22,7 @@ from tokenmerge.report.flops import count_flops, kept_bytes, mean_flops, merging
 from tokenmerge.report.notes import SIGNS, merged_parts, notes_on_blocks, notes_on_steps, signs_of
 from tokenmerge.runtime.memory.state import Kept, RecordedPlan
 from tokenmerge.runtime.patching.patch import check_host, hosts_that_merge
-from tokenmerge.text_table import Row, Tabled, TextTable
+from tokenmerge.text_table import Row, Tabled, TextTable, given_or_default
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -172,7 +172,7 @@ def predict(
     check_counts(height=height, width=width, batch=batch, steps=steps)
     hosts = find_hosts(pipe_or_model)
     _check_references(hosts, references)
-    height, width = default_or_given(hosts, height, width)
+    height, width = given_or_default(hosts, height, width)
     merging, left_dense = hosts_that_merge(hosts, config, (height, width))
     steps = steps if config.follows_steps else None
     classes = [type(host.root).__name__ for host in merging]
@@ -265,16 +265,6 @@ def hardly_faster(report: Report, fewest_tokens: Callable[[], int]) -> str | Non
 
 def _names(hosts: Sequence[Host]) -> str:
     return ", ".join(type(host.root).__name__ for host in hosts)
-
-
-def default_or_given(hosts: Sequence[Host], height: int | None, width: int | None) -> tuple[int, int]:
-    """Return the given size of the sample, or the model's default."""
-    if height is not None and width is not None:
-        return height, width
-    size = next((host.sample_size for host in hosts if host.sample_size), None)
-    if size is None:
-        raise ConfigError(f"height, width: {_names(hosts)} has no default size; pass both")
-    return size
 
 
 def _check_references(hosts: Sequence[Host], references: Sequence[tuple[int, int]]) -> None:

@@ -92,13 +92,12 @@ def plan_by_size(plan: IndexPlan, tokens: RecordedTokens | None, protected: int)
     keep, sources, targets = plan.keep.flatten(), plan.sources.flatten(), plan.targets.flatten()
     before = tokens.sizes.flatten()
     after = arithmetic().add_rows(before[keep], targets, before[sources])
-    source = plan.labels().gather(1, tokens.source)
     return SizedPlan(
         plan,
         # Weights instead of a division at the end, so that the weight of a token left alone is exactly 1.
         kept=(before[keep] / after).unsqueeze(1),
         moved=(before[sources] / after[targets]).unsqueeze(1),
-        after=RecordedTokens(source, after.view(plan.keep.shape), protected),
+        after=RecordedTokens(plan.labels().gather(1, tokens.source), after.view(plan.keep.shape), protected),
     )
 
 
@@ -115,12 +114,9 @@ def most_removed(n: int, protected: int) -> int:
 def plan_tome_vit(keys: Tensor, r: int, protected: int) -> IndexPlan:
     """Plan one merge: split the tokens alternately, match one half to the other, merge the r best edges.
 
-    The order of merged tokens is that of the paper: protected ones, remaining sources, destinations.
-
-    Args:
-        keys: ``[b, n, d]`` keys of attention, averaged over the heads.
-        r: number of tokens to remove, 0 ≤ r ≤ :func:`most_removed`, which is at least 1.
-        protected: number of tokens at the beginning that never merge, such as the class token.
+    Keys ``[b, n, d]`` are those of attention, averaged over the heads; 0 ≤ r ≤ :func:`most_removed`, which is
+    at least 1. The first ``protected`` tokens never merge. The order of merged tokens is that of the paper:
+    protected ones, remaining sources, destinations.
     """
     free = torch.arange(protected, keys.shape[1], device=keys.device)
     src, dst = free[protected % 2 :: 2], free[1 - protected % 2 :: 2]

@@ -70,12 +70,7 @@ class EncoderState:
         self.unmerge = config.unmerge or facts.averages
         # What the tokens after each layer stand for, by path, while :meth:`Patch.record` collects it.
         self.record: dict[str, RecordedTokens] | None = None
-        self.threads = PerThread(EncoderCall)
-
-    @property
-    def running(self) -> EncoderCall:
-        """The running call of this thread."""
-        return self.threads.value
+        self.running = PerThread(EncoderCall)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,9 +139,6 @@ def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple,
     return args, {**asked, **kwargs, _TOKENS: [None] * (len(encoder.r) + 1)}
 
 
-# These functions make the method of a swapped class from the original one, as in runtime.blocks.forward.
-
-
 def layer_call(original: HostMethod) -> Callable:
     """Make the method of the layer: its attention is proportional, its result is merged."""
 
@@ -154,8 +146,8 @@ def layer_call(original: HostMethod) -> Callable:
         state: EncoderLayerState | None = self.__dict__.get(STATE)
         if state is None:
             return original.of(self)(*args, **kwargs)
-        encoder, given = state.encoder, kwargs.pop(_TOKENS, None)
-        running = encoder.running
+        encoder, running = state.encoder, state.encoder.running.value
+        given = kwargs.pop(_TOKENS, None)
         tokens_of_layers = _tokens_of_call(state) if given is None else given
         swap_parts(self, state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
@@ -200,7 +192,7 @@ def keys_call(original: HostMethod) -> Callable:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         keys = original.of(self)(*args, **kwargs)
         state: EncoderLayerState | None = self.__dict__.get(STATE)
-        if state is not None and (running := state.encoder.running).r:
+        if state is not None and (running := state.encoder.running.value).r:
             d = state.layer.head_dim
             by_head = keys if d is None else keys.unflatten(-1, (-1, d)).transpose(1, 2)
             # At least float32: half precision would make different similarities equal.
@@ -236,7 +228,7 @@ def last_call(original: HostMethod) -> Callable:
 def _running_plan(part: nn.Module) -> SizedPlan | None:
     """Return the plan of the running layer that a module is a part of."""
     state: EncoderLayerState | None = part.__dict__.get(STATE)
-    return None if state is None else state.encoder.running.plan
+    return None if state is None else state.encoder.running.value.plan
 
 
 def collecting_call(original: HostMethod) -> Callable:
@@ -246,11 +238,11 @@ def collecting_call(original: HostMethod) -> Callable:
         state: EncoderState | None = self.__dict__.get(STATE)
         if state is None:
             return original.of(self)(*args, **kwargs)
-        state.running.collects = True
+        state.running.value.collects = True
         try:
             return original.of(self)(*args, **kwargs)
         finally:
-            state.running.collects = False
+            state.running.value.collects = False
 
     return collect
 
@@ -266,7 +258,7 @@ def swap_parts(layer: nn.Module, state: EncoderLayerState) -> None:
 
 def _tokens_of_call(state: EncoderLayerState) -> list[RecordedTokens | None]:
     """Return what the tokens of a call stand for, for a layer that does not get it as an argument."""
-    encoder, running = state.encoder, state.encoder.running
+    encoder, running = state.encoder, state.encoder.running.value
     if state.index == 0:
         running.tokens_of_layers = [None] * (len(encoder.r) + 1)
     tokens = running.tokens_of_layers
@@ -286,9 +278,8 @@ def _num_removed(state: EncoderLayerState, x: Tensor) -> int:
     most = most_removed(x.shape[1], protected)
     if state.index == 0 and most == 0 and any(encoder.r):
         raise NothingToMergeError(
-            f"nothing to merge: an input of shape {tuple(x.shape)} has {x.shape[1] - protected} "
-            f"tokens besides the {protected} that never merge, and merging needs two; use larger "
-            "pictures"
+            f"nothing to merge: an input of shape {tuple(x.shape)} has {x.shape[1] - protected} tokens "
+            f"besides the {protected} that never merge, and merging needs two; use larger pictures"
         )
     return min(encoder.r[state.index], most)
 
@@ -302,8 +293,7 @@ def _refused(name: str, why: str) -> UnsupportedModelError:
 
 def _check_mask(encoder: EncoderState, mask: Tensor | None) -> None:
     if mask is not None and any(encoder.r):
-        shape = tuple(mask.shape)
-        why = f"a mask of shape {shape} is for all tokens and does not fit merged ones"
+        why = f"a mask of shape {tuple(mask.shape)} is for all tokens and does not fit merged ones"
         raise _refused(encoder.facts.family.mask, why)
 
 

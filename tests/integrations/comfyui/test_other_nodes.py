@@ -14,7 +14,7 @@ from tokenmerge.integrations.comfyui import settings as node_settings
 from tokenmerge.integrations.comfyui.models import find_target
 from tokenmerge.integrations.comfyui.nodes import TokenMerging
 from tokenmerge.integrations.comfyui.patch import patched
-from tokenmerge.integrations.comfyui.settings import Settings, beside
+from tokenmerge.integrations.comfyui.settings import Settings
 
 LATENT = {"samples": torch.zeros(1, 4, 32, 32)}
 SHRINK = "PatchModelAddDownscale", 1, 2.0, 0.0, 0.35, True, "bicubic", "bicubic"
@@ -55,7 +55,7 @@ def other(model, name):
 
 
 def merging(model, method="tomesd", ratio=0.5, **more):
-    return TokenMerging().merge(model, method, ratio, 0.0, 1.0, LATENT, **more)
+    return TokenMerging().merge(model, LATENT, method=method, ratio=ratio, **more)
 
 
 def sample(model, steps=10, **more):
@@ -212,11 +212,11 @@ def test_blocks_of_a_transformer_that_are_replaced_later_are_named():
     before = model.clone()
     before.set_model_patch_replace(of_another, "dit", "double_block", 0)
     clone = patched(before, settings)
-    assert beside(settings, clone.model_options["transformer_options"]).notes == ()
+    assert settings.beside(clone.model_options["transformer_options"]).notes == ()
     assert not torch.equal(
         call(clone, IMAGE, MODELS["flux"][2], settings), call(model, IMAGE, MODELS["flux"][2])
     )
     clone.set_model_patch_replace(of_another, "dit", "double_block", 0)
-    (note,) = beside(settings, clone.model_options["transformer_options"]).notes
+    (note,) = settings.beside(clone.model_options["transformer_options"]).notes
     assert "test_blocks_of_a_transformer" in note
     assert "place Token Merging after it" in note

@@ -342,13 +342,13 @@ def test_auto_skips_blocks_and_follows_guidance(sampled, monkeypatch):
     target = find_target(sampled)
     settings = settings_for(target, Asked("auto", speedup=2.5), hosts.CPU, torch.float32)
     for steps, cfg in ((20, 3.0), (20, 6.0), (8, 6.0)):
-        clone, text = TokenMerging().merge(sampled, "auto", 0.5, 0.0, 1.0, latent, speedup=2.5)
+        clone, text = TokenMerging().merge(sampled, latent, method="auto", speedup=2.5)
         seen.clear()
         hosts.sample(clone, steps=steps, cfg=cfg, scheduler="simple")
         plan = plan_generation(settings.for_sampling(target.grid((1, 4, 16, 16)), steps, cfg).config, steps)
         assert len(seen) == sum(step.runs is Runs.EVERYTHING for step in plan)
         assert "speed-up 2.5, in an example of 20 steps" in text
-    clone, text = TokenMerging().merge(sampled, "auto", 0.5, 0.0, 1.0, latent, step_reuse="off")
+    clone, text = TokenMerging().merge(sampled, latent, method="auto", step_reuse="off")
     seen.clear()
     hosts.sample(clone, steps=4, scheduler="simple")
     assert len(seen) == 4

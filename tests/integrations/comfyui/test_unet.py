@@ -53,7 +53,8 @@ def key_numbers(monkeypatch):
 
 
 def merging(model, method="tomesd", ratio=0.5, start=0.0, end=1.0, **more):
-    return TokenMerging().merge(model, method, ratio, start, end, LATENT, **more)[0]
+    inputs = {"method": method, "ratio": ratio, "start_percent": start, "end_percent": end, **more}
+    return TokenMerging().merge(model, LATENT, **inputs)[0]
 
 
 def with_config(model, **settings):
@@ -79,7 +80,7 @@ def test_every_method_merges_and_is_repeatable(model, method):
 
 def test_step_reuse_beside_a_preset(model, key_numbers):
     """The deep stages run in every third step."""
-    clone, text = TokenMerging().merge(model, "tomesd", 0.5, 0.0, 1.0, LATENT, step_reuse="on")
+    clone, text = TokenMerging().merge(model, LATENT, method="tomesd", step_reuse="on")
     first = hosts.sample(clone, steps=10)
     reuse = StepReuse(every=3)
     full = reuse.steps_of(10).full
@@ -93,7 +94,7 @@ def test_step_reuse_beside_a_preset(model, key_numbers):
 
 def test_auto_plans_each_sampling_for_its_steps_and_guidance(model, key_numbers):
     latent = {"samples": torch.zeros(1, 4, 64, 32)}
-    clone, text = TokenMerging().merge(model, "auto", 0.5, 0.0, 1.0, latent, speedup=1.5)
+    clone, text = TokenMerging().merge(model, latent, method="auto", speedup=1.5)
     assert "speed-up 1.5, in an example of 20 steps" in text
     asked = node_settings.Asked("auto", speedup=1.5)
     settings = node_settings.settings_for(find_target(model), asked, hosts.CPU, torch.float32)
@@ -297,15 +298,15 @@ def test_solvers_that_call_the_model_twice_in_a_step(model):
 def test_no_attention_at_the_finest_level(key_numbers):
     """As in SDXL: the node merges at the finest level with attention, and says so."""
     coarse = hosts.unet(transformer_depth=[0, 1], transformer_depth_output=[0, 0, 1, 1])
-    clone, text = TokenMerging().merge(coarse, "tomesd", 0.5, 0.0, 1.0, LATENT)
+    clone, text = TokenMerging().merge(coarse, LATENT, method="tomesd")
     assert "level 2" in text
     hosts.sample(clone, steps=1)
     assert {numbers for numbers in key_numbers if numbers[1] != 7} == {(32, 32)}
-    assert TokenMerging().merge(coarse, "tomesd", 0.5, 0.0, 1.0, LATENT, levels="1")[1] == text
+    assert TokenMerging().merge(coarse, LATENT, method="tomesd", levels="1")[1] == text
 
 
 def test_text(model):
-    text = TokenMerging().merge(model, "tomesd", 0.5, 0.25, 1.0, LATENT)[1]
+    text = TokenMerging().merge(model, LATENT, method="tomesd", start_percent=0.25)[1]
     assert "level 1: 3 blocks merged, 256 → 128 tokens" in text
     assert "level 2: 4 blocks dense, 64 tokens" in text
     # Of 32 channels and 256 tokens: 4 · 32² · n + 2 · 32 · n², at n = 256 and 128.

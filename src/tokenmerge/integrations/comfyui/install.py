@@ -24,13 +24,8 @@ _OURS = b'PublisherId = "tokenmerge"'
 def install(path: str | Path) -> list[Path]:
     """Write the folder ``comfyui-tokenmerge`` into ``custom_nodes``; files of an older one are replaced.
 
-    Everything is checked and copied to a temporary folder first, so a failure leaves the folder as it was.
-
-    Args:
-        path: ComfyUI's folder, or its ``custom_nodes``.
-
-    Returns:
-        The files that were written.
+    The path is that of ComfyUI's folder, or of its ``custom_nodes``. Everything is checked and copied to a
+    temporary folder first, so a failure leaves the folder as it was. It returns the files that it wrote.
 
     Raises:
         ConfigError: the path is neither, the folder holds files that are not of this node, a link is in the

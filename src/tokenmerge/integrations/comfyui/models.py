@@ -14,12 +14,14 @@ from tokenmerge.models.families import compvis
 from tokenmerge.models.grids import patch_of
 from tokenmerge.models.work import Amount, Part, Share, Work
 
+Key = tuple[Any, ...]  # ComfyUI's name and numbers for a block or a stage
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
     """A block that can merge."""
 
-    key: tuple[Any, ...]  # ComfyUI's name and number for it
+    key: Key
     module: Any
     level: int  # resolution level; 1 in transformers
     layout: Layout | None = None  # layout of the block's call in a transformer; None in a UNet

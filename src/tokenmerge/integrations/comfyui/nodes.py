@@ -9,16 +9,7 @@ from typing import Any
 from tokenmerge.config import MergeSettings
 from tokenmerge.integrations.comfyui.models import Block, find_target, weights_of
 from tokenmerge.integrations.comfyui.patch import patched
-from tokenmerge.integrations.comfyui.settings import (
-    METHODS,
-    OF_METHOD,
-    STEPS,
-    SWITCH,
-    Asked,
-    Settings,
-    beside,
-    settings_for,
-)
+from tokenmerge.integrations.comfyui.settings import METHODS, OF_METHOD, STEPS, Asked, Settings, settings_for
 from tokenmerge.models.work import Amount
 from tokenmerge.ops.partition import num_tokens
 from tokenmerge.planners.sequences import num_removed
@@ -32,7 +23,7 @@ def _number(default: float, tooltip: str, **limits: float) -> tuple[str, dict[st
 
 
 def _choice(tooltip: str, *values: str) -> tuple[list[str], dict[str, Any]]:
-    return [*values], {"default": values[0], "tooltip": tooltip, "advanced": values[0] == OF_METHOD}
+    return [OF_METHOD, *values], {"default": OF_METHOD, "tooltip": tooltip, "advanced": True}
 
 
 class TokenMerging:
@@ -55,76 +46,66 @@ class TokenMerging:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """Return the inputs, in ComfyUI's form."""
+        method = (
+            "auto merges where that saves time, and skips parts of the model on some steps, to reach the "
+            "wanted speed-up. The others are published methods, and take the ratio."
+        )
         seed = {"default": 0, "min": 0, "max": 2**31 - 1, "advanced": True, "control_after_generate": False}
-        return {
-            "required": {
-                "model": ("MODEL", {"tooltip": "The model. It is not changed; a clone merges tokens."}),
-                "method": _choice(
-                    "auto merges where that saves time, and skips parts of the model on some steps, to "
-                    "reach the wanted speed-up. The others are published methods, and take the ratio.",
-                    *METHODS,
-                ),
-                "ratio": _number(
-                    0.5,
-                    "Share of the tokens that the other methods remove. Raising it is faster, and the "
-                    "picture less close to the dense one.",
-                    max=0.75,
-                ),
-                "start_percent": _number(
-                    0.0, "Nothing merges and nothing is skipped before this share of the sampling."
-                ),
-                "end_percent": _number(
-                    1.0,
-                    "Nothing merges and nothing is skipped after this share. Lowering it keeps fine detail.",
-                ),
-            },
-            "optional": {
-                "latent": ("LATENT", {"tooltip": "Only its size is read, for the text output."}),
-                "scope": _choice(
-                    "Where tokens merge: UNets take layers or keys, transformers block.",
-                    *(OF_METHOD, "layers", "keys", "block"),
-                ),
-                "proportional": _choice(
-                    "Weigh a merged token in attention by the number of tokens it stands for.", *SWITCH
-                ),
-                "levels": _choice(
-                    "Deepest level of a UNet that merges; 1 is the latent's size.",
-                    *(OF_METHOD, "1", "2", "4", "8"),
-                ),
-                "seed": (
-                    "INT",
-                    {**seed, "tooltip": "Seed for drawing the destinations, which other tokens merge into."},
-                ),
-                "step_reuse": _choice(
-                    "Whether parts of the model are skipped on some steps. Only auto skips some by itself.",
-                    *SWITCH,
-                ),
-                # It comes last, since saved workflows have the values in this order.
-                "speedup": _number(
-                    2.0,
-                    "Wanted speed-up of method auto, by counted operations of the sampling. Raising it makes "
-                    "the picture less like the dense one.",
-                    **{"min": 1.0, "max": 10.0, "step": 0.1},
-                ),
-            },
+        required = {
+            "model": ("MODEL", {"tooltip": "The model. It is not changed; a clone merges tokens."}),
+            "method": ([*METHODS], {"default": METHODS[0], "tooltip": method, "advanced": False}),
+            "ratio": _number(
+                0.5,
+                "Share of the tokens that the other methods remove. Raising it is faster, and the "
+                "picture less close to the dense one.",
+                max=0.75,
+            ),
+            "start_percent": _number(
+                0.0, "Nothing merges and nothing is skipped before this share of the sampling."
+            ),
+            "end_percent": _number(
+                1.0, "Nothing merges and nothing is skipped after this share. Lowering it keeps fine detail."
+            ),
         }
+        optional = {
+            "latent": ("LATENT", {"tooltip": "Only its size is read, for the text output."}),
+            "scope": _choice(
+                "Where tokens merge: UNets take layers or keys, transformers block.",
+                "layers",
+                "keys",
+                "block",
+            ),
+            "proportional": _choice(
+                "Weigh a merged token in attention by the number of tokens it stands for.", "on", "off"
+            ),
+            "levels": _choice(
+                "Deepest level of a UNet that merges; 1 is the latent's size.", "1", "2", "4", "8"
+            ),
+            "seed": (
+                "INT",
+                {**seed, "tooltip": "Seed for drawing the destinations, which other tokens merge into."},
+            ),
+            "step_reuse": _choice(
+                "Whether parts of the model are skipped on some steps. Only auto skips some by itself.",
+                "on",
+                "off",
+            ),
+            # It comes last, since saved workflows have the values in this order.
+            "speedup": _number(
+                2.0,
+                "Wanted speed-up of method auto, by counted operations of the sampling. Raising it makes "
+                "the picture less like the dense one.",
+                **{"min": 1.0, "max": 10.0, "step": 0.1},
+            ),
+        }
+        return {"required": required, "optional": optional}
 
-    def merge(
-        self,
-        model: Any,
-        method: str,
-        ratio: float,
-        start_percent: float,
-        end_percent: float,
-        latent: dict[str, Any] | None = None,
-        **more: Any,
-    ) -> tuple[Any, str]:
-        """Return a clone of the model that merges tokens, and what it merges; ``more``: as in ``Asked``."""
-        asked = Asked(method, ratio, start_percent, end_percent, **more)
-        settings = settings_for(find_target(model), asked, model.load_device, model.model_dtype())
+    def merge(self, model: Any, latent: dict[str, Any] | None = None, **inputs: Any) -> tuple[Any, str]:
+        """Return a clone of the model that merges tokens, and what it merges."""
+        settings = settings_for(find_target(model), Asked(**inputs), model.load_device, model.model_dtype())
         shape = _usual_size(model) if latent is None else tuple(latent["samples"].shape)
         clone = patched(model, settings)
-        return clone, describe(beside(settings, clone.model_options["transformer_options"]), shape)
+        return clone, describe(settings.beside(clone.model_options["transformer_options"]), shape)
 
 
 def _usual_size(model: Any) -> tuple[int, ...]:

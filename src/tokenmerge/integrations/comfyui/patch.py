@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tokenmerge.integrations.comfyui import unet
 from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, running_in, sampling_in
-from tokenmerge.integrations.comfyui.settings import Settings, beside
+from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.integrations.comfyui.transformer import ReplacedBlock, finish_run
 
+Attend = Callable[..., Tensor]  # ComfyUI's attention functions
 _ATTENTION = "optimized_attention_override"
 _SAMPLING = "tokenmerge_sampling"  # key of the running sampling in the options of all of its steps
 
@@ -48,17 +49,10 @@ class WeighedAttention:
     """Proportional attention: a merged token counts for as many keys as it stands for (arXiv 2210.09461)."""
 
     # The attention function of another node; None: the function that ComfyUI has chosen.
-    before: Callable[..., Any] | None = None
+    before: Attend | None = None
 
     def __call__(
-        self,
-        function: Callable[..., Tensor],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        heads: int,
-        mask: Tensor | None = None,
-        **more: Any,
+        self, function: Attend, q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None, **more: Any
     ) -> Tensor:
         """Attention with log(size) added to the logits, if the keys are merged tokens."""
         _, running = running_in(more.get("transformer_options"))
@@ -90,7 +84,7 @@ class _Wrappers:
     ) -> Any:
         """One sampling. What it caches is dropped when it ends or is cancelled."""
         options = extra["model_options"]["transformer_options"]
-        settings = beside(self.settings, options)
+        settings = self.settings.beside(options)
         options[_SAMPLING] = sampling = Sampling(settings, sigmas.tolist(), getattr(model, "cfg", None))
         for note in settings.notes[len(self.settings.notes) :]:
             sampling.say(note)
@@ -110,8 +104,7 @@ class _Wrappers:
         if merges:
             whole = all("area" not in cond for prompt in conds for cond in prompt or ())
             sampling.begin_step(now, noise.timestep(sigma), x.shape, whole)
-        options = {**options, KEY: sampling if merges else None}
-        given = {**model_options, "transformer_options": options}
+        given = {**model_options, "transformer_options": {**options, KEY: sampling if merges else None}}
         results = executor(model, conds, x, sigma, given)
         if self.settings.config.guided_planner and len(results) > 1:
             sampling.guidance_change = results[0] - results[1]

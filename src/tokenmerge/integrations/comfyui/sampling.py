@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tokenmerge.config import GUIDED_PLANNERS, MergeSettings
+from tokenmerge.integrations.comfyui.models import Key
 from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.models.base import GridShape, Layout
 from tokenmerge.ops.arithmetic import arithmetic
@@ -114,7 +115,7 @@ class Sampling:
         """Cache the residual of a part in the running call."""
         self.residuals[self.tracker.call, part] = residual
 
-    def is_replaced(self, layer: str, block: tuple[Any, ...]) -> bool:
+    def is_replaced(self, layer: str, block: Key) -> bool:
         """Return whether another node replaces a layer of a UNet's block, or all of its transformer.
 
         Such a layer, ``"attn1"`` or ``"attn2"``, stays dense.
@@ -123,13 +124,7 @@ class Sampling:
         return block in replaced or block[:2] in replaced
 
     def merge_in(
-        self,
-        block: tuple[Any, ...],
-        group: Hashable,
-        tokens: Tensor,
-        layout: Layout,
-        grid: GridShape,
-        level: int,
+        self, block: Key, group: Hashable, tokens: Tensor, layout: Layout, grid: GridShape, level: int
     ) -> Running | None:
         """Return what a block with these tokens of a grid merges; None: it is dense.
 
@@ -145,12 +140,11 @@ class Sampling:
         copies = self._prompts if self._whole and len(tokens) % self._prompts == 0 else 1
         place = group if self._config.plans.blocks else block
         key = place, len(tokens) // copies, grid, None if self._whole else self._calls
-        plans = self.plans
-        if key not in plans:
+        if key not in self.plans:
             features = layout.image(tokens, num_tokens(grid))
             alike = shared_features(features, copies) if copies > 1 else features
-            plans[key] = self._plan(alike, grid, settings)
-        running.plan = plans[key] if copies == 1 else plans[key].repeated(copies)
+            self.plans[key] = self._plan(alike, grid, settings)
+        running.plan = self.plans[key] if copies == 1 else self.plans[key].repeated(copies)
         return running
 
     def _plan(self, features: Tensor, grid: GridShape, settings: MergeSettings) -> Plan:
@@ -171,7 +165,7 @@ class Running:
 
     plan: Plan | None  # None: this is a correction, and the block runs dense
     settings: MergeSettings  # of its level
-    block: tuple[Any, ...]  # ComfyUI's name and numbers for it
+    block: Key
     text_first: bool  # whether text comes before the image if they share a sequence
     # Name of the running layer, if its tokens are merged or would be; None otherwise.
     merged: str | None = None

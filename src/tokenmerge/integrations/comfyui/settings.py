@@ -20,18 +20,17 @@ from tokenmerge.plans.facts import Facts
 AUTO = "auto"
 METHODS = (AUTO, *presets.__all__)
 OF_METHOD = "as the method says"
-SWITCH = (OF_METHOD, "on", "off")
 STEPS = 20  # of a sampling that is not known yet
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """The inputs of the node."""
+    """The inputs of the node, by their names."""
 
     method: str = AUTO  # or the name of a preset
     ratio: float = 0.5  # of a preset, the fraction of tokens removed, 0 ≤ ratio ≤ 0.75
-    start: float = 0.0  # share of the sampling, by noise, before which nothing merges
-    end: float = 1.0  # share of the sampling after which nothing merges
+    start_percent: float = 0.0  # share of the sampling, by noise, before which nothing merges
+    end_percent: float = 1.0  # share of the sampling after which nothing merges
     scope: str = OF_METHOD
     proportional: str = OF_METHOD
     levels: str = OF_METHOD
@@ -46,7 +45,7 @@ class Settings:
 
     config: ToMeConfig  # of the default method, for a size and a number of steps
     target: Target
-    start: float = 0.0  # as for Asked
+    start: float = 0.0  # as ``start_percent`` of Asked
     end: float = 1.0
     notes: tuple[str, ...] = ()  # how the method differs in ComfyUI, as sentences
     regroup: str = ""  # other nodes before self-attention, which may regroup its tokens, as HyperTile does
@@ -62,6 +61,36 @@ class Settings:
             return self
         facts = self.default.facts_at(grid, steps, guidance, ends_clean)
         return dataclasses.replace(self, config=self.default.settings(facts))
+
+    def beside(self, options: Mapping[str, Any]) -> Settings:
+        """Return the settings beside the other nodes in ComfyUI's ``transformer_options``.
+
+        The last notes say what they change.
+        """
+        config, target, default, notes = self.config, self.target, self.default, []
+        replaced, cache = options.get("patches_replace", {}), options.get("easycache")
+        regroup = attention = ""
+        if target.is_unet:  # ComfyUI calls the patches of attention in UNets only
+            regroup = _nodes_of(options.get("patches", {}).get("attn1_patch", ()))
+            attention = _nodes_of(replaced.get("attn1", {}).values())
+        why = attention and f"{attention} may read self-attention in every step"
+        if cache is not None:
+            why = f"{cache.name} skips whole steps; keep one of the nodes"
+        if config.reuse.on and why:
+            config = dataclasses.replace(config, reuse=StepReuse())
+            default = default and default.without_reuse()
+            notes.append(f"No part of the model is skipped, since {why}.")
+        if attention:
+            notes.append(f"Self-attention that {attention} replaced stays dense.")
+        blocks = replaced.get("dit", {})
+        later = _nodes_of(blocks[own.key] for own in target.blocks if own.key in blocks)
+        if later:
+            notes.append(
+                f"Blocks that {later} replaced after Token Merging may not merge; place Token Merging "
+                "after it."
+            )
+        changed = dataclasses.replace(self, config=config, default=default, regroup=regroup, alone=not why)
+        return dataclasses.replace(changed, notes=(*self.notes, *notes))
 
     @property
     def deepest_level(self) -> int:
@@ -82,23 +111,23 @@ class Settings:
 
 def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> Settings:
     """Return the settings of a model from the inputs of the node; refuse what ComfyUI has no way to do."""
-    if not 0 <= asked.start < asked.end <= 1:
+    if not 0 <= asked.start_percent < asked.end_percent <= 1:
         raise ConfigError(
-            f"start_percent, end_percent: expected 0 ≤ start < end ≤ 1, got {asked.start:g} and "
-            f"{asked.end:g}; lower start_percent, or raise end_percent"
+            f"start_percent, end_percent: expected 0 ≤ start < end ≤ 1, got {asked.start_percent:g} and "
+            f"{asked.end_percent:g}; lower start_percent, or raise end_percent"
         )
     if asked.method == AUTO:
         default = _default(target, asked, device, dtype)
         config = default.settings(default.facts)
         _applied(config, target, asked)  # for its errors; the default method needs no notes
-        return Settings(config, target, asked.start, asked.end, default=default)
+        return Settings(config, target, asked.start_percent, asked.end_percent, default=default)
     if asked.method not in METHODS:
         raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {asked.method!r}")
     config = _changed(getattr(presets, asked.method)(asked.ratio), asked)
     if asked.step_reuse == "on" and target.can_skip:
         config = dataclasses.replace(config, reuse=StepReuse(every=3))
     config, notes = _applied(config, target, asked)
-    return Settings(config, target, asked.start, asked.end, notes)
+    return Settings(config, target, asked.start_percent, asked.end_percent, notes)
 
 
 def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> DefaultMethod:
@@ -159,36 +188,6 @@ def _applied(config: ToMeConfig, target: Target, asked: Asked) -> tuple[ToMeConf
             "Whole blocks merge: ComfyUI lets a node replace the blocks of this model, not their layers."
         )
     return config, tuple(notes)
-
-
-def beside(settings: Settings, options: Mapping[str, Any]) -> Settings:
-    """Return the settings beside the other nodes in ComfyUI's ``transformer_options``.
-
-    The last notes say what they change.
-    """
-    config, target, default, notes = settings.config, settings.target, settings.default, []
-    replaced, cache = options.get("patches_replace", {}), options.get("easycache")
-    regroup = attention = ""
-    if target.is_unet:  # ComfyUI calls the patches of attention in UNets only
-        regroup = _nodes_of(options.get("patches", {}).get("attn1_patch", ()))
-        attention = _nodes_of(replaced.get("attn1", {}).values())
-    why = attention and f"{attention} may read self-attention in every step"
-    if cache is not None:
-        why = f"{cache.name} skips whole steps; keep one of the nodes"
-    if config.reuse.on and why:
-        config = dataclasses.replace(config, reuse=StepReuse())
-        default = default and default.without_reuse()
-        notes.append(f"No part of the model is skipped, since {why}.")
-    if attention:
-        notes.append(f"Self-attention that {attention} replaced stays dense.")
-    blocks = replaced.get("dit", {})
-    later = _nodes_of(blocks[own.key] for own in target.blocks if own.key in blocks)
-    if later:
-        notes.append(
-            f"Blocks that {later} replaced after Token Merging may not merge; place Token Merging after it."
-        )
-    changed = dataclasses.replace(settings, config=config, default=default, regroup=regroup, alone=not why)
-    return dataclasses.replace(changed, notes=(*settings.notes, *notes))
 
 
 def _nodes_of(patches: Iterable[Any]) -> str:

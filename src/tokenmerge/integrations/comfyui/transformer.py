@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tokenmerge.integrations.comfyui.models import Key
 from tokenmerge.integrations.comfyui.sampling import Sampling, sampling_in
 from tokenmerge.models.base import Layout
 from tokenmerge.models.call import HostCall
@@ -23,7 +24,7 @@ Call = Callable[[dict[str, Any]], dict[str, Any]]
 class ReplacedBlock:
     """What ComfyUI calls instead of a block."""
 
-    key: tuple[Any, ...]  # ComfyUI's name and number of the block
+    key: Key
     layout: Layout  # layout of its call
     inner: Callable[..., Any] | None = None  # the replacement by another node; None: there is none
 
@@ -125,8 +126,7 @@ def block_in_run(sampling: Sampling, block: Hashable, arguments: dict[str, Any],
 
 def finish_run(sampling: Sampling) -> None:
     """Cache the residual of the blocks that have run, if there are any, with their number."""
-    running: RunningBlocks | None = sampling.running_blocks
-    sampling.running_blocks = None
+    running, sampling.running_blocks = sampling.running_blocks, None
     if running is None:
         return
     first, *others = (("run", block) for block in running.blocks)

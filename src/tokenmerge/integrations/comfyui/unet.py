@@ -8,6 +8,7 @@ returned is extrapolated from the steps that ran them (DeepCache, arXiv 2312.008
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -100,20 +101,10 @@ def _running(sampling: Sampling, n: Tensor, options: Options) -> Running | None:
         return None
     if sampling.is_replaced("attn1", block):
         return None
-    level = level_of(options["original_shape"][-2], rows)
-    return sampling.merge_in(block, (level, way), n, PLAIN, (1, rows, columns), level)
-
-
-def level_of(finest: int, rows: int) -> int:
-    """Return the level with this number of rows. Levels halve rows, rounding up.
-
-    >>> [level_of(9, rows) for rows in (9, 5, 3, 2)]
-    [1, 2, 4, 8]
-    """
     level = 1
-    while finest > rows:
-        finest, level = -(-finest // 2), 2 * level
-    return level
+    while -(-options["original_shape"][-2] // level) > rows:  # each level halves the rows, rounding up
+        level *= 2
+    return sampling.merge_in(block, (level, way), n, PLAIN, (1, rows, columns), level)
 
 
 def call_stages(
@@ -149,7 +140,8 @@ def call_stages(
     patches = dict(options.get("patches", {}))
     if skipped == _DEEP:
         for name in _AFTER_BLOCKS:
-            patches[name] = [_where_blocks_run(patch, cut) for patch in patches.get(name, ())]
+            others = patches.get(name, ())
+            patches[name] = [functools.partial(_where_blocks_run, cut, patch) for patch in others]
         control = _control(control, cut)
     elif skipped == _FINEST:
         control = None
@@ -185,16 +177,12 @@ def _no_channels(x: Tensor) -> Tensor:
     return x[:, :0]
 
 
-def _where_blocks_run(patch: Callable[..., Any], cut: Cut) -> Callable[..., Any]:
-    """Return a patch that does nothing after skipped blocks."""
-
-    def patched(*values: Any) -> Any:
-        *tensors, options = values
-        if cut.runs(*options["block"]):
-            return patch(*values)
-        return tuple(tensors) if len(tensors) > 1 else tensors[0]
-
-    return patched
+def _where_blocks_run(cut: Cut, patch: Callable[..., Any], *values: Any) -> Any:
+    """Call a patch of another node, except after skipped blocks."""
+    *tensors, options = values
+    if cut.runs(*options["block"]):
+        return patch(*values)
+    return tuple(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def _control(control: dict[str, Any] | None, cut: Cut) -> dict[str, Any] | None:

@@ -17,37 +17,8 @@ try:
     import paddle
     import ppdiffusers
 except ImportError as error:
-    raise MissingExtraError(
-        "tokenmerge[paddle]",
-        needed_by=(
-            "tokenmerge.paddle, tested with paddlepaddle 3.3.1 and ppdiffusers 0.29.0, needs "
-            + (error.name or "paddlepaddle")
-        ),
-    ) from error
-
-from tokenmerge.integrations.paddle.api import (
-    PaddlePatch,
-    apply_patch,
-    apply_token_merging,
-    apply_tome,
-    remove_patch,
-    remove_token_merging,
-    remove_tome,
-    token_merging,
-)
-from tokenmerge.integrations.paddle.report import PaddleReport, predict
-
-__all__ = [
-    "PaddlePatch",
-    "PaddleReport",
-    "apply_patch",
-    "apply_token_merging",
-    "apply_tome",
-    "predict",
-    "remove_patch",
-    "remove_token_merging",
-    "remove_tome",
-    "token_merging",
-]
+    tested = "tested with paddlepaddle 3.3.1 and ppdiffusers 0.29.0"
+    needed_by = f"tokenmerge.paddle, {tested}, needs {error.name or 'paddlepaddle'}"
+    raise MissingExtraError("tokenmerge[paddle]", needed_by=needed_by) from error
 
 del paddle, ppdiffusers

@@ -14,8 +14,21 @@ from tokenmerge.config import ToMeConfig, check_below_highest_ratio, flat
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.paddle.models import find_hosts
 from tokenmerge.integrations.paddle.report import PaddleReport, predict
-from tokenmerge.integrations.paddle.runtime import Run, check_swappable, deepest_level, patch, restore, run_of
+from tokenmerge.integrations.paddle.runtime import STATE, Run, check_swappable, deepest_level, patch, restore
 from tokenmerge.integrations.portable import PLANNERS
+
+__all__ = [
+    "PaddlePatch",
+    "PaddleReport",
+    "apply_patch",
+    "apply_token_merging",
+    "apply_tome",
+    "predict",
+    "remove_patch",
+    "remove_token_merging",
+    "remove_tome",
+    "token_merging",
+]
 
 # Settings with some supported values, and settings with all values supported. The others keep their defaults.
 _OFFERED = {"scope": ("layers", "keys"), "planner": PLANNERS}
@@ -41,7 +54,7 @@ class PaddlePatch:
     def remove(self) -> None:
         """Restore the models. One that was patched again or restored in the meantime stays as it is."""
         for run in self._runs:
-            if run_of(run.host.root) is run:
+            if run.host.root.__dict__.get(STATE) is run:
                 restore(run.host.root)
 
     def __str__(self) -> str:
@@ -57,9 +70,8 @@ def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> PaddlePatch:
         pipe_or_layer: a pipeline (its ControlNets are patched too), or a model such as ``pipe.unet``. A model
             that is already patched gets the new settings.
         config: what to merge and how much. Supported are the planners ``"tome"`` and ``"uniform"``,
-            the scopes ``"layers"`` and ``"keys"``, ``combine``, ``rules`` by level,
-            ``min_tokens``, ``proportional``, ``plans.guidance``, and the arguments of
-            :func:`tokenmerge.paddle.apply_patch`.
+            the scopes ``"layers"`` and ``"keys"``, ``combine``, ``rules`` by level, ``min_tokens``,
+            ``proportional``, ``plans.guidance``, and the arguments of :func:`tokenmerge.paddle.apply_patch`.
 
     Returns:
         A handle: ``patch.report()`` says what merges where, ``patch.remove()`` restores the model.
@@ -106,7 +118,7 @@ def token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Iterator[PaddlePatc
 
     The arguments and errors are those of :func:`apply_token_merging`.
     """
-    before = [(host.root, run_of(host.root)) for host in find_hosts(pipe_or_layer)]
+    before = [(host.root, host.root.__dict__.get(STATE)) for host in find_hosts(pipe_or_layer)]
     handle = apply_token_merging(pipe_or_layer, config)
     try:
         yield handle

@@ -8,11 +8,10 @@ from typing import Any
 
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.config.checks import check_counts
-from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.paddle.models import PaddleBlock, PaddleModel, find_hosts
 from tokenmerge.integrations.paddle.runtime import blocks_to_merge, deepest_level, merged_layers
 from tokenmerge.integrations.portable import num_removed
-from tokenmerge.text_table import Row, TextTable
+from tokenmerge.text_table import Row, TextTable, given_or_default
 
 _TEXT_TOKENS = 77
 
@@ -59,12 +58,7 @@ def predict(
     """
     check_counts(height=height, width=width, batch=batch)
     hosts = find_hosts(pipe_or_layer)
-    if height is None or width is None:
-        size = next((host.sample_size for host in hosts if host.sample_size), None)
-        if size is None:
-            names = ", ".join(host.name for host in hosts)
-            raise ConfigError(f"height, width: {names} has no default size; pass both")
-        height, width = size
+    height, width = given_or_default(hosts, height, width)
     rows = tuple(row for host in hosts for row in _rows(host, config, height, width, batch))
     notes = tuple(note for host in hosts for note in _notes(host, config, rows))
     return PaddleReport(height, width, batch, rows, notes)

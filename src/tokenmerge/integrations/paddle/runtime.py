@@ -49,10 +49,10 @@ class Run:
 
 
 class State(NamedTuple):
-    """State of a patched layer."""
+    """State of a patched layer; that of the model itself is its :class:`Run`."""
 
-    run: Run  # state that it shares with the other layers
-    block: PaddleBlock | None = None  # that it is or belongs to; None for a model
+    run: Run
+    block: PaddleBlock  # that it is or belongs to
     name: str = ""  # of a sub-layer in its block
 
 
@@ -81,7 +81,7 @@ def patch(run: Run) -> None:
         _swap(block.layer, block_call, State(run, block))
         for name in merged_layers(block, run.settings[block.level]):
             _swap(getattr(block.layer, name), layer_call, State(run, block, name))
-    run.host.root.__dict__[STATE] = State(run)
+    run.host.root.__dict__[STATE] = run
     run.host.root.register_forward_pre_hook(note_call, with_kwargs=True)
 
 
@@ -95,11 +95,6 @@ def restore(root: nn.Layer) -> None:
                 if hook is note_call:
                     del layer._forward_pre_hooks[key]
                     layer._forward_pre_hooks_with_kwargs_flag.pop(key, None)
-
-
-def run_of(root: nn.Layer) -> Run | None:
-    """Return the state that the layers of a patched model share; None for a model that is not patched."""
-    return getattr(root.__dict__.get(STATE), "run", None)
 
 
 def check_swappable(host: PaddleModel) -> None:
@@ -158,7 +153,7 @@ def _swap(layer: nn.Layer, call: Callable, state: State) -> None:
 
 def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Note the step of a model before it runs, and which images differ only in their prompts."""
-    run: Run = root.__dict__[STATE].run
+    run: Run = root.__dict__[STATE]
     forward = type(root).forward
     arguments = _arguments(forward, args, kwargs)
     sample, timestep = arguments[parameters_of(forward)[0]], arguments.get("timestep")

@@ -13,10 +13,7 @@ from tokenmerge.integrations.serving import REQUESTED, ServedPipeline, by_enviro
 
 
 def register() -> None:
-    """Let the adapter merge tokens, if the environment asks for it.
-
-    Only the first call in a process has an effect.
-    """
+    """Let the adapter merge tokens, if the environment asks for it; later calls in a process do nothing."""
     if not is_asked():
         return
     from vllm_omni.diffusion.models.diffusers_adapter import pipeline_diffusers_adapter as server
