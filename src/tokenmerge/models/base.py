@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -186,9 +186,9 @@ class Block:
         return self.level, self.batched, self.path.partition(".")[0]
 
 
-def layers_in(module: object, layers: Iterable[Layer]) -> tuple[Layer, ...]:
-    """Return those of the layers that a block has."""
-    return tuple(layer for layer in layers if getattr(module, layer.name, None) is not None)
+# (root, arguments of a call, grids of the last call) → the finest token grid of each picture in the sequence,
+# the picture being made first. It raises UnsupportedModelError if the tokens have none.
+ReadGrids = Callable[[Any, Arguments, Grid], Grids]
 
 
 def _all_of_it(root: Any, sample: Any) -> Any:
@@ -203,9 +203,7 @@ class ModelCall:
     # Name of the argument for the timestep. For a model without one, a function: (root, arguments of a call)
     # → a number that differs between denoising steps.
     timestep: str | Callable[[Any, Arguments], Tensor] = "timestep"
-    # (root, arguments of a call, grids of the last call) → the finest token grid of each picture in the
-    # sequence, the picture being made first. It raises UnsupportedModelError if the tokens have none.
-    grids: Callable[[Any, Arguments, Grid], Grids]
+    grids: ReadGrids
     takes_references: bool = False  # reference pictures may follow the picture being made
     # (root, sample) → the part of the sample that is the same for all prompts of guidance.
     latents: Callable[[Any, Any], Any] = _all_of_it

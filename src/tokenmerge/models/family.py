@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.models.base import (
-    KEY_MASK,
-    Arguments,
-    Block,
-    Grid,
-    Grids,
-    Host,
-    Layer,
-    Layout,
-    is_called,
-    layers_in,
-)
+from tokenmerge.models.base import KEY_MASK, Block, Host, Layer, Layout, ReadGrids, is_a, is_called
 from tokenmerge.models.grids import patch_of, picture_grids, video_grids
 from tokenmerge.models.placement import dtype_of
 
@@ -73,9 +62,12 @@ def example_of(root: Any, example: Example, timestep: str | Callable[..., Tensor
 def listed(root: nn.Module, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:
     """Describe the blocks of one module list, each with the layers that it has and further facts."""
     blocks: Any = root.get_submodule(name)
-    return tuple(
-        Block(f"{name}.{i}", block, layers_in(block, layers), **facts) for i, block in enumerate(blocks)
-    )
+    return tuple(_block(f"{name}.{i}", block, layers, **facts) for i, block in enumerate(blocks))
+
+
+def _block(path: str, module: Any, layers: Iterable[Layer], **facts: Any) -> Block:
+    own = tuple(layer for layer in layers if getattr(module, layer.name, None) is not None)
+    return Block(path, module, own, **facts)
 
 
 # ``BasicTransformerBlock`` is the block of UNets and of the first diffusion transformers.
@@ -99,6 +91,23 @@ def basic_blocks(
     return tuple(_basic_block(f"{name}.{i}", block, context, facts) for i, block in enumerate(blocks))
 
 
+def blocks_within(
+    root: nn.Module, path: str, module: nn.Module, classes: Sequence[str], **facts: Any
+) -> Iterator[Block]:
+    """Yield the blocks of the transformers of these classes in a part of a UNet; none lies within another.
+
+    The first argument of a transformer is ``[b, c, h, w]``; for a video the batch holds its frames.
+    """
+    for name, child in module._modules.items():
+        if child is None or not child._modules:
+            continue
+        inner = f"{path}.{name}"
+        if is_a(child, *classes):
+            yield from basic_blocks(root, f"{inner}.transformer_blocks", grid=child, **facts)
+        else:
+            yield from blocks_within(root, inner, child, classes, **facts)
+
+
 def _basic_block(path: str, module: Any, context: str, facts: dict[str, Any]) -> Block:
     # In blocks without text, such as every third one of AudioLDM 2, both attentions attend to the image. In
     # blocks with only_cross_attention, both attend to the text.
@@ -115,10 +124,10 @@ def _basic_block(path: str, module: Any, context: str, facts: dict[str, Any]) ->
     chunked = bool(getattr(module, "_chunk_size", None))
     if not chunked:
         layers.append(Layer("ff", "ff"))
-    return Block(
+    return _block(
         path,
         module,
-        layers_in(module, layers),
+        layers,
         block_layout=None if chunked else _BLOCK,
         # The checkpointing of CompVis's repositories recomputes `_forward`.
         method="_forward" if hasattr(module, "_forward") else "forward",
@@ -137,7 +146,7 @@ def transformer_host(
     sample_size: tuple[int, int] | None = None,
     patch: int | None = None,
     latent_frames: int = 1,
-    grids: Callable[[Any, Arguments, Grid], Grids] | None = None,
+    grids: ReadGrids | None = None,
     **particulars: Any,
 ) -> Host:
     """Describe a diffusion transformer.

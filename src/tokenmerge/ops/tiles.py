@@ -11,15 +11,15 @@ from torch import Tensor
 
 from tokenmerge.ops.matching import by_similarity, compared, largest_products, own_cell, unit_tokens
 from tokenmerge.ops.once import WITHOUT_LAUNCHES, first_rows, made_once, once
-from tokenmerge.ops.partition import num_destinations, num_tokens, whole_cells, with_destinations
+from tokenmerge.ops.partition import Sides, num_destinations, num_tokens, whole_cells, with_destinations
 from tokenmerge.ops.plan import IndexPlan, make_plan, plan_of_rows
 
 # How a grid is cut: it, a cell, and the sides of a box, as for :func:`tiled_matching`; the number of sources.
-_Cut = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+_Cut = tuple[Sides, Sides, Sides, int]
 
 
 def tiled_matching(
-    features: Tensor, grid: Sequence[int], cell: Sequence[int], src: Tensor, dst: Tensor, sides: Sequence[int]
+    features: Tensor, grid: Sides, cell: Sides, src: Tensor, dst: Tensor, sides: Sides
 ) -> tuple[Tensor, Tensor]:
     """Connect each source to its most similar destination in the tile around it.
 
@@ -30,8 +30,7 @@ def tiled_matching(
     """
     sources, lengths, destinations = compared(features, src, dst)
     at_once = features.device.type not in WITHOUT_LAUNCHES
-    cut = tuple(grid), tuple(cell), tuple(sides), len(src)
-    runs, beyond, back = _layout(cut, at_once, src.device)
+    runs, beyond, back = _layout((grid, cell, sides, len(src)), at_once, src.device)
     found = [_best(sources, destinations, *run) for run in runs]
     if beyond is not None:
         places, cells = beyond
@@ -46,13 +45,7 @@ def tiled_matching(
 
 
 def tiled_plan(
-    features: Tensor,
-    grid: Sequence[int],
-    cell: Sequence[int],
-    src: Tensor,
-    dst: Tensor,
-    sides: Sequence[int],
-    r: int,
+    features: Tensor, grid: Sides, cell: Sides, src: Tensor, dst: Tensor, sides: Sides, r: int
 ) -> IndexPlan:
     """Return the plan of :func:`tiled_matching`, which takes the same arguments, for r tokens to remove.
 
@@ -60,7 +53,7 @@ def tiled_plan(
     once, in the order of the boxes. Sources that are equally similar merge in this order then.
     """
     b, s, n, device = len(features), len(src), len(src) + len(dst), features.device
-    cut = tuple(grid), tuple(cell), tuple(sides), s
+    cut = grid, cell, sides, s
     boxes = None if device.type in WITHOUT_LAUNCHES else _boxes(cut, b, n, r, device)
     if boxes is None:
         return make_plan(src, dst, *tiled_matching(features, grid, cell, src, dst, sides), r)
@@ -173,7 +166,7 @@ def _padded(runs: Sequence[Tensor]) -> Tensor:
 
 
 def _tiles(
-    grid: Sequence[int], cell: Sequence[int], sides: Sequence[int], device: torch.device
+    grid: Sides, cell: Sides, sides: Sides, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor, tuple[slice, ...] | None]]:
     """Yield for each box its cells, the cells of the window around it, and its place in a frame, in tokens.
 

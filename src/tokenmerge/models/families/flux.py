@@ -44,8 +44,7 @@ _BLOCK = Layout(
     ),
     outputs=(1,),
 )
-_DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
-_SINGLE = (Layer("attn1", "attn", _ATTENTION),)
+_LAYERS = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 _FUSED = "single-stream blocks project attention and MLP together; merge_mlp leaves their MLP dense"
 _ONE_LAYER = "single-stream blocks run attention and MLP as one layer, so merge_attn merges both"
 _WORDS = 512
@@ -58,8 +57,8 @@ def describe(root: Any) -> Host:
     block_layout = None if second or is_a(root, "BriaFiboTransformer2DModel") else _BLOCK
     dense = {} if second else {"ff": _FUSED}
     blocks = (
-        *listed(root, "transformer_blocks", _DOUBLE, layout=Layout(outputs=(1,)), block_layout=block_layout),
-        *listed(root, "single_transformer_blocks", _SINGLE, block_layout=block_layout, dense=dense),
+        *listed(root, "transformer_blocks", _LAYERS, layout=Layout(outputs=(1,)), block_layout=block_layout),
+        *listed(root, "single_transformer_blocks", _LAYERS, block_layout=block_layout, dense=dense),
     )
     return transformer_host(
         root,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Arguments, Grid, Grids, Host, is_a
-from tokenmerge.models.family import Blank, basic_blocks, example_of
+from tokenmerge.models.family import Blank, blocks_within, example_of
 
 _CONTROLNETS = ("ControlNetModel", "ControlNetUnionModel")
 _SPARSECTRL = "SparseControlNetModel"
@@ -25,10 +25,8 @@ _STABLE_VIDEO = "UNetSpatioTemporalConditionModel"
 CLASSES = ("UNet2DConditionModel", *_CONTROLNETS, *_VIDEO, _XS, _AUDIO, _STABLE_VIDEO)
 
 _FRAMES = 16
-
-
-# Their first argument is [b, c, h, w]; for a video the batch holds its frames. Attention over time is in
-# other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other lists of blocks.
+# Attention over time is in other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other
+# lists of blocks.
 _TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "DreamLiteTransformer2DModel")
 
 
@@ -43,9 +41,8 @@ def describe(root: Any) -> Host:
     stages = list(_stages_of(root))
     blocks = [
         block
-        for prefix, stage, level in stages
-        for path, module in _transformers(stage, prefix)
-        for block in basic_blocks(root, f"{path}.transformer_blocks", grid=module, level=level)
+        for path, stage, level in stages
+        for block in blocks_within(root, path, stage, _TRANSFORMERS, level=level)
     ]
     if not blocks:
         _refuse_other_attention(root)
@@ -78,17 +75,6 @@ def _stages_of(root: Any) -> Iterator[tuple[str, Any, int]]:
         yield f"up_blocks.{i}", stage, level
         if getattr(stage, "upsamplers", None):
             level //= 2
-
-
-def _transformers(module: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield path and module of each transformer in a module; none lies within another."""
-    for name, child in module._modules.items():
-        if child is None or not child._modules:
-            continue
-        if is_a(child, *_TRANSFORMERS):
-            yield f"{path}.{name}", child
-        else:
-            yield from _transformers(child, f"{path}.{name}")
 
 
 def _refuse_other_attention(root: Any) -> None:
