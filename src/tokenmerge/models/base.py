@@ -112,11 +112,6 @@ class Layout:
     outputs: tuple[int, ...] = (0,)  # indices of the image tokens in a result that is a tuple
     dense_if: tuple[str, ...] = ()  # arguments that only fit the whole grid: a call with one stays dense
 
-    @property
-    def batched(self) -> bool:
-        """Whether each image of a batch can have its own plan."""
-        return all(argument.batched for argument in self.token_arguments)
-
     def tokens_of(self, call: HostCall) -> Tensor:
         """Return the tokens of a call."""
         return call.argument(self.tokens or call.names[0])
@@ -176,8 +171,8 @@ class Block:
     @property
     def batched(self) -> bool:
         """Whether each image of a batch can have its own plan."""
-        block_layout = self.block_layout is None or self.block_layout.batched
-        return block_layout and all(layer.layout.batched for layer in self.layers)
+        layouts = self.block_layout or PLAIN, *(layer.layout for layer in self.layers)
+        return all(argument.batched for layout in layouts for argument in layout.token_arguments)
 
     @property
     def plan_group(self) -> tuple[object, ...]:
@@ -245,8 +240,7 @@ class Host(ModelCall):
     @property
     def shallow_stages(self) -> tuple[str, ...]:
         """Paths of its stages at the finest level."""
-        paths = tuple(self.stages)
-        return (paths[0], paths[-1]) if paths else ()
+        return tuple(path for path in self.stages if path not in self.deep_stages)
 
     @property
     def can_skip(self) -> bool:

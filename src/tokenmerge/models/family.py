@@ -70,6 +70,8 @@ def _block(path: str, module: Any, layers: Iterable[Layer], **facts: Any) -> Blo
     return Block(path, module, own, **facts)
 
 
+FUSED_MLP = "single-stream blocks project attention and MLP together; merge_mlp leaves their MLP dense"
+
 # ``BasicTransformerBlock`` is the block of UNets and of the first diffusion transformers.
 _SELF_ATTENTION = Layout(token_arguments=(KEY_MASK,))
 # The attention mask of cross-attention covers the text, so it has no entries for image tokens.
@@ -92,20 +94,19 @@ def basic_blocks(
 
 
 def blocks_within(
-    root: nn.Module, path: str, module: nn.Module, classes: Sequence[str], **facts: Any
+    root: nn.Module, parts: Iterable[tuple[str, nn.Module, int]], *transformers: str, **facts: Any
 ) -> Iterator[Block]:
-    """Yield the blocks of the transformers of these classes in a part of a UNet; none lies within another.
+    """Yield the blocks of the transformers of these classes in parts of a UNet: path, module and level.
 
     The first argument of a transformer is ``[b, c, h, w]``; for a video the batch holds its frames.
     """
-    for name, child in module._modules.items():
-        if child is None or not child._modules:
-            continue
-        inner = f"{path}.{name}"
-        if is_a(child, *classes):
-            yield from basic_blocks(root, f"{inner}.transformer_blocks", grid=child, **facts)
+    for path, module, level in parts:
+        if is_a(module, *transformers):
+            yield from basic_blocks(root, f"{path}.transformer_blocks", grid=module, level=level, **facts)
         else:
-            yield from blocks_within(root, inner, child, classes, **facts)
+            children = module._modules.items()
+            inner = ((f"{path}.{name}", child, level) for name, child in children if child is not None)
+            yield from blocks_within(root, inner, *transformers, **facts)
 
 
 def _basic_block(path: str, module: Any, context: str, facts: dict[str, Any]) -> Block:
@@ -139,32 +140,23 @@ def _basic_block(path: str, module: Any, context: str, facts: dict[str, Any]) ->
 def transformer_host(
     root: Any,
     blocks: tuple[Block, ...],
+    # (root, Blank, height, width) → further arguments of a call with latents of that size. The sample and the
+    # condition of a ControlNet are among them only if they are not [b, config.in_channels, (latent_frames,)
+    # height, width].
     others: Example | None = None,
     *,
-    text: tuple[int, int] | None = None,
-    text_mask: str | None = None,
-    sample_size: tuple[int, int] | None = None,
-    patch: int | None = None,
-    latent_frames: int = 1,
-    grids: ReadGrids | None = None,
+    text: tuple[int, int]
+    | None = None,  # tokens and channels of encoder_hidden_states; None: ``others`` has it
+    text_mask: str | None = None,  # the argument for a mask of the text's tokens; None: the model needs none
+    sample_size: tuple[int, int] | None = None,  # height and width of latents; None: those of the config
+    patch: int | None = None,  # None: by config.patch_size
+    latent_frames: int = 1,  # that the model was made for; 1 for pictures
+    grids: ReadGrids | None = None,  # None: of a picture or a video
     **particulars: Any,
 ) -> Host:
-    """Describe a diffusion transformer.
+    """Describe a diffusion transformer, or a ControlNet if the name of its class says so.
 
-    Args:
-        root: the model; a ControlNet if the name of its class says so.
-        blocks: its transformer blocks in the order in which they run.
-        others: (root, :class:`Blank`, height, width) → further arguments of a call with latents of that size.
-            The sample and the condition of a ControlNet are among them only if they are not ``[b,
-            config.in_channels, (latent_frames,) height, width]``.
-        text: tokens and channels of the argument ``encoder_hidden_states``; None: ``others`` gives the text.
-        text_mask: name of the argument for a mask of the text's tokens; None: the model needs none.
-        sample_size: height and width of the latents that the model was made for; by default those of its
-            config, as sides or as the side of a square.
-        patch: as in :class:`Host`; by default from ``config.patch_size``.
-        latent_frames: number of latent frames that the model was made for; 1 for pictures.
-        grids: as in :class:`Host`; by default that of a picture or a video.
-        particulars: other fields of :class:`Host`.
+    Parameters mean what the fields of :class:`Host` mean, and ``particulars`` are its other fields.
     """
     frames = (latent_frames,) if latent_frames > 1 else ()
     sample, controlnet = particulars.get("sample", "hidden_states"), is_called(root, "ControlNet")

@@ -32,8 +32,8 @@ def tiled_matching(
     at_once = features.device.type not in WITHOUT_LAUNCHES
     runs, beyond, back = _layout((grid, cell, sides, len(src)), at_once, src.device)
     found = [_best(sources, destinations, *run) for run in runs]
-    if beyond is not None:
-        places, cells = beyond
+    places, cells = beyond
+    if len(places):
         products = sources.index_select(1, places) * destinations.index_select(1, cells)
         found.append((products.sum(dim=-1), cells.expand(len(sources), -1)))
     product, nearest = (
@@ -92,12 +92,12 @@ def _best(sources: Tensor, destinations: Tensor, places: Tensor, windows: Tensor
 @made_once
 def _layout(
     cut: _Cut, at_once: bool, device: torch.device
-) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor] | None, Tensor]:
+) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor], Tensor]:
     """Return which sources are compared with which destinations, all as places in the partition.
 
     Returns:
         For each product ``[t, q]`` sources and ``[t, w]`` destinations; the sources that only their own cell
-        is compared with, and these cells, if there are any; and for each source where it is in the results.
+        is compared with, and these cells; and for each source where it is in the results.
         There is one product of all tiles, in which the smaller ones repeat their last source and destination,
         or one of each tile. On a CPU, the next one then reuses the memory of the one before.
     """
@@ -122,13 +122,11 @@ def _layout(
         runs = [(_padded(of_tiles), _padded(windows))]
     else:
         runs = [(one[None], window[None]) for one, window in zip(of_tiles, windows, strict=True)]
-    beyond = None
-    if inside < behind:
-        places = torch.arange(inside, behind, device=device)
-        beyond = places, own_cell(grid, cell, whole_cells(grid, cell, device)[1][: behind - inside])
-    order = torch.cat([*(places.flatten() for places, _ in runs), *([] if beyond is None else beyond[:1])])
+    beyond = torch.arange(inside, behind, device=device)
+    own = own_cell(grid, cell, whole_cells(grid, cell, device)[1][: behind - inside])
+    order = torch.cat([*(places.flatten() for places, _ in runs), beyond])
     back = torch.zeros(sources, dtype=torch.int64, device=device)
-    return runs, beyond, back.scatter(0, order, torch.arange(len(order), device=device))
+    return runs, (beyond, own), back.scatter(0, order, torch.arange(len(order), device=device))
 
 
 class _Boxes(NamedTuple):
@@ -146,9 +144,8 @@ class _Boxes(NamedTuple):
 @made_once
 def _boxes(cut: _Cut, b: int, n: int, r: int, device: torch.device) -> _Boxes | None:
     """Return the boxes for b images of n tokens, of which r of s sources merge; None: some are smaller."""
-    [(places, windows)], beyond, _ = _layout(cut, True, device)
+    [(places, windows)], (outside, own), _ = _layout(cut, True, device)
     s = cut[-1]
-    outside, own = (places.new_empty(0),) * 2 if beyond is None else beyond
     if places.numel() + len(outside) != s:
         return None
     boxes = torch.cat([places, windows + s], dim=1).flatten()

@@ -16,15 +16,10 @@ PARTS = ("input_blocks", "middle_block")  # other libraries have classes of the 
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    blocks = (
-        block
-        for path, stage, level in stages_of(root)
-        for block in blocks_within(root, path, stage, ["SpatialTransformer"], context="context", level=level)
-    )
     size = getattr(root, "image_size", None)
     return Host(
         root=root,
-        blocks=tuple(blocks),
+        blocks=tuple(blocks_within(root, stages_of(root), "SpatialTransformer", context="context")),
         sample="x",
         timestep="timesteps",
         grids=_grids,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from tokenmerge.models.base import KEY_MASK, POSITIONS, ROTARY, Host, Layer, Layout, is_a
-from tokenmerge.models.family import Blank, device_of_values, listed, transformer_host
+from tokenmerge.models.family import FUSED_MLP, Blank, device_of_values, listed, transformer_host
 
 # Height and width of the latents, for 720p and for 2048 × 2048 pixels. Later autoencoders compress more.
 _SIZES = {
@@ -24,7 +24,6 @@ _ATTENTION = Layout(text="last", token_arguments=(POSITIONS, KEY_MASK))
 _LAYERS = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 # The mask of 1.5 covers the text only.
 _LAYERS_15 = (Layer("attn1", "attn", replace(ROTARY, text="last")), Layer("ff", "ff"))
-_FUSED = "single-stream blocks project attention and MLP together; merge_mlp leaves their MLP dense"
 
 
 def describe(root: Any) -> Host:
@@ -34,7 +33,7 @@ def describe(root: Any) -> Host:
     else:
         blocks = (
             *listed(root, "transformer_blocks", _LAYERS),
-            *listed(root, "single_transformer_blocks", _LAYERS, dense={"ff": _FUSED}),
+            *listed(root, "single_transformer_blocks", _LAYERS, dense={"ff": FUSED_MLP}),
         )
     # In most checkpoints of HunyuanImage, the sample is [b, c, h, w].
     patch = root.config.patch_size
