@@ -97,9 +97,9 @@ def _layout(
 
     Returns:
         For each product ``[t, q]`` sources and ``[t, w]`` destinations; the sources that only their own cell
-        is compared with, and these cells; and for each source where it is in the results.
-        There is one product of all tiles, in which the smaller ones repeat their last source and destination,
-        or one of each tile. On a CPU, the next one then reuses the memory of the one before.
+        is compared with, and these cells; and for each source where it is in the results. There is one
+        product of all tiles, in which the smaller ones repeat their last source and destination, or one of
+        each tile. On a CPU, the next one then reuses the memory of the one before.
     """
     grid, cell, sides, sources = cut
     # The partition lists one source of every cell, then the next one of every cell. They are followed by the

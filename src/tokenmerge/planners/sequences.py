@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops.once import once
+from tokenmerge.ops.once import Device, once
 from tokenmerge.ops.partition import Sides, num_destinations, num_tokens, strided_partition
 from tokenmerge.ops.plan import Plan, join_plans
 
@@ -212,9 +212,7 @@ def on_whole_grids(plan_part: Callable[..., Plan]) -> Planner:
     return plan
 
 
-def partition(
-    part: Sides, settings: MergeSettings, step: Tensor, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def partition(part: Sides, settings: MergeSettings, step: Tensor, device: Device) -> tuple[Tensor, Tensor]:
     """Return sources ``[n - d]`` and destinations ``[d]``: ``strided_partition``.
 
     The destination of each cell is drawn again for each ``step`` and ``settings.seed``, or is the first token
