@@ -145,8 +145,7 @@ def transformer_host(
     # height, width].
     others: Example | None = None,
     *,
-    text: tuple[int, int]
-    | None = None,  # tokens and channels of encoder_hidden_states; None: ``others`` has it
+    text: tuple[int, int] | None = None,  # tokens and channels of encoder_hidden_states; None: in ``others``
     text_mask: str | None = None,  # the argument for a mask of the text's tokens; None: the model needs none
     sample_size: tuple[int, int] | None = None,  # height and width of latents; None: those of the config
     patch: int | None = None,  # None: by config.patch_size
@@ -156,7 +155,7 @@ def transformer_host(
 ) -> Host:
     """Describe a diffusion transformer, or a ControlNet if the name of its class says so.
 
-    Parameters mean what the fields of :class:`Host` mean, and ``particulars`` are its other fields.
+    The blocks, the patch and the grids are as in :class:`Host`, and ``particulars`` are further fields of it.
     """
     frames = (latent_frames,) if latent_frames > 1 else ()
     sample, controlnet = particulars.get("sample", "hidden_states"), is_called(root, "ControlNet")
