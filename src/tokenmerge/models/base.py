@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -112,11 +112,6 @@ class Layout:
     outputs: tuple[int, ...] = (0,)  # indices of the image tokens in a result that is a tuple
     dense_if: tuple[str, ...] = ()  # arguments that only fit the whole grid: a call with one stays dense
 
-    @property
-    def batched(self) -> bool:
-        """Whether each image of a batch can have its own plan."""
-        return all(argument.batched for argument in self.token_arguments)
-
     def tokens_of(self, call: HostCall) -> Tensor:
         """Return the tokens of a call."""
         return call.argument(self.tokens or call.names[0])
@@ -176,8 +171,8 @@ class Block:
     @property
     def batched(self) -> bool:
         """Whether each image of a batch can have its own plan."""
-        block_layout = self.block_layout is None or self.block_layout.batched
-        return block_layout and all(layer.layout.batched for layer in self.layers)
+        layouts = self.block_layout or PLAIN, *(layer.layout for layer in self.layers)
+        return all(argument.batched for layout in layouts for argument in layout.token_arguments)
 
     @property
     def plan_group(self) -> tuple[object, ...]:
@@ -186,9 +181,9 @@ class Block:
         return self.level, self.batched, self.path.partition(".")[0]
 
 
-def layers_in(module: object, layers: Iterable[Layer]) -> tuple[Layer, ...]:
-    """Return those of the layers that a block has."""
-    return tuple(layer for layer in layers if getattr(module, layer.name, None) is not None)
+# (root, arguments of a call, grids of the last call) → the finest token grid of each picture in the sequence,
+# the picture being made first. It raises UnsupportedModelError if the tokens have none.
+ReadGrids = Callable[[Any, Arguments, Grid], Grids]
 
 
 def _all_of_it(root: Any, sample: Any) -> Any:
@@ -203,9 +198,7 @@ class ModelCall:
     # Name of the argument for the timestep. For a model without one, a function: (root, arguments of a call)
     # → a number that differs between denoising steps.
     timestep: str | Callable[[Any, Arguments], Tensor] = "timestep"
-    # (root, arguments of a call, grids of the last call) → the finest token grid of each picture in the
-    # sequence, the picture being made first. It raises UnsupportedModelError if the tokens have none.
-    grids: Callable[[Any, Arguments, Grid], Grids]
+    grids: ReadGrids
     takes_references: bool = False  # reference pictures may follow the picture being made
     # (root, sample) → the part of the sample that is the same for all prompts of guidance.
     latents: Callable[[Any, Any], Any] = _all_of_it
@@ -247,8 +240,7 @@ class Host(ModelCall):
     @property
     def shallow_stages(self) -> tuple[str, ...]:
         """Paths of its stages at the finest level."""
-        paths = tuple(self.stages)
-        return (paths[0], paths[-1]) if paths else ()
+        return tuple(path for path in self.stages if path not in self.deep_stages)
 
     @property
     def can_skip(self) -> bool:

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.models.base import (
-    KEY_MASK,
-    Arguments,
-    Block,
-    Grid,
-    Grids,
-    Host,
-    Layer,
-    Layout,
-    is_called,
-    layers_in,
-)
+from tokenmerge.models.base import KEY_MASK, Block, Host, Layer, Layout, ReadGrids, is_a, is_called
 from tokenmerge.models.grids import patch_of, picture_grids, video_grids
 from tokenmerge.models.placement import dtype_of
 
@@ -73,10 +62,15 @@ def example_of(root: Any, example: Example, timestep: str | Callable[..., Tensor
 def listed(root: nn.Module, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:
     """Describe the blocks of one module list, each with the layers that it has and further facts."""
     blocks: Any = root.get_submodule(name)
-    return tuple(
-        Block(f"{name}.{i}", block, layers_in(block, layers), **facts) for i, block in enumerate(blocks)
-    )
+    return tuple(_block(f"{name}.{i}", block, layers, **facts) for i, block in enumerate(blocks))
 
+
+def _block(path: str, module: Any, layers: Iterable[Layer], **facts: Any) -> Block:
+    own = tuple(layer for layer in layers if getattr(module, layer.name, None) is not None)
+    return Block(path, module, own, **facts)
+
+
+FUSED_MLP = "single-stream blocks project attention and MLP together; merge_mlp leaves their MLP dense"
 
 # ``BasicTransformerBlock`` is the block of UNets and of the first diffusion transformers.
 _SELF_ATTENTION = Layout(token_arguments=(KEY_MASK,))
@@ -99,6 +93,22 @@ def basic_blocks(
     return tuple(_basic_block(f"{name}.{i}", block, context, facts) for i, block in enumerate(blocks))
 
 
+def blocks_within(
+    root: nn.Module, parts: Iterable[tuple[str, nn.Module, int]], *transformers: str, **facts: Any
+) -> Iterator[Block]:
+    """Yield the blocks of the transformers of these classes in parts of a UNet: path, module and level.
+
+    The first argument of a transformer is ``[b, c, h, w]``; for a video the batch holds its frames.
+    """
+    for path, module, level in parts:
+        if is_a(module, *transformers):
+            yield from basic_blocks(root, f"{path}.transformer_blocks", grid=module, level=level, **facts)
+        else:
+            children = module._modules.items()
+            inner = ((f"{path}.{name}", child, level) for name, child in children if child is not None)
+            yield from blocks_within(root, inner, *transformers, **facts)
+
+
 def _basic_block(path: str, module: Any, context: str, facts: dict[str, Any]) -> Block:
     # In blocks without text, such as every third one of AudioLDM 2, both attentions attend to the image. In
     # blocks with only_cross_attention, both attend to the text.
@@ -115,10 +125,10 @@ def _basic_block(path: str, module: Any, context: str, facts: dict[str, Any]) ->
     chunked = bool(getattr(module, "_chunk_size", None))
     if not chunked:
         layers.append(Layer("ff", "ff"))
-    return Block(
+    return _block(
         path,
         module,
-        layers_in(module, layers),
+        layers,
         block_layout=None if chunked else _BLOCK,
         # The checkpointing of CompVis's repositories recomputes `_forward`.
         method="_forward" if hasattr(module, "_forward") else "forward",
@@ -130,32 +140,22 @@ def _basic_block(path: str, module: Any, context: str, facts: dict[str, Any]) ->
 def transformer_host(
     root: Any,
     blocks: tuple[Block, ...],
+    # (root, Blank, height, width) → further arguments of a call with latents of that size. The sample and the
+    # condition of a ControlNet are among them only if they are not [b, config.in_channels, (latent_frames,)
+    # height, width].
     others: Example | None = None,
     *,
-    text: tuple[int, int] | None = None,
-    text_mask: str | None = None,
-    sample_size: tuple[int, int] | None = None,
-    patch: int | None = None,
-    latent_frames: int = 1,
-    grids: Callable[[Any, Arguments, Grid], Grids] | None = None,
+    text: tuple[int, int] | None = None,  # tokens and channels of encoder_hidden_states; None: in ``others``
+    text_mask: str | None = None,  # the argument for a mask of the text's tokens; None: the model needs none
+    sample_size: tuple[int, int] | None = None,  # height and width of latents; None: those of the config
+    patch: int | None = None,  # None: by config.patch_size
+    latent_frames: int = 1,  # that the model was made for; 1 for pictures
+    grids: ReadGrids | None = None,  # None: of a picture or a video
     **particulars: Any,
 ) -> Host:
-    """Describe a diffusion transformer.
+    """Describe a diffusion transformer, or a ControlNet if the name of its class says so.
 
-    Args:
-        root: the model; a ControlNet if the name of its class says so.
-        blocks: its transformer blocks in the order in which they run.
-        others: (root, :class:`Blank`, height, width) → further arguments of a call with latents of that size.
-            The sample and the condition of a ControlNet are among them only if they are not ``[b,
-            config.in_channels, (latent_frames,) height, width]``.
-        text: tokens and channels of the argument ``encoder_hidden_states``; None: ``others`` gives the text.
-        text_mask: name of the argument for a mask of the text's tokens; None: the model needs none.
-        sample_size: height and width of the latents that the model was made for; by default those of its
-            config, as sides or as the side of a square.
-        patch: as in :class:`Host`; by default from ``config.patch_size``.
-        latent_frames: number of latent frames that the model was made for; 1 for pictures.
-        grids: as in :class:`Host`; by default that of a picture or a video.
-        particulars: other fields of :class:`Host`.
+    The blocks, the patch and the grids are as in :class:`Host`, and ``particulars`` are further fields of it.
     """
     frames = (latent_frames,) if latent_frames > 1 else ()
     sample, controlnet = particulars.get("sample", "hidden_states"), is_called(root, "ControlNet")

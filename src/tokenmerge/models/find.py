@@ -28,9 +28,8 @@ _MOST_NAMES, _LONGEST_NAME = 4, 60
 
 def knows(family: ModuleType, module: object) -> bool:
     """Return whether a family's file describes a model, by the names of its class and of its parts."""
-    return is_a(module, *family.CLASSES) and all(
-        hasattr(module, name) for name in getattr(family, "PARTS", ())
-    )
+    needed = getattr(family, "PARTS", ())
+    return is_a(module, *family.CLASSES) and all(hasattr(module, name) for name in needed)
 
 
 def find_hosts(model: object) -> tuple[Host, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Arguments, Grid, Grids, GridShape
 from tokenmerge.ops.once import once
+from tokenmerge.ops.partition import num_tokens
 
 
 def patch_of(config: Any) -> tuple[int, int, int]:
@@ -52,7 +53,7 @@ def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     """
     ids, tokens = arguments["img_ids"], arguments["hidden_states"].shape[1]
     if torch.compiler.is_compiling():
-        if _tokens_in(last.shapes) != tokens:
+        if sum(map(num_tokens, last.shapes)) != tokens:
             known = "given to patch.at_size(height, width)" if last.given else "of its last call"
             shown = " + ".join(f"{rows} × {columns}" for _, rows, columns in last.shapes)
             raise UnsupportedModelError(
@@ -64,9 +65,9 @@ def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
         return last.shapes
     # Reading waits for the device, and pipelines pass the same tensor at each step.
     pictures = once(ids, "grids", lambda: _read(ids[0] if ids.ndim == 3 else ids))
-    if _tokens_in(pictures) == tokens:
+    if sum(map(num_tokens, pictures)) == tokens:
         return pictures
-    if last.given and _tokens_in(last.shapes) == tokens:
+    if last.given and sum(map(num_tokens, last.shapes)) == tokens:
         return last.shapes
     raise UnsupportedModelError(
         f"img_ids: expected one picture of {tokens} tokens, as in hidden_states, or several pictures one "
@@ -103,10 +104,6 @@ def _read_coordinates(values: Tensor) -> Grids:
     )
     first = int(times[:, 0, 0].clamp(min=0).argmin())
     return ((len(times) - first, rows, columns),) if regular else ()
-
-
-def _tokens_in(pictures: Sequence[GridShape]) -> int:
-    return sum([rows * columns for _, rows, columns in pictures])
 
 
 def _read(ids: Tensor) -> Grids:

@@ -85,9 +85,6 @@ def part_of(root: nn.Module) -> Part | None:
     """Return the part of the tokens of the blocks that this process has; None: all of them.
 
     Tensor parallelism splits weights and leaves all tokens to each process.
-
-    Raises:
-        UnsupportedModelError: diffusers does not say how the tokens of this class are split.
     """
     config = getattr(getattr(root, "_parallel_config", None), "context_parallel_config", None)
     if config is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from torch import nn
@@ -91,12 +91,16 @@ def work_of(host: Host, text: int | None = None) -> Work:
     """
     words = _words(host) if text is None else text
     found: dict[tuple[Part, int, Scopes], Amount] = defaultdict(Amount)
-    blocks = {block.path: block for block in host.blocks}
+    # The block that a module lies in, and its path there.
+    within = {
+        f"{block.path}.{inner}": (block, inner)
+        for block in host.blocks
+        for inner, _ in block.module.named_modules(remove_duplicate=False)
+    }
     for path, module in host.root.named_modules(remove_duplicate=False):
         if module._modules or not (number := _weights(module)):
             continue
-        block = _around(blocks, path)
-        inner = path[len(block.path) + 1 :] if block else path
+        block, inner = within.get(path, (None, path))
         level = block.level if block else _level_at(host, path)
         scopes = _scopes(block, inner.partition(".")[0] in _names(block, "attn1"))
         found[_part(host, path, block), level, scopes] += _of_weights(host, block, inner, number, words)
@@ -112,13 +116,6 @@ def _words(host: Host) -> int:
     arguments = host.example(*sides, 1)
     found = (arguments[name] for name in _TEXT_ARGUMENTS if getattr(arguments.get(name), "ndim", 0) >= 3)
     return next((value.shape[-2] for value in found), 0)
-
-
-def _around(blocks: Mapping[str, Block], path: str) -> Block | None:
-    """Return the block that a module lies in, from the paths of blocks and of the module."""
-    while path and path not in blocks:
-        path = path.rpartition(".")[0]
-    return blocks.get(path)
 
 
 def _weights(module: Any) -> int:

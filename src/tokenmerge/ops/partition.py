@@ -16,6 +16,8 @@ from torch import Tensor
 from tokenmerge.ops.arithmetic import Draw, arithmetic
 from tokenmerge.ops.once import Device, first_rows, made_once, once
 
+Sides = tuple[int, ...]  # of a grid or a cell, in tokens: (rows, columns), or (frames, rows, columns)
+
 
 def num_destinations(grid: Sequence[int], cell: Sequence[int]) -> int:
     """Return the number of whole cells in a grid of tokens.
@@ -39,7 +41,7 @@ def num_tokens(grid: Sequence[int]) -> int:
 
 
 @made_once
-def whole_cells(grid: tuple[int, ...], cell: tuple[int, ...], device: Device) -> tuple[Tensor, Tensor]:
+def whole_cells(grid: Sides, cell: Sides, device: Device) -> tuple[Tensor, Tensor]:
     """Return the tokens ``[k, d]`` at each of k positions of the d whole cells, and the others.
 
     Grid and cell are as for :func:`strided_partition`.
@@ -88,7 +90,7 @@ def with_destinations(src: Tensor, dst: Tensor) -> Tensor:
 
 
 def strided_partition(
-    grid: Sequence[int], cell: Sequence[int], *, draw: Draw | None = None, device: Device = None
+    grid: Sides, cell: Sides, *, draw: Draw | None = None, device: Device = None
 ) -> tuple[Tensor, Tensor]:
     """Split a token grid into sources and destinations (arXiv 2303.17604, section 4.1).
 
@@ -105,7 +107,7 @@ def strided_partition(
     >>> dst.tolist(), src.tolist()
     ([0, 2], [1, 3, 5, 7, 6, 8, 4, 9])
     """
-    inside, outside = whole_cells(tuple(grid), tuple(cell), device)
+    inside, outside = whole_cells(grid, cell, device)
     if draw is None:
         return torch.cat([inside[1:].flatten(), outside]), inside[0]
     size, count = inside.shape

@@ -207,7 +207,7 @@ def join_plans(plans: Sequence[Plan | None], lengths: Sequence[int]) -> Plan:
         return join_soft([plan if isinstance(plan, SoftPlan) else None for plan in plans], lengths)
     first = next(plan for plan in plans if isinstance(plan, IndexPlan))
     none, b = first.sources[:, :0], len(first.keep)
-    weighted = any(isinstance(plan, IndexPlan) and plan.weights is not None for plan in plans)
+    no_weights = None if first.weights is None else first.weights[:, :0]
 
     n = m = 0
     runs: list[IndexPlan] = []  # with indices that start at 0 in each image
@@ -216,11 +216,8 @@ def join_plans(plans: Sequence[Plan | None], lengths: Sequence[int]) -> Plan:
             own = plan.in_images().shifted(n, m)
         else:
             rows = torch.arange(length, device=none.device).expand(b, -1)
-            own = IndexPlan(rows + n, none, none, rows + m, torch.ones(b, length, device=none.device))
-        if weighted and own.weights is None:
-            # Not by _replace: PyTorch 2.11 cannot return what that makes from a compiled graph.
-            weights = torch.ones_like(own.sources, dtype=own.sizes.dtype)
-            own = IndexPlan(own.keep, own.sources, own.targets, own.inverse, own.sizes, weights)
+            sizes = torch.ones(b, length, device=none.device)
+            own = IndexPlan(rows + n, none, none, rows + m, sizes, no_weights)
         runs.append(own)
         n, m = n + length, m + own.keep.shape[1]
     fields: list[Any] = [

@@ -73,24 +73,13 @@ class SoftPlan(NamedTuple):
 
     def merge(self, x: Tensor) -> Tensor:
         """Means weighted by shares, in float32, differentiable: ``[b, n, c]`` → ``[b, m, c]``."""
-        b, _, c = x.shape
-        exact = torch.promote_types(x.dtype, torch.float32)
-        tiles = x.flatten(0, 1).index_select(0, self.tokens.flatten()).to(exact)
-        total = self._shares(exact) @ tiles.unflatten(0, (-1, self.shares.shape[3]))
-        merged = total.flatten(0, 1).index_select(0, self.slots.flatten()) / self.sizes.view(-1, 1)
-        return merged.to(x.dtype).view(b, -1, c)
+        total = _shared_out(x, self.tokens, self.shares, self.slots)
+        return (total / self.sizes.view(-1, 1)).to(x.dtype).view(len(x), -1, x.shape[2])
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Means of the merged tokens, weighted by the shares of each token: ``[b, m, c]`` → ``[b, n, c]``."""
-        b, _, c = y.shape
-        exact = torch.promote_types(y.dtype, torch.float32)
-        slots = y.flatten(0, 1).index_select(0, self.merged.flatten()).to(exact)
-        tiles = self._shares(exact).transpose(1, 2) @ slots.unflatten(0, (-1, self.shares.shape[2]))
-        return tiles.flatten(0, 1).index_select(0, self.places.flatten()).to(y.dtype).view(b, -1, c)
-
-    def _shares(self, dtype: torch.dtype) -> Tensor:
-        """``[b * t, k, p]``."""
-        return self.shares.flatten(0, 1).to(dtype)
+        tokens = _shared_out(y, self.merged, self.shares.transpose(2, 3), self.places)
+        return tokens.to(y.dtype).view(len(y), -1, y.shape[2])
 
     def joined(self, parts: int) -> SoftPlan:
         """Return the plan for b / ``parts`` images, each of which joins ``parts`` images."""
@@ -122,6 +111,14 @@ class SoftPlan(NamedTuple):
             places=torch.empty_like(places).scatter(1, tokens, places),
             slots=torch.cat([own_slots, self.slots % (t * k)], dim=1),
         )
+
+
+def _shared_out(x: Tensor, given: Tensor, shares: Tensor, wanted: Tensor) -> Tensor:
+    """Multiply the ``given`` rows of each tile by its shares ``[b, t, k, p]``; return the ``wanted`` rows."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    rows = x.flatten(0, 1).index_select(0, given.flatten()).to(exact)
+    tiles = shares.flatten(0, 1).to(exact) @ rows.unflatten(0, (-1, shares.shape[3]))
+    return tiles.flatten(0, 1).index_select(0, wanted.flatten())
 
 
 def make_soft_plan(tiles: Tiles, chosen: Tensor, is_destination: Tensor, shares: Tensor, m: int) -> SoftPlan:

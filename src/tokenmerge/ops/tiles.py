@@ -11,15 +11,15 @@ from torch import Tensor
 
 from tokenmerge.ops.matching import by_similarity, compared, largest_products, own_cell, unit_tokens
 from tokenmerge.ops.once import WITHOUT_LAUNCHES, first_rows, made_once, once
-from tokenmerge.ops.partition import num_destinations, num_tokens, whole_cells, with_destinations
+from tokenmerge.ops.partition import Sides, num_destinations, num_tokens, whole_cells, with_destinations
 from tokenmerge.ops.plan import IndexPlan, make_plan, plan_of_rows
 
 # How a grid is cut: it, a cell, and the sides of a box, as for :func:`tiled_matching`; the number of sources.
-_Cut = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+_Cut = tuple[Sides, Sides, Sides, int]
 
 
 def tiled_matching(
-    features: Tensor, grid: Sequence[int], cell: Sequence[int], src: Tensor, dst: Tensor, sides: Sequence[int]
+    features: Tensor, grid: Sides, cell: Sides, src: Tensor, dst: Tensor, sides: Sides
 ) -> tuple[Tensor, Tensor]:
     """Connect each source to its most similar destination in the tile around it.
 
@@ -30,11 +30,10 @@ def tiled_matching(
     """
     sources, lengths, destinations = compared(features, src, dst)
     at_once = features.device.type not in WITHOUT_LAUNCHES
-    cut = tuple(grid), tuple(cell), tuple(sides), len(src)
-    runs, beyond, back = _layout(cut, at_once, src.device)
+    runs, beyond, back = _layout((grid, cell, sides, len(src)), at_once, src.device)
     found = [_best(sources, destinations, *run) for run in runs]
-    if beyond is not None:
-        places, cells = beyond
+    places, cells = beyond
+    if len(places):
         products = sources.index_select(1, places) * destinations.index_select(1, cells)
         found.append((products.sum(dim=-1), cells.expand(len(sources), -1)))
     product, nearest = (
@@ -46,13 +45,7 @@ def tiled_matching(
 
 
 def tiled_plan(
-    features: Tensor,
-    grid: Sequence[int],
-    cell: Sequence[int],
-    src: Tensor,
-    dst: Tensor,
-    sides: Sequence[int],
-    r: int,
+    features: Tensor, grid: Sides, cell: Sides, src: Tensor, dst: Tensor, sides: Sides, r: int
 ) -> IndexPlan:
     """Return the plan of :func:`tiled_matching`, which takes the same arguments, for r tokens to remove.
 
@@ -60,7 +53,7 @@ def tiled_plan(
     once, in the order of the boxes. Sources that are equally similar merge in this order then.
     """
     b, s, n, device = len(features), len(src), len(src) + len(dst), features.device
-    cut = tuple(grid), tuple(cell), tuple(sides), s
+    cut = grid, cell, sides, s
     boxes = None if device.type in WITHOUT_LAUNCHES else _boxes(cut, b, n, r, device)
     if boxes is None:
         return make_plan(src, dst, *tiled_matching(features, grid, cell, src, dst, sides), r)
@@ -99,14 +92,14 @@ def _best(sources: Tensor, destinations: Tensor, places: Tensor, windows: Tensor
 @made_once
 def _layout(
     cut: _Cut, at_once: bool, device: torch.device
-) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor] | None, Tensor]:
+) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor], Tensor]:
     """Return which sources are compared with which destinations, all as places in the partition.
 
     Returns:
         For each product ``[t, q]`` sources and ``[t, w]`` destinations; the sources that only their own cell
-        is compared with, and these cells, if there are any; and for each source where it is in the results.
-        There is one product of all tiles, in which the smaller ones repeat their last source and destination,
-        or one of each tile. On a CPU, the next one then reuses the memory of the one before.
+        is compared with, and these cells; and for each source where it is in the results. There is one
+        product of all tiles, in which the smaller ones repeat their last source and destination, or one of
+        each tile. On a CPU, the next one then reuses the memory of the one before.
     """
     grid, cell, sides, sources = cut
     # The partition lists one source of every cell, then the next one of every cell. They are followed by the
@@ -129,13 +122,11 @@ def _layout(
         runs = [(_padded(of_tiles), _padded(windows))]
     else:
         runs = [(one[None], window[None]) for one, window in zip(of_tiles, windows, strict=True)]
-    beyond = None
-    if inside < behind:
-        places = torch.arange(inside, behind, device=device)
-        beyond = places, own_cell(grid, cell, whole_cells(grid, cell, device)[1][: behind - inside])
-    order = torch.cat([*(places.flatten() for places, _ in runs), *([] if beyond is None else beyond[:1])])
+    beyond = torch.arange(inside, behind, device=device)
+    own = own_cell(grid, cell, whole_cells(grid, cell, device)[1][: behind - inside])
+    order = torch.cat([*(places.flatten() for places, _ in runs), beyond])
     back = torch.zeros(sources, dtype=torch.int64, device=device)
-    return runs, beyond, back.scatter(0, order, torch.arange(len(order), device=device))
+    return runs, (beyond, own), back.scatter(0, order, torch.arange(len(order), device=device))
 
 
 class _Boxes(NamedTuple):
@@ -153,9 +144,8 @@ class _Boxes(NamedTuple):
 @made_once
 def _boxes(cut: _Cut, b: int, n: int, r: int, device: torch.device) -> _Boxes | None:
     """Return the boxes for b images of n tokens, of which r of s sources merge; None: some are smaller."""
-    [(places, windows)], beyond, _ = _layout(cut, True, device)
+    [(places, windows)], (outside, own), _ = _layout(cut, True, device)
     s = cut[-1]
-    outside, own = (places.new_empty(0),) * 2 if beyond is None else beyond
     if places.numel() + len(outside) != s:
         return None
     boxes = torch.cat([places, windows + s], dim=1).flatten()
@@ -173,7 +163,7 @@ def _padded(runs: Sequence[Tensor]) -> Tensor:
 
 
 def _tiles(
-    grid: Sequence[int], cell: Sequence[int], sides: Sequence[int], device: torch.device
+    grid: Sides, cell: Sides, sides: Sides, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor, tuple[slice, ...] | None]]:
     """Yield for each box its cells, the cells of the window around it, and its place in a frame, in tokens.
 

@@ -18,12 +18,11 @@ changed each token in the last step. Other lines of this kind are explained in
 
 from __future__ import annotations
 
-import importlib
+from importlib import import_module
 
 from tokenmerge.config import PLANNERS as NAMES
 from tokenmerge.planners.sequences import Planner, on_whole_grids
 
-_MODULES = {name: importlib.import_module(f"{__name__}.{name}") for name in NAMES}
 PLANNERS: dict[str, Planner] = {
-    name: on_whole_grids(getattr(module, f"plan_{name}")) for name, module in _MODULES.items()
+    name: on_whole_grids(getattr(import_module(f"{__name__}.{name}"), f"plan_{name}")) for name in NAMES
 }

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from tokenmerge.config import MergeSettings
 from tokenmerge.ops.matching import by_similarity, most_similar
-from tokenmerge.ops.partition import num_destinations, num_tokens, uniform_noise
+from tokenmerge.ops.partition import Sides, num_destinations, num_tokens, uniform_noise
 from tokenmerge.ops.plan import Plan, make_plan
 from tokenmerge.planners.sequences import cell_of
 
@@ -18,7 +18,7 @@ _POOL = 1.4
 
 
 def plan_importance(
-    features: Tensor, grid: tuple[int, ...], r: int, settings: MergeSettings, step: Tensor, importance: Tensor
+    features: Tensor, grid: Sides, r: int, settings: MergeSettings, step: Tensor, importance: Tensor
 ) -> Plan:
     """Plan as ``tome``, with destinations drawn from the important tokens.
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops.once import once
-from tokenmerge.ops.partition import num_destinations, num_tokens, strided_partition
+from tokenmerge.ops.once import Device, once
+from tokenmerge.ops.partition import Sides, num_destinations, num_tokens, strided_partition
 from tokenmerge.ops.plan import Plan, join_plans
 
 # A planner of whole grids. It takes (features [b, n, c], grid, r, settings, step), and importance [b, n] last
@@ -40,7 +40,7 @@ def num_removed(grid: Sequence[int], settings: MergeSettings) -> int:
     return parts * int(num_tokens(part) * settings.ratio)
 
 
-def split(grid: Sequence[int], settings: MergeSettings) -> tuple[int, tuple[int, ...]]:
+def split(grid: Sequence[int], settings: MergeSettings) -> tuple[int, Sides]:
     """Return how many parts of a grid merge on their own, and the grid of one.
 
     They are the frames, (rows, columns) each, or the whole grid where cells have several frames (``st`` > 1).
@@ -48,7 +48,7 @@ def split(grid: Sequence[int], settings: MergeSettings) -> tuple[int, tuple[int,
     return (grid[0], tuple(grid[1:])) if settings.st == 1 else (1, tuple(grid))
 
 
-def cell_of(part: Sequence[int], settings: MergeSettings) -> tuple[int, ...]:
+def cell_of(part: Sequence[int], settings: MergeSettings) -> Sides:
     """Return the size of the cells of a part in tokens, with the same axes as the grid of the part."""
     return (settings.st, settings.sy, settings.sx)[-len(part) :]
 
@@ -143,7 +143,7 @@ def _pieces(pictures: Sequence[Picture], index: int, parts: int) -> Iterator[Pic
         before += n
 
 
-def _cut(sides: Sequence[int], start: int, stop: int) -> list[tuple[int, ...]]:
+def _cut(sides: Sequence[int], start: int, stop: int) -> list[Sides]:
     """Return the grids of the pieces that hold tokens ``start`` to ``stop`` of a grid, in their order."""
     if start >= stop:
         return []
@@ -201,12 +201,7 @@ def on_whole_grids(plan_part: Callable[..., Plan]) -> Planner:
 
     @torch.no_grad()
     def plan(
-        features: Tensor,
-        grid: tuple[int, ...],
-        r: int,
-        settings: MergeSettings,
-        step: Tensor,
-        *importance: Tensor,
+        features: Tensor, grid: Sides, r: int, settings: MergeSettings, step: Tensor, *importance: Tensor
     ) -> Plan:
         parts, part = split(grid, settings)
         n = num_tokens(part)
@@ -217,9 +212,7 @@ def on_whole_grids(plan_part: Callable[..., Plan]) -> Planner:
     return plan
 
 
-def partition(
-    part: Sequence[int], settings: MergeSettings, step: Tensor, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def partition(part: Sides, settings: MergeSettings, step: Tensor, device: Device) -> tuple[Tensor, Tensor]:
     """Return sources ``[n - d]`` and destinations ``[d]``: ``strided_partition``.
 
     The destination of each cell is drawn again for each ``step`` and ``settings.seed``, or is the first token
@@ -229,4 +222,4 @@ def partition(
     draw = None if settings.seed is None else (settings.seed, step)
     # All blocks with the same grid share the partition of a step.
     make = functools.partial(strided_partition, part, cell, draw=draw, device=device)
-    return once(step, ("partition", tuple(part), cell, settings.seed, device), make)
+    return once(step, ("partition", part, cell, settings.seed, device), make)

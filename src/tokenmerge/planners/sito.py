@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tokenmerge.config import MergeSettings
 from tokenmerge.ops.matching import bipartite_soft_matching, unit_tokens
-from tokenmerge.ops.partition import partition_at, uniform_noise, whole_cells
+from tokenmerge.ops.partition import Sides, partition_at, uniform_noise, whole_cells
 from tokenmerge.ops.plan import Plan, make_plan
 from tokenmerge.planners.sequences import cell_of
 
@@ -24,7 +24,7 @@ def similarity_scores(features: Tensor) -> Tensor:
     return (unit @ unit.sum(dim=1).unsqueeze(2)).squeeze(2)
 
 
-def plan_sito(features: Tensor, grid: tuple[int, ...], r: int, settings: MergeSettings, step: Tensor) -> Plan:
+def plan_sito(features: Tensor, grid: Sides, r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Choose a base token in each cell, then prune the r tokens that are most similar to a base token.
 
     The base token of a cell is the one most similar to all tokens. A little noise makes the choice differ

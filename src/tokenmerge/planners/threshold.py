@@ -7,13 +7,12 @@ from torch import Tensor
 
 from tokenmerge.config import MergeSettings
 from tokenmerge.ops.matching import by_similarity, most_similar
+from tokenmerge.ops.partition import Sides
 from tokenmerge.ops.plan import Plan, make_plan
 from tokenmerge.planners.sequences import partition
 
 
-def plan_threshold(
-    features: Tensor, grid: tuple[int, ...], r: int, settings: MergeSettings, step: Tensor
-) -> Plan:
+def plan_threshold(features: Tensor, grid: Sides, r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Plan as ``tome``, but drop merged tokens whose similarity is below ``settings.threshold``.
 
     The paper merges exactly the tokens whose similarity to their destination reaches the threshold, so shapes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
+from tokenmerge.ops.partition import Sides
 from tokenmerge.ops.plan import Plan
 from tokenmerge.ops.tiles import tiled_plan
 from tokenmerge.planners.sequences import cell_of, partition
@@ -15,9 +16,7 @@ OVER_TIME = True
 SIDES = {2: (16, 16), 3: (2, 8, 8)}
 
 
-def plan_tiled(
-    features: Tensor, grid: tuple[int, ...], r: int, settings: MergeSettings, step: Tensor
-) -> Plan:
+def plan_tiled(features: Tensor, grid: Sides, r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Plan as ``tome``, but compare each source only with the destinations in the tile around it.
 
     The plan is that of ``tome`` if one tile covers the grid: up to 16 × 16 cells, or 2 × 8 × 8 if cells reach

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tokenmerge.config import MergeSettings
 from tokenmerge.ops.matching import unit_tokens
+from tokenmerge.ops.partition import Sides
 from tokenmerge.ops.plan import Plan
 from tokenmerge.ops.soft import make_soft_plan, tile
 from tokenmerge.planners.sequences import cell_of
@@ -40,7 +41,7 @@ def facility_location(similarity: Tensor, real: Tensor, count: int) -> Tensor:
     return torch.cat(chosen, dim=-1)
 
 
-def plan_toma(features: Tensor, grid: tuple[int, ...], r: int, settings: MergeSettings, step: Tensor) -> Plan:
+def plan_toma(features: Tensor, grid: Sides, r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Plan a soft merge: facility-location destinations in each tile, tokens shared out by a softmax.
 
     Each token is shared out over the destinations of its tile by softmax(1000 · cosine). Merging takes means

@@ -6,13 +6,14 @@ from torch import Tensor
 
 from tokenmerge.config import MergeSettings
 from tokenmerge.ops.matching import bipartite_soft_matching
+from tokenmerge.ops.partition import Sides
 from tokenmerge.ops.plan import Plan, make_plan
 from tokenmerge.planners.sequences import partition
 
 OVER_TIME = True
 
 
-def plan_tome(features: Tensor, grid: tuple[int, ...], r: int, settings: MergeSettings, step: Tensor) -> Plan:
+def plan_tome(features: Tensor, grid: Sides, r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Partition the tokens, match each source with its most similar destination, merge the r best pairs.
 
     Planning time grows with the square of the number of tokens.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tokenmerge.config import MergeSettings
 from tokenmerge.ops.matching import own_cell
+from tokenmerge.ops.partition import Sides
 from tokenmerge.ops.plan import Plan, make_plan
 from tokenmerge.planners.sequences import cell_of, partition
 
@@ -14,9 +15,7 @@ OWN_NUMBER = True
 COMPARES_NOTHING = True
 
 
-def plan_uniform(
-    features: Tensor, grid: tuple[int, ...], r: int, settings: MergeSettings, step: Tensor
-) -> Plan:
+def plan_uniform(features: Tensor, grid: Sides, r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Merge every source into the destination of its own cell.
 
     The values of the features are not used. All sources merge, whatever r is; with ratio 0 nothing merges.

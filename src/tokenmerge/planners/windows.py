@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tokenmerge.config import MergeSettings
 from tokenmerge.ops.matching import own_cell, unit_tokens
-from tokenmerge.ops.partition import num_tokens, whole_cells
+from tokenmerge.ops.partition import Sides, num_tokens, whole_cells
 from tokenmerge.ops.plan import Plan, make_plan
 from tokenmerge.planners.sequences import cell_of, partition
 
@@ -27,9 +27,7 @@ def uniformity(features: Tensor, windows: Tensor) -> Tensor:
     return (unit.sum(dim=1).square().sum(dim=2) - alone) / (k * (k - 1))
 
 
-def plan_windows(
-    features: Tensor, grid: tuple[int, ...], r: int, settings: MergeSettings, step: Tensor
-) -> Plan:
+def plan_windows(features: Tensor, grid: Sides, r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Merge the most uniform windows of ``sy`` × ``sx`` tokens into one token each; leave the others whole.
 
     Windows with detail stay intact as long as enough uniform ones merge. SDTM switches to ``tome`` for the

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from tokenmerge.models.base import Arguments, Block, Grid, Grids, Host, is_a
-from tokenmerge.models.family import Blank, basic_blocks, example_of
+from tokenmerge.models.base import Arguments, Grid, Grids, Host, is_a
+from tokenmerge.models.family import Blank, blocks_within, example_of
 
 CLASSES = ("UNetModel", "ControlNet")
 PARTS = ("input_blocks", "middle_block")  # other libraries have classes of the same names without these
@@ -16,11 +16,10 @@ PARTS = ("input_blocks", "middle_block")  # other libraries have classes of the 
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    blocks = [block for path, _, level in stages_of(root) for block in _blocks(root, path, level)]
     size = getattr(root, "image_size", None)
     return Host(
         root=root,
-        blocks=tuple(blocks),
+        blocks=tuple(blocks_within(root, stages_of(root), "SpatialTransformer", context="context")),
         sample="x",
         timestep="timesteps",
         grids=_grids,
@@ -42,13 +41,6 @@ def stages_of(root: Any) -> Iterator[tuple[str, Any, int]]:
         yield f"output_blocks.{i}", stage, level
         if any(is_a(part, "Upsample") for part in stage.modules()):
             level //= 2
-
-
-def _blocks(root: nn.Module, stage: str, level: int) -> Iterator[Block]:
-    for path, module in root.get_submodule(stage).named_modules(prefix=stage):
-        if is_a(module, "SpatialTransformer"):
-            name = f"{path}.transformer_blocks"
-            yield from basic_blocks(root, name, context="context", grid=module, level=level)
 
 
 def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import POSITIONS, Arguments, Grid, Grids, Host, Layer, Layout, TokenArgument, is_a
-from tokenmerge.models.family import Blank, Sizes, device_of_values, listed, transformer_host
+from tokenmerge.models.family import FUSED_MLP, Blank, Sizes, device_of_values, listed, transformer_host
 from tokenmerge.models.grids import grids_of_ids
 
 _SECOND = "Flux2Transformer2DModel"
@@ -44,9 +44,7 @@ _BLOCK = Layout(
     ),
     outputs=(1,),
 )
-_DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
-_SINGLE = (Layer("attn1", "attn", _ATTENTION),)
-_FUSED = "single-stream blocks project attention and MLP together; merge_mlp leaves their MLP dense"
+_LAYERS = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 _ONE_LAYER = "single-stream blocks run attention and MLP as one layer, so merge_attn merges both"
 _WORDS = 512
 
@@ -56,10 +54,10 @@ def describe(root: Any) -> Host:
     second = is_a(root, _SECOND)
     # The blocks of FIBO get their mask inside another argument.
     block_layout = None if second or is_a(root, "BriaFiboTransformer2DModel") else _BLOCK
-    dense = {} if second else {"ff": _FUSED}
+    dense = {} if second else {"ff": FUSED_MLP}
     blocks = (
-        *listed(root, "transformer_blocks", _DOUBLE, layout=Layout(outputs=(1,)), block_layout=block_layout),
-        *listed(root, "single_transformer_blocks", _SINGLE, block_layout=block_layout, dense=dense),
+        *listed(root, "transformer_blocks", _LAYERS, layout=Layout(outputs=(1,)), block_layout=block_layout),
+        *listed(root, "single_transformer_blocks", _LAYERS, block_layout=block_layout, dense=dense),
     )
     return transformer_host(
         root,

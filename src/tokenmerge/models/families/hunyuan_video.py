@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from tokenmerge.models.base import KEY_MASK, POSITIONS, ROTARY, Host, Layer, Layout, is_a
-from tokenmerge.models.family import Blank, device_of_values, listed, transformer_host
+from tokenmerge.models.family import FUSED_MLP, Blank, device_of_values, listed, transformer_host
 
 # Height and width of the latents, for 720p and for 2048 × 2048 pixels. Later autoencoders compress more.
 _SIZES = {
@@ -21,21 +21,19 @@ CLASSES = tuple(_SIZES)
 
 _WORDS = 256
 _ATTENTION = Layout(text="last", token_arguments=(POSITIONS, KEY_MASK))
-_DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
-_SINGLE = (Layer("attn1", "attn", _ATTENTION),)
+_LAYERS = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 # The mask of 1.5 covers the text only.
-_DOUBLE_15 = (Layer("attn1", "attn", replace(ROTARY, text="last")), Layer("ff", "ff"))
-_FUSED = "single-stream blocks project attention and MLP together; merge_mlp leaves their MLP dense"
+_LAYERS_15 = (Layer("attn1", "attn", replace(ROTARY, text="last")), Layer("ff", "ff"))
 
 
 def describe(root: Any) -> Host:
     """Find the blocks. Version 1.5 has only blocks with two streams."""
     if is_a(root, "HunyuanVideo15Transformer3DModel"):
-        blocks = listed(root, "transformer_blocks", _DOUBLE_15)
+        blocks = listed(root, "transformer_blocks", _LAYERS_15)
     else:
         blocks = (
-            *listed(root, "transformer_blocks", _DOUBLE),
-            *listed(root, "single_transformer_blocks", _SINGLE, dense={"ff": _FUSED}),
+            *listed(root, "transformer_blocks", _LAYERS),
+            *listed(root, "single_transformer_blocks", _LAYERS, dense={"ff": FUSED_MLP}),
         )
     # In most checkpoints of HunyuanImage, the sample is [b, c, h, w].
     patch = root.config.patch_size

@@ -39,7 +39,7 @@ def describe(root: Any) -> Host:
     return transformer_host(
         root,
         listed(root, "double_blocks", layers, layout=Layout(text="last"), block_layout=layout),
-        _plus_pictures if plus else _pictures,
+        _of_plus if plus else _of_edit,
         text=(1024, root.config.text_dim),  # with the tokens that the text encoder makes of the references
         text_mask="encoder_hidden_states_mask" if plus else None,
         grids=_grids,
@@ -63,7 +63,7 @@ def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     return first
 
 
-def _pictures(root: Any, zeros: Blank, height: int, width: int, references: Sizes = ()) -> dict[str, Any]:
+def _of_edit(root: Any, zeros: Blank, height: int, width: int, references: Sizes = ()) -> dict[str, Any]:
     if any(size != (height, width) for size in references):
         raise UnsupportedModelError(
             f"references: this model takes pictures of the size of the sample, {height} × {width}, got "
@@ -73,9 +73,7 @@ def _pictures(root: Any, zeros: Blank, height: int, width: int, references: Size
     return {"hidden_states": zeros(1 + len(references), root.config.in_channels, frames, height, width)}
 
 
-def _plus_pictures(
-    root: Any, zeros: Blank, height: int, width: int, references: Sizes = ()
-) -> dict[str, Any]:
+def _of_plus(root: Any, zeros: Blank, height: int, width: int, references: Sizes = ()) -> dict[str, Any]:
     patch = patch_of(root.config)
     shapes = [(1, rows // patch[1], columns // patch[2]) for rows, columns in [(height, width), *references]]
     patches = sum(rows * columns for _, rows, columns in shapes)

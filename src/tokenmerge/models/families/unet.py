@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Arguments, Grid, Grids, Host, is_a
-from tokenmerge.models.family import Blank, basic_blocks, example_of
+from tokenmerge.models.family import Blank, blocks_within, example_of
 
 _CONTROLNETS = ("ControlNetModel", "ControlNetUnionModel")
 _SPARSECTRL = "SparseControlNetModel"
@@ -25,28 +25,17 @@ _STABLE_VIDEO = "UNetSpatioTemporalConditionModel"
 CLASSES = ("UNet2DConditionModel", *_CONTROLNETS, *_VIDEO, _XS, _AUDIO, _STABLE_VIDEO)
 
 _FRAMES = 16
-
-
-# Their first argument is [b, c, h, w]; for a video the batch holds its frames. Attention over time is in
-# other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other lists of blocks.
+# Attention over time is in other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other
+# lists of blocks.
 _TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "DreamLiteTransformer2DModel")
 
 
 def describe(root: Any) -> Host:
-    """Find the blocks of a UNet or a ControlNet; of one for video, the spatial blocks.
-
-    Raises:
-        UnsupportedModelError: its attention is not in transformer blocks.
-    """
+    """Find the blocks of a UNet or a ControlNet; of one for video, the spatial blocks."""
     special = {_XS: _example_of_xs, _AUDIO: _example_with_sound, _STABLE_VIDEO: _example_of_stable_video}
     examples = special | dict.fromkeys(_VIDEO, _example_of_video)
     stages = list(_stages_of(root))
-    blocks = [
-        block
-        for prefix, stage, level in stages
-        for path, module in _transformers(stage, prefix)
-        for block in basic_blocks(root, f"{path}.transformer_blocks", grid=module, level=level)
-    ]
+    blocks = tuple(blocks_within(root, stages, *_TRANSFORMERS))
     if not blocks:
         _refuse_other_attention(root)
     # A model that returns the result of every level, such as a ControlNet, has no stages that can be skipped.
@@ -54,7 +43,7 @@ def describe(root: Any) -> Host:
     size = getattr(root.config, "sample_size", None)
     return Host(
         root=root,
-        blocks=tuple(blocks),
+        blocks=blocks,
         sample="sample",
         grids=_grids,
         latents=_latents,
@@ -78,17 +67,6 @@ def _stages_of(root: Any) -> Iterator[tuple[str, Any, int]]:
         yield f"up_blocks.{i}", stage, level
         if getattr(stage, "upsamplers", None):
             level //= 2
-
-
-def _transformers(module: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield path and module of each transformer in a module; none lies within another."""
-    for name, child in module._modules.items():
-        if child is None or not child._modules:
-            continue
-        if is_a(child, *_TRANSFORMERS):
-            yield f"{path}.{name}", child
-        else:
-            yield from _transformers(child, f"{path}.{name}")
 
 
 def _refuse_other_attention(root: Any) -> None:
@@ -119,15 +97,12 @@ def _latents(root: Any, sample: Tensor) -> Tensor:
     return sample.narrow(axis, 0, min(channels, sample.shape[axis]))
 
 
-def _text_width(root: Any) -> int:
-    """Return the width of the text embeddings that a UNet is called with."""
-    width = getattr(root.config, "encoder_hid_dim", None) or root.config.cross_attention_dim
-    return width[0] if isinstance(width, list | tuple) else width
-
-
-def _added_conditions(root: Any, zeros: Blank) -> dict[str, Any]:
-    """Return the argument ``added_cond_kwargs`` of SDXL and IP-Adapters, by name; empty for other models."""
+def _usual(root: Any, zeros: Blank, sample: Tensor, words: int = 77) -> dict[str, Any]:
+    """Return the sample, a text of so many tokens, and the added conditions of SDXL and IP-Adapters."""
     config = root.config
+    width = getattr(config, "encoder_hid_dim", None) or config.cross_attention_dim
+    text = zeros(words, width[0] if isinstance(width, list | tuple) else width)
+    arguments: dict[str, Any] = {"sample": sample, "encoder_hidden_states": text}
     conditions: dict[str, Any] = {}
     if getattr(config, "addition_embed_type", None) == "text_time":
         times = 6 * config.addition_time_embed_dim
@@ -136,7 +111,7 @@ def _added_conditions(root: Any, zeros: Blank) -> dict[str, Any]:
     if getattr(config, "encoder_hid_dim_type", None) == "ip_image_proj":
         projections = root.encoder_hid_proj.image_projection_layers
         conditions["image_embeds"] = [zeros(1, *_input_shape(projection)) for projection in projections]
-    return {"added_cond_kwargs": conditions} if conditions else {}
+    return {**arguments, "added_cond_kwargs": conditions} if conditions else arguments
 
 
 def _picture_size(widths: list[int], height: int, width: int) -> tuple[int, int]:
@@ -154,11 +129,7 @@ def _input_shape(projection: nn.Module) -> tuple[int, ...]:
 
 def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
-    arguments: dict[str, Any] = {
-        "sample": zeros(config.in_channels, height, width),
-        "encoder_hidden_states": zeros(77, _text_width(root)),
-        **_added_conditions(root, zeros),
-    }
+    arguments = _usual(root, zeros, zeros(config.in_channels, height, width))
     if config.class_embed_type in ("projection", "simple_projection"):
         arguments["class_labels"] = zeros(config.projection_class_embeddings_input_dim)
     elif config.num_class_embeds is not None or config.class_embed_type is not None:
@@ -178,12 +149,8 @@ def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]
 def _example_of_xs(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
     size = _picture_size(config.ctrl_conditioning_embedding_out_channels, height, width)
-    return {
-        "sample": zeros(root.in_channels, height, width),
-        "encoder_hidden_states": zeros(77, _text_width(root)),
-        "controlnet_cond": zeros(config.ctrl_conditioning_channels, *size),
-        **_added_conditions(root, zeros),
-    }
+    picture = zeros(config.ctrl_conditioning_channels, *size)
+    return {**_usual(root, zeros, zeros(root.in_channels, height, width)), "controlnet_cond": picture}
 
 
 def _example_with_sound(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
@@ -206,13 +173,9 @@ def _example_of_video(root: Any, zeros: Blank, height: int, width: int) -> dict[
     motion = is_a(root, "UNetMotionModel", _SPARSECTRL)
     frames = min(_FRAMES, config.motion_max_seq_length) if motion else _FRAMES
     sample = zeros(config.in_channels, frames, height, width)
-    text = zeros(77, config.cross_attention_dim)
-    arguments = {
-        "sample": sample,
-        # AnimateDiff takes the text once for each frame.
-        "encoder_hidden_states": text.repeat_interleave(frames, dim=0) if motion else text,
-        **_added_conditions(root, zeros),
-    }
+    arguments = _usual(root, zeros, sample)
+    if motion:  # AnimateDiff takes the text once for each frame
+        arguments["encoder_hidden_states"] = arguments["encoder_hidden_states"].repeat_interleave(frames, 0)
     if is_a(root, _SPARSECTRL):
         size = height, width
         if not config.use_simplified_condition_embedding:
@@ -229,8 +192,5 @@ def _example_of_video(root: Any, zeros: Blank, height: int, width: int) -> dict[
 def _example_of_stable_video(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
     times = config.projection_class_embeddings_input_dim // config.addition_time_embed_dim
-    return {
-        "sample": zeros(config.num_frames, config.in_channels, height, width),
-        "encoder_hidden_states": zeros(1, _text_width(root)),
-        "added_time_ids": zeros(times),
-    }
+    sample = zeros(config.num_frames, config.in_channels, height, width)
+    return {**_usual(root, zeros, sample, words=1), "added_time_ids": zeros(times)}
