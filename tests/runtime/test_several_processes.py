@@ -25,7 +25,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from tokenmerge import UnsupportedModelError, apply_token_merging
-from tokenmerge.models.placement import Part, part_of
+from tokenmerge.models.placement import Shard, shard_of
 from tokenmerge.runtime.patching import call_checks
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, parts: int, size: tuple[int, int], 
     model = model_of(family)
     patch = apply_token_merging(model, settings(family, **changes))
     patch.at_step(0, 4)
-    monkeypatch.setattr(call_checks, "part_of", lambda root: Part(0, parts, None))
+    monkeypatch.setattr(call_checks, "shard_of", lambda root: Shard(0, parts, None))
     with pytest.raises(UnsupportedModelError) as caught:
         call(model, family.inputs(1, *size))
     return str(caught.value)
@@ -114,4 +114,4 @@ def test_a_model_without_a_plan_for_its_tokens_is_refused():
     with pytest.raises(
         UnsupportedModelError, match="Other under context parallelism: its class has no _cp_plan"
     ):
-        part_of(Other())
+        shard_of(Other())

@@ -67,7 +67,7 @@ def _widths(block: Block) -> list[tuple[int, int]]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class Shard:
     """The part of each sequence that a process has in diffusers' context parallelism."""
 
     index: int  # 0 ≤ index < parts
@@ -81,7 +81,7 @@ class Part:
         return total
 
 
-def part_of(root: nn.Module) -> Part | None:
+def shard_of(root: nn.Module) -> Shard | None:
     """Return the part of the tokens of the blocks that this process has; None: all of them.
 
     Tensor parallelism splits weights and leaves all tokens to each process.
@@ -96,7 +96,7 @@ def part_of(root: nn.Module) -> Part | None:
             "enable_parallelism()"
         )
     group = config._flattened_mesh.get_group()
-    return Part(torch.distributed.get_rank(group), config._flattened_mesh.size(), group)
+    return Shard(torch.distributed.get_rank(group), config._flattened_mesh.size(), group)
 
 
 def splits_tokens(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ Key = tuple[Any, ...]  # ComfyUI's name and numbers for a block or a stage
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Block:
+class MergingBlock:
     """A block that can merge."""
 
     key: Key
@@ -69,7 +69,7 @@ class Target:
     """A model in which tokens can merge."""
 
     name: str  # of its class
-    blocks: tuple[Block, ...]  # in the order in which they run
+    blocks: tuple[MergingBlock, ...]  # in the order in which they run
     work: Work  # of a dense call
     # Frames, rows and columns of latent positions that make one token at level 1.
     patch: tuple[int, int, int] = (1, 1, 1)
@@ -129,7 +129,7 @@ def find_target(model: Any) -> Target:
     name = type(root).__name__
     if is_a(root, *compvis.CLASSES) and hasattr(root, "input_blocks"):
         blocks = tuple(
-            Block((*_key(block.path), int(block.path.rpartition(".")[2])), block.module, block.level)
+            MergingBlock((*_key(block.path), int(block.path.rpartition(".")[2])), block.module, block.level)
             for block in compvis.describe(root).blocks
             if not getattr(block.module, "disable_self_attn", False)
         )
@@ -140,7 +140,7 @@ def find_target(model: Any) -> Target:
     for classes, lists in _REPLACEABLE.items():
         if is_a(root, *classes):
             found = tuple(
-                Block((name, number), module, 1, layout)
+                MergingBlock((name, number), module, 1, layout)
                 for attribute, name, layout in lists
                 for number, module in enumerate(getattr(root, attribute))
             )
@@ -171,7 +171,7 @@ def _cut(stages: Sequence[Stage]) -> Cut | None:
     return Cut(inputs, outputs[0], transformers)
 
 
-def _work_of_unet(stages: Sequence[Stage], blocks: Sequence[Block], cut: Cut | None) -> Work:
+def _work_of_unet(stages: Sequence[Stage], blocks: Sequence[MergingBlock], cut: Cut | None) -> Work:
     shares: list[Share] = []
     for way, number, module, level in stages:
         part: Part = "always" if cut is None else "finest" if cut.runs(way, number) else "deep"
@@ -181,7 +181,7 @@ def _work_of_unet(stages: Sequence[Stage], blocks: Sequence[Block], cut: Cut | N
 
 
 def _shares(
-    module: nn.Module, blocks: Sequence[Block], level: int, scope: str, part: Part, merging_part: Part
+    module: nn.Module, blocks: Sequence[MergingBlock], level: int, scope: str, part: Part, merging_part: Part
 ) -> tuple[Share, Share]:
     """Return the work of a module apart from what merges in its blocks, and the work of that."""
     merging = sum((block.amount for block in blocks), Amount())

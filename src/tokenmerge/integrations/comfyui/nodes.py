@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.integrations.comfyui.models import Block, find_target, weights_of
+from tokenmerge.integrations.comfyui.models import MergingBlock, find_target, weights_of
 from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.settings import METHODS, OF_METHOD, STEPS, Asked, Settings, settings_for
 from tokenmerge.models.work import Amount
@@ -174,7 +174,9 @@ def _step_reuse(settings: Settings) -> list[str]:
     return lines
 
 
-def _operations(blocks: Sequence[Block], settings: MergeSettings, n: int, m: int) -> tuple[float, float]:
+def _operations(
+    blocks: Sequence[MergingBlock], settings: MergeSettings, n: int, m: int
+) -> tuple[float, float]:
     """Multiply-accumulates of the merged parts of blocks, on the tokens of one image, dense and merged."""
     layers, keys = settings.scope == "layers", settings.scope == "keys"
     # With scope "keys", queries and the output have all tokens: half of the weights, all rows of pairs.

@@ -84,7 +84,7 @@ def _differs_by_frame(modulation: Any) -> bool:
 
 
 @dataclasses.dataclass(eq=False)
-class RunningBlocks:
+class BlockRun:
     """Blocks that have run one after another, each on the very tensors that the last one returned."""
 
     blocks: list[Hashable]
@@ -113,14 +113,14 @@ def block_in_run(sampling: Sampling, block: Hashable, arguments: dict[str, Any],
     result = run({**arguments, **copies})
     returned = result["img"], result.get("txt")
     added = each(lambda after, before: (after - before).float(), returned, given)
-    running: RunningBlocks | None = sampling.running_blocks
+    running: BlockRun | None = sampling.running_blocks
     last_image, last_text = (None, None) if running is None else running.returned
     if running is not None and image is last_image and (text is last_text or returned[1] is None):
         running.returned, running.added = returned, each(Tensor.add_, running.added, added)
         running.blocks.append(block)
     else:
         finish_run(sampling)
-        sampling.running_blocks = RunningBlocks([block], returned, added)
+        sampling.running_blocks = BlockRun([block], returned, added)
     return result
 
 

@@ -24,8 +24,8 @@ from tokenmerge.runtime.memory.state import BlockState, RecordedPlan
 
 def sequence_in(state: BlockState, settings: MergeSettings) -> TokenSequence:
     """Return the pictures in the tokens of a block: those of the sequence, or of this device's part."""
-    part, sequence = state.model.threads.value.part, sequence_of(state.grids, settings)
-    return sequence if part is None else sequence_of_part(sequence.pictures, part.index, part.parts)
+    shard, sequence = state.model.threads.value.shard, sequence_of(state.grids, settings)
+    return sequence if shard is None else sequence_of_part(sequence.pictures, shard.index, shard.parts)
 
 
 def active_call(state: BlockState, call: HostCall) -> BlockMerge:
@@ -93,13 +93,13 @@ def _new_plan(state: BlockState, planner: str, sequence: TokenSequence, features
 
 def _importance(state: BlockState, features: Tensor) -> Tensor | None:
     """Return how much guidance changed each token ``[b, n]`` in the last step; None: it is not known yet."""
-    change, part = state.model.context.guidance_difference, state.model.threads.value.part
+    change, shard = state.model.context.guidance_difference, state.model.threads.value.shard
     if change is None:
         return None
     importance = importance_of_tokens(change, *state.grids)
     if importance is not None:
-        if part is not None:
-            importance = importance.tensor_split(part.parts, dim=1)[part.index]
+        if shard is not None:
+            importance = importance.tensor_split(shard.parts, dim=1)[shard.index]
         if len(features) == 1:
             importance = importance.mean(dim=0, keepdim=True)
         if len(importance) == len(features):

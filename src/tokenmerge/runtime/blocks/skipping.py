@@ -122,7 +122,7 @@ def finish_run(thread: ThreadState) -> None:
     known = running.before  # its number of blocks is 0 if it was interrupted
     before = known.residual if known is not None and known.blocks == running.blocks else None
     _note_forecast(thread, "deep", before, added)
-    first.residual, first.blocks = updated(before, latest, thread.part), running.blocks
+    first.residual, first.blocks = updated(before, latest, thread.shard), running.blocks
 
 
 def _note_forecast(thread: ThreadState, part: str, before: Residual | None, truth: Tensor) -> None:

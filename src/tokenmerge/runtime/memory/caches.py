@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.models.placement import Part
+from tokenmerge.models.placement import Shard
 from tokenmerge.ops.plan import Plan
 
 # For each tensor of a result: a tensor, or None.
@@ -57,13 +57,13 @@ class Residual(NamedTuple):
     agreement: Tensors  # how far the delta kept its direction, 0 to 1 for each image
 
 
-def updated(before: Residual | None, latest: Tensors, part: Part | None = None) -> Residual:
-    """Return the residual after a run that added ``latest``; ``part``: the tokens that it is for."""
+def updated(before: Residual | None, latest: Tensors, shard: Shard | None = None) -> Residual:
+    """Return the residual after a run that added ``latest``; ``shard``: the tokens that it is for."""
     if before is None or each(Tensor.size, latest) != each(Tensor.size, before.latest):
         delta = then = each(torch.zeros_like, latest)
     else:
         delta, then = each(torch.sub, latest, before.latest), before.delta
-    return Residual(latest, delta, each(partial(_agreement, part), delta, then))
+    return Residual(latest, delta, each(partial(_agreement, shard), delta, then))
 
 
 def extrapolated(residual: Residual, bases: Sequence[Any], distance: Tensor) -> Tensors:
@@ -81,7 +81,7 @@ def extrapolated(residual: Residual, bases: Sequence[Any], distance: Tensor) -> 
     )
 
 
-def _agreement(part: Part | None, delta: Tensor, before: Tensor) -> Tensor:
+def _agreement(shard: Shard | None, delta: Tensor, before: Tensor) -> Tensor:
     """Return how far each image's delta keeps its direction: the cosine, or 0 where it turns back."""
     now, then = delta.flatten(1), before.flatten(1)
     dtype = torch.promote_types(delta.dtype, torch.float32)
@@ -90,8 +90,8 @@ def _agreement(part: Part | None, delta: Tensor, before: Tensor) -> Tensor:
     pieces = zip(now.split(size, dim=1), then.split(size, dim=1), strict=True)
     product = torch.stack([(one.to(dtype) * other.to(dtype)).sum(1) for one, other in pieces]).sum(0)
     lengths = torch.stack([torch.linalg.vector_norm(own, dim=1, dtype=dtype) for own in (now, then)])
-    if part is not None:
-        product, *squares = part.total(torch.stack([product, *lengths.square()]))
+    if shard is not None:
+        product, *squares = shard.total(torch.stack([product, *lengths.square()]))
         lengths = torch.stack(squares).sqrt()
     cosine = product / lengths.clamp(min=_SHORTEST).prod(0)
     return cosine.clamp(min=0).to(delta.dtype).view(-1, *[1] * (delta.ndim - 1))

@@ -16,7 +16,7 @@ from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.config.checks import integer, refuse
 from tokenmerge.config.origin import named
 from tokenmerge.models.base import Grid, Layer, Layout, ModelCall
-from tokenmerge.models.placement import Part
+from tokenmerge.models.placement import Shard
 from tokenmerge.ops.plan import Plan
 from tokenmerge.plans.estimate import Tolerance
 from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Call
@@ -131,7 +131,7 @@ class ThreadState:
     def __init__(self, context: CallContext, groups: Sequence[Hashable]) -> None:
         self.context = context  # before the first call, what blocks find that are called without their model
         self.grid = Grid()  # the model's finest token grid
-        self.part: Part | None = None  # of the sequence, that this process has; None: all of it
+        self.shard: Shard | None = None  # of the sequence, that this process has; None: all of it
         self.own_memory = Memory(groups)  # what is cached where settings do not follow the steps
         self.memory = Memory(())  # what the call caches
         # By call and level, the image tokens that the first block was called with, followed by those that the

@@ -12,7 +12,7 @@ from tokenmerge.config import OWN_NUMBER, ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import GridShape
-from tokenmerge.models.placement import Part, part_of
+from tokenmerge.models.placement import Shard, shard_of
 from tokenmerge.ops.partition import num_tokens
 from tokenmerge.planners.sequences import sequence_of, sequence_of_part
 from tokenmerge.plans.generation import Runs, plan_generation
@@ -83,14 +83,14 @@ def check_call(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
         )
     if not compiling:
         reach_kernels(state)  # this model may be a copy, and kernels may have been loaded since
-    thread.part = part_of(root)
+    thread.shard = shard_of(root)
     if state.merges:
         grids = call.grids(root, arguments, state.given_grid or thread.grid)
         if compiling or grids != thread.grid.shapes:  # those of the last call have been checked
             _check_size(state, grids)
             thread.grid.shapes = grids
-        if thread.part is not None:
-            _check_part(state, root, thread.part, grids)
+        if thread.shard is not None:
+            _check_shard(state, root, thread.shard, grids)
 
 
 def _check_size(state: ModelState, grids: Sequence[GridShape]) -> None:
@@ -105,14 +105,14 @@ def _check_size(state: ModelState, grids: Sequence[GridShape]) -> None:
         state.warn_once(str(error) + "; until then a call with a sample of this size runs dense")
 
 
-def _check_part(state: ModelState, root: nn.Module, part: Part, grids: Sequence[GridShape]) -> None:
+def _check_shard(state: ModelState, root: nn.Module, shard: Shard, grids: Sequence[GridShape]) -> None:
     """Refuse parts of pictures, one for each device, from which not equally many tokens can be removed."""
     for _, settings in state.phases:
         whole = sequence_of(grids, settings)
-        every = [sequence_of_part(whole.pictures, index, part.parts) for index in range(part.parts)]
+        every = [sequence_of_part(whole.pictures, index, shard.parts) for index in range(shard.parts)]
         shown = " + ".join(" × ".join(map(str, grid)) for grid in grids)
-        where = f"{type(root).__name__}: context parallelism splits {shown} tokens into {part.parts} parts"
-        if whole.removed and not every[part.index].removed:
+        where = f"{type(root).__name__}: context parallelism splits {shown} tokens into {shard.parts} parts"
+        if whole.removed and not every[shard.index].removed:
             raise UnsupportedModelError(
                 f"{where}, and nothing can merge in one of them: it has no whole cell of sy={settings.sy} × "
                 f"sx={settings.sx}, or its pictures have ratio 0; take fewer devices, another size, or merge "

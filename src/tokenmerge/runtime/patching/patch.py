@@ -18,7 +18,7 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ModelInUseError, NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import KINDS, Block, Grid, Host, Layer, modules_in
-from tokenmerge.models.placement import part_of
+from tokenmerge.models.placement import shard_of
 from tokenmerge.runtime.blocks.forward import block_call, layer_call, takes_part
 from tokenmerge.runtime.blocks.proportional_attention import leave_kernels, reach_kernels
 from tokenmerge.runtime.blocks.skipping import stage_call
@@ -120,7 +120,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
     parts = parts_to_merge(host, config)
     if not parts:
         raise NothingToMergeError(why_nothing_merges(host, config))
-    part_of(host.root)  # raises where merging does not fit how its tokens are split between devices
+    shard_of(host.root)  # raises where merging does not fit how its tokens are split between devices
     if config.reuse.on and not (host.can_skip or host.controlnet):
         raise UnsupportedModelError(
             f"{named(method, config.reuse.given)}: no part of {type(host.root).__name__} can be left out of "
