@@ -5,8 +5,9 @@ of the policy was fitted on. The time of a call is its processor time on one thr
 decoding. The calls of a prompt are interleaved. The speed of FLUX.1 on a GPU, in the line below the table, is
 from the records of benchmarks/gpu.py.
 
-    OMP_NUM_THREADS=1 python benchmarks/readme.py measure --out benchmarks/readme_cpu.jsonl  # 2 minutes
-    python benchmarks/readme.py write benchmarks/readme_cpu.jsonl  # into README.md and two pages
+    # 3 to 10 minutes
+    OMP_NUM_THREADS=1 python benchmarks/readme.py measure --out benchmarks/readme_cpu.jsonl
+    python benchmarks/readme.py write benchmarks/readme_cpu.jsonl  # README.md and two pages
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def fewer(speedup: float) -> int:
 def table(lines: list[dict[str, Any]]) -> str:
     """Return the table with its condition, in Markdown."""
     heads = [
-        "| you ask for | measured | how the picture changes | closeness | fewer steps at that cost |",
+        "| you ask for | measured | how the picture changes | closeness | instead, fewer steps |",
         "|---|---:|---|---|---|",
     ]
     prompts = "1 prompt" if len(lines) == 1 else f"{len(lines)} prompts"
@@ -101,7 +102,7 @@ def table(lines: list[dict[str, Any]]) -> str:
         on_gpu.append(f"{model} reaches {', '.join(first)} and {last}")
     note = (
         f"*Measured with the small bundled model `{MODEL}` on one CPU thread: {where}. Closeness is the mean "
-        f"of {prompts}, from the lowest to the highest. On [one NVIDIA H200]({{gpu}}), "
+        f"of {prompts}. On [one NVIDIA H200]({{gpu}}), "
         f"{', and '.join(on_gpu)}. The weights were random there, so closeness is "
         "known for small models only.*"
     )
@@ -126,10 +127,15 @@ def rows(lines: list[dict[str, Any]]) -> Iterator[str]:
         speeds, psnr = zip(*own, strict=True)
         mean = statistics.mean(psnr)
         closeness = f"{mean:.0f} dB, from {min(psnr):.0f} to {max(psnr):.0f}"
-        beside = statistics.mean(line[f"steps={fewer(speedup)}"]["psnr"] for line in lines)
-        others = f"{beside:.0f} dB in {fewer(speedup)} steps"
+        others = fewer(speedup)
+        dense = [
+            (line["dense"] / line[f"steps={others}"]["seconds"], line[f"steps={others}"]["psnr"])
+            for line in lines
+        ]
+        theirs, reached = zip(*dense, strict=True)
+        beside = f"{others} steps: {statistics.median(theirs):.1f}×, {statistics.mean(reached):.0f} dB"
         measured = statistics.median(speeds)
-        yield f"| `speedup={speedup}` | {measured:.1f}× | {in_words(mean)} | {closeness} | {others} |"
+        yield f"| `speedup={speedup}` | {measured:.1f}× | {in_words(mean)} | {closeness} | {beside} |"
 
 
 def in_words(psnr: float) -> str:
