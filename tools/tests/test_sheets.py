@@ -29,22 +29,20 @@ def test_gain_is_the_largest_power_of_two_that_does_not_clip(apart, gain):
 
 
 def test_the_comparison_has_four_enlarged_panels_per_row():
-    labels = np.arange(16).reshape(4, 4)
-    rows = [Pair(picture(32, 32, seed), picture(32, 32, seed), labels) for seed in (0, 1)]
+    rows = [Pair(picture(32, 32, seed), picture(32, 32, seed), picture(32, 32, seed + 9)) for seed in (0, 1)]
     drawn = comparison(rows)
-    large = np.asarray(rows[1].dense.resize((320, 320), Image.Resampling.NEAREST))
     pixels = np.asarray(drawn)
     top = drawn.height - 24 - 320
     lefts = [24 + column * (320 + 16) for column in range(4)]
-    for column in (0, 1, 3):  # nothing differs and nothing is merged here
-        left = lefts[column]
+    for left, panel in zip(lefts, (rows[1].dense, rows[1].merged, rows[1].fewer), strict=False):
+        large = np.asarray(panel.resize((320, 320), Image.Resampling.NEAREST))
         assert np.array_equal(pixels[top : top + 320, left : left + 320], large)
-    assert not pixels[top : top + 320, lefts[2] : lefts[2] + 320].any()
+    assert not pixels[top : top + 320, lefts[3] : lefts[3] + 320].any()  # the first two do not differ
     assert drawn.width == lefts[3] + 320 + 24
 
 
 def test_a_white_picture_is_told_from_the_paper():
-    row = Pair(flat(255, 320), flat(255, 320), np.zeros((1, 1), dtype=np.int64))
+    row = Pair(flat(255, 320), flat(255, 320))
     pixels = np.asarray(comparison([row]))
     top = len(pixels) - 24 - 320
     assert (pixels[top + 10, 20:30] < 230).any()
@@ -52,17 +50,17 @@ def test_a_white_picture_is_told_from_the_paper():
 
 
 def test_large_pictures_are_not_enlarged():
-    row = Pair(picture(400, 330), picture(400, 330, 1), np.zeros((2, 2), dtype=np.int64))
+    row = Pair(*(picture(400, 330, seed) for seed in range(3)))
     assert comparison([row]).width == 2 * 24 + 4 * 400 + 3 * 16
 
 
-def test_where_nothing_merged_no_groups_are_drawn():
-    row = Pair(picture(400, 330), picture(400, 330, 1), np.zeros((1, 1), dtype=np.int64))
+def test_without_pictures_in_fewer_steps_there_are_three_panels():
+    row = Pair(picture(400, 330), picture(400, 330, 1))
     assert comparison([row]).width == 2 * 24 + 3 * 400 + 2 * 16
 
 
 def test_titles_are_drawn():
-    row = Pair(flat(0, 320), flat(9, 320), np.zeros((2, 2), dtype=np.int64), caption="seed 0")
+    row = Pair(flat(0, 320), flat(9, 320), flat(5, 320), caption="seed 0")
     head = np.asarray(comparison([row]).crop((0, 0, 4 * 336, 72)))
     bare = np.asarray(comparison([row], dense="25 steps").crop((0, 0, 4 * 336, 72)))
     for column in range(4):

@@ -1,4 +1,4 @@
-"""Draws comparisons (dense, merged, their difference and the merged groups) and sheets of samples."""
+"""Draws comparisons (dense, merged, in fewer steps, and a difference) and sheets of samples."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
-
-from tokenmerge.pictures import draw_groups
 
 _SMALLEST_SIDE = 320  # pixels; smaller pictures are enlarged
 _GAINS = (1, 2, 4, 8, 16, 32, 64)
@@ -25,40 +23,29 @@ _FRAME = (212, 212, 216)
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A dense and a merged picture of the same size, which make one row of a comparison.
-
-    ``labels`` [h, w] has the group of each token of the grid. The caption is one line of text below the row.
-    """
+    """A dense and a merged picture of the same size, which make one row of a comparison."""
 
     dense: Image.Image
     merged: Image.Image
-    labels: NDArray[np.int64]
-    caption: str = ""
+    fewer: Image.Image | None = (
+        None  # dense, in as many steps as the merged one costs; all rows have one, or none
+    )
+    caption: str = ""  # a line of text below the row
 
 
-def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", groups: str = "") -> Image.Image:
-    """Draw panels for each row: dense · with tokenmerge · difference · merged groups, if there are any.
+def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", fewer: str = "") -> Image.Image:
+    """Draw panels for each row: dense · with tokenmerge · fewer steps, if there are any · difference.
 
     All pictures have the same size. The texts are the small print below the titles of their columns.
     """
     gain = min(difference_gain(row.dense, row.merged) for row in rows)
-    columns = (
-        ("dense", dense),
-        ("with tokenmerge", merged),
-        ("difference", f"{gain} times as bright"),
-        ("merged groups", groups),
-    )[: 4 if any(row.labels.size > 1 for row in rows) else 3]
+    columns = [("dense", dense), ("with tokenmerge", merged), *[("fewer steps", fewer)] * bool(rows[0].fewer)]
+    columns.append(("difference", f"of the first two, {gain} times as bright"))
     factor = max(1, -(-_SMALLEST_SIDE // min(rows[0].dense.size)))
     lines = []
     for row in rows:
-        merged_large = enlarge(row.merged, factor)
-        panels = (
-            enlarge(row.dense, factor),
-            merged_large,
-            enlarge(difference(row.dense, row.merged, gain), factor),
-            draw_groups(merged_large, row.labels),
-        )
-        lines.append((panels[: len(columns)], row.caption))
+        pictures = (row.dense, row.merged, row.fewer, difference(row.dense, row.merged, gain))
+        lines.append(([enlarge(picture, factor) for picture in pictures if picture], row.caption))
     return sheet(columns, lines)
 
 

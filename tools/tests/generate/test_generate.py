@@ -17,11 +17,14 @@ import tokenmerge_tools.generate.run
 from tokenmerge.config import ToMeConfig, read_metadata
 from tokenmerge.default_method import settings_for
 from tokenmerge.errors import ConfigError, NothingToMergeError
+from tokenmerge_tools.cli.terminal import result_lines
+from tokenmerge_tools.closeness import psnr
 from tokenmerge_tools.generate.run import generate
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.call import PipelineCall
 from tokenmerge_tools.pipelines.loading import find_model, guidance_in_force, guides, load_pipeline, twin
 from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.sheets import as_tensor
 
 CPU = torch.device("cpu")
 
@@ -102,6 +105,25 @@ def test_the_record_holds_conditions_times_and_quality(run):
         assert math.isclose(variant["seconds_per_image"]["median"], median)
     assert record["variants"]["dense"]["speedup"] == 1
     assert record["report"]["rows"][0]["merged_tokens"] < record["report"]["rows"][0]["tokens"]
+
+
+def test_as_many_dense_steps_as_the_merged_pictures_cost_stand_beside_them(folder, tmp_path):
+    merging = MethodSpec("tome", {"reuse.every": 3, "reuse.shallow_every": 3})
+    result = generate(options(folder, tmp_path / "all", merging=merging, steps=8))
+    steps = round(8 / result.report.speedup)
+    assert 1 < steps < 8
+    generate(options(folder, tmp_path / "few", steps=steps))
+    few, every = (
+        as_tensor([Image.fromarray(pixels(tmp_path / name / "dense-00.png"))]) for name in ("few", "all")
+    )
+    record = json.loads((tmp_path / "all" / "run.json").read_text())
+    expected = {"steps": steps, "psnr_db": pytest.approx(float(psnr(few, every)), abs=0.2)}  # 8 bits
+    assert record["quality"]["fewer_steps"] == expected
+    text = result_lines(result, options(folder, tmp_path, merging=merging, steps=8))
+    assert f"  {steps} dense steps cost as much, and have {result.fewer_psnr:.1f} dB" in text
+    assert generate(options(folder, tmp_path / "two")).fewer_psnr is None  # too little was saved for one step
+    panels = [pixels(tmp_path / name / "comparison.png").shape[1] for name in ("all", "two")]
+    assert panels[0] > 1.3 * panels[1]  # four, and three
 
 
 def test_the_comparison_is_announced_before_the_last_timed_call(folder, tmp_path):

@@ -133,6 +133,8 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     cache = f"{in_words(result.report.kept_bytes)} of cache" if result.report.kept_bytes else "no cache"
     if result.psnr:
         lines += ["", f"  {_close_to_dense(result)}; {cache}"]
+    if result.fewer_psnr is not None:
+        lines.append(f"  {result.fewer_steps} dense steps cost as much, and have {result.fewer_psnr:.1f} dB")
     lines.append(f"  {_what_ran(result, options.steps)}")
     lines.append("")
     if options.model in demo.NAMES:

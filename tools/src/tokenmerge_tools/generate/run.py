@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import DEFAULT
 from tokenmerge.errors import ConfigError, MissingExtraError
-from tokenmerge.handle import RecordedPlan
 from tokenmerge.report import Report, RunSteps
 from tokenmerge_tools.closeness import psnr, ssim
-from tokenmerge_tools.drawing import Drawing, Progress, Studio, merged_groups, prepare
+from tokenmerge_tools.drawing import Drawing, Progress, Studio, prepare
 from tokenmerge_tools.failures import is_out_of_memory
 from tokenmerge_tools.files import (
     free_folder,
@@ -65,6 +64,8 @@ class Result:
     complete: bool = False
     summary: str = ""
     steps: RunSteps | None = None
+    fewer_steps: int | None = None  # of the dense model, that cost as much; None: they were not drawn
+    fewer_psnr: float | None = None  # of those pictures to the dense ones, in dB, in the mean
 
     def seconds(self, name: str) -> list[float]:
         """Return the seconds per picture of each timed call of one variant, in order."""
@@ -101,6 +102,8 @@ class Result:
         if self.psnr:
             psnr = [value if math.isfinite(value) else str(value) for value in self.psnr]
             quality = {"psnr_db": psnr, "ssim": list(self.ssim)}
+            if self.fewer_psnr is not None:
+                quality["fewer_steps"] = {"steps": self.fewer_steps, "psnr_db": self.fewer_psnr}
         return {
             "complete": self.complete,
             "conditions": self.conditions,
@@ -213,12 +216,11 @@ class _Generating:
             self.metadata = patch.metadata
             for name in self.variants:
                 studio.warm_up(name, self.call)
-            with patch.record() as plans:
-                pictures = {one.variant: one.pictures for one in self._timed(1)}
+            pictures = {one.variant: one.pictures for one in self._timed(1)}
             result.config = patch.config  # the default method knows all facts only when it runs
             result.conditions["config"] = result.config.to_dict()
             if options.compare:
-                self._compare(pictures["dense"], pictures["merged"], plans)
+                self._compare(pictures["dense"], pictures["merged"])
                 result.write()
             for _ in self._timed(options.repeat - 1):
                 pass
@@ -244,12 +246,22 @@ class _Generating:
             self.result.write()
             yield drawing
 
-    def _compare(self, dense: list[Image], merged: list[Image], plans: Mapping[str, RecordedPlan]) -> None:
-        """Measure how close the pictures are, and write them side by side."""
-        captions = [f"seed {seed}" for seed in self.call.seeds]
+    def _draw_fewer(self, count: int) -> list[Image] | list[None]:
+        """Draw with the dense model, in as many steps as the merged pictures cost; None: in all of them."""
+        steps = max(1, round(self.options.steps / self.result.report.speedup))
+        if steps == self.options.steps:
+            return [None] * count
+        self.result.fewer_steps = steps
+        return self.studio.draw("dense", self.call.with_steps(steps), f"{steps} steps")
+
+    def _compare(self, dense: list[Image], merged: list[Image]) -> None:
+        """Measure how close the pictures are, and write them side by side with those of fewer steps."""
+        captions, fewer = [f"seed {seed}" for seed in self.call.seeds], self._draw_fewer(len(dense))
+        result = self.result
         try:
             images, reference = as_tensor(merged), as_tensor(dense)
-            result = self.result
+            of_fewer = math.inf if fewer[0] is None else float(psnr(as_tensor(fewer), reference).mean())
+            result.fewer_psnr = of_fewer if math.isfinite(of_fewer) else None
             result.psnr = tuple(psnr(images, reference).tolist())
             result.ssim = tuple(ssim(images, reference).tolist())
             captions = [
@@ -260,14 +272,13 @@ class _Generating:
             ]
         except MissingExtraError as error:
             self.result.notes.append(str(error))
-        groups = [merged_groups(plans, index, len(merged)) for index in range(len(merged))]
-        rows = list(map(Pair, dense, merged, (labels for labels, _ in groups), captions))
+        rows = list(map(Pair, dense, merged, fewer, captions))
         width, height = self.options.size or (0, 0)
         picture = comparison(
             rows,
             dense=f"{width} x {height}, {self.options.steps} steps",
             merged=self.options.merging.title,
-            groups=groups[0][1],
+            fewer=f"dense, in {result.fewer_steps} steps, which cost as much",
         )
         path = self.result.folder / "comparison.png"
         write_atomically(path, picture.save)
