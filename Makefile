@@ -29,7 +29,7 @@ demo: $(VENV)/ready
 
 # The picture of the documentation, from what `make demo` drew.
 docs/demo.png: demo
-	$(BIN)/python docs/demo.py outputs/demo
+	OMP_WAIT_POLICY=passive $(BIN)/python docs/demo.py outputs/demo
 
 # The library and the tools, without the tests that are marked as slow.
 test: $(VENV)/tested

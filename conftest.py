@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +10,10 @@ from diffusers import StableDiffusionPipeline
 from hypothesis import settings
 from tiny_pipeline import write_pipeline
 
-import tokenmerge.default_method
-import tokenmerge.handle
+from tokenmerge import default_method, handle
 from tokenmerge.planners import calibration
 from tokenmerge.plans import choose, policy
 
-_measure = calibration.measure_fewest_tokens
 _FEWEST, _FEWEST_OF_POLICY = 16, policy.FEWEST_TOKENS
 
 # No deadline, since times depend on the machine. Always the same examples, so that failures repeat.
@@ -36,18 +33,11 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the default method time nothing, so that a busy machine changes no test.
-
-    A test that replaces the measurement gets its own number.
-    """
-    found = tokenmerge.default_method.fewest_tokens
-
-    def fewest_tokens(*args: Any) -> int:
-        return _FEWEST if calibration.measure_fewest_tokens is _measure else found(*args)
-
-    monkeypatch.setattr(tokenmerge.default_method, "fewest_tokens", fewest_tokens)
-    monkeypatch.setattr(tokenmerge.handle, "fewest_tokens", lambda *_: 0)  # nothing is slower than dense
+def _small_grids_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let merging pay on every grid, and time nothing on a device that pretends to be one."""
+    monkeypatch.setattr(calibration, "TOKENS_ON_CPU", 0)
+    for module in (default_method, handle):
+        monkeypatch.setattr(module, "fewest_tokens", lambda *_: calibration.TOKENS_ON_CPU)
     # Pictures of tests have few tokens. The policy merges larger grids alone.
     monkeypatch.setattr(policy, "FEWEST_TOKENS", _FEWEST)
 

@@ -101,10 +101,10 @@ def table(lines: list[dict[str, Any]]) -> str:
         *first, last = (f"{found[generation][f'speed-up {asked:g}'].speedup:.1f}×" for asked in SPEEDUPS)
         on_gpu.append(f"{model} reaches {', '.join(first)} and {last}")
     note = (
-        f"*Measured with the small bundled model `{MODEL}` on one CPU thread: {where}. Closeness is the mean "
-        f"of {prompts}. On [one NVIDIA H200]({{gpu}}), "
-        f"{', and '.join(on_gpu)}. The weights were random there, so closeness is "
-        "known for small models only.*"
+        f"*Measured with the small bundled model `{MODEL}` on one CPU thread: {where}. "
+        f"Closeness is the mean of {prompts}, from the lowest to the highest. On [one NVIDIA H200]({{gpu}}), "
+        f"{', and '.join(on_gpu)}. UNets ran at guidance 3. No picture "
+        "of these models was compared: their weights were random.*"
     )
     return "\n".join([*heads, *rows(lines), "", note, ""])
 

@@ -182,7 +182,7 @@ def fewer_steps() -> str:
         for record, speed, own in beside_auto(list(points(records))):
             if record.variant == "fewer-steps":
                 row = record.settings["steps"], f"{speed:.2f}×"
-                cells[row][scene] = f"{own:.1f} beside {record.figures['psnr']:.1f}"
+                cells[row][scene] = f"{own:.1f} ({record.figures['psnr']:.1f})"
     rows = [f"| steps | counted | {' | '.join(f'{model}, guidance {scale:g}' for model, scale in SCENES)} |"]
     rows.append("|---:|---:|" + "---:|" * len(SCENES))
     for (steps, speed), own in sorted(cells.items(), reverse=True):

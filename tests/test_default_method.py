@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,16 +33,10 @@ from tokenmerge.planners import PLANNERS, calibration
 from tokenmerge.runtime.patching.patch import state_of
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
-
-
 @pytest.fixture
-def fast(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device on which merging is faster on every grid."""
-    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 16)
+    monkeypatch.setattr(calibration, "TOKENS_ON_CPU", 16)
 
 
 class Pipeline(SimpleNamespace):
@@ -171,7 +164,7 @@ def test_a_speedup_of_1_is_dense(fast):
 
 
 def test_where_nothing_merges_and_steps_run_less_the_report_says_so(monkeypatch):
-    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 4096)
+    monkeypatch.setattr(calibration, "TOKENS_ON_CPU", 4096)
     family = FAMILIES["SD3Transformer2DModel"]
     patch = apply_token_merging(pipeline(transformer=model_of(family)), speedup=2.0)
     assert not patch.report().rows
@@ -198,7 +191,7 @@ def test_a_generation_that_is_over_before_anything_merges_says_so(steps, dense):
 
 
 def test_small_pictures_are_an_error_only_if_nothing_is_saved(monkeypatch):
-    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 4096)
+    monkeypatch.setattr(calibration, "TOKENS_ON_CPU", 4096)
     unet = hosts.unet()
     with pytest.raises(NothingToMergeError, match="the default method removes no token"):
         apply_token_merging(unet, speedup=2.0)
@@ -211,7 +204,7 @@ def test_settings_that_do_not_reach_the_speed_up_warn():
 
 
 def test_blocks_in_which_nothing_merges_compare_no_tokens(monkeypatch):
-    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 4096)
+    monkeypatch.setattr(calibration, "TOKENS_ON_CPU", 4096)
     monkeypatch.setitem(PLANNERS, "tiled", lambda *_: pytest.fail("tokens were compared"))
     unet = hosts.unet()
     patch = apply_token_merging(pipeline(unet=unet), speedup=2.0)
@@ -292,6 +285,8 @@ def test_before_a_run_the_handle_says_that_a_tolerance_slows_it_down(fast):
     assert why not in str(patch)
     assert "slower than asked" not in str(apply_token_merging(pipe, speedup=3.0))
     assert "slower than asked" not in str(apply_token_merging(pipe, speedup=3.0, min_psnr=1))
+    half = str(apply_token_merging(pipe, speedup=3.0, min_psnr=1, until=0.5))
+    assert "slower than asked" not in half  # it is, but not because of the tolerance
 
 
 def test_a_ratio_of_1_and_more_is_taken_for_a_speed_up_that_was_meant():
@@ -314,7 +309,7 @@ def test_the_handle_says_what_is_out_of_reach(fast):
     [(4096, "it would save too little time here"), (16, "step reuse alone changes the picture less")],
 )
 def test_the_handle_says_why_nothing_merges(fewest, reason, monkeypatch):
-    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: fewest)
+    monkeypatch.setattr(calibration, "TOKENS_ON_CPU", fewest)
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe, speedup=1.05)
     run(pipe, 20)

@@ -46,6 +46,10 @@ def test_before_a_run_it_counts_the_default_size_and_number_of_steps(pipe):
     assert "last run" not in str(patch)
     sample, scale = pipe.unet.config.sample_size, pipe.vae_scale_factor
     assert f"counted at {sample * scale} × {sample * scale} px, 50 steps, guidance 7.5: " in str(patch)
+    unknown = "  not run yet: this is for the default size and number of steps"
+    assert str(patch).splitlines()[1] == unknown
+    default = apply_token_merging(pipe, speedup=2.0)
+    assert str(default).splitlines()[1] == f"{unknown}, and each run gets its own plan"
 
 
 def test_it_names_the_ratio_that_was_given_and_no_other_number(pipe):
@@ -234,13 +238,13 @@ def test_attention_on_fewer_tokens_than_pay_on_the_device_is_named(config, monke
 
 
 def test_where_merging_was_faster_on_no_grid_the_note_names_no_number(monkeypatch):
-    monkeypatch.setattr("tokenmerge.handle.fewest_tokens", lambda *_: 128**2)
+    monkeypatch.setattr("tokenmerge.handle.fewest_tokens", lambda *_: 256**2)
     patch = apply_token_merging(hosts.unet(), ToMeConfig(ratio=0.5))
     (note,) = (one for one in patch.report(height=16, width=16).notes if "timed" in one)
     assert note.endswith("merged attention was timed on this device, and saved hardly any time on all grids")
 
 
-@pytest.mark.parametrize(("scope", "size"), [("block", 16), ("layers", 80)])
+@pytest.mark.parametrize(("scope", "size"), [("block", 16), ("layers", 129)])
 def test_nothing_is_timed_for_whole_blocks_and_for_large_grids(scope, size, monkeypatch):
     monkeypatch.setattr("tokenmerge.handle.fewest_tokens", lambda *_: pytest.fail("timed"))
     patch = apply_token_merging(hosts.unet(), ToMeConfig(ratio=0.5, scope=scope))

@@ -17,7 +17,7 @@ from tokenmerge.errors import ConfigError, shown, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import Attention, fewest_tokens
-from tokenmerge.plans import ROUNDING, Estimate, Facts
+from tokenmerge.plans import Estimate, Facts
 from tokenmerge.plans.choose import merging_pays
 from tokenmerge.plans.estimate import estimate_closeness
 from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
@@ -66,7 +66,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
         the batch of one picture, and the default number of steps of the pipeline.
 
         The report counts operations. On few tokens, merged attention can save operations and still take
-        longer than dense attention. A note names such blocks; it relies on timings of this device by
+        longer than dense attention. A note names such blocks. On a GPU it relies on timings by
         :func:`tokenmerge.planners.calibration.fewest_tokens`, which are made once and take some seconds.
 
         Args:
@@ -349,8 +349,10 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         default, run = self._default, self._state.last_run
         if default is None or default.min_psnr is None or report is None or run is not None:
             return ""
-        asked = f"to keep min_psnr={default.min_psnr:g}, it skips less than speedup={default.speedup:g} would"
-        return asked if report.speedup < default.speedup / (1 + ROUNDING) else ""
+        facts = self._facts_at(report.height, report.width, report.steps)
+        if default.settings(facts) == default.change(default.plan(facts).config):
+            return ""
+        return f"to keep min_psnr={default.min_psnr:g}, it skips less than speedup={default.speedup:g} would"
 
     def _why_dense(self, report: Report | None) -> str:
         if self._default is None or report is None:

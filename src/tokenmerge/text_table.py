@@ -69,12 +69,11 @@ class TextTable:
 
     def as_html(self) -> str:
         """Return the table for a notebook."""
-        header, *rows = self.lines
+        (header, *rows), title = self.lines, html.escape(self.title).replace("\n", "<br>")
         head, body = _row(header, "th"), "".join(_row(row, "td") for row in rows)
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
-        return (
-            f"<table><caption>{html.escape(self.title)}</caption><thead>{head}</thead>"
-            f"<tbody>{body}</tbody></table>" + (f"<ul>{notes}</ul>" if notes else "")
+        return f"<table><caption>{title}</caption><thead>{head}</thead><tbody>{body}</tbody></table>" + (
+            f"<ul>{notes}</ul>" if notes else ""
         )
 
 

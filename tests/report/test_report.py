@@ -300,7 +300,7 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
         (presets.sdtm(), "from 40 % of the steps on: planner=tome"),
         (presets.sdtm(), "tokens and operations are those of the step that merges most"),
         (presets.toma(), "a plan is used for 5 steps"),
-        (presets.toma(), "consecutive blocks with the same token grid share a plan"),
+        (presets.toma(), "consecutive blocks with the same token grid merge the same tokens"),
         (presets.ibtm(), "the planner 'tome' runs until the first guided step"),
         (ToMeConfig(correction=Correction(every=4)), "1 of 4 complete steps merges nothing"),
         (ToMeConfig(plans=PlanSharing(every=4)), "a plan is used for 4 steps"),
@@ -323,14 +323,15 @@ def test_a_known_number_of_steps_gives_the_plan():
     config = ToMeConfig(min_tokens=10**6, reuse=reuse)
     report = predict(hosts.unet(), config, steps=6)
     assert report.plan == "DDf··D"
+    corrected = dataclasses.replace(config, correction=Correction(every=2))  # there is nothing to correct
+    assert predict(hosts.unet(), corrected, steps=6).plan == report.plan
     assert set(notes_on_steps(config, 6)) < set(report.notes)
     assert not any("1 of" in note or "run all blocks" in note for note in report.notes)
     lines = str(report).splitlines()
     assert lines[0].endswith(f", a speed-up of {report.speedup:.2f}× as counted")
-    assert (
-        "note: plan: DDf··D (D: the whole model runs, and no token merges; f: only the finest level"
-        in str(report)
-    )
+    assert lines[1:3] == ["plan: DDf··D", "      D the whole model runs, and no token merges"]
+    assert predict(SimpleNamespace(unet=hosts.unet(), vae_scale_factor=8), HALF).scale == 8
+    assert "sample 16 × 24 (192 × 128 px), batch" in str(dataclasses.replace(report, width=24, scale=8))
     assert predict(hosts.unet(), config).plan == ""
 
 

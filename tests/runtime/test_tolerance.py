@@ -21,7 +21,6 @@ from torch.torch_version import TorchVersion
 
 from tokenmerge import ConfigError, ToMeConfig, ViTConfig, apply_token_merging
 from tokenmerge.config import read_metadata
-from tokenmerge.planners import calibration
 from tokenmerge.runtime.memory.run_log import ForecastError, RunLog, shown_by
 from tokenmerge.runtime.patching.patch import state_of
 
@@ -32,13 +31,6 @@ IN_ONE_GRAPH = (
 )
 TOLERANCES = (1, 25, 28, 30, 32, 35, HIGHEST)
 OF_FLUX = (1, 30, 35, 38, 41, 44, HIGHEST)  # whose errors are smaller
-
-
-@pytest.fixture(autouse=True)
-def fast(tmp_path, monkeypatch):
-    """A device on which merging is faster on every grid."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 16)
 
 
 class Unet:

@@ -9,7 +9,7 @@ RATIO = "ratio"  # the name of token merging alone
 def is_default(method: str) -> bool:
     """Return whether settings with this name are those of the default method.
 
-    >>> is_default("speed-up 2 in 10MB"), is_default("speed-up.json")
+    >>> is_default("speed-up 2, min_psnr 35"), is_default("speed-up.json")
     (True, False)
     """
     return method.split(" ")[0] == DEFAULT

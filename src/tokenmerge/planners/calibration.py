@@ -20,9 +20,11 @@ from torch.nn import functional as F
 from tokenmerge.config import ToMeConfig
 from tokenmerge.planners import PLANNERS
 
-SIDES = (8, 16, 24, 32, 48, 64)  # sides of the token grids that are timed
-# On CUDA, launching kernels takes most of the time of smaller grids, and that says nothing of larger ones.
-CUDA_SIDES = (48, 64, 96, 128)
+# Not timed: what else a CPU does would change the time, and so the picture. See docs/choosing-settings.md.
+TOKENS_ON_CPU = 1024
+# Sides of the token grids that are timed. Launching kernels takes most of the time of smaller grids, and that
+# says nothing of larger ones.
+SIDES = (48, 64, 96, 128)
 _RATIO = 0.2  # the lowest ratio of the default method, where merging saves least
 _LEAST_SAVED = 0.5  # of the time that would be saved if time were as operations are, docs/gpu.md
 _ROUNDS = 5
@@ -45,20 +47,22 @@ def fewest_tokens(attention: Attention) -> int:
     """Return the fewest tokens for which merging a fifth of them pays in self-attention.
 
     It pays where it saves at least half as large a part of the time as of the operations. With less, a
-    generation would be much slower than its plan says. It is measured with what the default method adds to a
-    merged step, once for each attention, version of torch and number of threads. This takes a second or two
-    on a CPU, and as long on an H200. The result is stored in :func:`cache_file`; delete that file to measure
-    again. If merging paid on no grid, the result holds for a week, because the device may have been busy with
-    something else.
+    generation would be much slower than its plan says. On a CPU the number is always the same. On another
+    device it is measured with what the default method adds to a merged step, once for each attention and
+    version of torch. This takes a second or two on an H200. The result is stored in :func:`cache_file`;
+    delete that file to measure again. If merging paid on no grid, the result holds for a week, because the
+    device may have been busy with something else.
     """
     device, dtype, batch, channels, heads, blocks = attention
+    if device.type == "cpu":
+        return TOKENS_ON_CPU
     shape = f"batch {batch}, {heads} × {channels // heads} channels, {blocks} blocks a plan"
     key = f"{_key(device, dtype)}, {shape}, proportional, corrected, {_RATIO:g}, {_LEAST_SAVED:g}"
     file, now = cache_file(), time.time()
     known = _read(file)
     if key in known:
         tokens, measured = known[key]
-        if tokens <= _sides(device)[-1] ** 2 or 0 <= now - measured < _WEEK:
+        if tokens <= SIDES[-1] ** 2 or 0 <= now - measured < _WEEK:
             return tokens
     found = measure_fewest_tokens(attention)
     with contextlib.suppress(OSError):  # if writing fails, also in the middle, the next call measures again
@@ -79,27 +83,20 @@ def cache_file() -> Path:
 
 @torch.no_grad()
 def measure_fewest_tokens(attention: Attention) -> int:
-    """Return the number of tokens of the first grid on which merging pays, see :func:`fewest_tokens`.
+    """Return the number of tokens of the smallest grid on which merging pays, see :func:`fewest_tokens`.
 
-    On CUDA it has to pay on all larger grids too, as far as there is memory for them. The merged time
-    includes what the default method adds: a share of the planning, proportional attention and the correction.
-    If there is no such grid, the number is that of a grid twice as wide as the last, because the cost of
-    attention grows with the square of the tokens.
+    It has to pay on all larger grids too, as far as there is memory for them. On a device without CUDA, the
+    larger half of the grids is left out. The merged time includes what the default method adds: a share of
+    the planning, proportional attention and the correction. If there is no such grid, the number is that of a
+    grid twice as wide as the last, because the cost of attention grows with the square of the tokens.
     """
-    sides = _sides(attention.device)
-    fewest = 2 * sides[-1]
-    if attention.device.type != "cuda":
-        return next((side for side in sides if _pays(attention, side)), fewest) ** 2
-    for side in reversed(sides):
+    fewest = 2 * SIDES[-1]
+    for side in reversed(SIDES if attention.device.type == "cuda" else SIDES[:2]):
         with contextlib.suppress(torch.OutOfMemoryError):
             if not _pays(attention, side):
                 break
             fewest = side
     return fewest**2
-
-
-def _sides(device: torch.device) -> tuple[int, ...]:
-    return CUDA_SIDES if device.type == "cuda" else SIDES
 
 
 def _pays(attention: Attention, side: int) -> bool:
@@ -163,8 +160,7 @@ def _seconds(function: Callable[[], object], device: torch.device) -> float:
 
 def _key(device: torch.device, dtype: torch.dtype) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return f"{device.type} {name}{threads}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}"
+    return f"{device.type} {name}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}"
 
 
 def _read(file: Path) -> dict[str, tuple[int, int]]:

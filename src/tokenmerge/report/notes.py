@@ -110,7 +110,7 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
     if config.plans.every > 1:
         notes.append(f"a plan is used for {config.plans.every} steps")
     if config.plans.blocks:
-        notes.append("consecutive blocks with the same token grid share a plan")
+        notes.append("consecutive blocks with the same token grid merge the same tokens")
     if config.cached_features:
         what = "all blocks of a level" if config.cached_features == "model_residual" else "each block"
         notes.append(

@@ -46,6 +46,7 @@ class Report(Tabled):
         flops_mean: operations with merging, averaged over these steps. None if all steps are alike, or no
             number of steps was given.
         plan: one sign for each of these steps, such as ``"MMffMM"``. Empty: likewise.
+        scale: pixels per position of the sample along a side; None: unknown.
     """
 
     model: str
@@ -60,6 +61,7 @@ class Report(Tabled):
     steps: int | None = None
     flops_mean: int | None = None
     plan: str = ""
+    scale: int | None = None
 
     @property
     def speedup(self) -> float:
@@ -110,11 +112,13 @@ class Report(Tabled):
         if self.flops_mean is not None:
             mean = gflops(self.flops_dense, self.flops_mean)
             lines.append((f"mean over {self.steps} steps", "", "", "", "", *mean))
-        size = f"sample {self.height} × {self.width}, batch {self.batch}"
-        title = f"{self.model}: {size}, a speed-up of {self.speedup:.2f}× as counted"
-        legend = [f"{sign}: {what}" for sign, what in SIGNS.items() if sign in self.plan]
-        plan = [f"plan: {self.plan} ({'; '.join(legend)})"] if self.plan else []
-        return TextTable(title, [header, *lines], [*plan, *self.notes])
+        size = f"sample {self.height} × {self.width}"
+        if self.scale:
+            size += f" ({self.width * self.scale} × {self.height * self.scale} px)"
+        title = [f"{self.model}: {size}, batch {self.batch}, a speed-up of {self.speedup:.2f}× as counted"]
+        title += [f"plan: {self.plan}"] * bool(self.plan)
+        title += [f"      {sign} {what}" for sign, what in SIGNS.items() if sign in self.plan]
+        return TextTable("\n".join(title), [header, *lines], self.notes)
 
 
 def saved(dense: int, merged: int) -> str:
@@ -211,7 +215,8 @@ def predict(
         notes=tuple(notes),
         kept_bytes=kept,
         flops_mean=sum(report.flops for report in reports) if steps else None,
-        plan=signs_of(plan_generation(config, steps), bool(rows), bool(merging[0].deep_stages))
+        scale=getattr(pipe_or_model, "vae_scale_factor", None),
+        plan=signs_of(plan_generation(described, steps), bool(rows), bool(merging[0].deep_stages))
         if steps
         else "",
     )

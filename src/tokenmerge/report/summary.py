@@ -42,9 +42,8 @@ def summary(
     """
     lines = [title(config, conditions)]
     if run is None and report is not None:
-        lines.append(
-            "  not run yet: this is for the default size and number of steps, and each run gets its own plan"
-        )
+        own_plan = ", and each run gets its own plan" if is_default(conditions.method) else ""
+        lines.append(f"  not run yet: this is for the default size and number of steps{own_plan}")
     if report is not None:
         lines.append(f"  merging: {_merging(config, conditions, report)}")
     if config.reuse.on:

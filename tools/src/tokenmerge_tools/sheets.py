@@ -27,9 +27,7 @@ class Pair:
 
     dense: Image.Image
     merged: Image.Image
-    fewer: Image.Image | None = (
-        None  # dense, in as many steps as the merged one costs; all rows have one, or none
-    )
+    fewer: Image.Image | None = None  # dense, in fewer steps of the same cost; all rows have one, or none
     caption: str = ""  # a line of text below the row
 
 

@@ -126,7 +126,7 @@ class RunLog:
             return  # a step that skips all parts
         sample, output = sample.detach().chunk(copies)[0], _guided(output.detach(), self.guidance, copies)
         # Some models get more than the sample, or return more.
-        common = tuple(slice(min(sizes)) for sizes in zip(sample.shape, output.shape, strict=False))
+        common = tuple(slice(min(sizes)) for sizes in zip(sample.shape, output.shape, strict=True))
         sample, output = sample[common], output[common]
         index, levels, weight = tracker.index, self.levels, 1.0
         if levels is not None:
