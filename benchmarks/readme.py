@@ -90,7 +90,7 @@ def fewer(speedup: float) -> int:
 def table(lines: list[dict[str, Any]]) -> str:
     """Return the table with its condition, in Markdown."""
     heads = [
-        "| you ask for | measured | how the picture changes | closeness | instead, fewer steps |",
+        "| you ask for | measured | how the picture changes | closeness | in fewer steps instead |",
         "|---|---:|---|---|---|",
     ]
     prompts = "1 prompt" if len(lines) == 1 else f"{len(lines)} prompts"
@@ -101,10 +101,8 @@ def table(lines: list[dict[str, Any]]) -> str:
         *first, last = (f"{found[generation][f'speed-up {asked:g}'].speedup:.1f}×" for asked in SPEEDUPS)
         on_gpu.append(f"{model} reaches {', '.join(first)} and {last}")
     note = (
-        f"*Measured with the small bundled model `{MODEL}` on one CPU thread: {where}. "
-        f"Closeness is the mean of {prompts}, from the lowest to the highest. On [one NVIDIA H200]({{gpu}}), "
-        f"{', and '.join(on_gpu)}. UNets ran at guidance 3. No picture "
-        "of these models was compared: their weights were random.*"
+        f"*The small bundled model `{MODEL}` on one CPU thread: {where}; mean and range of {prompts}. "
+        f"On [one NVIDIA H200]({{gpu}}), {', and '.join(on_gpu)}.*"
     )
     return "\n".join([*heads, *rows(lines), "", note, ""])
 
@@ -126,7 +124,7 @@ def rows(lines: list[dict[str, Any]]) -> Iterator[str]:
         own = [(line["dense"] / line[name]["seconds"], line[name]["psnr"]) for line in lines]
         speeds, psnr = zip(*own, strict=True)
         mean = statistics.mean(psnr)
-        closeness = f"{mean:.0f} dB, from {min(psnr):.0f} to {max(psnr):.0f}"
+        closeness = f"{mean:.0f} dB ({min(psnr):.0f} to {max(psnr):.0f})"
         others = fewer(speedup)
         dense = [
             (line["dense"] / line[f"steps={others}"]["seconds"], line[f"steps={others}"]["psnr"])

@@ -394,3 +394,29 @@ def test_start_and_until_add_rules():
         apply_token_merging(unet, falling, start=0.5, until=0.5)
     with pytest.raises(ConfigError, match="start, until: a vision transformer has no denoising steps"):
         apply_token_merging(vits.vit(), ViTConfig(r=1), until=0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"speed_up": 2}, "speed_up: .* got speed_up=2; did you mean speedup?"),
+        ({"merge_ratio": 0.5}, "merge_ratio: .* did you mean ratio?"),
+        (
+            {"max_downsample": 2, "ratio": 0.5},
+            r"max_downsample: .* write ToMeConfig\(ratio=0.5, …\)",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_argument_that_there_is_not_names_the_nearest_one(given, told):
+    unet = hosts.unet()
+    with pytest.raises(TypeError, match=told):
+        apply_token_merging(unet, **given)
+    with pytest.raises(TypeError, match=told), token_merging(unet, **given):
+        pass
+    assert state_of(unet) is None
+
+
+def test_the_context_takes_all_arguments(pipe):
+    with token_merging(pipe, speedup=2.0, min_psnr=35, until=0.5) as patch:
+        assert "min_psnr 35" in str(patch)

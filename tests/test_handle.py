@@ -74,7 +74,7 @@ def test_a_warning_about_a_run_stands_at_the_line_that_ran_it(pipe):
 def test_a_model_alone_has_no_number_of_steps():
     patch = apply_token_merging(hosts.unet(), SKIPS)
     assert patch.report() == predict(hosts.unet(), SKIPS)
-    assert "1 of 3 steps runs the whole model" in str(patch)
+    assert "1 of 3 steps is complete" in str(patch)
 
 
 def test_another_size_and_number_of_steps(pipe):
@@ -209,7 +209,7 @@ def test_steps_outside_the_part_that_merges_are_complete(pipe):
     generate(pipe)
     run = int(re.search(r"\((\d+) complete", last_run(patch))[1])
     assert FULL < run < 12
-    assert f"{run} of 12 steps run the whole model" in str(patch)
+    assert f"{run} of 12 steps are complete" in str(patch)
 
 
 @pytest.mark.parametrize("config", [ToMeConfig(ratio=0.5), ToMeConfig(ratio=0.5, scope="keys")], ids=repr)

@@ -46,6 +46,7 @@ from tokenmerge.vit.runtime import EncoderState, checked_encoders, patch_encoder
 __all__ = ["Patch", "apply_token_merging", "remove_token_merging", "token_merging"]
 
 _DEFAULT_SPEEDUP = 2.0
+_ARGUMENTS = ("speedup", "ratio", "start", "until", "min_psnr")
 _TWO_WAYS = (
     "apply_token_merging(pipe, speedup=2.0) for the default method, or apply_token_merging(pipe, ratio=0.5) "
     "to merge half of the tokens and nothing else"
@@ -85,6 +86,7 @@ def apply_token_merging(
     start: float | None = None,
     until: float | None = None,
     min_psnr: float | None = None,
+    **unknown: object,
 ) -> Patch[Any, Any]:
     """Patch a diffusion model or a vision transformer in place, so that it merges tokens.
 
@@ -121,6 +123,7 @@ def apply_token_merging(
             picture can depend on the others. Each complete step waits once for the device. Raising it brings
             the picture closer and saves less time. The estimate can be wrong, see ``patch.error``. None: no
             step is added.
+        unknown: arguments of other names, which are refused.
 
     Returns:
         A handle: ``print(patch)`` says what it does in a few lines, ``print(patch.report())`` shows each
@@ -132,7 +135,14 @@ def apply_token_merging(
             denoiser merges; the report names it.
         ConfigError: ``config`` is not a configuration, or does not fit the model.
         ModelInUseError: another thread runs the model.
+        TypeError: there is no argument of a name that was given.
     """
+    for name, value in unknown.items():
+        near = difflib.get_close_matches(name, _ARGUMENTS, 1)
+        raise TypeError(
+            f"{name}: apply_token_merging takes {', '.join(_ARGUMENTS)}, got {name}={shown(value)}; "
+            + (f"did you mean {near[0]}?" if near else "write ToMeConfig(ratio=0.5, …) for other settings")
+        )
     if isinstance(config, ViTConfig) and ratio is speedup is min_psnr is None:
         if start is until is None:
             return _merge_in_encoders(pipe_or_model, config)
@@ -308,29 +318,15 @@ def remove_token_merging(pipe_or_model: object) -> None:
         restore(root)
 
 
-@overload
-def token_merging(
-    pipe_or_model: object,
-    config: ToMeConfig | str | os.PathLike[str] | None = None,
-    *,
-    speedup: float | None = None,
-    ratio: float | None = None,
-) -> contextlib.AbstractContextManager[Patch[Report, RecordedPlan]]: ...
-@overload
-def token_merging(
-    pipe_or_model: object, config: ViTConfig
-) -> contextlib.AbstractContextManager[Patch[ViTReport, RecordedTokens]]: ...
 @contextlib.contextmanager
-def token_merging(
-    pipe_or_model: object, config: Any = None, *, speedup: float | None = None, ratio: float | None = None
-) -> Iterator[Patch[Any, Any]]:
+def token_merging(pipe_or_model: object, config: Any = None, **arguments: Any) -> Iterator[Patch[Any, Any]]:
     """Merge tokens within the context, then restore the earlier state, also after an exception.
 
     The arguments and errors are those of :func:`apply_token_merging`. If another thread is running a model
     when the context ends, there is a ModelInUseError, and the model stays patched.
     """
     before = [(root, patch, state_of(root)) for root, patch in _patchable(pipe_or_model)]
-    handle = apply_token_merging(pipe_or_model, config, speedup=speedup, ratio=ratio)
+    handle = apply_token_merging(pipe_or_model, config, **arguments)
     try:
         yield handle
     finally:

@@ -20,6 +20,7 @@ from tokenmerge.planners.calibration import Attention, fewest_tokens
 from tokenmerge.plans import Estimate, Facts
 from tokenmerge.plans.choose import merging_pays
 from tokenmerge.plans.estimate import estimate_closeness
+from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
 from tokenmerge.report.summary import Conditions, RunSteps, summary, title
 from tokenmerge.runtime.memory.run_log import StepRecorder, shown_by
@@ -304,21 +305,17 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             pictures=self._pictures(pipe),
             guidance=default_guidance(pipe) if run is None else run.guidance,
             why_dense=self._why_dense(report),
-            remarks={
-                "hardly faster": slower or "",
-                "left alone": self._state.kept.note,
-                "slower than asked": self._why_slower(report),
-            },
+            remarks={"hardly faster": slower or "", "left alone": self._state.kept.note},
         )
         if state_of(root) is not self._state:
             return f"{title(self._in_force, conditions)}: removed"
-        lines = summary(self._in_force, conditions, report, run)
-        if estimated := self._estimated():
+        first, *lines = summary(self._in_force, conditions, report, run)
+        if estimated := self._estimated(report):
             lines.append(f"  {estimated}")
         if report is not None and self._default is not None and self._default.facts.follows_steps:
             short = self._default.shortfall(self._facts_at(report.height, report.width, report.steps))
-            lines += [f"  out of reach: {short}"] * bool(short)
-        return "\n".join([*lines, *([f"  not counted: {problem}"] if problem else [])])
+            lines[:0] = [f"  out of reach: {short}"] * bool(short)
+        return "\n".join([first, *lines, *([f"  not counted: {problem}"] if problem else [])])
 
     @property
     def _in_force(self) -> ToMeConfig:
@@ -335,9 +332,11 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         facts = self._facts_at(run.height, run.width, run.steps)
         return estimate_closeness(facts, run.config, shown_by([run]))
 
-    def _estimated(self) -> str:
-        """Return the estimate as text, and what a tolerance did; empty: nothing is known."""
+    def _estimated(self, report: Report | None) -> str:
+        """Return the estimate as text, and what a tolerance does or did; empty: nothing is known."""
         error, run, default = self.error, self._state.last_run, self._default
+        if run is None and report is not None and default is not None and default.min_psnr is not None:
+            return f"min_psnr {default.min_psnr:g}: {self._added(default, report)}"
         if error is None or run is None or run.steps is None or default is None or default.min_psnr is None:
             return "" if error is None else f"estimated: {error}"
         planned = default.plan(self._facts_at(run.height, run.width, run.steps)).config
@@ -345,14 +344,14 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         further = f"{ran - plan} further complete step{'s' if ran - plan != 1 else ''}"
         return f"min_psnr {default.min_psnr:g}: {further}; estimated {error}"
 
-    def _why_slower(self, report: Report | None) -> str:
-        default, run = self._default, self._state.last_run
-        if default is None or default.min_psnr is None or report is None or run is not None:
-            return ""
-        facts = self._facts_at(report.height, report.width, report.steps)
-        if default.settings(facts) == default.change(default.plan(facts).config):
-            return ""
-        return f"to keep min_psnr={default.min_psnr:g}, it skips less than speedup={default.speedup:g} would"
+    def _added(self, default: DefaultMethod, report: Report) -> str:
+        """Say which complete steps the tolerance of the default method adds."""
+        facts, least = self._facts_at(report.height, report.width, report.steps), default.min_psnr or 0
+        more = default.settings(facts) != default.change(default.plan(facts).config)
+        begins = f"; it begins with more than speedup={default.speedup:g} needs" if more else ""
+        return (
+            f"a run adds complete steps while its estimate is below {least + ESTIMATE['margin']:g} dB{begins}"
+        )
 
     def _why_dense(self, report: Report | None) -> str:
         if self._default is None or report is None:

@@ -165,7 +165,7 @@ def test_the_table():
 
 
 def test_notes_on_ratio_0_small_levels_chunks_and_blocks_that_cost_more():
-    assert predict(hosts.unet(), ToMeConfig(ratio=0)).notes == ("ratio=0: no token merges",)
+    assert predict(hosts.unet(), ToMeConfig(ratio=0)).notes == ("no token merges",)
     small = predict(hosts.unet(), ToMeConfig(ratio=0.5, max_downsample=2), 2, 8)
     assert any(
         "down_blocks.1.attentions.0.transformer_blocks.0 stays dense: its token grid" in n

@@ -51,7 +51,7 @@ class Estimate:
 
     def __str__(self) -> str:
         low, high = self.psnr - self.within, self.psnr + self.within
-        worst = "" if self.worst_step is None else f"; the largest error at step {self.worst_step} (from 0)"
+        worst = "" if self.worst_step is None else f"; largest error: step {self.worst_step} (the first is 0)"
         return (
             f'{self.psnr:.0f} dB ({low:.0f} to {high:.0f}) to the dense picture, "{looks(self.psnr)}"{worst}'
         )

@@ -7,15 +7,17 @@ import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
 
 from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.models.base import Host, is_a
@@ -28,8 +30,8 @@ from tokenmerge.runtime.steps.pipeline import Pipeline
 Arguments = Callable[[], dict[str, Any]]  # returns new arguments of a call, by name
 # After two complete steps the cache of step reuse is largest. The second must not be one of the last steps.
 _STEPS_TO_KEEP_MOST = 4
-# The results of operations on the meta device, by their arguments, see _ShapesAlone.
-_RESULTS: dict[object, Any] = {}
+# The results of operations on the meta device and their FLOPs, by their arguments.
+_RESULTS: dict[object, tuple[Any, int]] = {}
 _MOST_RESULTS = 10_000
 # Attributes by which other libraries wrap a module's calls. They may hold references to whole other models.
 _WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compiled_call_impl")
@@ -84,39 +86,75 @@ def _plain_processor(attention: nn.Module) -> dict[int, Any]:
 
 @torch.no_grad()
 def count_flops(root: nn.Module, arguments: dict[str, Any]) -> dict[str, int]:
-    """Count the FLOPs of one call for every module, by its path, which starts with the class of the root.
+    """Count the FLOPs of one call for every module that runs, by its path after the class of the root.
 
     The model may be on the meta device. Arguments whose values it reads, such as the mask of the text, must
     then be on the CPU.
     """
-    with _ShapesAlone(), FlopCounterMode(display=False) as counter:
+    counts: Counter[nn.Module] = Counter()
+    with _Counting() as counting, contextlib.ExitStack() as hooks:
+
+        def note(sign: int, module: nn.Module, *_: Any) -> None:
+            counts[module] += sign * counting.flops
+
+        hooks.callback(register_module_forward_pre_hook(functools.partial(note, -1)).remove)
+        hooks.callback(register_module_forward_hook(functools.partial(note, 1)).remove)
         root(**arguments)
-    return {path: sum(counts.values()) for path, counts in counter.get_flop_counts().items()}
+    own = {f"{type(root).__name__}.{path}": module for path, module in root.named_modules()}
+    return {path.removesuffix("."): counts[module] for path, module in own.items() if module in counts}
 
 
-class _ShapesAlone(TorchDispatchMode):
-    """Runs operations on the meta device.
+class _Counting(TorchDispatchMode):
+    """Runs operations on the meta device, and counts their FLOPs.
 
     If only some inputs of an operation are on it, the others are moved there. Operations are repeated in most
-    blocks and cost a millisecond of Python each, so the shapes of their results are cached.
+    blocks and cost a millisecond of Python each, so the shapes of their results and their FLOPs are cached.
     """
+
+    flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        on_meta = {leaf.is_meta for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        on_meta = {one.is_meta for one in _leaves((args, *kwargs.values())) if isinstance(one, Tensor)}
         # Indices keep their values, because the values of a mask determine the shape of the result.
         if func is not torch.ops.aten.index.Tensor and len(on_meta) > 1:
             args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
             on_meta = {True}
+        if _is_composite(func):  # in inference mode; its parts are counted
+            with self:
+                return func.decompose(*args, **kwargs)
         if on_meta != {True} or _aliases(func):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self.flops += _flops(func, args, kwargs, result)
+            return result
         call = func, _key(args), _key(tuple(kwargs.items()))
-        result = _RESULTS.get(call)
-        if result is None:
+        known = _RESULTS.get(call)
+        if known is None:
             if len(_RESULTS) >= _MOST_RESULTS:
                 _RESULTS.clear()
-            result = _RESULTS[call] = func(*args, **kwargs)
-        return tree_map_only(Tensor, _new, result)
+            result = func(*args, **kwargs)
+            known = _RESULTS[call] = result, _flops(func, args, kwargs, result)
+        result, flops = known
+        self.flops += flops
+        return _new(result) if isinstance(result, Tensor) else tree_map_only(Tensor, _new, result)
+
+
+def _flops(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
+    formula = flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _leaves(value)
+        else:
+            yield value
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    return func._overloadpacket not in flop_registry and func._can_decompose()
 
 
 @functools.cache

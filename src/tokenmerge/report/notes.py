@@ -47,7 +47,7 @@ def merged_parts(block: Block, config: ToMeConfig) -> str:
 def notes_on_blocks(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeConfig) -> list[str]:
     """Say which blocks stay dense and why, and where merging costs more than it saves."""
     if not config.merges:
-        return ["ratio=0: no token merges"]
+        return ["no token merges"]
     kinds = config.merged_layers if config.scope == "layers" else ()
     deepest = deepest_level(blocks, config)
     too_deep = Counter(block.level for block in blocks if block.level > deepest)

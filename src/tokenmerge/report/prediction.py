@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -108,7 +109,8 @@ class Report(Tabled):
             for row in self.joined_rows()
         ]
         whole = "whole model" if self.flops_mean is None else "whole model, one complete step"
-        lines.append((whole, "", "", "", "", *gflops(self.flops_dense, self.flops_merged)))
+        if lines or self.flops_mean is None:
+            lines.append((whole, "", "", "", "", *gflops(self.flops_dense, self.flops_merged)))
         if self.flops_mean is not None:
             mean = gflops(self.flops_dense, self.flops_mean)
             lines.append((f"mean over {self.steps} steps", "", "", "", "", *mean))
@@ -294,7 +296,8 @@ def _predict_host(
 ) -> Report:
     kept, whole = Kept(dense=frozenset(dense_paths.get(host.root, ()))), type(host.root).__name__
     (copied,) = find_hosts(weightless(host.root, host.on_cpu))
-    arguments = partial(copied.example, *size, *([tuple(references)] if host.takes_references else []))
+    example = copied.example(*size, *([tuple(references)] if host.takes_references else []))
+    arguments = partial(copy.deepcopy, example)  # a model may change what it gets
     dense = count_flops(copied.root, arguments())
     # Keep step reuse, because step reuse alone is allowed if no token merges.
     most = merging_most(config)

@@ -91,14 +91,14 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
 
 
 def _reuse(config: ToMeConfig, report: Report | None) -> str:
-    others = "the others skip parts of it and extrapolate their outputs"
+    others = "the reused ones skip parts of the model and extrapolate their outputs"
     if report is None or report.steps is None:
-        return f"1 of {config.reuse.every:g} steps runs the whole model; {others}"
+        return f"1 of {config.reuse.every:g} steps is complete; {others}"
     plan = plan_generation(config, report.steps)
     complete = sum(step.runs is Runs.EVERYTHING for step in plan)
     if complete == report.steps:
-        return f"all {complete} steps run the whole model, as there are too few to skip any"
-    return f"{complete} of {report.steps} steps run the whole model; {others}"
+        return f"all {complete} steps are complete, as there are too few to skip any"
+    return f"{complete} of {report.steps} steps are complete; {others}"
 
 
 def _counted(conditions: Conditions, report: Report) -> str:

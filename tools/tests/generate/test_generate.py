@@ -120,7 +120,7 @@ def test_as_many_dense_steps_as_the_merged_pictures_cost_stand_beside_them(folde
     expected = {"steps": steps, "psnr_db": pytest.approx(float(psnr(few, every)), abs=0.2)}  # 8 bits
     assert record["quality"]["fewer_steps"] == expected
     text = result_lines(result, options(folder, tmp_path, merging=merging, steps=8))
-    assert f"  {steps} dense steps cost as much, and have {result.fewer_psnr:.1f} dB" in text
+    assert f"  {result.fewer_psnr:.1f} dB in {steps} dense steps, which cost as much" in text
     assert generate(options(folder, tmp_path / "two")).fewer_psnr is None  # too little was saved for one step
     panels = [pixels(tmp_path / name / "comparison.png").shape[1] for name in ("all", "two")]
     assert panels[0] > 1.3 * panels[1]  # four, and three

@@ -134,9 +134,8 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     if result.psnr:
         lines += ["", f"  {_close_to_dense(result)}; {cache}"]
     if result.fewer_psnr is not None:
-        lines.append(f"  {result.fewer_steps} dense steps cost as much, and have {result.fewer_psnr:.1f} dB")
-    lines.append(f"  {_what_ran(result, options.steps)}")
-    lines.append("")
+        lines.append(f"  {result.fewer_psnr:.1f} dB in {result.fewer_steps} dense steps, which cost as much")
+    lines += [f"  {_what_ran(result, options.steps)}", ""]
     if options.model in demo.NAMES:
         lines.append('  Your model:  tokenmerge generate "a castle" --model owner/name')
     if argument := options.merging.argument:
@@ -167,7 +166,7 @@ def _what_ran(result: Result, steps: int) -> str:
     share = 0.0 if most is None else 100 * (1 - most.merged_tokens / most.tokens)
     blocks = sum(row.merged_tokens < row.tokens for row in rows)
     merged = f"up to {share:.0f} % of the tokens merged, in {blocks} blocks" if share else "no tokens merged"
-    return f"counted speed-up {result.report.speedup:.2f}×: {ran} ran the whole model; {merged}"
+    return f"{result.report.speedup:.2f}× counted in operations: {ran} ran the whole model; {merged}"
 
 
 def details(result: Result) -> list[str]:

@@ -260,8 +260,8 @@ class _Generating:
         result = self.result
         try:
             images, reference = as_tensor(merged), as_tensor(dense)
-            of_fewer = math.inf if fewer[0] is None else float(psnr(as_tensor(fewer), reference).mean())
-            result.fewer_psnr = of_fewer if math.isfinite(of_fewer) else None
+            lost = math.inf if fewer[0] is None else float(psnr(as_tensor(fewer), reference).mean())
+            result.fewer_psnr = lost if math.isfinite(lost) else None
             result.psnr = tuple(psnr(images, reference).tolist())
             result.ssim = tuple(ssim(images, reference).tolist())
             captions = [
@@ -274,11 +274,12 @@ class _Generating:
             self.result.notes.append(str(error))
         rows = list(map(Pair, dense, merged, fewer, captions))
         width, height = self.options.size or (0, 0)
+        of_fewer = "" if result.fewer_psnr is None else f", {result.fewer_psnr:.1f} dB"
         picture = comparison(
             rows,
             dense=f"{width} x {height}, {self.options.steps} steps",
             merged=self.options.merging.title,
-            fewer=f"dense, in {result.fewer_steps} steps, which cost as much",
+            fewer=f"dense, in {result.fewer_steps} steps, as many operations{of_fewer}",
         )
         path = self.result.folder / "comparison.png"
         write_atomically(path, picture.save)
