@@ -251,8 +251,8 @@ def test_a_cache_that_fails_is_no_matter(failing, own_cache, monkeypatch):
 def test_measuring_takes_seconds():
     start = time.process_time()
     sides = {48**2, 64**2, 256**2}
-    assert calibration.measure_fewest_tokens(Attention(torch.device("cpu"), torch.float32)) in sides
-    assert time.process_time() - start < 60  # also on a busy machine, since its waiting is not counted
+    assert calibration.measure_fewest_tokens(Attention(torch.device("cpu"), torch.float32, 2, 64, 4)) in sides
+    assert time.process_time() - start < 20  # also on a busy machine, since its waiting is not counted
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["pipeline", "model alone"])

@@ -17,6 +17,7 @@ from tokenmerge import ToMeConfig, UnsupportedModelError, apply_token_merging
 HALF = ToMeConfig(ratio=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SD3Transformer2DModel", "WanTransformer3DModel"])
 def test_an_exported_program_merges(name):
     family = FAMILIES[name]

@@ -282,7 +282,8 @@ def test_a_picture_does_not_depend_on_its_batch(make):
         assert_close(got, expected, atol=10 * rounding.item() + 1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("make", [vits.vit, pytest.param(vits.timm, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [vits.vit, vits.timm])
 @torch.no_grad()
 def test_compiles_into_one_graph_and_new_settings_are_noticed(make):
     torch._dynamo.reset()
@@ -600,6 +601,7 @@ def test_a_mask_is_refused_where_tokens_merge_and_nowhere_else():
                 call(x, attention_mask=mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [vits.dinov2, vits.timm])
 @torch.no_grad()
 def test_exports(make):
