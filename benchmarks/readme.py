@@ -90,7 +90,7 @@ def fewer(speedup: float) -> int:
 def table(lines: list[dict[str, Any]]) -> str:
     """Return the table with its condition, in Markdown."""
     heads = [
-        "| you ask for | measured | how the picture changes | closeness | in fewer steps instead |",
+        "| you ask for | measured | how the picture changes | closeness | or the unchanged model in fewer steps |",
         "|---|---:|---|---|---|",
     ]
     prompts = "1 prompt" if len(lines) == 1 else f"{len(lines)} prompts"
@@ -102,7 +102,7 @@ def table(lines: list[dict[str, Any]]) -> str:
         on_gpu.append(f"{model} reaches {', '.join(first)} and {last}")
     note = (
         f"*The small bundled model `{MODEL}` on one CPU thread: {where}; mean and range of {prompts}. "
-        f"On [one NVIDIA H200]({{gpu}}), {', and '.join(on_gpu)}.*"
+        f"On [one NVIDIA H200]({{gpu}}), denoising alone, {', and '.join(on_gpu)}.*"
     )
     return "\n".join([*heads, *rows(lines), "", note, ""])
 

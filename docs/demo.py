@@ -87,9 +87,12 @@ def printed(run: dict) -> str:
     (psnr,) = run["quality"]["psnr_db"]
     dense, merged = (run["variants"][name]["seconds_per_call"][0] for name in ("dense", "merged"))
     threads = run["conditions"]["environment"]["threads"]
+    low, high = map(int, re.search(r"estimated: \d+ dB \((\d+) to (\d+)\)", run["summary"]).groups())
+    guessed = round((low + high) / 2 - psnr)
+    wrong = f": the estimate was {abs(guessed)} dB too {'high' if guessed > 0 else 'low'} here" if guessed else ""
     note = (
-        f"*On {threads} CPU thread{'s' * (threads > 1)}, the whole call took {merged:.1f} s instead of {dense:.1f} s. "
-        f"The picture has {psnr:.1f} dB.*"
+        f"*This call took {merged:.1f} s instead of {dense:.1f} s, on {threads} CPU thread{'s' * (threads > 1)}. "
+        f"The picture has {psnr:.1f} dB to the dense one{wrong}.*"
     )
     return "\n".join(("```text", run["summary"], "```", "", note, ""))
 

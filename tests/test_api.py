@@ -403,7 +403,7 @@ def test_start_and_until_add_rules():
         ({"merge_ratio": 0.5}, "merge_ratio: .* did you mean ratio?"),
         (
             {"max_downsample": 2, "ratio": 0.5},
-            r"max_downsample: .* write ToMeConfig\(ratio=0.5, …\)",
+            r"max_downsample: .* as ToMeConfig\(ratio=0.5, max_downsample=…\)",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -141,7 +141,7 @@ def apply_token_merging(
         near = difflib.get_close_matches(name, _ARGUMENTS, 1)
         raise TypeError(
             f"{name}: apply_token_merging takes {', '.join(_ARGUMENTS)}, got {name}={shown(value)}; "
-            + (f"did you mean {near[0]}?" if near else "write ToMeConfig(ratio=0.5, …) for other settings")
+            + (f"did you mean {near[0]}?" if near else f"pass a setting as ToMeConfig(ratio=0.5, {name}=…)")
         )
     if isinstance(config, ViTConfig) and ratio is speedup is min_psnr is None:
         if start is until is None:

@@ -342,7 +342,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         planned = default.plan(self._facts_at(run.height, run.width, run.steps)).config
         ran, plan = (len(own.reuse.steps_of(run.steps).full) for own in (run.config, planned))
         further = f"{ran - plan} further complete step{'s' if ran - plan != 1 else ''}"
-        return f"min_psnr {default.min_psnr:g}: {further}; estimated {error}"
+        aim = f"to reach an estimate of {default.min_psnr + ESTIMATE['margin']:g} dB"
+        return f"min_psnr {default.min_psnr:g}: {further}, {aim}\n  estimated: {error}"
 
     def _added(self, default: DefaultMethod, report: Report) -> str:
         """Say which complete steps the tolerance of the default method adds."""

@@ -120,8 +120,7 @@ def test_short_generations_have_an_estimate(steps):
 
 def test_the_estimate_is_printed_with_its_range_and_in_words():
     assert str(Estimate(35.4, 7.0, 6)) == (
-        '35 dB (28 to 42) to the dense picture, "small details differ"; '
-        "largest error: step 6 (the first is 0)"
+        '35 dB (28 to 42) to the dense picture, "small details differ"; largest error: step 6, counted from 0'
     )
 
 

@@ -229,7 +229,7 @@ def test_blocks_may_be_compiled_and_a_whole_model_is_refused():
 @pytest.mark.parametrize("value", [True, "35", float("nan"), float("inf"), 0, -3])
 def test_other_values_are_refused(value):
     pipe = Unet()
-    with pytest.raises(ConfigError, match="min_psnr: expected a number of dB above 0, such as 35, got"):
+    with pytest.raises(ConfigError, match="min_psnr: expected a PSNR in dB from 1 on, such as 35, got"):
         apply_token_merging(pipe, speedup=2.0, min_psnr=value)
     assert state_of(pipe.unet) is None
 

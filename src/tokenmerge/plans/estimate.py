@@ -51,10 +51,9 @@ class Estimate:
 
     def __str__(self) -> str:
         low, high = self.psnr - self.within, self.psnr + self.within
-        worst = "" if self.worst_step is None else f"; largest error: step {self.worst_step} (the first is 0)"
-        return (
-            f'{self.psnr:.0f} dB ({low:.0f} to {high:.0f}) to the dense picture, "{looks(self.psnr)}"{worst}'
-        )
+        worst = "" if self.worst_step is None else f"; largest error: step {self.worst_step}, counted from 0"
+        words = looks(round(self.psnr))
+        return f'{self.psnr:.0f} dB ({low:.0f} to {high:.0f}) to the dense picture, "{words}"{worst}'
 
 
 def looks(psnr: float) -> str:

@@ -96,7 +96,7 @@ class Report(Tabled):
         return dataclasses.asdict(self)
 
     def _table(self) -> TextTable:
-        header = ("block", "level", "grid", "tokens", "merged", "GFLOPs", "saved")
+        header = ("block" if self.rows else "", "level", "grid", "tokens", "merged", "GFLOPs", "saved")
         lines = [
             (
                 row.path if " + " not in self.model else f"{row.model}: {row.path}",
@@ -120,7 +120,9 @@ class Report(Tabled):
         title = [f"{self.model}: {size}, batch {self.batch}, a speed-up of {self.speedup:.2f}× as counted"]
         title += [f"plan: {self.plan}"] * bool(self.plan)
         title += [f"      {sign} {what}" for sign, what in SIGNS.items() if sign in self.plan]
-        return TextTable("\n".join(title), [header, *lines], self.notes)
+        columns = range(len(header)) if self.rows else (0, 5, 6)
+        cells = [tuple(line[column] for column in columns) for line in (header, *lines)]
+        return TextTable("\n".join(title), cells, self.notes)
 
 
 def saved(dense: int, merged: int) -> str:

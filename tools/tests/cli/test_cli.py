@@ -311,7 +311,10 @@ def test_without_arguments_the_commands_are_listed(capsys):
             "ratio: expected a number from 0 to 1 − 1/(sx·sy), 0.75 for 2 × 2 cells, got nan",
         ),
         (["generate", "x", "--ratio", "0.9"], "got 0.9"),
-        (["generate", "x", "--ratio", "2"], "from 0 to 0.75, got 2; for a speed-up give --speedup 2"),
+        (
+            ["generate", "x", "--ratio", "2"],
+            "ratio: expected 0 to 0.75, got 2; for a speed, give --speedup 2",
+        ),
         (["generate", "x", "--steps", "2.5"], "'--steps': expected an integer, got '2.5'"),
         (["generate", "x", "--size", "nan"], "size: expected WIDTHxHEIGHT or one number"),
         (["generate", "x", "--model", "nothing"], "model: 'nothing' is not a model"),

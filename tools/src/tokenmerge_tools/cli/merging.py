@@ -111,8 +111,7 @@ def merging(
     ``about`` has the model and the generation as :func:`spec_of_file` takes them. It is no option.
     """
     if ratio is not None and ratio >= 1:
-        asked = f"got {ratio:g}; for a speed-up give --speedup {ratio:g}"
-        raise ConfigError(f"ratio: expected the share of tokens that merge, from 0 to 0.75, {asked}")
+        raise ConfigError(f"ratio: expected 0 to 0.75, got {ratio:g}; for a speed, give --speedup {ratio:g}")
     changes = {SPEEDUP: speedup, "ratio": ratio}
     changes = {name: value for name, value in changes.items() if value is not None}
     for text in settings or ():

@@ -126,9 +126,10 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     """Write a few lines about a run for somebody who sees the first one."""
     lines = [""]
     names = {"dense": "dense (without tokenmerge)", "merged": "with tokenmerge"}
+    counted = f"{result.report.speedup:.2f}× counted in operations"
     for name in result.names:
         gain = result.speedup(name)
-        faster = "" if gain is None or name == "dense" else f", {gain:.1f}× as fast"
+        faster = "" if gain is None or name == "dense" else f", {gain:.1f}× as fast ({counted})"
         lines.append(f"  {names[name]:<27} {_seconds(median(result.seconds(name))):>7}{faster}")
     cache = f"{in_words(result.report.kept_bytes)} of cache" if result.report.kept_bytes else "no cache"
     if result.psnr:
@@ -141,9 +142,8 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     if argument := options.merging.argument:
         lines.append(f"  In Python:   tokenmerge.apply_token_merging(pipe, {argument})")
     lines.append(f"  Pictures:    {result.folder}")
-    runs = f"medians of {options.repeat} timed runs each"
-    if options.repeat == 1:
-        runs = "one timed run each; --repeat 3 gives figures to rely on"
+    one = "one timed run each; --repeat 3 gives figures to rely on"
+    runs = one if options.repeat == 1 else f"medians of {options.repeat} timed runs each"
     return [*lines, f"  ({runs}, --details shows the settings)"]
 
 
@@ -166,7 +166,7 @@ def _what_ran(result: Result, steps: int) -> str:
     share = 0.0 if most is None else 100 * (1 - most.merged_tokens / most.tokens)
     blocks = sum(row.merged_tokens < row.tokens for row in rows)
     merged = f"up to {share:.0f} % of the tokens merged, in {blocks} blocks" if share else "no tokens merged"
-    return f"{result.report.speedup:.2f}× counted in operations: {ran} ran the whole model; {merged}"
+    return f"{ran} ran the whole model; {merged}"
 
 
 def details(result: Result) -> list[str]:

@@ -272,13 +272,13 @@ class _Generating:
             ]
         except MissingExtraError as error:
             self.result.notes.append(str(error))
-        rows = list(map(Pair, dense, merged, fewer, captions))
         width, height = self.options.size or (0, 0)
         of_fewer = "" if result.fewer_psnr is None else f", {result.fewer_psnr:.1f} dB"
+        of_merged = f", {sum(result.psnr) / len(dense):.1f} dB to dense" if result.psnr else ""
         picture = comparison(
-            rows,
+            list(map(Pair, dense, merged, fewer, captions)),
             dense=f"{width} x {height}, {self.options.steps} steps",
-            merged=self.options.merging.title,
+            merged=f"{self.options.merging.title}{of_merged}",
             fewer=f"dense, in {result.fewer_steps} steps, as many operations{of_fewer}",
         )
         path = self.result.folder / "comparison.png"

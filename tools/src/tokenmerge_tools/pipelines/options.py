@@ -148,8 +148,8 @@ class GenerateOptions(PipelineOptions):
             not self.merging.needs_model or set(self.merging.changes) - {SPEEDUP}
         ):
             raise ConfigError(
-                f"min-psnr: only auto without other settings can run more steps than it plans, got "
-                f"{self.merging.title}; give --speedup 3 --min-psnr {self.min_psnr:g}"
+                f"min-psnr: it works with a speed-up alone, got {self.merging.title}; give --speedup 2 "
+                f"--min-psnr {self.min_psnr:g}"
             )
 
     def to_dict(self) -> dict[str, Any]:
