@@ -89,7 +89,9 @@ def printed(run: dict) -> str:
     threads = run["conditions"]["environment"]["threads"]
     low, high = map(int, re.search(r"estimated: \d+ dB \((\d+) to (\d+)\)", run["summary"]).groups())
     guessed = round((low + high) / 2 - psnr)
-    wrong = f": the estimate was {abs(guessed)} dB too {'high' if guessed > 0 else 'low'} here" if guessed else ""
+    wrong = (
+        f": the estimate was {abs(guessed)} dB too {'high' if guessed > 0 else 'low'} here" if guessed else ""
+    )
     note = (
         f"*This call took {merged:.1f} s instead of {dense:.1f} s, on {threads} CPU thread{'s' * (threads > 1)}. "
         f"The picture has {psnr:.1f} dB to the dense one{wrong}.*"

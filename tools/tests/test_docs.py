@@ -279,10 +279,8 @@ def test_the_first_page_says_how_the_default_method_compares():
     assert set(closer) <= set(found[strong])
     assert list(closer) == ["fewer-steps steps=15", easy[1]]
     where = "| `emoji-mmdit`, guidance 7 |"
-    assert (
-        f"| 15 steps of the unchanged model in place of 20 {where} 1.33× | {closer['fewer-steps steps=15']:.1f} dB |"
-        in page
-    )
+    fewer = f"{where} 1.33× | {closer['fewer-steps steps=15']:.1f} dB |"
+    assert f"| 15 steps of the unchanged model in place of 20 {fewer}" in page
     assert f"| EasyCache, threshold of 0.3 {where} equal operations | {closer[easy[1]]:.1f} dB |" in page
     (most,) = {f"{timed[name]:.1f}" for name in easy}
     assert f"| EasyCache, thresholds of 0.2 and 0.3 {where} equal time | {most} dB |" in page
