@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from tokenmerge.config import ToMeConfig
 from tokenmerge.planners import PLANNERS
 
-# Not timed: what else a CPU does would change the time, and so the picture. See docs/choosing-settings.md.
+# Not timed: what else a CPU does would change the time, and so the picture. On smaller grids merging mostly
+# saved too little (benchmarks/fewest_tokens_cpu.jsonl).
 TOKENS_ON_CPU = 1024
-# Sides of the token grids that are timed. Launching kernels takes most of the time of smaller grids, and that
-# says nothing of larger ones.
+# Sides of the token grids that are timed. The time of smaller ones, mostly of launches, says nothing of them.
 SIDES = (48, 64, 96, 128)
 _RATIO = 0.2  # the lowest ratio of the default method, where merging saves least
 _LEAST_SAVED = 0.5  # of the time that would be saved if time were as operations are, docs/gpu.md

@@ -1,0 +1,43 @@
+"""From how many tokens on merging pays on a CPU, where the default method times nothing.
+
+Each line has a model, a number of tokens, and in how many of the tries merging a fifth of them in
+self-attention saved at least half as large a part of the time as of the operations. The number
+``TOKENS_ON_CPU`` of :mod:`tokenmerge.planners.calibration` is read from these lines.
+
+    python benchmarks/fewest_tokens.py --out benchmarks/fewest_tokens_cpu.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from tokenmerge.planners import calibration
+
+ATTENTIONS = {"emoji-unet": (2, 64, 4, 1), "sd15": (2, 320, 8, 5), "sdxl": (2, 640, 10, 5)}
+SIDES = (16, 24, 32, 40, 48, 64)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="file that gets a line for each grid")
+    parser.add_argument("--tries", type=int, default=5)
+    options = parser.parse_args()
+    with torch.no_grad(), options.out.open("w", encoding="utf-8") as file:
+        for name, shape in ATTENTIONS.items():
+            attention = calibration.Attention(torch.device("cpu"), torch.float32, *shape)
+            for side in SIDES:
+                paid = sum(calibration._pays(attention, side) for _ in range(options.tries))
+                line = {"model": name, "tokens": side**2, "paid": paid, "tries": options.tries}
+                line |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+                print(json.dumps(line), file=file, flush=True)
+                print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
