@@ -372,3 +372,12 @@ def test_html_has_the_cells_and_notes_of_the_text():
     assert [html.unescape(note) for note in re.findall("<li>(.*?)</li>", shown)] == text[1:]
     assert shown.count("<tr>") == 2 + len(list(report.joined_rows()))
     assert f"<caption>{report.model}" in shown
+
+
+def test_in_inference_mode_the_same_is_counted(monkeypatch):
+    """PyTorch does not take composite operations apart there, such as linear layers."""
+    unet = hosts.unet()
+    expected = predict(unet, HALF)
+    monkeypatch.setattr(counting, "_RESULTS", {})
+    with torch.inference_mode():
+        assert predict(unet, HALF) == expected
