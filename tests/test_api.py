@@ -371,7 +371,10 @@ def test_calls_that_people_try(monkeypatch):
         ({"ratio": 0.95}, r"= 0\.75 .* got 0\.95; take a lower ratio, or a ToMeConfig with a larger sx"),
         ({"config": 0.5, "ratio": 0.4}, r"expected one of them, got config=0\.5, ratio=0\.4"),
         ({"ratio": 0.5, "speedup": 2.0}, r"expected one of them, got speedup=2\.0, ratio=0\.5"),
-        ({"config": "toma", "speedup": 2.0}, r"expected one of them, got speedup=2\.0"),
+        (
+            {"config": "toma", "speedup": 2.0},
+            r"got config='toma', speedup=2\.0; write apply_token_merging\(pipe, speedup",
+        ),
         ({"ratio": "0.5"}, r"ratio: expected a number from 0 .* got '0\.5'"),
     ],
 )
@@ -399,8 +402,8 @@ def test_start_and_until_add_rules():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"speed_up": 2}, "speed_up: .* got speed_up=2; did you mean speedup?"),
-        ({"merge_ratio": 0.5}, "merge_ratio: .* did you mean ratio?"),
+        ({"speed_up": 2}, "speed_up: .* got speed_up=2; did you mean 'speedup'"),
+        ({"merge_ratio": 0.5}, "merge_ratio: .* did you mean 'ratio'"),
         (
             {"max_downsample": 2, "ratio": 0.5},
             r"max_downsample: .* as ToMeConfig\(ratio=0.5, max_downsample=…\)",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import numbers
 import os
 import warnings
@@ -20,7 +19,7 @@ from tokenmerge.config import Rule, SavedSettings, ToMeConfig, dense_outside, lo
 from tokenmerge.config.checks import as_number
 from tokenmerge.config.origin import RATIO
 from tokenmerge.default_method import DefaultMethod, TunedMethod, allows_proportional, check_min_psnr
-from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, shown
+from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, nearest_of, shown
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
 from tokenmerge.models.base import Host
@@ -138,10 +137,9 @@ def apply_token_merging(
         TypeError: there is no argument of a name that was given.
     """
     for name, value in unknown.items():
-        near = difflib.get_close_matches(name, _ARGUMENTS, 1)
+        instead = nearest_of(name, _ARGUMENTS) or f"; pass a setting as ToMeConfig(ratio=0.5, {name}=…)"
         raise TypeError(
-            f"{name}: apply_token_merging takes {', '.join(_ARGUMENTS)}, got {name}={shown(value)}; "
-            + (f"did you mean {near[0]}?" if near else f"pass a setting as ToMeConfig(ratio=0.5, {name}=…)")
+            f"{name}: apply_token_merging takes {', '.join(_ARGUMENTS)}, got {name}={shown(value)}{instead}"
         )
     if isinstance(config, ViTConfig) and ratio is speedup is min_psnr is None:
         if start is until is None:
@@ -162,10 +160,12 @@ def _asked(
     """Return what the arguments of apply_token_merging ask for."""
     is_file = isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json"))
     is_name = isinstance(config, str) and not is_file
-    given = {"config": None if is_name else config, "speedup": speedup, "ratio": ratio}
+    given = {"config": None if is_name and speedup is None else config, "speedup": speedup, "ratio": ratio}
     named = [f"{name}={shown(value)}" for name, value in given.items() if value is not None]
-    if len(named) > 1 or (is_name and speedup is not None):
-        raise ConfigError(f"config, speedup, ratio: expected one of them, got {', '.join(named)}")
+    if len(named) > 1:
+        raise ConfigError(
+            f"config, speedup, ratio: expected one of them, got {', '.join(named)}; write {_TWO_WAYS}"
+        )
     check_min_psnr("min_psnr", min_psnr)
     if min_psnr is not None and (config is not None or ratio is not None):
         raise ConfigError(
@@ -233,11 +233,10 @@ def _with_rules(rules: tuple[Rule, ...], config: ToMeConfig) -> ToMeConfig:
 def _preset(name: str, ratio: float | None) -> ToMeConfig:
     """Return the settings of a published method."""
     if name not in presets.__all__:
-        near = difflib.get_close_matches(name, presets.__all__, 1)
+        instead = nearest_of(name, presets.__all__) or f"; or write {_TWO_WAYS}"
         raise ConfigError(
             f"config: expected the name of a preset, one of {', '.join(presets.__all__)}, or the path of a "
-            f".json file of settings, got {shown(name)}"
-            + (f"; did you mean {near[0]!r}?" if near else f"; or write {_TWO_WAYS}")
+            f".json file of settings, got {shown(name)}{instead}"
         )
     make: Callable[..., ToMeConfig] = getattr(presets, name)
     return make() if ratio is None else make(ratio)

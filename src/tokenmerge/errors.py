@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+
 __all__ = [
     "ConfigError",
     "MissingExtraError",
@@ -63,6 +66,16 @@ def shown(value: object) -> str:
     except Exception:
         return f"a value of type {type(value).__name__} that cannot be printed"
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
+
+
+def nearest_of(name: str, known: Sequence[str]) -> str:
+    """Return the end of a message about an unknown name: the known one that it is like; empty: none is.
+
+    >>> nearest_of("tomes", ["toma", "tomesd"]), nearest_of("dpm", ["toma"])
+    ("; did you mean 'tomesd'?", '')
+    """
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def reason_of(error: BaseException) -> str:

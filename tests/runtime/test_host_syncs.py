@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
-from tests.runtime.test_steps_in_pipelines import SCHEDULERS, draw
+from tests.runtime.test_steps_in_pipelines import OF_KINDS, draw
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenmerge
@@ -39,6 +39,13 @@ METHODS = {
     "tome": ToMeConfig(ratio=0.5),
     **{name: getattr(presets, name)() for name in presets.__all__},
 }
+# The default method's with every scheduler, the others with one of them each.
+PAIRS = [
+    (name, scheduler)
+    for i, name in enumerate(METHODS)
+    for j, scheduler in enumerate(OF_KINDS)
+    if name == "auto" or i % len(OF_KINDS) == j
+]
 
 
 class Waits(TorchDispatchMode):
@@ -71,8 +78,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "needs_sync", lambda value: True)
 
 
-@SCHEDULERS
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "scheduler"), PAIRS)
 def test_no_call_waits(name, scheduler, pipe, monkeypatch, request):
     """But the first two of a generation whose steps are followed: they ask whether prompts share a sample."""
     pipe.scheduler, config = scheduler, METHODS[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hosts
 import pytest
 import torch
-from tests.models.test_every_family import EVERY, call, model_of, reordering, settings
+from tests.models.test_every_family import DISTINCT, call, model_of, reordering, settings
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -32,7 +32,7 @@ def wide(family) -> bool:
     return any(block.block_layout for block in find_hosts(model_of(family))[0].blocks)
 
 
-@EVERY
+@DISTINCT
 def test_reordering_tokens_around_whole_blocks_changes_nothing(family, monkeypatch):
     """Each token must keep its own position, mask and condition in all of the block."""
     if not wide(family):
@@ -44,7 +44,7 @@ def test_reordering_tokens_around_whole_blocks_changes_nothing(family, monkeypat
     assert_close(call(model, arguments), dense, rtol=1e-5, atol=1e-5 * dense.abs().max().item())
 
 
-@EVERY
+@DISTINCT
 def test_whole_blocks_run_on_fewer_tokens_and_keep_the_detail_of_each(family):
     if not wide(family):
         model = model_of(family)

@@ -62,6 +62,17 @@ WITHOUT_STEPS = ("merging", "shared plans")
 ALL = pytest.mark.parametrize("name", SETTINGS)
 
 
+def with_schedulers(*schedulers: type) -> Any:
+    """Each of the settings with one of the schedulers, and step reuse with all of them."""
+    pairs = [
+        (name, scheduler)
+        for i, name in enumerate(SETTINGS)
+        for j, scheduler in enumerate(schedulers)
+        if name == "reused" or i % len(schedulers) == j
+    ]
+    return pytest.mark.parametrize(("name", "scheduler"), pairs)
+
+
 def config(name: str) -> ToMeConfig:
     return ToMeConfig(**HALF, **SETTINGS[name])
 
@@ -96,8 +107,7 @@ def at_once(jobs: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("scheduler", [DDIMScheduler, DDPMScheduler, PNDMScheduler, EulerDiscreteScheduler])
-@ALL
+@with_schedulers(DDIMScheduler, DDPMScheduler, PNDMScheduler, EulerDiscreteScheduler)
 def test_a_cancelled_generation_leaves_nothing_for_the_next(pipe, name, scheduler):
     """Image to image begins where the cancelled one stopped, with equal timesteps."""
     steps, cut_after = 8, 3
@@ -116,8 +126,7 @@ def test_a_cancelled_generation_leaves_nothing_for_the_next(pipe, name, schedule
     assert torch.equal(draw(from_picture, steps, **given), expected)
 
 
-@pytest.mark.parametrize("scheduler", [DDIMScheduler, DDPMScheduler, PNDMScheduler, EulerDiscreteScheduler])
-@ALL
+@with_schedulers(DDIMScheduler, DDPMScheduler, PNDMScheduler, EulerDiscreteScheduler)
 def test_a_second_half_takes_nothing_from_the_first_but_its_latents(pipe, name, scheduler):
     """Of SDXL, in two pipelines with one UNet. The second one begins at the step behind the first one's."""
     parts: dict[str, Any] = {
@@ -220,11 +229,10 @@ def test_steps_that_are_set_count_in_their_own_thread():
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("solver", [DDIMScheduler, EulerDiscreteScheduler, DPMSolverMultistepScheduler])
-@ALL
-def test_a_preview_within_a_generation_changes_neither(pipe, name, solver):
+@with_schedulers(DDIMScheduler, EulerDiscreteScheduler, DPMSolverMultistepScheduler)
+def test_a_preview_within_a_generation_changes_neither(pipe, name, scheduler):
     """With guidance in the preview alone. What it has to draw is known from merging applied to it."""
-    pipe.scheduler = solver.from_config(pipe.scheduler.config)
+    pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
     inner = beside(pipe)
     apply_token_merging(inner, config(name))
     preview_expected = draw(inner, 1, guidance_scale=3.0)

@@ -81,16 +81,13 @@ def whats(seen: list[tuple[int, int, str]]) -> str:
     return "".join(what[0] for _, _, what in seen)
 
 
-SCHEDULERS = pytest.mark.parametrize(
-    "scheduler",
-    [
-        DDIMScheduler(steps_offset=1, clip_sample=False),
-        EulerDiscreteScheduler(steps_offset=1),
-        PNDMScheduler(steps_offset=1, skip_prk_steps=True),  # with a timestep that comes twice
-        UniPCMultistepScheduler(steps_offset=1),
-    ],
-    ids=lambda scheduler: type(scheduler).__name__,
+OF_KINDS = (
+    DDIMScheduler(steps_offset=1, clip_sample=False),
+    EulerDiscreteScheduler(steps_offset=1),
+    PNDMScheduler(steps_offset=1, skip_prk_steps=True),  # with a timestep that comes twice
+    UniPCMultistepScheduler(steps_offset=1),
 )
+SCHEDULERS = pytest.mark.parametrize("scheduler", OF_KINDS, ids=lambda scheduler: type(scheduler).__name__)
 
 
 @SCHEDULERS

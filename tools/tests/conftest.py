@@ -17,6 +17,7 @@ from tokenmerge_tools.pipelines.meta_model import load_sketch
 _PREDICTING = (
     "tokenmerge.handle",
     *("tokenmerge_tools.drawing", "tokenmerge_tools.bench.prepare", "tokenmerge_tools.cli.inspect"),
+    "tokenmerge_tools.evaluate.evaluation",
 )
 _REPORTS: dict[tuple[Any, ...], Report] = {}
 

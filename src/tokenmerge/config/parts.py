@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from tokenmerge.config.checks import Value, as_items, as_number, check_fields, integer, number, refuse, switch
-from tokenmerge.errors import ConfigError, shown
+from tokenmerge.errors import ConfigError, nearest_of, shown
 
 _EXACT = 2**53  # floats represent every integer up to here
 
@@ -224,7 +224,9 @@ def check_known(names: Iterable[object], known: Iterable[str]) -> None:
     got = ", ".join(map(shown, unknown))
     instead = {name: REPLACED.get(name) or REPLACED.get(name.partition(".")[0]) for name in unknown}
     hints = "".join(f"; take {new} instead of {name}" for name, new in instead.items() if new is not None)
-    raise ConfigError(f"expected settings out of {', '.join(known)}, got {got}{hints}")
+    raise ConfigError(
+        f"expected settings out of {', '.join(known)}, got {got}{hints or nearest_of(unknown[0], known)}"
+    )
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:

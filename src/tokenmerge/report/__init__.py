@@ -3,7 +3,7 @@
 No model is timed here; ``hardly_faster`` uses the timings of ``planners.calibration``.
 """
 
-from tokenmerge.report.prediction import Report, check_merging, counted_speedup, predict, saved
+from tokenmerge.report.prediction import Report, check_merging, predict, saved
 from tokenmerge.report.summary import RunSteps, in_words
 from tokenmerge.runtime.memory.run_log import StepRow
 
@@ -12,7 +12,6 @@ __all__ = [
     "RunSteps",
     "StepRow",
     "check_merging",
-    "counted_speedup",
     "in_words",
     "predict",
     "saved",

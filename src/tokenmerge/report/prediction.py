@@ -226,21 +226,6 @@ def predict(
     )
 
 
-def counted_speedup(
-    pipe_or_model: object,
-    config: ToMeConfig,
-    height: int | None = None,
-    width: int | None = None,
-    batch: int = 2,
-    steps: int | None = None,
-) -> float:
-    """Divide the dense operations by those with merging and step reuse, averaged over the steps.
-
-    The arguments and errors are those of :func:`predict`; without ``steps``, one step is counted.
-    """
-    return predict(pipe_or_model, config, height, width, batch, steps or 1).speedup
-
-
 def check_merging(hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, int]) -> None:
     """Refuse settings that do not fit one of the models, or that merge and skip nothing at this size."""
     for host in hosts:

@@ -75,11 +75,11 @@ def inputs(name: str) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def run(model: nn.Module, name: str) -> Tensor:
-    """The results of a few steps, each on a slightly different sample."""
+def run(model: nn.Module, name: str, steps: int = len(TIMESTEPS)) -> Tensor:
+    """The results of the first few steps, each on a slightly different sample."""
     features.new_generation(model)
     results = []
-    for i, timestep in enumerate(TIMESTEPS):
+    for i, timestep in enumerate(TIMESTEPS[:steps]):
         arguments = dict(inputs(name))
         sample = next(iter(arguments))
         arguments[sample] = arguments[sample] * (1 - 0.05 * i)
@@ -133,7 +133,7 @@ def test_merging_with(feature, name):
                 same(run(model, name), merged)
             patch.remove()
         if feature not in STAYS:
-            same(run(model, name), dense)
+            same(run(model, name, 3), dense[:3])
         assert not any("_tokenmerge" in module.__dict__ for module in model.modules())
     for result in results[1:]:
         same(result, results[0])

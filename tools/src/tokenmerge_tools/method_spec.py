@@ -11,7 +11,7 @@ from tokenmerge import presets
 from tokenmerge.config import SETTINGS, Rule, ToMeConfig, check_known, flat
 from tokenmerge.config.checks import number
 from tokenmerge.default_method import settings_for
-from tokenmerge.errors import ConfigError, shown
+from tokenmerge.errors import ConfigError, nearest_of, shown
 
 AUTO = "auto"
 DEFAULT_SPEEDUP = 2.0
@@ -42,7 +42,8 @@ class MethodSpec:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
+            also = nearest_of(self.method, METHODS)
+            raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}{also}")
         object.__setattr__(self, "changes", flat(self.changes))
         if not self.needs_model:
             self.config()

@@ -14,7 +14,7 @@ import torch
 
 from tokenmerge.config.checks import integer, one_of, optional
 from tokenmerge.errors import ConfigError
-from tokenmerge.report import counted_speedup
+from tokenmerge.report import predict
 from tokenmerge_tools import demo
 from tokenmerge_tools.evaluate.distances import DISTANCES, pictures_in
 from tokenmerge_tools.evaluate.metrics import METRIC_NAMES, parse_metrics
@@ -246,7 +246,7 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         for spec in specs:
             config = spec.config(sketch.denoiser, guidance=options.guidance, follows_steps=True, **facts)
             if config is not None:
-                known[spec.label] = counted_speedup(sketch.denoiser, config, **facts)
+                known[spec.label] = predict(sketch.denoiser, config, height, width, 2, options.steps).speedup
     variants = plan_variants(specs, options.steps, list(known.values()) or options.speedup)
     known |= {v.label: options.steps / v.steps(options.steps) for v in variants if v.name == FEWER_STEPS}
     return Evaluation(
