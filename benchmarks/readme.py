@@ -90,7 +90,8 @@ def fewer(speedup: float) -> int:
 def table(lines: list[dict[str, Any]]) -> str:
     """Return the table with its condition, in Markdown."""
     heads = [
-        "| you ask for | measured | how the picture changes | closeness | or dense, in fewer steps |",
+        "| you ask for | measured | how the picture changes | closeness | "
+        "the unchanged model, in fewer steps |",
         "|---|---:|---|---|---|",
     ]
     prompts = "1 prompt" if len(lines) == 1 else f"{len(lines)} prompts"

@@ -93,7 +93,8 @@ def printed(run: dict) -> str:
         f": the estimate was {abs(guessed)} dB too {'high' if guessed > 0 else 'low'} here" if guessed else ""
     )
     note = (
-        f"*This call took {merged:.1f} s instead of {dense:.1f} s, on {threads} CPU thread{'s' * (threads > 1)}. "
+        f"*This call took {merged:.1f} s instead of {dense:.1f} s ({dense / merged:.1f}×), on {threads} CPU "
+        f"thread{'s' * (threads > 1)}. "
         f"The picture has {psnr:.1f} dB to the dense one{wrong}.*"
     )
     return "\n".join(("```text", run["summary"], "```", "", note, ""))

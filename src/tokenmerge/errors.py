@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection
 
 __all__ = [
     "ConfigError",
@@ -68,13 +68,9 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
-def nearest_of(name: str, known: Sequence[str]) -> str:
-    """Return the end of a message about an unknown name: the known one that it is like; empty: none is.
-
-    >>> nearest_of("tomes", ["toma", "tomesd"]), nearest_of("dpm", ["toma"])
-    ("; did you mean 'tomesd'?", '')
-    """
-    near = difflib.get_close_matches(name, known, 1)
+def nearest_of(name: str, known: Collection[str]) -> str:
+    """Return the end of a message about an unknown name: the known one that it is like; empty: none is."""
+    near = difflib.get_close_matches(name, [*known], 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning"),
 ]
 
-STEPS, SIDE = 6, 16
+STEPS, SIDE = 8, 16
 CORRECTED = ToMeConfig(ratio=0.5, planner="tiled", proportional=True, correction=Correction(every=2))
 UNET = {"default": 1.7, "tome": ToMeConfig(ratio=0.5), **{name: name for name in presets.__all__}}
 FLUX = {"default": 1.7, "corrected": CORRECTED, "toma": "toma"}

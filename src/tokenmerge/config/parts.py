@@ -6,7 +6,7 @@ A setting of a part has a dotted name: ``"reuse.every"`` is the field ``every`` 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from tokenmerge.config.checks import Value, as_items, as_number, check_fields, integer, number, refuse, switch
@@ -209,15 +209,12 @@ REPLACED: Mapping[str, str] = {
     **dict.fromkeys(("blend", "clusters", "by_guidance"), "reuse.every"),
     **dict.fromkeys(("reuse.ends", "reuse.spacing", "reuse.start", "reuse.span"), "reuse.full_steps"),
     **dict.fromkeys(("reuse.shallow_from", "reuse.shallow_until"), "reuse.shallow_steps"),
-    "correction.steps": "correction.every",
-    "repeat_penalty": "features",
-    "use_rand": "seed",
+    **{"correction.steps": "correction.every", "repeat_penalty": "features", "use_rand": "seed"},
 }
 
 
-def check_known(names: Iterable[object], known: Iterable[str]) -> None:
+def check_known(names: Iterable[object], known: Collection[str]) -> None:
     """Raise a ConfigError if names are not all those of settings."""
-    known = list(known)
     unknown = [str(name) for name in names if name not in known]
     if not unknown:
         return

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from itertools import chain
 from typing import Any, NamedTuple
@@ -36,11 +36,7 @@ class Power(NamedTuple):
     growth: float
 
     def at(self, x: float) -> float:
-        """Return the harm at x.
-
-        >>> Power(2, 3).at(2)
-        16
-        """
+        """Return the harm at x."""
         return self.size * x**self.growth
 
 
@@ -53,7 +49,17 @@ class Harms:
     # Share of the harm of merging that is left, by the number of steps between two corrections. None:
     # corrections lose more than they give back.
     corrected: Power | None
+    coherent: bool  # skipped steps err in one direction: their errors add before they are squared
     spacing: float  # exponent of the places of complete steps, see ``choose.later_ones``; 1: equal distances
+
+    def of_skipping(self, part: str, reaches: Sequence[float], steps: int) -> float:
+        """Return the harm of skipping a part, if the model has it, in the steps with these reaches."""
+        if part not in self.skip:
+            return 0.0
+        size, growth = self.skip[part]
+        if self.coherent:
+            return size * (sum(reach ** (growth / 2) for reach in reaches) / steps) ** 2
+        return size * sum(reach**growth for reach in reaches) / steps
 
     def of_merging(self, scope: str, ratio: float, every: float, proportional: bool = True) -> float:
         """Return the harm of merging with a correction in one of so many steps; 0: none.
@@ -83,6 +89,7 @@ def harms_of(model: str, guidance: float | None) -> Harms:
         skip=_highest(row["skip"] for row in rows),
         merge=_highest(row["merge"] for row in rows),
         corrected=Power(*max(corrected)) if all(corrected) else None,
+        coherent=all(row.get("skipped steps err") == "in one direction" for row in rows),
         spacing=_TABLE["spacing"].get(model, {}).get(strength, 1.0),
     )
 

@@ -13,7 +13,7 @@ from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import AsJson, takes
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, find_model, quiet_libraries
-from tokenmerge_tools.pipelines.meta_model import load_sketch
+from tokenmerge_tools.pipelines.meta_model import load_sketch, pipeline_defaults
 from tokenmerge_tools.pipelines.options import Guidance, Size, picture
 from tokenmerge_tools.pipelines.settings import check_size, parse_size
 
@@ -24,10 +24,7 @@ def inspect(
     *,
     size: Annotated[str | None, get_args(Size)[1]] = None,
     batch: Annotated[int, picture("Samples per step; guidance needs two per picture.", parser="integer")] = 2,
-    steps: Annotated[
-        int | None,
-        picture("Denoising steps. With them, the mean over a generation is printed.", parser="integer"),
-    ] = None,
+    steps: Annotated[int | None, picture("Default: those of the pipeline.", parser="integer")] = None,
     guidance: Guidance = None,
     reference: Annotated[
         list[str] | None,
@@ -43,7 +40,8 @@ def inspect(
     wanted = None if size is None else parse_size(size)
     quiet_libraries("tokenmerge inspect")
     with terminal.working("reading the configs"):
-        found = load_sketch(find_model(model))
+        found = load_sketch(source := find_model(model))
+        steps = pipeline_defaults(source)[2] if steps is None else steps
     pixels = wanted or found.size
     if pixels is None:
         raise ConfigError("size: this model has no default size; give --size")

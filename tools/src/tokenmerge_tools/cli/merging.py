@@ -12,7 +12,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.method_spec import AUTO, METHODS, SPEEDUP, MethodSpec, merging_alone, read_setting
 from tokenmerge_tools.pipelines.loading import SourceKind, find_model, quiet_libraries
-from tokenmerge_tools.pipelines.meta_model import load_sketch, solver_and_guidance
+from tokenmerge_tools.pipelines.meta_model import load_sketch, pipeline_defaults
 from tokenmerge_tools.pipelines.options import option
 from tokenmerge_tools.pipelines.settings import parse_size, scheduler_class_name
 
@@ -57,7 +57,7 @@ def _of_model(
         return {"solver": solver, "guidance": guidance}
     sketch = load_sketch(source)
     size = size or sketch.size
-    own, default = solver_and_guidance(source)
+    own, default, _ = pipeline_defaults(source)
     scale = default if guidance is None else guidance
     if scale is not None and (scale <= 1 or sketch.denoiser.config.get("guidance_embeds")):
         scale = 1.0

@@ -57,18 +57,20 @@ def _own_size(denoiser: ModelMixin, scale: int) -> tuple[int, int] | None:
     return None
 
 
-def solver_and_guidance(source: ModelSource) -> tuple[str | None, float | None]:
-    """Return a pipeline's class of scheduler and default scale of guidance; None: unknown, or there is none.
+def pipeline_defaults(source: ModelSource) -> tuple[str | None, float | None, int | None]:
+    """Return a pipeline's class of scheduler and default guidance scale and steps; None: unknown or none.
 
     The pipeline's class must be one of diffusers, and show whether it guides.
     """
     diffusers, index = require_diffusers("reading a diffusers model"), read_index(source)
     pipeline: Any = getattr(diffusers, str(index.get("_class_name")), None)
-    scale = None
-    if hasattr(pipeline, "do_classifier_free_guidance"):
-        given = inspect.signature(pipeline.__call__).parameters.get("guidance_scale")
-        scale = given.default if given is not None and isinstance(given.default, int | float) else None
-    return (index.get("scheduler") or ABSENT)[1], scale
+    given = {} if pipeline is None else inspect.signature(pipeline.__call__).parameters
+    scale, steps = (
+        getattr(given.get(name), "default", None) for name in ("guidance_scale", "num_inference_steps")
+    )
+    guides = hasattr(pipeline, "do_classifier_free_guidance") and isinstance(scale, int | float)
+    steps = steps if isinstance(steps, int) else None
+    return (index.get("scheduler") or ABSENT)[1], scale if guides else None, steps
 
 
 def load_sketch(source: ModelSource) -> ModelSketch:
