@@ -37,7 +37,7 @@ SPEEDUPS = (1.5, 2.0, 3.0)
 PROMPTS, SEED = 44, 9000  # other ones than policy.py has
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "results.md")
-GENERATIONS = {"FLUX.1": "flux 1024, generation", "SDXL": "sdxl 1024, generation"}
+GENERATIONS = {"FLUX.1": "flux 1024, generation", "SDXL at guidance 3": "sdxl 1024, generation"}
 BLOCK = re.compile(r"(<!-- rows: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
