@@ -343,11 +343,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             return f"min_psnr {default.min_psnr:g}: {self._added(default, report)}"
         if error is None or run is None or run.steps is None or default is None or default.min_psnr is None:
             return "" if error is None else f"estimated: {error}"
-        first = default.plan(self._facts_at(run.height, run.width, run.steps))
-        ran, plan = (len(own.reuse.steps_of(run.steps).full) for own in (run.config, first.config))
-        further = (
-            f"{ran - plan} further complete step{'s' * (ran != plan + 1)} (without: {first.speedup:.2f}×)"
-        )
+        plan = default.plan(self._facts_at(run.height, run.width, run.steps))
+        ran, due = (len(own.reuse.steps_of(run.steps).full) for own in (run.config, plan.config))
+        further = f"{ran - due} further complete step{'s' * (ran != due + 1)} (without: {plan.speedup:.2f}×)"
         aim = f"to reach an estimate of {default.min_psnr + ESTIMATE['margin']:g} dB"
         return f"min_psnr {default.min_psnr:g}: {further}, {aim}\n  estimated: {error}"
 
