@@ -12,7 +12,7 @@ from tests.models.tiny import FAMILIES
 from tokenmerge import Correction, StepReuse, ToMeConfig
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import ROUNDING, Facts, correction_bytes, facts_of, plan_for, policy, speedup_of
-from tokenmerge.plans.choose import distance
+from tokenmerge.plans.choose import distance, reaches_of
 from tokenmerge.plans.policy import harms_of
 from tokenmerge.report import predict
 
@@ -67,6 +67,11 @@ def test_a_plan_says_what_its_settings_give(model, steps, guidance):
     for wanted in SPEEDUPS:
         plan = plan_for(of_generation, wanted)
         assert speedup_of(of_generation, plan.config) == pytest.approx(plan.speedup)
+
+
+def test_a_last_step_that_changes_little_costs_nothing():
+    assert reaches_of((0, 1, 2), 4) == [25.0]
+    assert reaches_of((0, 1, 2), 4, ends_clean=True) == []
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -52,6 +52,19 @@ def test_harms_are_positive_and_grow(model, guidance):
         assert harm.at(2) > harm.at(1)
 
 
+@pytest.mark.parametrize(
+    ("model", "guidance", "times"), [("transformer", 7.0, 4), ("transformer", 1.0, 2), ("unet", 7.5, 2)]
+)
+def test_errors_of_skipped_steps_add_before_they_are_squared_where_they_have_one_direction(
+    model, guidance, times
+):
+    harms = harms_of(model, guidance)
+    part = "blocks" if model == "transformer" else "deep"
+    one, two = (harms.of_skipping(part, [1.5] * skipped, 20) for skipped in (1, 2))
+    assert two == pytest.approx(times * one)
+    assert harms.of_skipping("no part of it", [1.5], 20) == 0
+
+
 def test_merging_without_its_counts_loses_more():
     harms = harms_of("unet", 7.5)
     plain, weighted = (harms.of_merging("layers", 0.5, 0, proportional=own) for own in (False, True))

@@ -149,6 +149,15 @@ def test_the_summary_says_how_many_steps_were_added():
         pipe((0, 1))
         added, text = complete(pipe), str(patch)
     assert f"min_psnr 30: {added - planned(pipe)} further complete step" in text
+    assert "(without: " in text
+
+
+def test_of_a_run_that_skipped_nothing_the_summary_says_that_its_picture_is_the_dense_one():
+    pipe = Unet()
+    with apply(pipe, 200) as patch:
+        pipe((0, 1))
+        assert "its picture is the dense one" in str(patch)
+        assert "estimated" not in str(patch)
 
 
 def planned(pipe: Any) -> int:

@@ -342,6 +342,8 @@ def test_without_arguments_the_commands_are_listed(capsys):
             ["inspect", "--method", "tome", "--set", "reuse.shallow_every=2"],
             "reuse.shallow_every: expected 1 to reuse.every=1",
         ),
+        (["inspect", "--method", "tomes"], "got 'tomes'; did you mean 'tomesd'?"),
+        (["inspect", "--set", "reuse.evry=2"], "got 'reuse.evry'; did you mean 'reuse.every'?"),
         (["inspect", "--set", "reuse.span=0.5"], "take reuse.full_steps instead of reuse.span"),
         (["env", "--json"], "No such option: --json"),
         (["evaluate", "--save-grid", "a.png"], "No such option: --save-grid"),
