@@ -307,7 +307,7 @@ def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     config = settings_for(unet, 2.0, 128, 128, 30, 5.0, follows_steps=True)
     signs = signs_of(plan_generation(config, 30), config.merges, is_unet=True)
     assert set(signs) == {"D", "f"}
-    assert "On fast GPUs this saves too little time, and the default method leaves it out." in README
+    assert "On fast GPUs it saves too little time and is left out." in README
 
 
 def test_the_page_of_the_third_model_says_what_its_record_says():
