@@ -14,7 +14,7 @@ from tokenmerge_tools.reporting.curves import Chart
 # Colours that the colour-blind can tell apart (Okabe and Ito, then Tol), and markers for print in black.
 COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000"),
-    *("#882255", "#999933", "#332288", "#44aa99", "#aa4499"),
+    *("#882255", "#999933", "#332288", "#44aa99", "#aa4499", "#661100"),
 )
 _MARKERS = "osD^vPX"
 _FEWER_STEPS = "fewer-steps"
