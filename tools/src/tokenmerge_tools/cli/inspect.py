@@ -24,7 +24,7 @@ def inspect(
     *,
     size: Annotated[str | None, get_args(Size)[1]] = None,
     batch: Annotated[int, picture("Samples per step; guidance needs two per picture.", parser="integer")] = 2,
-    steps: Annotated[int | None, picture("Default: those of the pipeline.", parser="integer")] = None,
+    steps: Annotated[int | None, picture("Steps. Default: the pipeline's.", parser="integer")] = None,
     guidance: Guidance = None,
     reference: Annotated[
         list[str] | None,
