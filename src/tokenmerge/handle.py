@@ -311,8 +311,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             return f"{title(self._in_force, conditions)}: removed"
         tolerant = self._default is not None and self._default.min_psnr is not None
         if tolerant and run is not None and report is not None and report.flops == report.flops_dense:
-            ran = "every step of the last run was complete and merged nothing: its picture is the dense one"
-            return f"{title(self._in_force, conditions)}\n  {ran}"
+            return f"{title(self._in_force, conditions)}\n  nothing was skipped or merged: a dense picture"
         first, *lines = summary(self._in_force, conditions, report, run)
         if estimated := self._estimated(report):
             lines.append(f"  {estimated}")
@@ -376,12 +375,12 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         return None if others else pictures
 
     def _facts_at(self, height: int | None, width: int | None, steps: int | None) -> Facts:
-        """Return the facts of a generation by the default method, with the guidance of the last run."""
+        """Return the facts of a generation, with the guidance and the schedule of the last run."""
         assert self._default is not None
         run = self._state.last_run
         guidance = self._default.facts.guidance if run is None else run.guidance
         grid = None if height is None or width is None else self._denoiser.grid_at(height, width)
-        return self._default.facts_at(grid, steps, guidance)
+        return self._default.facts_at(grid, steps, guidance, run is not None and run.ends_clean)
 
     def _settings_at(self, height: int | None, width: int | None, steps: int | None) -> ToMeConfig:
         """Return the settings of a run with this size of the latents and number of steps."""
@@ -398,12 +397,11 @@ class EncoderPatch(Patch[ViTReport, RecordedTokens]):
     def _report(
         self, height: Given, width: Given, batch: Given, steps: Given, references: Sizes
     ) -> ViTReport:
-        left_out = (
+        for name, given, why_not in (
             ("steps", steps, "has no denoising steps"),
-            ("references", references, "reads one picture"),
-        )
-        for name, given, why_not in left_out:
-            if given is not None and given != ():
+            ("references", references or None, "reads one picture"),
+        ):
+            if given is not None:
                 raise ConfigError(f"{name}: a vision transformer {why_not}, got {shown(given)}; leave it out")
         return predict_vit(self._model, self.config, height, width, 1 if batch is None else batch)
 

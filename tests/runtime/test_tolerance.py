@@ -156,8 +156,18 @@ def test_of_a_run_that_skipped_nothing_the_summary_says_that_its_picture_is_the_
     pipe = Unet()
     with apply(pipe, 200) as patch:
         pipe((0, 1))
-        assert "its picture is the dense one" in str(patch)
+        assert "nothing was skipped or merged" in str(patch)
         assert "estimated" not in str(patch)
+
+
+@pytest.mark.parametrize(("kind", "clean"), [(Unet, False), (Flux, True)])
+def test_the_handle_knows_whether_the_schedule_of_the_run_ended_clean(kind, clean):
+    """So it counts and estimates the plan that ran: a last step without noise costs nothing."""
+    pipe = kind()
+    with apply(pipe, None) as patch:
+        pipe()
+        assert last_run(pipe).ends_clean is clean
+        assert patch._facts_at(None, None, 12).ends_clean is clean
 
 
 def planned(pipe: Any) -> int:

@@ -71,6 +71,7 @@ class RunLog:
     steps: int | None  # None: unknown, as in the next two fields
     guidance: float | None = None
     levels: NoiseLevels | None = None
+    ends_clean: bool = False  # as in :class:`tokenmerge.plans.Facts`
     sample: Tensor | None = None  # of the running call; None: it is no tensor
     # Of the running call: part, steps since it ran, and for each image the length of the forecast's error
     # divided by that of the part's change.

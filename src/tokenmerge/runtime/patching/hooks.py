@@ -275,7 +275,8 @@ def _note_call(call: _Call, config: ToMeConfig, decision: Decision, merges: bool
         steps = steps if isinstance(steps, int) else None
         guidance = guidance_scale(call.pipe)
         levels = None if step is None else noise_levels(call.scheduler, step)
-        memory.log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels)
+        clean = step is not None and step.generation.ends_clean
+        memory.log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels, clean)
     state.last_run = memory.log
     memory.log.sample = sample if decision.caches and isinstance(sample, Tensor) else None
     kind: StepKind = "reused"
