@@ -29,7 +29,7 @@ from diffusers import DiffusionPipeline
 
 from tokenmerge import ToMeConfig
 from tokenmerge.api import merge_in_hosts
-from tokenmerge.default_method import DefaultMethod, schedule_ends_clean
+from tokenmerge.default_method import DefaultMethod
 from tokenmerge.models.find import find_hosts
 from tokenmerge_tools.closeness import snr
 from tokenmerge_tools.demo import path
@@ -76,7 +76,6 @@ class Case:
             grid=hosts[0].grid_at(side, side),
             steps=STEPS,
             guidance=guidance,
-            ends_clean=schedule_ends_clean(self.pipe.scheduler),
         )
         self.rule = rule_plan(self.facts, options.speedup)
         self.budget = Budget(self.facts, Budget(self.facts, 1).counted(self.rule))

@@ -26,9 +26,9 @@ from tokenmerge.plans.choose import Plan
 from tokenmerge.plans.estimate import Tolerance
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
-from tokenmerge.runtime.steps.scheduler import schedule_ends_clean
+from tokenmerge.runtime.steps.scheduler import will_end_clean
 
-__all__ = ["DefaultMethod", "TunedMethod", "schedule_ends_clean", "settings_for"]
+__all__ = ["DefaultMethod", "TunedMethod", "default_guidance", "default_steps", "settings_for"]
 
 # Functions that run fused attention, of PyTorch or other kernels, called by the model or by its processor in
 # diffusers.
@@ -64,11 +64,13 @@ class DefaultMethod:
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
         attention = narrowest_attention([block for host in hosts for block in host.blocks])
         follows_steps = getattr(pipe_or_model, "scheduler", None) is not None
+        steps = default_steps(pipe_or_model) or _STEPS
         facts = facts_of(
             denoiser,
             denoiser.grid_at(*(denoiser.sample_size or (_SIDE, _SIDE))),
-            default_steps(pipe_or_model) or _STEPS,
+            steps,
             guidance=default_guidance(pipe_or_model),
+            ends_clean=will_end_clean(pipe_or_model, steps),
             follows_steps=follows_steps,
             proportional=allows_proportional(pipe_or_model, hosts),
             number_bytes=denoiser.usual_batch * dtype_of(denoiser.root).itemsize,
@@ -93,14 +95,15 @@ class DefaultMethod:
         grid: GridShape | None = None,
         steps: int | None = None,
         guidance: float | None = None,
-        ends_clean: bool = False,
+        ends_clean: bool | None = None,
     ) -> Facts:
         """Return the facts about one generation, as in :class:`tokenmerge.plans.Facts`.
 
-        Without ``grid`` or ``steps``, the default is taken; without ``guidance``, its scale is unknown.
+        What is left out is that of :attr:`facts`; without ``guidance``, its scale is unknown.
         """
-        known: dict[str, Any] = {"grid": grid or self.facts.grid, "steps": steps or self.facts.steps}
-        return dataclasses.replace(self.facts, **known, guidance=guidance, ends_clean=ends_clean)
+        given: dict[str, Any] = {"grid": grid, "steps": steps, "ends_clean": ends_clean}
+        known = {name: value for name, value in given.items() if value is not None}
+        return dataclasses.replace(self.facts, **known, guidance=guidance)
 
     def settings(self, facts: Facts) -> ToMeConfig:
         """Return the settings of one generation, or those that it begins with."""

@@ -13,7 +13,9 @@ import torch
 from diffusers import (
     DDIMInverseScheduler,
     DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
     StableDiffusionDiffEditPipeline,
+    UniPCMultistepScheduler,
     guiders,
 )
 from PIL import Image
@@ -24,6 +26,7 @@ from tokenmerge.api import merge_in_hosts
 from tokenmerge.default_method import settings_for
 from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge.runtime.steps.pipeline import default_guidance, guidance_scale
+from tokenmerge.runtime.steps.scheduler import will_end_clean
 
 
 class Modular:
@@ -66,6 +69,27 @@ def test_the_guider_of_a_modular_pipeline_says_how_strong_guidance_is(scale, set
     pipe.guider = guiders.ClassifierFreeGuidance(guidance_scale=1.0)
     pipe(8)
     assert state_of(pipe.unet).last_run.guidance == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler", "clean"),
+    [
+        ("StableDiffusion3Pipeline", FlowMatchEulerDiscreteScheduler(shift=3.0), True),
+        ("FluxPipeline", FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), False),
+        ("HunyuanVideoPipeline", FlowMatchEulerDiscreteScheduler(shift=3.0), False),
+        ("StableDiffusion3Pipeline", FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), False),
+        ("StableDiffusionPipeline", DDIMScheduler(), False),
+        ("WanPipeline", UniPCMultistepScheduler(use_flow_sigmas=True, flow_shift=3.0), False),
+    ],
+)
+def test_before_a_generation_the_schedule_is_known(name, scheduler, clean):
+    """The last step of SD3 changes little. FLUX and HunyuanVideo set their own noise levels."""
+    pipeline_class = getattr(diffusers, name)
+    pipe = pipeline_class.__new__(pipeline_class)
+    vars(pipe)["scheduler"] = scheduler
+    before = scheduler.timesteps
+    assert all(will_end_clean(pipe, steps) is clean for steps in (4, 20, 50))
+    assert scheduler.timesteps is before
 
 
 OTHER = {

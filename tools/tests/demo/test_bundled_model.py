@@ -8,9 +8,13 @@ import pytest
 import torch
 from PIL import Image
 
+from tokenmerge import apply_token_merging
+from tokenmerge.default_method import settings_for
 from tokenmerge_tools import demo
 from tokenmerge_tools.demo.glyphs import read_glyphs
 from tokenmerge_tools.demo.retrieval import Gallery
+from tokenmerge_tools.pipelines.loading import find_model
+from tokenmerge_tools.pipelines.meta_model import load_sketch
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -95,6 +99,22 @@ def test_second_size(pipe):
     (picture,) = generate(pipe, ["a red apple on a white background"], steps=steps, height=256, width=256)
     assert picture.size == (256, 256)
     assert Gallery().identify(picture) == (names.index("a red apple"), "white")
+
+
+@pytest.mark.parametrize("name", demo.NAMES)
+def test_the_plan_is_known_before_a_run(name):
+    """By the handle, and by ``tokenmerge inspect`` from the configs alone."""
+    pipe, sketch = load(name), load_sketch(find_model(name))
+    pipe.set_progress_bar_config(disable=True)
+    patch = apply_token_merging(pipe, speedup=2.0)
+    assert settings_for(sketch.pipeline, 2.0) == patch.config
+    size = {"height": 64, "width": 64}
+    side = 64 // sketch.scale
+    planned = settings_for(sketch.pipeline, 2.0, side, side, steps=8)
+    shown = patch.report(side, side, steps=8).plan
+    pipe("a red apple", num_inference_steps=8, output_type="latent", **size)
+    assert patch.config == planned
+    assert patch.report().plan == shown
 
 
 def test_t5_says_nothing():

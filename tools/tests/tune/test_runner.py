@@ -16,8 +16,7 @@ from tokenmerge.default_method import settings_for
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge_tools.drawing import Studio
 from tokenmerge_tools.pipelines.loading import denoiser_of
-from tokenmerge_tools.tune import runner
-from tokenmerge_tools.tune.plans import SearchedPlan, rule_plan
+from tokenmerge_tools.tune.plans import SearchedPlan
 from tokenmerge_tools.tune.result import tuned_table, verdict, write_result
 from tokenmerge_tools.tune.rounds import CannotRunError, Rounds
 from tokenmerge_tools.tune.runner import tune, variant_of
@@ -129,23 +128,6 @@ def test_latents_that_are_not_finite_are_a_reason(studio, monkeypatch) -> None:
     monkeypatch.setattr("tokenmerge_tools.tune.rounds.snr", lambda *_: float("nan"))
     with pytest.raises(CannotRunError, match="are not finite"):
         studio.snr(0, ToMeConfig(ratio=0))
-
-
-@pytest.mark.parametrize("clean", [False, True])
-def test_the_schedule_of_the_dense_picture_decides_where_complete_steps_lie(
-    made_up, options, monkeypatch, clean: bool
-) -> None:
-    drawn: list[int] = []
-    monkeypatch.setattr(made_up, "dense", lambda self, item: drawn.append(item))
-    monkeypatch.setattr(runner, "schedule_ends_clean", lambda scheduler: clean and bool(drawn))
-    planned = []
-    monkeypatch.setattr(
-        runner, "rule_plan", lambda facts, speedup: planned.append(facts) or rule_plan(facts, speedup)
-    )
-    made_up.stop = 0, KeyboardInterrupt()
-    for _ in range(2):  # the second run reads the record
-        tune(options())
-    assert [facts.ends_clean for facts in planned] == [clean, clean]
 
 
 def test_a_run_without_time_says_so_first_and_last(made_up, options) -> None:
@@ -319,7 +301,7 @@ def test_what_was_timed_for_the_rule_holds_in_later_runs(made_up, options, monke
     made_up.stop = None
     assert tune(options()).rule == first.rule
     records = [json.loads(line) for line in first.options.records.read_text().splitlines()]
-    facts = {"fewest_tokens": 4, "ends_clean": False}
+    facts = {"fewest_tokens": 4}
     assert [one["values"] for one in records if one["about"] == "facts"] == [facts]
 
 

@@ -54,7 +54,7 @@ class Settings:
     default: DefaultMethod | None = None
 
     def for_sampling(
-        self, grid: tuple[int, int, int], steps: int, guidance: float | None, ends_clean: bool = False
+        self, grid: tuple[int, int, int], steps: int, guidance: float | None, ends_clean: bool | None = None
     ) -> Settings:
         """Return the settings of one sampling; the arguments are those of :meth:`DefaultMethod.facts_at`."""
         if self.default is None:

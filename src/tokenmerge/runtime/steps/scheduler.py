@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import threading
 from itertools import pairwise
 from typing import Any
@@ -130,6 +131,21 @@ def schedule_ends_clean(scheduler: Any) -> bool:
     trained = getattr(getattr(scheduler, "config", None), "num_train_timesteps", 1000)
     _, scheduled = _read(0.0, scheduler.timesteps)  # which others read too
     return ends_clean([*(scheduled / trained).tolist(), 0.0])
+
+
+def will_end_clean(pipe: Any, steps: int) -> bool:
+    """Return whether the next generation of a pipeline will have a schedule that :func:`ends_clean`."""
+    scheduler: Any = getattr(pipe, "scheduler", None)
+    call = inspect.unwrap(type(pipe).__call__)
+    # Pipelines such as FLUX's compute noise levels of their own, whose last one is 1/steps.
+    if not is_flow(scheduler) or "linspace" in getattr(getattr(call, "__code__", None), "co_names", ()):
+        return False
+    try:
+        scheduler = type(scheduler).from_config(scheduler.config)
+        scheduler.set_timesteps(steps)
+    except (AttributeError, TypeError, ValueError):  # no scheduler of diffusers, or one that asks for more
+        return False
+    return schedule_ends_clean(scheduler)
 
 
 def is_flow(scheduler: Any) -> bool:

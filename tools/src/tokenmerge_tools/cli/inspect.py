@@ -7,13 +7,14 @@ from typing import Annotated, get_args
 
 import typer
 
+from tokenmerge.default_method import default_steps
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import predict
 from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import AsJson, takes
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, find_model, quiet_libraries
-from tokenmerge_tools.pipelines.meta_model import load_sketch, pipeline_defaults
+from tokenmerge_tools.pipelines.meta_model import load_sketch
 from tokenmerge_tools.pipelines.options import Guidance, Size, picture
 from tokenmerge_tools.pipelines.settings import check_size, parse_size
 
@@ -40,8 +41,8 @@ def inspect(
     wanted = None if size is None else parse_size(size)
     quiet_libraries("tokenmerge inspect")
     with terminal.working("reading the configs"):
-        found = load_sketch(source := find_model(model))
-        steps = pipeline_defaults(source)[2] if steps is None else steps
+        found = load_sketch(find_model(model))
+        steps = default_steps(found.pipeline) if steps is None else steps
     pixels = wanted or found.size
     if pixels is None:
         raise ConfigError("size: this model has no default size; give --size")
@@ -49,7 +50,7 @@ def inspect(
     references = [check_size(parse_size(text), found.scale)[::-1] for text in reference or ()]
     with terminal.working("counting operations"):
         config = merging.config(
-            found.denoiser, height=height, width=width, steps=steps, guidance=guidance, follows_steps=True
+            found.pipeline, height=height, width=width, steps=steps, guidance=guidance, follows_steps=True
         )
         report = predict(found.denoiser, config, height, width, batch, steps, references)
     if as_json:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from tokenmerge.config import load_settings
+from tokenmerge.default_method import default_guidance
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.method_spec import AUTO, METHODS, SPEEDUP, MethodSpec, merging_alone, read_setting
 from tokenmerge_tools.pipelines.loading import SourceKind, find_model, quiet_libraries
-from tokenmerge_tools.pipelines.meta_model import load_sketch, pipeline_defaults
+from tokenmerge_tools.pipelines.meta_model import load_sketch
 from tokenmerge_tools.pipelines.options import option
 from tokenmerge_tools.pipelines.settings import parse_size, scheduler_class_name
 
@@ -57,15 +58,17 @@ def _of_model(
         return {"solver": solver, "guidance": guidance}
     sketch = load_sketch(source)
     size = size or sketch.size
-    own, default, _ = pipeline_defaults(source)
-    scale = default if guidance is None else guidance
+    pipeline = sketch.pipeline
+    own = getattr(pipeline, "scheduler", None)
+    guides = hasattr(type(pipeline), "do_classifier_free_guidance")  # otherwise it hides its guidance
+    scale = default_guidance(pipeline) if guidance is None else guidance
     if scale is not None and (scale <= 1 or sketch.denoiser.config.get("guidance_embeds")):
         scale = 1.0
     return {
         "model": type(sketch.denoiser).__name__,
         "size": None if size is None else (size[1] // sketch.scale, size[0] // sketch.scale),
-        "solver": solver or own,
-        "guidance": None if default is None else scale,  # a pipeline that hides its guidance
+        "solver": solver or (own and type(own).__name__),
+        "guidance": scale if guides else None,
     }
 
 

@@ -244,7 +244,7 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         width, height = check_size(size, sketch.scale)
         facts = {"height": height, "width": width, "steps": options.steps}
         for spec in specs:
-            config = spec.config(sketch.denoiser, guidance=options.guidance, follows_steps=True, **facts)
+            config = spec.config(sketch.pipeline, guidance=options.guidance, follows_steps=True, **facts)
             if config is not None:
                 known[spec.label] = predict(sketch.denoiser, config, height, width, 2, options.steps).speedup
     variants = plan_variants(specs, options.steps, list(known.values()) or options.speedup)

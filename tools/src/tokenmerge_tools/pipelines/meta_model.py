@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +35,12 @@ if TYPE_CHECKING:
 class ModelSketch:
     """A pipeline without weights, made from its configs. The denoiser is on the meta device.
 
-    ``scale`` is the number of pixels per latent position along each side, and ``size`` the default (width,
-    height) in pixels, None if unknown.
+    ``pipeline`` has the denoiser, a scheduler and defaults, and cannot run. ``scale`` is the number of pixels
+    per latent position along each side, and ``size`` the default (width, height) in pixels, None if unknown.
     """
 
     denoiser: Any
+    pipeline: Any
     scale: int
     size: tuple[int, int] | None
 
@@ -55,22 +55,6 @@ def _own_size(denoiser: ModelMixin, scale: int) -> tuple[int, int] | None:
             height, width = host.sample_size
             return width * scale, height * scale
     return None
-
-
-def pipeline_defaults(source: ModelSource) -> tuple[str | None, float | None, int | None]:
-    """Return a pipeline's class of scheduler and default guidance scale and steps; None: unknown or none.
-
-    The pipeline's class must be one of diffusers, and show whether it guides.
-    """
-    diffusers, index = require_diffusers("reading a diffusers model"), read_index(source)
-    pipeline: Any = getattr(diffusers, str(index.get("_class_name")), None)
-    given = {} if pipeline is None else inspect.signature(pipeline.__call__).parameters
-    scale, steps = (
-        getattr(given.get(name), "default", None) for name in ("guidance_scale", "num_inference_steps")
-    )
-    guides = hasattr(pipeline, "do_classifier_free_guidance") and isinstance(scale, int | float)
-    steps = steps if isinstance(steps, int) else None
-    return (index.get("scheduler") or ABSENT)[1], scale if guides else None, steps
 
 
 def load_sketch(source: ModelSource) -> ModelSketch:
@@ -89,7 +73,23 @@ def load_sketch(source: ModelSource) -> ModelSketch:
     scale = 1  # a pipeline without a VAE denoises pixels
     if index.get("vae", ABSENT) != ABSENT:
         scale = _codec_scale(_component(source, "vae", index["vae"]))
-    return ModelSketch(denoiser, scale, _own_size(denoiser, scale))
+    pipeline = _pipeline(source, index, name, denoiser)
+    return ModelSketch(denoiser, pipeline, scale, _own_size(denoiser, scale))
+
+
+def _pipeline(source: ModelSource, index: dict[str, Any], name: str, denoiser: ModelMixin) -> Any:
+    """Return a pipeline with a denoiser and a scheduler; the denoiser, if diffusers has no such pipeline."""
+    import diffusers
+
+    pipeline_class: Any = getattr(diffusers, str(index.get("_class_name")), None)
+    scheduler_class = getattr(diffusers, str((index.get("scheduler") or ABSENT)[1]), None)
+    if pipeline_class is None or scheduler_class is None:
+        return denoiser
+    with loading(source.location):
+        scheduler = scheduler_class.from_pretrained(source.location, subfolder="scheduler")
+    pipeline = pipeline_class.__new__(pipeline_class)
+    vars(pipeline).update({name: denoiser, "scheduler": scheduler})
+    return pipeline
 
 
 def default_size(config: dict[str, Any], scale: int) -> tuple[int, int] | None:

@@ -279,7 +279,7 @@ class TuneRecord(Record):
         elif values["about"] == "dense":
             _times([found["seconds"]])
         elif values["about"] == "facts":
-            int(found["fewest_tokens"]), bool(found["ends_clean"])
+            int(found["fewest_tokens"])
         return values
 
 

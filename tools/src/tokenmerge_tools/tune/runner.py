@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from tokenmerge.config import FoundFor, ToMeConfig
-from tokenmerge.default_method import DefaultMethod, schedule_ends_clean
+from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import ROUNDING, Facts, speedup_of
@@ -197,19 +197,13 @@ class Search:
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
         measured = [one.values for one in records if one.about == "facts"]
         if not measured:
-            self.rounds.dense(0)  # the scheduler keeps its schedule
-            own = {
-                "fewest_tokens": method.facts.fewest_tokens,
-                "ends_clean": schedule_ends_clean(self.rounds.pipe.scheduler),
-            }
-            measured = [self._append("facts", "", -1, own).values]
+            measured = [self._append("facts", "", -1, {"fewest_tokens": method.facts.fewest_tokens}).values]
         return dataclasses.replace(
             method.facts,
             grid=denoiser.grid_at(height, width),
             steps=self.options.steps,
             guidance=self.rounds.call.guidance,
             fewest_tokens=int(measured[-1]["fewest_tokens"]),
-            ends_clean=bool(measured[-1]["ends_clean"]),
         )
 
     def _seconds_of_dense(self) -> float:
