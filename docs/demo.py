@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
     report = run["report"]
     counted = report["flops_dense"] / report["flops_mean"]
     speedup = conditions["options"]["merging"].get("speedup", 2)
-    dense, merged = (Image.open(folder / f"{name}-00.png") for name in ("dense", "merged"))
+    dense, merged = (Image.open(folder / f"{name}-00.png") for name in ("dense", "tokenmerge"))
     fewer = round(report["steps"] / counted)
     again, third = (draw(conditions, steps) for steps in (report["steps"], fewer))
     if again.tobytes() != dense.convert("RGB").tobytes():
@@ -85,7 +85,7 @@ def draw(conditions: dict, steps: int) -> Image.Image:
 def printed(run: dict) -> str:
     """Return what the handle printed after the run, and how far its figures can be trusted."""
     (psnr,) = run["quality"]["psnr_db"]
-    dense, merged = (run["variants"][name]["seconds_per_call"][0] for name in ("dense", "merged"))
+    dense, merged = (run["variants"][name]["seconds_per_call"][0] for name in ("dense", "tokenmerge"))
     threads = run["conditions"]["environment"]["threads"]
     low, high = map(int, re.search(r"estimated: \d+ dB \((\d+) to (\d+)\)", run["summary"]).groups())
     guessed = round((low + high) / 2 - psnr)

@@ -105,15 +105,13 @@ def apply_token_merging(
             generation, as they are counted (default: 2.0). When a generation begins, settings are chosen that
             reach it at the actual size, number of steps and guidance, see
             :mod:`tokenmerge.default_method`. Raising it makes the picture less like the dense one. The
-            measured speed-up can be lower: normalisations and other operations that are not counted take time
-            too, and so do the text encoder and the decoder.
+            measured speed-up is mostly lower, since other work takes time too.
         ratio: fraction of tokens that merge before each self-attention, 0 ≤ ratio ≤ 0.75, in every step and
             without anything else. Raising it saves more time and makes the picture less like the dense one.
             With the name of a preset, it is the preset's ratio.
         start: share of the denoising steps before merging starts, 0 ≤ start < until. Earlier steps
             are dense: a rule is added that sets ``ratio=0`` and ``reuse.every=1`` for them, see
-            :class:`tokenmerge.Rule`. Raising it saves less time and brings the picture a little closer to the
-            dense one.
+            :class:`tokenmerge.Rule`. Raising it saves less time and brings the picture a little closer.
         until: share of the denoising steps after which merging ends, likewise. Lowering it saves less time
             and brings the picture much closer.
         min_psnr: of the default method, the PSNR to the dense picture of the same seed that a picture shall
@@ -147,8 +145,8 @@ def apply_token_merging(
         raise ConfigError("start, until: a vision transformer has no denoising steps; leave them out")
     asked = _asked(pipe_or_model, config, speedup, ratio, min_psnr)
     if start is not None or until is not None:
-        dense = dense_outside(0.0 if start is None else start, 1.0 if until is None else until)
-        change = partial(_with_rules, dense)
+        until = 1.0 if until is None else until
+        change = partial(_with_rules, dense_outside(0.0 if start is None else start, until))
         default = asked.default and dataclasses.replace(asked.default, change=change)
         asked = dataclasses.replace(asked, config=change(asked.config), default=default)
     return merge_in_hosts(pipe_or_model, **vars(asked))

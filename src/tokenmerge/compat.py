@@ -59,7 +59,9 @@ def apply_patch(
             stacklevel=2,
         )
         ratio = highest
-    level = _deepest_level(max_downsample)
+    level = None  # the deepest one that merges; 0: there is none
+    if as_number(max_downsample) is not None:
+        level = max((own for own in (1, 2, 4, 8) if own <= max_downsample), default=0)
     config = presets.tomesd(
         ratio,
         max_downsample=max_downsample if level is None else max(level, 1),
@@ -92,13 +94,6 @@ def apply_patch(
 def _number(value: Any) -> Any:
     """Return the Python number in a tensor or array without dimensions; other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
-
-
-def _deepest_level(max_downsample: Any) -> int | None:
-    """Return the largest level up to ``max_downsample``; 0: there is none; None: it is not a number."""
-    if as_number(max_downsample) is None:
-        return None
-    return max((level for level in (1, 2, 4, 8) if level <= max_downsample), default=0)
 
 
 def remove_patch(model: Model) -> Model:

@@ -23,7 +23,7 @@ from tokenmerge.plans.estimate import estimate_closeness
 from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
 from tokenmerge.report.summary import Conditions, RunSteps, summary, title
-from tokenmerge.runtime.memory.run_log import StepRecorder, shown_by
+from tokenmerge.runtime.memory.run_log import RunLog, StepRecorder, shown_by
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.patching.patch import refuse_in_use, restore, state_of
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies
@@ -179,8 +179,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
         values are unknown while ``torch.compile`` traces the whole model into one graph. Call this before the
         first call with a new size. With ``dynamic=True``, a new size needs no new graph. If such a model is
         not compiled into one graph, it reads the values, and uses this size only if they are not the rows and
-        columns of one picture. All other models read their grid from the shape of the sample and ignore this
-        size.
+        columns of one picture. All other models ignore it: they read their grid from the sample's shape.
 
         A compiled model cannot tell apart two sizes with the same number of tokens, such as 64 × 128 and
         128 × 64.
@@ -289,14 +288,16 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         return fewest_tokens(Attention(device, dtype_of(root), batch, *attention))
 
     def __repr__(self) -> str:
-        report, slower, problem = None, None, ""
+        report, notes = None, {"left alone": self._state.kept.note}
         try:
             report = self.report()
-            slower = self._counted[2] if self._counted else None
+            notes["hardly faster"] = (self._counted and self._counted[2]) or ""
         except Exception as error:  # a handle can always be printed
-            problem = why(error)
+            notes["not counted"] = why(error)
         pipe = self._model if getattr(self._model, "scheduler", None) is not None else None
-        root, run = self._denoiser.root, self._state.last_run
+        root, run, facts = self._denoiser.root, self._state.last_run, None
+        if report is not None and self._default is not None:
+            facts = self._facts_at(report.height, report.width, report.steps)
         conditions = Conditions(
             models=tuple(type(model).__name__ for model in self._states),
             method=self._state.method,
@@ -304,21 +305,15 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             scale=getattr(pipe, "vae_scale_factor", None),
             pictures=self._pictures(pipe),
             guidance=default_guidance(pipe) if run is None else run.guidance,
-            why_dense=self._why_dense(report),
-            remarks={"hardly faster": slower or "", "left alone": self._state.kept.note},
+            merging_pays=facts is not None and merging_pays(facts),
+            remarks={**self._remarks(facts), **notes},
         )
         if state_of(root) is not self._state:
             return f"{title(self._in_force, conditions)}: removed"
         tolerant = self._default is not None and self._default.min_psnr is not None
         if tolerant and run is not None and report is not None and report.flops == report.flops_dense:
             return f"{title(self._in_force, conditions)}\n  nothing was skipped or merged: a dense picture"
-        first, *lines = summary(self._in_force, conditions, report, run)
-        if estimated := self._estimated(report):
-            lines.append(f"  {estimated}")
-        if report is not None and self._default is not None and self._default.facts.follows_steps:
-            short = self._default.shortfall(self._facts_at(report.height, report.width, report.steps))
-            lines[:0] = [f"  out of reach: {short}"] * bool(short)
-        return "\n".join([first, *lines, *([f"  not counted: {problem}"] if problem else [])])
+        return "\n".join(summary(self._in_force, conditions, report, run))
 
     @property
     def _in_force(self) -> ToMeConfig:
@@ -335,34 +330,27 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         facts = self._facts_at(run.height, run.width, run.steps)
         return estimate_closeness(facts, run.config, shown_by([run]))
 
-    def _estimated(self, report: Report | None) -> str:
-        """Return the estimate as text, and what a tolerance does or did; empty: nothing is known."""
+    def _remarks(self, facts: Facts | None) -> dict[str, str]:
+        """Return how close the picture is, and what the default method added or did not reach, by heading."""
         error, run, default = self.error, self._state.last_run, self._default
-        if run is None and report is not None and default is not None and default.min_psnr is not None:
-            return f"min_psnr {default.min_psnr:g}: {self._added(default, report)}"
-        if error is None or run is None or run.steps is None or default is None or default.min_psnr is None:
-            return "" if error is None else f"estimated: {error}"
-        plan = default.plan(self._facts_at(run.height, run.width, run.steps))
+        remarks = {"estimated": "" if error is None else str(error)}
+        if facts is not None and default is not None and facts.follows_steps:
+            remarks["out of reach"] = default.shortfall(facts)
+            if default.min_psnr is not None:
+                remarks[f"min_psnr {default.min_psnr:g}"] = self._tolerated(default, facts, run)
+        return remarks
+
+    def _tolerated(self, default: DefaultMethod, facts: Facts, run: RunLog | None) -> str:
+        """Say which complete steps the tolerance of the default method adds, or added in the last run."""
+        plan, margin = default.plan(facts), ESTIMATE["margin"]
+        aim = f"{(default.min_psnr or 0) + margin:g} dB: {margin:g} dB more than asked, to be safe"
+        if run is None or run.steps is None:
+            more = default.settings(facts) != default.change(plan.config)
+            begins = f"; it begins with more than speedup={default.speedup:g} needs" if more else ""
+            return f"a run adds complete steps until its estimate is {aim}{begins}"
         ran, due = (len(own.reuse.steps_of(run.steps).full) for own in (run.config, plan.config))
         further = f"{ran - due} further complete step{'s' * (ran != due + 1)} (without: {plan.speedup:.2f}×)"
-        aim = f"to reach an estimate of {default.min_psnr + ESTIMATE['margin']:g} dB"
-        return f"min_psnr {default.min_psnr:g}: {further}, {aim}\n  estimated: {error}"
-
-    def _added(self, default: DefaultMethod, report: Report) -> str:
-        """Say which complete steps the tolerance of the default method adds."""
-        facts, least = self._facts_at(report.height, report.width, report.steps), default.min_psnr or 0
-        more = default.settings(facts) != default.change(default.plan(facts).config)
-        begins = f"; it begins with more than speedup={default.speedup:g} needs" if more else ""
-        return (
-            f"a run adds complete steps while its estimate is below {least + ESTIMATE['margin']:g} dB{begins}"
-        )
-
-    def _why_dense(self, report: Report | None) -> str:
-        if self._default is None or report is None:
-            return ""
-        if merging_pays(self._facts_at(report.height, report.width, report.steps)):
-            return "step reuse alone changes the picture less"
-        return "it would save too little time here"
+        return f"{further}, for an estimate of {aim}"
 
     def _pictures(self, pipe: Any) -> int | None:
         """Return how many pictures a call draws; None: unknown."""

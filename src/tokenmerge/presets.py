@@ -20,9 +20,8 @@ __all__ = ["ca_tome", "ibtm", "sdtm", "sito", "todo", "toma", "tomesd"]
 def tomesd(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """Token Merging for Stable Diffusion: D. Bolya and J. Hoffman, arXiv 2303.17604.
 
-    Merges around self-attention at the finest level. Each token merges with the most similar destination
-    of the whole picture, with a new plan in every block at every step, as :func:`tokenmerge.apply_patch`
-    does.
+    Merges around self-attention at the finest level, as :func:`tokenmerge.apply_patch` does. Each token
+    merges with the most similar destination of the picture, with a new plan in every block at every step.
 
     Deviates: destinations are drawn by a function of seed, step and cell instead of a generator, so that
     pictures do not depend on the batch and the model compiles.

@@ -161,7 +161,13 @@ def test_its_numbers_name_their_record():
 
 @pytest.mark.parametrize(
     ("psnr", "words"),
-    [(42, "hard to tell apart"), (36, "small details"), (28, "many details"), (20, "different")],
+    [
+        (42, "hard to tell apart"),
+        (36, "small details"),
+        (31, "larger details"),
+        (28, "many details"),
+        (20, "different"),
+    ],
 )
 def test_an_estimate_says_in_words_what_it_means(psnr, words):
     assert words in str(Estimate(psnr, 0.0))

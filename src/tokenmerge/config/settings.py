@@ -196,11 +196,6 @@ class MergeSettings(Value):
         return self.ratio > 0 or bool(self.reference_ratio)
 
     @property
-    def of_references(self) -> MergeSettings:
-        """The settings of the reference pictures of a sequence."""
-        return self if self.reference_ratio is None else dataclasses.replace(self, ratio=self.reference_ratio)
-
-    @property
     def merged_layers(self) -> tuple[str, ...]:
         """Sub-layers of a transformer block that merge, in the order in which the block runs them.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,8 @@ def dtype_of(model: nn.Module) -> torch.dtype:
     store others in float8 or in integers.
     """
     dtypes = (getattr(model, "dtype", None), *(weight.dtype for weight in model.parameters()))
-    return next((dtype for dtype in dtypes if _computes(dtype)), torch.bfloat16)
-
-
-def _computes(dtype: object) -> TypeGuard[torch.dtype]:
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    known = (dtype for dtype in dtypes if isinstance(dtype, torch.dtype))
+    return next((dtype for dtype in known if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
 
 
 def narrowest_attention(blocks: Sequence[Block]) -> tuple[int, ...]:

@@ -99,7 +99,8 @@ def sequence_of(grids: Sequence[tuple[int, int, int]], settings: MergeSettings) 
     >>> [picture.r for picture in sequence_of(((1, 4, 4), (1, 2, 4)), MergeSettings(ratio=0.5)).pictures]
     [8, 4]
     """
-    own = (settings, *[settings.of_references] * (len(grids) - 1))
+    ratio = settings.ratio if settings.reference_ratio is None else settings.reference_ratio
+    own = (settings, *[dataclasses.replace(settings, ratio=ratio)] * (len(grids) - 1))
     return TokenSequence.of(
         Picture(grid, one, num_removed(grid, one)) for grid, one in zip(grids, own, strict=True)
     )

@@ -168,8 +168,7 @@ def predict(
             steps. Counting takes up to half a second for each step. None: operations are not averaged.
         references: (height, width) of each reference picture in the sequence of the sample, in the unit of
             the sample.
-        dense: paths of the blocks and layers that do not merge although the settings say so, by model. None:
-            there are none.
+        dense: paths of the blocks and layers that do not merge although the settings say so, by model.
 
     Raises:
         NothingToMergeError: no token would merge at this size.

@@ -28,34 +28,40 @@ class Conditions:
     scale: int | None = None  # pixels per side of a latent position; None: sizes are given in latents
     pictures: int | None = None  # number of pictures that a call of the denoiser draws; None: unknown
     guidance: float | None = None  # scale of classifier-free guidance, 1 for none; None: unknown
-    why_dense: str = ""  # why the default method may merge nothing
-    # Further texts, each under its heading; empty ones are left out.
+    merging_pays: bool = (
+        False  # whether merging saves time here; where not, the default method merges nothing
+    )
+    # Further facts about the run, each under its heading; empty ones are left out.
     remarks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def summary(
     config: ToMeConfig, conditions: Conditions, report: Report | None, run: RunLog | None
 ) -> list[str]:
-    """Return the lines of the summary.
+    """Return the lines of the summary: what the run gained and how close it is, and then what was done.
 
     ``report`` has the counts at the size and steps of the last run, or the default ones; None: unknown.
     """
     lines = [title(config, conditions)]
-    if run is None and report is not None:
-        own_plan = ", and each run gets its own plan" if is_default(conditions.method) else ""
-        lines.append(f"  not run yet: this is for the default size and number of steps{own_plan}")
+    if run is not None:
+        lines.append(f"  last run: {_happened(run)}")
+    elif report is not None:
+        own_plan = "; each run gets its own plan" if is_default(conditions.method) else ""
+        lines.append(
+            f"  preview: nothing ran yet, so the default size and number of steps are taken{own_plan}"
+        )
     if report is not None:
-        lines.append(f"  merging: {_merging(config, conditions, report)}")
-    if config.reuse.on:
-        lines.append(f"  step reuse: {_reuse(config, report)}")
+        lines.append(f"  {_counted(conditions, report)}")
+    lines += [f"  {heading}: {text}" for heading, text in conditions.remarks.items() if text]
     if report is not None and report.plan:
         lines.append(f"  plan: {report.plan}")
         lines += [f"        {sign} {what}" for sign, what in SIGNS.items() if sign in report.plan]
     if report is not None:
-        lines += [f"  {_counted(conditions, report)}", f"  {_kept(conditions, report)}"]
-    lines += [f"  {heading}: {text}" for heading, text in conditions.remarks.items() if text]
-    if run is not None:
-        lines.append(f"  last run: {_happened(run)}")
+        lines.append(f"  merging: {_merging(config, conditions, report)}")
+    if config.reuse.on:
+        lines.append(f"  step reuse: {_reuse(config, report)}")
+    if report is not None:
+        lines.append(f"  {_kept(conditions, report)}")
     return lines
 
 
@@ -64,7 +70,9 @@ def title(config: ToMeConfig, conditions: Conditions) -> str:
     named = conditions.method or str(config)
     if conditions.method == RATIO:
         named = f"ratio {config.ratio:g}, merging alone"
-    elif conditions.method and not is_default(conditions.method):
+    elif is_default(conditions.method):
+        named = f"asked for {named}"
+    elif conditions.method:
         named = f"{named}, ratio {config.ratio:g}"
     return f"tokenmerge in {' + '.join(conditions.models)}: {named}"
 
@@ -76,7 +84,10 @@ _LAYERS = {"attn1": "self-attention", "attn2": "cross-attention"}
 def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     rows = [row for row in report.rows if row.merged_tokens < row.tokens]
     if not rows and is_default(conditions.method):
-        return "; ".join(filter(None, ("none in this plan", conditions.why_dense)))
+        pays = "step reuse alone changes the picture less"
+        return (
+            f"none in this plan; {pays if conditions.merging_pays else 'it would save too little time here'}"
+        )
     if not rows:
         return "no block merges at this size; patch.report() says why"
     most = max(rows, key=lambda row: row.tokens)
@@ -114,7 +125,7 @@ def _counted(conditions: Conditions, report: Report) -> str:
     elif conditions.pictures > 1:
         size += f", {conditions.pictures} pictures at once"
     share = saved(report.flops_dense, report.flops)
-    return f"counted at {size}: {share} of the operations saved, a speed-up of {report.speedup:.2f}×"
+    return f"counted: a speed-up of {report.speedup:.2f}× ({share} of the operations saved) at {size}"
 
 
 def _kept(conditions: Conditions, report: Report) -> str:

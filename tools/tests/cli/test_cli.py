@@ -111,7 +111,7 @@ def test_details_are_times_memory_and_what_the_patch_says(folder, tmp_path, caps
     assert main([*map(str, arguments), "--method", "tome", "--details"]) == 0
     printed = capsys.readouterr().out
     said = printed[printed.index("StableDiffusionPipeline, ") :].splitlines()
-    for line, name in zip(said[1:3], ("dense", "merged"), strict=True):
+    for line, name in zip(said[1:3], ("dense", "tokenmerge"), strict=True):
         assert re.match(rf"{name}: [\d.]+ m?s per image \([\d.]+ m?s to [\d.]+ m?s\), peak memory", line)
     assert "SSIM of merged against dense: 0." in printed
     assert "tokenmerge in UNet2DConditionModel: " in printed

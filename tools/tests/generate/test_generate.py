@@ -73,9 +73,9 @@ def test_every_file_is_there_and_nothing_else(run):
         "comparison.png",
         "dense-00.png",
         "dense-01.png",
-        "merged-00.png",
-        "merged-01.png",
         "run.json",
+        "tokenmerge-00.png",
+        "tokenmerge-01.png",
     ]
 
 
@@ -84,7 +84,7 @@ def test_pictures_have_the_model_s_own_size_and_differ_by_merging_and_seed(run):
     dense, other = pixels(out / "dense-00.png"), pixels(out / "dense-01.png")
     assert dense.shape == (tiny_pipeline.SIDE, tiny_pipeline.SIDE, 3)
     assert not np.array_equal(dense, other)
-    assert not np.array_equal(dense, pixels(out / "merged-00.png"))
+    assert not np.array_equal(dense, pixels(out / "tokenmerge-00.png"))
 
 
 def test_the_record_holds_conditions_times_and_quality(run):
@@ -98,7 +98,7 @@ def test_the_record_holds_conditions_times_and_quality(run):
     assert conditions["config"] == ToMeConfig().to_dict()
     assert conditions["environment"]["versions"]["torch"] == torch.__version__
     assert (conditions["device"], conditions["dtype"]) == ("cpu", "float32")
-    for name in ("dense", "merged"):
+    for name in ("dense", "tokenmerge"):
         variant = record["variants"][name]
         assert len(variant["seconds_per_call"]) == 2
         median = sum(variant["seconds_per_call"]) / 2 / 2  # of two calls, of two pictures each
@@ -147,7 +147,9 @@ def test_the_comparison_is_announced_before_the_last_timed_call(folder, tmp_path
 def test_quality_is_that_of_the_pictures_on_disk(run):
     result, out, _ = run
     for index in (0, 1):
-        error = pixels(out / f"dense-{index:02d}.png") / 255 - pixels(out / f"merged-{index:02d}.png") / 255
+        error = (
+            pixels(out / f"dense-{index:02d}.png") / 255 - pixels(out / f"tokenmerge-{index:02d}.png") / 255
+        )
         psnr = -10 * math.log10((error**2).mean())
         assert math.isclose(result.psnr[index], psnr, rel_tol=1e-4)
         assert 0 < result.ssim[index] < 1
@@ -167,7 +169,7 @@ def test_progress_counts_every_step_of_every_call(run):
 def test_a_picture_depends_on_its_seed_alone(folder, run, tmp_path):
     _, out, _ = run
     generate(options(folder, tmp_path, seed=1))
-    for variant in ("dense", "merged"):
+    for variant in ("dense", "tokenmerge"):
         alone = pixels(tmp_path / f"{variant}-00.png").astype(int)
         in_batch = pixels(out / f"{variant}-01.png").astype(int)
         assert np.abs(alone - in_batch).max() <= 1  # kernels round differently for another batch size
@@ -175,7 +177,7 @@ def test_a_picture_depends_on_its_seed_alone(folder, run, tmp_path):
 
 def test_ratio_zero_gives_the_dense_picture_and_says_so(folder, tmp_path):
     result = generate(options(folder, tmp_path, merging=MethodSpec("tome", {"ratio": 0.0})))
-    assert np.array_equal(pixels(tmp_path / "dense-00.png"), pixels(tmp_path / "merged-00.png"))
+    assert np.array_equal(pixels(tmp_path / "dense-00.png"), pixels(tmp_path / "tokenmerge-00.png"))
     assert result.psnr == (math.inf,)
     assert json.loads((tmp_path / "run.json").read_text())["quality"]["psnr_db"] == ["inf"]
 
@@ -200,7 +202,7 @@ def test_a_tolerance_adds_steps_and_the_picture_names_those_that_ran(folder, tmp
     assert planned.psnr[0] < 300
     result = generate(options(folder, tmp_path / "close", min_psnr=300.0, **asked))
     assert result.psnr == (math.inf,)
-    written = Image.open(tmp_path / "close" / "merged-00.png").text["parameters"]
+    written = Image.open(tmp_path / "close" / "tokenmerge-00.png").text["parameters"]
     config = read_metadata(written[written.index("Token merging: ") :])
     assert not config.merges
     assert len(config.reuse.steps_of(8).full) == 8
@@ -220,7 +222,7 @@ def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_p
             rules = [{"start": until, "ratio": 0}]
             result = generate(options(folder, out, merging=MethodSpec("tome", {"rules": rules})))
         assert result.conditions["config"]["rules"] == [{"start": until, "ratio": 0.0}]
-        assert np.array_equal(pixels(out / "dense-00.png"), pixels(out / "merged-00.png")) == equal
+        assert np.array_equal(pixels(out / "dense-00.png"), pixels(out / "tokenmerge-00.png")) == equal
 
 
 @pytest.mark.usefixtures("uncounted")
@@ -236,10 +238,10 @@ def test_a_method_that_chooses_by_the_model_says_what_it_chose(folder, tmp_path,
 
 def test_without_comparison_only_merged_runs(folder, tmp_path):
     result = generate(options(folder, tmp_path, compare=False))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged-00.png", "run.json"]
-    assert result.names == ("merged",)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "tokenmerge-00.png"]
+    assert result.names == ("tokenmerge",)
     assert result.psnr == ()
-    assert result.speedup("merged") is None
+    assert result.speedup("tokenmerge") is None
 
 
 def test_size_steps_scheduler_guidance_and_negative_prompt_reach_the_pipeline(folder, tmp_path, run):
@@ -307,7 +309,7 @@ def test_a_controlnet_merges_too_and_its_picture_matters(folder, tmp_path):
         result = generate(options(folder, tmp_path / name, steps=1, compare=False, **with_control))
     assert result.conditions["pipeline"] == "StableDiffusionControlNetPipeline"
     assert "ControlNetModel" in result.report.model
-    black, white = (pixels(tmp_path / name / "merged-00.png") for name in ("black", "white"))
+    black, white = (pixels(tmp_path / name / "tokenmerge-00.png") for name in ("black", "white"))
     assert black.shape == white.shape == (tiny_pipeline.SIDE, tiny_pipeline.SIDE, 3)
     assert not np.array_equal(black, white)
 
@@ -354,7 +356,7 @@ def test_an_interrupted_run_keeps_what_it_has(folder, tmp_path):
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["complete"] is False
     assert len(record["variants"]["dense"]["seconds_per_call"]) == 2
-    assert len(record["variants"]["merged"]["seconds_per_call"]) == 1
+    assert len(record["variants"]["tokenmerge"]["seconds_per_call"]) == 1
     assert record["quality"] is not None
     assert (tmp_path / "comparison.png").is_file()
     assert not list(tmp_path.glob(".*"))
@@ -533,7 +535,7 @@ def test_the_default_folder_is_new_and_named_after_the_prompt(folder, tmp_path, 
     (tmp_path / "outputs" / "a-red-apple").mkdir(parents=True)
     result = generate(options(folder, None, compare=False, steps=1))
     assert str(result.folder) == "outputs/a-red-apple-2"
-    assert (tmp_path / "outputs" / "a-red-apple-2" / "merged-00.png").is_file()
+    assert (tmp_path / "outputs" / "a-red-apple-2" / "tokenmerge-00.png").is_file()
 
 
 def test_the_default_method_draws_what_it_draws_in_python(tmp_path):
@@ -550,4 +552,4 @@ def test_the_default_method_draws_what_it_draws_in_python(tmp_path):
         (picture,) = call(pipe)
         assert result.config == patch.config
     assert steps - 1 not in result.config.reuse.steps_of(steps).full
-    assert np.array_equal(pixels(tmp_path / "merged-00.png"), np.asarray(picture))
+    assert np.array_equal(pixels(tmp_path / "tokenmerge-00.png"), np.asarray(picture))

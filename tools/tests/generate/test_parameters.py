@@ -56,9 +56,9 @@ def test_a_file_is_named_without_its_folders(folder, tmp_path):
     options = ("--steps", "2", "--size", "32x48", "--negative-prompt", "blue", "--method", "tome")
     arguments = ["generate", "a red, apple", "--model", folder, "--out", tmp_path, "--repeat", 1, *options]
     assert main([*map(str, arguments)]) == 0
-    for name in ("dense", "merged"):
+    for name in ("dense", "tokenmerge"):
         text = text_of(tmp_path / f"{name}-00.png")
         assert text.startswith("a red, apple\nNegative prompt: blue\nSteps: 2, Seed: 0, Size: 32x48, Model: ")
         assert f"Model: {folder.name}" in text
         assert str(folder.parent) not in text
-        assert ("Token merging" in text) == (name == "merged")
+        assert ("Token merging" in text) == (name == "tokenmerge")

@@ -57,7 +57,8 @@ class ReplacedBlock:
         dense = (
             sampling.has_references
             or call.has(self.layout.dense_if)
-            or _differs_by_frame(call.argument("vec"))
+            # Frames have modulations of their own, as in Wan 2.2: [b, f, 6, c].
+            or (isinstance(by := call.argument("vec"), Tensor) and by.ndim > 3 and by.shape[1] > 1)
         )
         running = None if dense else sampling.merge_in(self.key, "all", tokens, self.layout, sampling.grid, 1)
         if running is None:
@@ -76,11 +77,6 @@ class ReplacedBlock:
         if plan is None or lost is not None:
             sampling.keep(self.key, added_to_image(self.layout, image, tokens, n))
         return {"img": image, "txt": text}  # None if a block returns no text, like the last one of SD 3
-
-
-def _differs_by_frame(modulation: Any) -> bool:
-    """Return whether frames have modulations of their own, as in Wan 2.2: ``[b, f, 6, c]``."""
-    return isinstance(modulation, Tensor) and modulation.ndim > 3 and modulation.shape[1] > 1
 
 
 @dataclasses.dataclass(eq=False)

@@ -163,7 +163,8 @@ class _View:
         if skipped is not None:
             self.middle_block = None  # ComfyUI's forward skips it if it is None
         if skipped == _DEEP:
-            nothing, inputs, outputs = (_no_channels,), list(unet.input_blocks), list(unet.output_blocks)
+            nothing = (lambda x: x[:, :0],)  # no channels
+            inputs, outputs = list(unet.input_blocks), list(unet.output_blocks)
             self.input_blocks = [*inputs[: cut.inputs], *[nothing] * (len(inputs) - cut.inputs)]
             self.output_blocks = [*[nothing] * cut.output, *outputs[cut.output :]]
         elif skipped == _FINEST:
@@ -171,10 +172,6 @@ class _View:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._unet, name)
-
-
-def _no_channels(x: Tensor) -> Tensor:
-    return x[:, :0]
 
 
 def _where_blocks_run(cut: Cut, patch: Callable[..., Any], *values: Any) -> Any:

@@ -125,7 +125,7 @@ def say_where(comparison: Path) -> None:
 def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     """Write a few lines about a run for somebody who sees the first one."""
     lines = [""]
-    names = {"dense": "dense (without tokenmerge)", "merged": "with tokenmerge"}
+    names = {"dense": "dense (without tokenmerge)", "tokenmerge": "with tokenmerge"}
     counted = f"{result.report.speedup:.2f}× counted in operations"
     for name in result.names:
         gain = result.speedup(name)
@@ -181,7 +181,7 @@ def details(result: Result) -> list[str]:
         lines.append(f"{name}: {_seconds(median(times))} per image{spread}{peak}")
     if ssim := result.ssim:
         lines.append(f"SSIM of merged against dense: {sum(ssim) / len(ssim):.4f}, mean over the pictures")
-    runs = len(result.seconds("merged"))
+    runs = len(result.seconds("tokenmerge"))
     return [
         *lines,
         *result.summary.splitlines(),

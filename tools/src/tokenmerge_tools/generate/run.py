@@ -188,7 +188,7 @@ class _Generating:
             "environment": environment(),
         }
         self.metadata: Callable[[], str] = str
-        self.variants = ("dense", "merged") if options.compare else ("merged",)
+        self.variants = ("dense", "tokenmerge") if options.compare else ("tokenmerge",)
         about = (folder, conditions, options.batch, self.variants, prepared.report, prepared.config)
         self.result = Result(*about, notes=list(prepared.report.notes))
         done: Counter[str] = Counter()
@@ -197,8 +197,8 @@ class _Generating:
             if name not in self.variants:  # it warms up
                 return
             done[name] += 1
-            calls = options.repeat + (name == "merged" and options.record_steps)
-            part = "with tokenmerge" if name == "merged" else name
+            calls = options.repeat + (name == "tokenmerge" and options.record_steps)
+            part = "with tokenmerge" if name == "tokenmerge" else name
             on_progress(Progress(part, done[name], steps_per_call * calls))
 
         self.studio = Studio(pipe, on_step)
@@ -212,7 +212,7 @@ class _Generating:
         asked = {"speedup": speedup, "min_psnr": options.min_psnr}
         apply = partial(contexts.tokenmerge, config=result.config, method=method, **asked)
         with self.studio as studio:
-            patch = studio.add("merged", apply)
+            patch = studio.add("tokenmerge", apply)
             self.metadata = patch.metadata
             for name in self.variants:
                 studio.warm_up(name, self.call)
@@ -220,14 +220,14 @@ class _Generating:
             result.config = patch.config  # the default method knows all facts only when it runs
             result.conditions["config"] = result.config.to_dict()
             if options.compare:
-                self._compare(pictures["dense"], pictures["merged"])
+                self._compare(pictures["dense"], pictures["tokenmerge"])
                 result.write()
             for _ in self._timed(options.repeat - 1):
                 pass
             result.summary = str(patch)
             if options.record_steps:
                 patch.record_steps(True)
-                studio.draw("merged", self.call)
+                studio.draw("tokenmerge", self.call)
                 result.steps = patch.steps
         result.complete = True
         result.write()
@@ -237,7 +237,7 @@ class _Generating:
         """Draw and time interleaved calls, and write the record after each, and the pictures of the first."""
         for drawing in self.studio.rounds(dict.fromkeys(self.variants, self.call), repeat):
             if not any(earlier.variant == drawing.variant for earlier in self.result.measurements):
-                metadata = self.metadata() if drawing.variant == "merged" else None
+                metadata = self.metadata() if drawing.variant == "tokenmerge" else None
                 for index, picture in enumerate(drawing.pictures):
                     about = (self.options, self.call.seeds[index], metadata)
                     path = self.result.folder / f"{drawing.variant}-{index:02d}.png"
