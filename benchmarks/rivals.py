@@ -48,6 +48,7 @@ SPEEDUPS = (1.3, 1.5, 2.0, 2.5, 3.0)
 COMPARED = (1.3, 3.0)  # counted speed-ups
 NEAR = (1.2, 3.3)
 NOISE = 0.3  # dB
+ROUNDING = 0.01  # of a speed-up that is taken for another one
 OWN = ("dense", "auto", "fewer-steps")
 
 
@@ -190,6 +191,27 @@ def fewer_steps() -> str:
     return "\n".join(rows)
 
 
+def at_speed(speedup: float) -> str:
+    """Return a table of the PSNR of each kind of variant at a counted speed-up, between its own settings.
+
+    Of a kind whose settings are all faster or all slower, it has the nearest one.
+    """
+    drawn, cells = records_of(DRAWN), defaultdict[str, dict[tuple[str, float], str]](dict)
+    for scene in SCENES:
+        for line in chart("", "", points(drawn[scene])).lines:
+            speeds, psnr = zip(*line.points, strict=True)
+            nearest = min(max(speedup, speeds[0]), speeds[-1])
+            at = f" at {nearest:.2f}×" if abs(nearest - speedup) > ROUNDING else ""
+            cells[line.name][scene] = f"{np.interp(nearest, speeds, psnr):.1f} dB{at}"
+    rows = [
+        f"| at {speedup:g}× | {' | '.join(f'`{model}`, guidance {scale:g}' for model, scale in SCENES)} |"
+    ]
+    rows.append("|---|" + "---:|" * len(SCENES))
+    for name in sorted(cells, key=lambda name: (name not in OWN, -len(cells[name]), name)):
+        rows.append(f"| `{name}` | {' | '.join(cells[name].get(scene, '') for scene in SCENES)} |")
+    return "\n".join(rows)
+
+
 def table(records: Sequence[QualityRecord], times: Mapping[str, QualityRecord]) -> Iterator[str]:
     """Return a row for each variant: speeds, closeness, and its difference from `auto` at the same speed."""
     found, heads = leads(records), ["counted", *["measured"] * bool(times), "PSNR to dense", "against `auto`"]
@@ -291,9 +313,9 @@ def pictures(scene: tuple[str, float]) -> Iterator[tuple[str, Path]]:
         yield "measured", PAGE.with_name(f"rivals-{scene[0]}-{scene[1]:g}-measured.png")
 
 
-def written(page: str, part: str) -> str:
-    """Return the page with its generated part."""
-    begin, end = "<!-- written by benchmarks/rivals.py -->\n", "<!-- end -->"
+def written(page: str, part: str, what: str = "") -> str:
+    """Return the page with one of its generated parts."""
+    begin, end = f"<!-- {what}written by benchmarks/rivals.py -->\n", "<!-- end -->"
     head, _, rest = page.partition(begin)
     return f"{head}{begin}\n{part}\n\n{end}{rest.partition(end)[2]}"
 
@@ -309,6 +331,7 @@ def write_page() -> None:
     TABLES.write_text(tables(), encoding="utf-8")
     for page, part in {PAGE: text(), RESULTS: fewer_steps()}.items():
         page.write_text(written(page.read_text(encoding="utf-8"), part), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), at_speed(2.0), "at 2×, "), encoding="utf-8")
 
 
 def main() -> None:

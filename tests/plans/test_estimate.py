@@ -164,7 +164,7 @@ def test_its_numbers_name_their_record():
     [
         (42, "hard to tell apart"),
         (36, "small details"),
-        (31, "larger details"),
+        (29.6, "larger details"),
         (28, "many details"),
         (20, "different"),
     ],

@@ -62,12 +62,12 @@ class Estimate:
 
 
 def looks(psnr: float) -> str:
-    """Return in words how a picture differs from the dense one, by its PSNR in dB.
+    """Return in words how a picture differs from the dense one, by its PSNR in dB, as a whole number.
 
     >>> looks(38)
     'small details differ'
     """
-    return next((words for least, words in _LOOKS if psnr >= least), "looks different")
+    return next((words for least, words in _LOOKS if round(psnr) >= least), "looks different")
 
 
 def psnr_of(squared: float) -> float:
