@@ -46,6 +46,10 @@ def plan_for(facts: Facts, speedup: float) -> Plan:
     fastest plan.
     """
     plans = plans_of(facts)
+    if speedup <= 1:  # also where the last step could be skipped for nothing
+        return Plan(
+            _settings(facts, _Mix(next(_mergings(facts)), facts.steps, facts.steps, 1.0, 0.0)), 1.0, 0.0
+        )
     return next((plan for plan in plans if plan.speedup + ROUNDING >= speedup), plans[-1])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -30,7 +31,8 @@ def generate(
     quiet_libraries("tokenmerge generate")
     options = GenerateOptions(prompt=prompt, **given)
     with terminal.progress_bars("steps") as on_progress:
-        result = run_generate(options, on_progress, terminal.say_what, terminal.say_where)
+        say_where = partial(print, "Compare them:", flush=True)
+        result = run_generate(options, on_progress, terminal.say_what, say_where)
     print("\n".join(terminal.result_lines(result, options)))
     if result.steps is not None:
         print(result.steps)

@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 
 from rich.console import Console
@@ -117,34 +116,32 @@ def say_what(options: GenerateOptions) -> None:
     )
 
 
-def say_where(comparison: Path) -> None:
-    """Print where the picture is that compares the two."""
-    print(f"Compare them: {comparison}", flush=True)
-
-
 def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     """Write a few lines about a run for somebody who sees the first one."""
-    lines = [""]
-    names = {"dense": "dense (without tokenmerge)", "tokenmerge": "with tokenmerge"}
-    counted = f"{result.report.speedup:.2f}× counted in operations"
-    for name in result.names:
-        gain = result.speedup(name)
-        faster = "" if gain is None or name == "dense" else f", {gain:.1f}× as fast ({counted})"
-        lines.append(f"  {names[name]:<27} {_seconds(median(result.seconds(name))):>7}{faster}")
-    cache = f"{in_words(result.report.kept_bytes)} of cache" if result.report.kept_bytes else "no cache"
-    if result.psnr:
-        lines += ["", f"  {_close_to_dense(result)}; {cache}"]
+    names = {"dense": f"dense, {options.steps} steps", "tokenmerge": "with tokenmerge"}
+    close = {"tokenmerge": _close_to_dense(result) if result.psnr else ""}
+    rows = [(names[name], median(result.seconds(name)), close.get(name, "")) for name in result.names]
     if result.fewer_psnr is not None:
-        lines.append(f"  {result.fewer_psnr:.1f} dB in {result.fewer_steps} dense steps, which cost as much")
-    lines += [f"  {_what_ran(result, options.steps)}", ""]
+        about = f"{result.fewer_psnr:.1f} dB, for the same operations"
+        rows.append((f"dense, {result.fewer_steps} steps", result.fewer_seconds, about))
+    lines = [""]
+    for name, seconds, closeness in rows:
+        gain = f"{rows[0][1] / seconds:.1f}× as fast" if name != rows[0][0] else ""
+        lines.append("  ".join((f"  {name:<16}", f"{_seconds(seconds):>7}", gain, closeness)).rstrip())
+    many = f"medians of {options.repeat} timed runs each"
+    lines += [
+        f"  ({many if options.repeat > 1 else 'one run each; --repeat 3 gives figures to rely on'})",
+        "",
+    ]
+    cache = f"{in_words(result.report.kept_bytes)} of cache" if result.report.kept_bytes else "no cache"
+    counted = f"{result.report.speedup:.2f}× fewer operations, as counted"
+    lines.append(f"  {counted}: {_what_ran(result, options.steps)}; {cache}")
+    lines += [*(line for line in result.summary.splitlines() if line.startswith("  out of reach")), ""]
     if options.model in demo.NAMES:
         lines.append('  Your model:  tokenmerge generate "a castle" --model owner/name')
     if argument := options.merging.argument:
         lines.append(f"  In Python:   tokenmerge.apply_token_merging(pipe, {argument})")
-    lines.append(f"  Pictures:    {result.folder}")
-    one = "one timed run each; --repeat 3 gives figures to rely on"
-    runs = one if options.repeat == 1 else f"medians of {options.repeat} timed runs each"
-    return [*lines, f"  ({runs}, --details shows the settings)"]
+    return [*lines, f"  Pictures:    {result.folder}", "  Settings:    --details prints them"]
 
 
 def _close_to_dense(result: Result) -> str:

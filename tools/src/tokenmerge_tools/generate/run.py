@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -65,6 +66,7 @@ class Result:
     summary: str = ""
     steps: RunSteps | None = None
     fewer_steps: int | None = None  # of the dense model, that cost as much; None: they were not drawn
+    fewer_seconds: float = 0.0  # for each of those pictures
     fewer_psnr: float | None = None  # of those pictures to the dense ones, in dB, in the mean
 
     def seconds(self, name: str) -> list[float]:
@@ -103,7 +105,8 @@ class Result:
             psnr = [value if math.isfinite(value) else str(value) for value in self.psnr]
             quality = {"psnr_db": psnr, "ssim": list(self.ssim)}
             if self.fewer_psnr is not None:
-                quality["fewer_steps"] = {"steps": self.fewer_steps, "psnr_db": self.fewer_psnr}
+                fewer = {"steps": self.fewer_steps, "seconds": self.fewer_seconds, "psnr_db": self.fewer_psnr}
+                quality["fewer_steps"] = fewer
         return {
             "complete": self.complete,
             "conditions": self.conditions,
@@ -237,22 +240,28 @@ class _Generating:
         """Draw and time interleaved calls, and write the record after each, and the pictures of the first."""
         for drawing in self.studio.rounds(dict.fromkeys(self.variants, self.call), repeat):
             if not any(earlier.variant == drawing.variant for earlier in self.result.measurements):
-                metadata = self.metadata() if drawing.variant == "tokenmerge" else None
-                for index, picture in enumerate(drawing.pictures):
-                    about = (self.options, self.call.seeds[index], metadata)
-                    path = self.result.folder / f"{drawing.variant}-{index:02d}.png"
-                    write_atomically(path, partial(write_picture, picture, *about))
+                self._write_pictures(drawing.variant, drawing.pictures, self.options)
             self.result.measurements.append(drawing)
             self.result.write()
             yield drawing
+
+    def _write_pictures(self, variant: str, pictures: list[Image], options: GenerateOptions) -> None:
+        metadata = self.metadata() if variant == "tokenmerge" else None
+        for index, picture in enumerate(pictures):
+            about = (options, self.call.seeds[index], metadata)
+            path = self.result.folder / f"{variant}-{index:02d}.png"
+            write_atomically(path, partial(write_picture, picture, *about))
 
     def _draw_fewer(self, count: int) -> list[Image] | list[None]:
         """Draw with the dense model, in as many steps as the merged pictures cost; None: in all of them."""
         steps = max(1, round(self.options.steps / self.result.report.speedup))
         if steps == self.options.steps:
             return [None] * count
-        self.result.fewer_steps = steps
-        return self.studio.draw("dense", self.call.with_steps(steps), f"{steps} steps")
+        began = time.perf_counter()
+        pictures = self.studio.draw("dense", self.call.with_steps(steps), f"{steps} steps")
+        self.result.fewer_steps, self.result.fewer_seconds = steps, (time.perf_counter() - began) / count
+        self._write_pictures("fewer-steps", pictures, dataclasses.replace(self.options, steps=steps))
+        return pictures
 
     def _compare(self, dense: list[Image], merged: list[Image]) -> None:
         """Measure how close the pictures are, and write them side by side with those of fewer steps."""

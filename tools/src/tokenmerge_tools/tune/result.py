@@ -47,9 +47,10 @@ def verdict(search: Search) -> str:
     if search.best == search.rule:
         if not search.was_search:
             plans = "plan was" if search.tried == 1 else "plans were"
+            enough = "1h" if math.isinf(search.enough) else f"{math.ceil(search.enough / 60)}min"
             said.append(
                 f"Not enough time: only {search.tried} {plans} compared with that of the default method, "
-                f"so this was no search. Give --within {_minutes(search.enough)}, or take the default "
+                f"so this was no search. Give --within {enough}, or take the default "
                 f"method: tokenmerge.apply_token_merging(pipe, {wanted})."
             )
         else:
@@ -104,7 +105,3 @@ def tuned_table(search: Search) -> Table:
         "prompts that the search did not draw; ± is one standard error",
     )
     return Table(title, header, tuple(rows), notes, words=2)
-
-
-def _minutes(seconds: float) -> str:
-    return "1h" if math.isinf(seconds) else f"{math.ceil(seconds / 60)}min"
