@@ -135,7 +135,9 @@ def apply_token_merging(
         TypeError: there is no argument of a name that was given.
     """
     for name, value in unknown.items():
-        instead = nearest_of(name, _ARGUMENTS) or f"; pass a setting as ToMeConfig(ratio=0.5, {name}=…)"
+        is_setting = name in ToMeConfig.__dataclass_fields__
+        setting = f"; pass a setting as ToMeConfig(ratio=0.5, {name}=…)" if is_setting else ""
+        instead = nearest_of(name, _ARGUMENTS) or setting
         raise TypeError(
             f"{name}: apply_token_merging takes {', '.join(_ARGUMENTS)}, got {name}={shown(value)}{instead}"
         )
@@ -180,7 +182,8 @@ def _asked(
         hosts_of(model)  # raises an error that names ViTConfig for a vision transformer
         is_number = isinstance(config, numbers.Real) and not isinstance(config, bool)
         raise ConfigError(
-            f"config: a number alone can mean a speed-up or a ratio, got {shown(config)}; write {_TWO_WAYS}"
+            f"apply_token_merging: a number alone can mean a speed-up or a ratio, got {shown(config)}; write "
+            f"{_TWO_WAYS}"
             if is_number
             else "config: expected a ToMeConfig such as ToMeConfig(ratio=0.5), a ViTConfig such as "
             "ViTConfig(r=8), the name of a preset such as 'toma', or a file of settings such as "

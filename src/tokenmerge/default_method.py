@@ -127,14 +127,13 @@ class DefaultMethod:
             return ""
         size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))
         where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {size} tokens"
-        reached = math.floor(100 * highest) / 100
-        if reached <= 1:
+        if highest < 1 + ROUNDING:
             return (
                 f"speedup={self.speedup:g}: nothing can be saved {where}, so this generation is dense; take "
                 "more steps or a larger picture"
             )
         return (
-            f"speedup={self.speedup:g}: at most {reached:g}× can be reached {where}; take more steps, a "
+            f"speedup={self.speedup:g}: at most {highest:.2f}× can be reached {where}; take more steps, a "
             "larger picture or a lower speed-up"
         )
 

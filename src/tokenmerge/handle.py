@@ -17,7 +17,7 @@ from tokenmerge.errors import ConfigError, shown, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import Attention, fewest_tokens
-from tokenmerge.plans import Estimate, Facts
+from tokenmerge.plans import Estimate, Facts, speedup_of
 from tokenmerge.plans.choose import merging_pays
 from tokenmerge.plans.estimate import estimate_closeness
 from tokenmerge.plans.policy import ESTIMATE
@@ -343,14 +343,15 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def _tolerated(self, default: DefaultMethod, facts: Facts, run: RunLog | None) -> str:
         """Say which complete steps the tolerance of the default method adds, or added in the last run."""
         plan, margin = default.plan(facts), ESTIMATE["margin"]
-        aim = f"{(default.min_psnr or 0) + margin:g} dB: {margin:g} dB more than asked, to be safe"
+        aim = f"{(default.min_psnr or 0) + margin:g} dB, {margin:g} more to be safe"
         if run is None or run.steps is None:
             more = default.settings(facts) != default.change(plan.config)
-            begins = f"; it begins with more than speedup={default.speedup:g} needs" if more else ""
-            return f"a run adds complete steps until its estimate is {aim}{begins}"
+            begins = f", from the start more than speedup={default.speedup:g} needs" if more else ""
+            return f"a run adds complete steps{begins}, until its estimate is {aim}"
         ran, due = (len(own.reuse.steps_of(run.steps).full) for own in (run.config, plan.config))
-        further = f"{ran - due} further complete step{'s' * (ran != due + 1)} (without: {plan.speedup:.2f}×)"
-        return f"{further}, for an estimate of {aim}"
+        further = f"{ran - due} further complete step{'s' * (ran != due + 1)}"
+        speeds = f"{speedup_of(facts, run.config):.2f}× in place of {plan.speedup:.2f}×"
+        return f"aimed at {aim}, with {further}: {speeds}"
 
     def _pictures(self, pipe: Any) -> int | None:
         """Return how many pictures a call draws; None: unknown."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -148,8 +149,8 @@ def test_the_summary_says_how_many_steps_were_added():
     with apply(pipe, 30) as patch:
         pipe((0, 1))
         added, text = complete(pipe), str(patch)
-    assert f"min_psnr 30: {added - planned(pipe)} further complete step" in text
-    assert "(without: " in text
+    assert f"min_psnr 30: aimed at 36 dB, 6 more to be safe, with {added - planned(pipe)} further" in text
+    assert re.search(r"complete steps?: \d\.\d\d× in place of \d\.\d\d×\n", text)
 
 
 def test_of_a_run_that_skipped_nothing_the_summary_says_that_its_picture_is_the_dense_one():

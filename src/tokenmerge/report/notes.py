@@ -16,8 +16,8 @@ SIGNS = {
     "M": "the whole model runs, on merged tokens",
     "D": "the whole model runs, and no token merges",
     "C": "the whole model runs, and no token merges; this step corrects what merging loses in the others",
-    "f": "only the finest level of the UNet runs, the one with the most pixels",
-    "·": "all blocks are skipped",
+    "f": "only the finest level of the UNet runs, the one with the most pixels; the rest is extrapolated",
+    "·": "all blocks are skipped, and what they would add is extrapolated",
 }
 _COMPLETE = {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}
 _REUSING = {Runs.FINEST: "f", Runs.LEAST: "·"}
@@ -114,7 +114,7 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
     if config.cached_features:
         what = "all blocks of a level" if config.cached_features == "model_residual" else "each block"
         notes.append(
-            f"features={config.cached_features!r}: plans compare what {what} added at the step before; the "
+            f"plans compare what {what} added at the step before (features={config.cached_features!r}); the "
             "first step compares the inputs of blocks"
         )
     if config.guided_planner:

@@ -117,7 +117,8 @@ class Report(Tabled):
         size = f"sample {self.height} × {self.width}"
         if self.scale:
             size += f" ({self.width * self.scale} × {self.height * self.scale} px)"
-        title = [f"{self.model}: {size}, batch {self.batch}, a speed-up of {self.speedup:.2f}× as counted"]
+        size += f", batch {self.batch}" + (f", {self.steps} steps" if self.steps else "")
+        title = [f"{self.model}: {size}, a speed-up of {self.speedup:.2f}× as counted"]
         title += [f"plan: {self.plan}"] * bool(self.plan)
         title += [f"      {sign} {what}" for sign, what in SIGNS.items() if sign in self.plan]
         columns = range(len(header)) if self.rows else (0, 5, 6)

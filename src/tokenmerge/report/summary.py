@@ -11,7 +11,6 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import RATIO, is_default
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import dtype_of
-from tokenmerge.plans.generation import Runs, plan_generation
 from tokenmerge.report.notes import SIGNS
 from tokenmerge.report.prediction import Report, saved
 from tokenmerge.runtime.memory.run_log import RunLog, StepRow, in_kinds
@@ -58,8 +57,10 @@ def summary(
         lines += [f"        {sign} {what}" for sign, what in SIGNS.items() if sign in report.plan]
     if report is not None:
         lines.append(f"  merging: {_merging(config, conditions, report)}")
-    if config.reuse.on:
-        lines.append(f"  step reuse: {_reuse(config, report)}")
+    if config.reuse.on and (report is None or not report.plan):
+        lines.append(
+            f"  step reuse: 1 of {config.reuse.every:g} steps is complete; the others skip parts of the model"
+        )
     if report is not None:
         lines.append(f"  {_kept(conditions, report)}")
     return lines
@@ -84,10 +85,9 @@ _LAYERS = {"attn1": "self-attention", "attn2": "cross-attention"}
 def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     rows = [row for row in report.rows if row.merged_tokens < row.tokens]
     if not rows and is_default(conditions.method):
+        tokens = max((row.tokens for row in report.rows), default=0)
         pays = "step reuse alone changes the picture less"
-        return (
-            f"none in this plan; {pays if conditions.merging_pays else 'it would save too little time here'}"
-        )
+        return f"none; {pays if conditions.merging_pays else f'on {tokens} tokens it saves too little time'}"
     if not rows:
         return "no block merges at this size; patch.report() says why"
     most = max(rows, key=lambda row: row.tokens)
@@ -99,17 +99,6 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     if not config.correction.on:
         return what
     return f"{what}; 1 of {config.correction.every} complete steps merges nothing and corrects the others"
-
-
-def _reuse(config: ToMeConfig, report: Report | None) -> str:
-    others = "the reused ones skip parts of the model and extrapolate their outputs"
-    if report is None or report.steps is None:
-        return f"1 of {config.reuse.every:g} steps is complete; {others}"
-    plan = plan_generation(config, report.steps)
-    complete = sum(step.runs is Runs.EVERYTHING for step in plan)
-    if complete == report.steps:
-        return f"all {complete} steps are complete, as there are too few to skip any"
-    return f"{complete} of {report.steps} steps are complete; {others}"
 
 
 def _counted(conditions: Conditions, report: Report) -> str:

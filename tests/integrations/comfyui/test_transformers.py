@@ -355,6 +355,16 @@ def test_auto_skips_blocks_and_follows_guidance(sampled, monkeypatch):
     assert "All steps run the whole model" in text
 
 
+def test_auto_merges_where_this_changes_the_picture_less_than_skipping_alone(sampled):
+    settings = settings_for(find_target(sampled), Asked("auto"), hosts.CPU, torch.float32)
+    strong, weak = (settings.for_sampling((1, 64, 64), 20, cfg).config for cfg in (7.0, 3.0))
+    assert strong.merges
+    assert strong.correction.on
+    assert strong.scope == "block"
+    assert strong.features == "input"  # a node does not get those of the step before
+    assert strong.reuse.every < weak.reuse.every or not weak.merges
+
+
 def test_reference_pictures_run_dense():
     model = Patcher(flux())
     settings = settings_of(model, ratio=0.5)

@@ -108,6 +108,16 @@ def test_auto_plans_each_sampling_for_its_steps_and_guidance(model, key_numbers)
         assert len(deep) == 4 * complete
 
 
+def test_auto_knows_where_a_unet_can_merge(model):
+    target = find_target(model)
+    settings = node_settings.settings_for(target, node_settings.Asked("auto"), hosts.CPU, torch.float32)
+    plans = settings.default.facts.work.plans
+    assert sum(plan.blocks for plan in plans) == len(target.blocks)
+    assert {plan.level for plan in plans} == set(target.levels)
+    assert {part for plan in plans for part in plan.parts} == {"deep", "finest"}
+    assert settings.for_sampling((1, 128, 128), 20, 7.0).config.merges
+
+
 def test_attention_runs_on_half_of_the_tokens(model, key_numbers):
     hosts.sample(merging(model), steps=1)
     self_attention = [numbers for numbers in key_numbers if numbers[1] != 7]

@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.options import GenerateOptions
-from tokenmerge_tools.play.texts import details, groups_caption, python_lines
+from tokenmerge_tools.play.texts import details, python_lines
 from tokenmerge_tools.play.trials import Stop, StoppedError, Trials
 
 STEPS = 4
@@ -62,7 +62,7 @@ def test_a_trial_says_what_was_measured(studio, folder):
     assert trial.dense_seconds > 0
     assert trial.speedup == trial.dense_seconds / trial.merged_seconds
     assert trial.options.size == (tiny_pipeline.SIDE, tiny_pipeline.SIDE)  # the model's own
-    assert "256 to 128 tokens" in groups_caption(trial)  # 16 x 16 latents
+    assert "256 to 128 tokens" in trial.groups_text  # 16 x 16 latents
     assert "256 → 128 tokens" in details(trial)
     assert trial.groups.size[0] % trial.merged.size[0] == 0
 

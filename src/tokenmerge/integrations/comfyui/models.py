@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,7 +13,7 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Layout, TokenArgument, is_a
 from tokenmerge.models.families import compvis
 from tokenmerge.models.grids import patch_of
-from tokenmerge.models.work import Amount, Part, Share, Work
+from tokenmerge.models.work import Amount, Part, Planning, Share, Work
 
 Key = tuple[Any, ...]  # ComfyUI's name and numbers for a block or a stage
 
@@ -144,7 +145,8 @@ def find_target(model: Any) -> Target:
                 for attribute, name, layout in lists
                 for number, module in enumerate(getattr(root, attribute))
             )
-            work = Work(_shares(root, found, 1, "block", "always", "blocks"))
+            plan = _plan(found, "block", {"blocks"})
+            work = Work(_shares(root, found, 1, "block", "always", "blocks"), (plan,))
             return Target(name, found, work, patch_of(root))
     known = ", ".join(name for classes in _REPLACEABLE for name in classes)
     raise UnsupportedModelError(
@@ -173,11 +175,22 @@ def _cut(stages: Sequence[Stage]) -> Cut | None:
 
 def _work_of_unet(stages: Sequence[Stage], blocks: Sequence[MergingBlock], cut: Cut | None) -> Work:
     shares: list[Share] = []
+    groups: dict[tuple[int, str], list[MergingBlock]] = defaultdict(list)  # whose blocks can share a plan
+    parts: dict[tuple[int, str], set[Part]] = defaultdict(set)
     for way, number, module, level in stages:
         part: Part = "always" if cut is None else "finest" if cut.runs(way, number) else "deep"
         own = [block for block in blocks if block.key[:2] == (way, number)]
         shares += _shares(module, own, level, "layers", part, part)
-    return Work(tuple(shares))
+        for block in own:
+            groups[block.level, way].append(block)
+            parts[block.level, way].add(part)
+    return Work(tuple(shares), tuple(_plan(own, "layers", parts[group]) for group, own in groups.items()))
+
+
+def _plan(blocks: Sequence[MergingBlock], scope: str, parts: Set[Part]) -> Planning:
+    """Return the plan that blocks can share."""
+    first = blocks[0]
+    return Planning(frozenset(parts), first.level, first.channels, frozenset({scope}), len(blocks))
 
 
 def _shares(

@@ -152,7 +152,9 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
 
 def _changed(config: ToMeConfig, asked: Asked) -> ToMeConfig:
     """Return the settings of a method with those inputs of the node that replace them."""
-    changes: dict[str, Any] = {} if config.seed is None else {"seed": asked.seed}
+    changes: dict[str, Any] = {"features": "input"}  # a node does not get those of the step before
+    if config.seed is not None:
+        changes["seed"] = asked.seed
     if asked.scope != OF_METHOD:
         changes["scope"] = asked.scope
     if asked.proportional != OF_METHOD:

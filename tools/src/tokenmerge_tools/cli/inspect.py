@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Annotated, get_args
 
@@ -53,6 +54,7 @@ def inspect(
             found.pipeline, height=height, width=width, steps=steps, guidance=guidance, follows_steps=True
         )
         report = predict(found.denoiser, config, height, width, batch, steps, references)
+        report = dataclasses.replace(report, scale=found.scale)
     if as_json:
         settings = {"method": merging.method, "merging": config.to_dict()}
         print(json.dumps({**settings, **report.to_dict()}, indent=2))

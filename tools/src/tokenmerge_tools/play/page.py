@@ -78,7 +78,8 @@ def build(model: str, visitors: Visitors, **machine: Any) -> Any:
             for warning in trial.warnings:
                 gr.Warning(html.escape(warning))
             kept = [trial, *trials][:_KEPT]
-            return [*_content(gr, trial), kept, _gallery(gr, kept)]
+            gallery = gr.Gallery([(one.merged, texts.caption(one)) for one in kept], visible=True)
+            return [*_content(gr, trial), kept, gallery]
 
         def end() -> tuple[Any, Any]:
             return gr.Button(interactive=True), gr.Button(interactive=False)
@@ -171,13 +172,9 @@ def _content(gr: Any, trial: Trial) -> list[Any]:
         texts.tiles(trial),
         (trial.dense, trial.merged),
         trial.groups,
-        texts.groups_caption(trial),
+        f'<p class="caption">One border, one merged token: {html.escape(trial.groups_text)}.</p>',
         texts.python_lines(trial.options),
         texts.tune_command(trial),
         texts.details(trial),
         gr.Column(visible=True),
     ]
-
-
-def _gallery(gr: Any, trials: list[Trial]) -> Any:
-    return gr.Gallery([(trial.merged, texts.caption(trial)) for trial in trials], visible=True)

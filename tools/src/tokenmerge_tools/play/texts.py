@@ -46,11 +46,6 @@ def caption(trial: Trial) -> str:
     )
 
 
-def groups_caption(trial: Trial) -> str:
-    """Return the text below the picture with the merged groups, as HTML."""
-    return f'<p class="caption">One border, one merged token: {html.escape(trial.groups_text)}.</p>'
-
-
 def details(trial: Trial) -> str:
     """Return what merged, in several lines of plain text."""
     return "\n".join([trial.summary, *trial.notes])
