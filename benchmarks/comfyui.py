@@ -4,12 +4,13 @@ Pictures of the bundled models are sampled by ComfyUI's own code with PyTorch's 
 the node Token Merging and method `auto`, with `TomePatchModel`, and dense with as many steps as fit into the
 time of each `auto`. The methods are interleaved at each prompt. A line of the record is one picture: PSNR to
 the dense picture of the same seed, and wall and CPU seconds of the sampling. A second run with the same
-record continues where the first one stopped. `--table` prints the record as a table.
+record continues where the first one stopped. `--table` prints the record as a table, which `--write` puts
+into docs/comfyui.md.
 
 Run it in the environment of `make test-comfyui`, on a machine that does nothing else:
 
     .venv-comfyui/bin/python benchmarks/comfyui.py --out benchmarks/comfyui_cpu.jsonl
-    .venv-comfyui/bin/python benchmarks/comfyui.py --table --out benchmarks/comfyui_cpu.jsonl
+    .venv-comfyui/bin/python benchmarks/comfyui.py --write --out benchmarks/comfyui_cpu.jsonl
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ MODELS = {"emoji-unet": (3.0, 7.5), "emoji-mmdit": (3.0, 7.0)}
 SCHEDULER, STEPS, SIZE = "simple", 20, 256
 SPEEDUPS = (1.5, 2.0, 3.0)
 DENSE, OWN = "dense", "TomePatchModel 0.5"
+FEWER = "fewer steps as "
+PAGE = Path(__file__).parents[1] / "docs" / "comfyui.md"
 KEY = ("model", "guidance", "prompt", "method")
 
 
@@ -81,7 +84,7 @@ def methods(model: str, spent: Mapping[str, float]) -> Iterator[tuple[str, str, 
         yield OWN, OWN, STEPS
     for ratio in SPEEDUPS:
         share = spent[f"auto {ratio:g}"] / spent[DENSE]
-        yield f"fewer steps as auto {ratio:g}", DENSE, max(1, min(STEPS - 1, round(share * STEPS)))
+        yield f"{FEWER}auto {ratio:g}", DENSE, max(1, min(STEPS - 1, round(share * STEPS)))
 
 
 def draw_row(row: dict[str, Any], out: Path) -> None:
@@ -128,7 +131,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a Markdown table: mean PSNR and median speed-up over dense at the same prompts, with a range."""
+    """Yield a Markdown table: mean PSNR and median speed-up over dense at the same prompts."""
     found = {key(line): line for line in lines}
     cells: dict[tuple[str, float, str], list[tuple[float, float, int]]] = defaultdict(list)
     for line in found.values():
@@ -136,17 +139,32 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
             dense = found[key({**line, "method": DENSE})]
             speed = dense["taken"][0] / line["taken"][0]
             cells[line["model"], line["guidance"], line["method"]].append((line["psnr"], speed, line["used"]))
-    yield "| model | guidance | method | steps | speed-up (range) | PSNR to dense |"
-    yield "|---|---:|---|---:|---:|---:|"
+    yield "| model, guidance | node | measured | closeness | fewer steps in the same time | theirs |"
+    yield "|---|---|---:|---:|---:|---:|"
     for (model, guidance, method), values in sorted(cells.items()):
-        closeness = statistics.mean(psnr for psnr, _, _ in values)
-        speeds = [speed for _, speed, _ in values]
-        steps = sorted({used for _, _, used in values})
-        yield (
-            f"| {model} | {guidance:g} | {method} | {', '.join(map(str, steps))} "
-            f"| {statistics.median(speeds):.2f}× ({min(speeds):.2f} to {max(speeds):.2f}) "
-            f"| {closeness:.1f} dB |"
-        )
+        if method.startswith(FEWER):
+            continue
+        psnr, speeds, _ = zip(*values, strict=True)
+        closeness, speed = statistics.mean(psnr), statistics.median(speeds)
+        fewer = cells.get((model, guidance, FEWER + method))
+        beside = ["", ""]
+        if fewer:
+            steps = sorted({used for _, _, used in fewer})
+            beside = [
+                " to ".join(map(str, steps[:1] + steps[1:][-1:])),
+                f"{statistics.mean(psnr for psnr, _, _ in fewer):.1f} dB",
+            ]
+        named = f"`{method}`" if method == OWN else f"`auto`, speed-up {method.split()[1]}"
+        where = f"| `{model}`, {guidance:g} | {named}"
+        yield f"{where} | {speed:.1f}× | {closeness:.1f} dB | {' | '.join(beside)} |"
+
+
+def write_page(lines: list[dict[str, Any]]) -> None:
+    """Write the table into docs/comfyui.md."""
+    begin, end = "<!-- written by benchmarks/comfyui.py -->\n", "<!-- end -->"
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    made = "\n".join(table(lines))
+    PAGE.write_text(f"{head}{begin}{made}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
 def main() -> None:
@@ -156,11 +174,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
     parser.add_argument("--table", action="store_true", help="print the record as a table, and draw nothing")
+    parser.add_argument(
+        "--write", action="store_true", help="write the table into the page, and draw nothing"
+    )
     options = parser.parse_args()
-    if not options.table:
+    if not (options.table or options.write):
         with torch.inference_mode():
             run(options)
     print(*table(read(options.out)), sep="\n")
+    if options.write:
+        write_page(read(options.out))
 
 
 if __name__ == "__main__":

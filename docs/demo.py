@@ -29,7 +29,7 @@ PAGES = (Path(__file__).parent.parent / "README.md", *map(PICTURE.with_name, ("i
 BLOCK = re.compile(r"(<!-- (caption|printed): .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 CAPTION = """\
 *Left: the unchanged model. Middle: `speedup={speedup}`, with the same prompt and seed. \
-Right: the unchanged model in {fewer} steps in place of {steps}, the same work. The model is a small bundled one, and the prompt is easy.*
+Right: the unchanged model in {fewer} steps in place of {steps}, the same operations. The model is a small bundled one, and the prompt is easy.*
 """
 
 
@@ -89,9 +89,8 @@ def printed(run: dict) -> str:
     threads = run["conditions"]["environment"]["threads"]
     low, high = map(int, re.search(r"estimated: \d+ dB \((\d+) to (\d+)\)", run["summary"]).groups())
     guessed = round((low + high) / 2 - psnr)
-    wrong = (
-        f": the estimate was {abs(guessed)} dB too {'high' if guessed > 0 else 'low'} here" if guessed else ""
-    )
+    where = "within" if low <= round(psnr) <= high else "outside"
+    wrong = f", {where} the range of the estimate" if guessed else ""
     note = (
         f"*This call took {merged:.1f} s instead of {dense:.1f} s ({dense / merged:.1f}×), on {threads} CPU "
         f"thread{'s' * (threads > 1)}. "

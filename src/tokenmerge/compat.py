@@ -59,9 +59,8 @@ def apply_patch(
             stacklevel=2,
         )
         ratio = highest
-    level = None  # the deepest one that merges; 0: there is none
-    if as_number(max_downsample) is not None:
-        level = max((own for own in (1, 2, 4, 8) if own <= max_downsample), default=0)
+    deepest = as_number(max_downsample)  # 0: there is none
+    level = None if deepest is None else max((own for own in (1, 2, 4, 8) if own <= deepest), default=0)
     config = presets.tomesd(
         ratio,
         max_downsample=max_downsample if level is None else max(level, 1),

@@ -42,8 +42,7 @@ def bipartite_soft_matching_random2d(
         h: rows of the token grid; n = w · h.
         sx: width of a destination's cell, in tokens.
         sy: height of a destination's cell, in tokens.
-        r: number of tokens to remove. More than the number of sources removes all sources; 0 or less removes
-            none.
+        r: number of tokens to remove. More than there are sources removes all; 0 or less removes none.
         no_rand: take the first token of each cell as its destination.
         generator: draws the destinations; needed unless ``no_rand``.
 

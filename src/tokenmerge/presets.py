@@ -53,8 +53,7 @@ def toma(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """ToMA, token merge with attention: arXiv 2509.10918.
 
     Destinations of each tile are chosen by facility location, and a softmax distributes the tokens over them.
-    Tokens are merged and unmerged by dense products, around self-attention, cross-attention and MLP at all
-    levels.
+    Dense products merge and unmerge tokens, around self-attention, cross-attention and MLP at all levels.
 
     Deviates: a tile has 8 × 8 tokens for every picture size. The paper has 64 tiles, which is the same at
     64 × 64 tokens. Grids that tiles do not divide get larger tiles. Destinations and shares are computed
@@ -102,8 +101,7 @@ def ibtm(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """Importance-based token merging: H. Wu et al., arXiv 2411.16720.
 
     Like :func:`tomesd`, but destinations are drawn from the tokens that guidance changed most in the last
-    step, by |ε_cond − ε_uncond|, and the least important tokens merge first. Both halves of guidance
-    share the plan.
+    step, by |ε_cond − ε_uncond|. The least important tokens merge first. Halves of guidance share the plan.
 
     Deviates: the first step, for which nothing is known yet, and ControlNets merge as in :func:`tomesd`. So
     does a model whose result does not fit its tokens; this gives a warning. Destinations are drawn by a

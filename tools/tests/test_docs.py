@@ -288,6 +288,24 @@ def test_the_first_page_says_how_the_default_method_compares():
     assert {one.config["ratio"] for one in own} == {0}  # docs/rivals.md: `auto` merges none of the tokens
 
 
+@pytest.mark.parametrize(
+    ("column", "scene", "name", "other"),
+    [
+        (1, "`emoji-unet`, guidance 7.5", "DeepCache", "deepcache"),
+        (3, "`emoji-mmdit`, guidance 7", "EasyCache", "easycache"),
+    ],
+)
+def test_readme_names_the_closest_other_cache(column: int, scene: str, name: str, other: str):
+    rows = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))["at_speed"](2.0).splitlines()[2:]
+    table = {row.split("`")[1]: row.split(" | ")[1 + column].strip("| ") for row in rows}
+    at_two = {kind: float(cell.split()[0]) for kind, cell in table.items() if cell and " at " not in cell}
+    closest = max(at_two.keys() - {"auto", "fewer-steps"}, key=at_two.__getitem__)
+    assert closest == other
+    auto, fewer, best = (f"{at_two[kind]:.0f} dB" for kind in ("auto", "fewer-steps", other))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"| {scene} | {auto} | {fewer} | {name}, {best} |" in readme
+
+
 @pytest.mark.usefixtures("large_grids_alone")
 def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     with torch.device("meta"):

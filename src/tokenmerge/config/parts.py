@@ -127,8 +127,7 @@ class StepReuse(Value):
             pictures, where that level takes most of the time. It loses more than raising ``every``, above all
             under strong guidance.
         full_steps: places of the complete steps, 0 (the first step) to 1 (the last), in place of ``every``:
-            ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the picture closer. Empty: ``every``
-            decides.
+            ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the picture closer. Empty: ``every``.
         shallow_steps: places of the steps that run all of the finest level, besides the complete steps, in
             place of ``shallow_every``. It can only be given with ``full_steps``.
 

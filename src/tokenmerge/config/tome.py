@@ -46,8 +46,7 @@ class Rule(Value):
             with round(start · T) ≤ i < round(until · T). All shares are of the steps that run: image-to-image
             with a strength of 0.5 runs half of them, so they are shares of that half.
         changes: the changed settings by name. Every field of :class:`tokenmerge.config.MergeSettings` can
-            change. A rule for some steps and all levels can set ``reuse.every`` to 1: these steps skip
-            nothing.
+            change. A rule for some steps and all levels can set ``reuse.every`` to 1, which skips nothing.
 
     Raises:
         ConfigError: a value is outside its range, or a setting cannot change under these conditions.
@@ -135,13 +134,11 @@ class ToMeConfig(MergeSettings):
             little more, because deeper levels hold few tokens, and costs quality, because each of those
             tokens stands for more of the picture.
         plans: how long a plan is used, and which blocks and prompts share it.
-        correction: steps that merge nothing and measure what merging loses, so that the others can add it
-            back.
+        correction: steps that merge nothing and measure what merging loses, for the others to add it back.
         reuse: step reuse, which skips a part of the model on some steps.
         rules: settings that hold at a level or in some steps, see :class:`tokenmerge.config.Rule`:
             ``[{"level": 2, "ratio": 0.25}, {"start": 0.4, "planner": "tome"}]``. Later rules win. Merging
-            less in late steps is closer to the dense picture than merging less in early ones, and saves the
-            same.
+            less in late steps saves as much as merging less in early ones, and changes the picture less.
 
     Settings that depend on the denoising step need a pipeline, whose scheduler tells the step. In your own
     loop, call ``patch.at_step(i, steps)``. With such settings the blocks of a model can be compiled, but not

@@ -38,8 +38,7 @@ def find_hosts(model: object) -> tuple[Host, ...]:
     It may be compiled, or wrapped for data-parallel training.
 
     Raises:
-        UnsupportedModelError: it has no model in which tokens can be merged, or one that is known to be
-            unsupported.
+        UnsupportedModelError: it has no supported model, or one that is known to be unsupported.
     """
     _refuse(model)
     modules = list(parts(model))

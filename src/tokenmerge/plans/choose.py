@@ -42,8 +42,7 @@ def plan_for(facts: Facts, speedup: float) -> Plan:
     """Return the least harmful plan whose counted operations reach a speed-up, or the fastest one.
 
     Its settings are explicit: they give the same pictures when they are applied by themselves. ``speedup``
-    counts dense operations over those with merging and step reuse; 1: everything is dense; infinity: the
-    fastest plan.
+    is dense operations over those of the generation; 1: everything is dense; infinity: the fastest plan.
     """
     plans = plans_of(facts)
     if speedup <= 1:  # also where the last step could be skipped for nothing

@@ -157,8 +157,7 @@ def _of_steps(ran: Sequence[int], noise: Sequence[float], errors: Mapping[int, f
     """Return the error of each step that skips a part.
 
     The error of the model's output grows with the steps since the part ran. That of the predicted picture
-    also follows the noise. Where the next run is not known yet, the output is taken to err less, too, as the
-    noise falls.
+    also follows the noise. Where the next run is unknown, the output too is taken to err less as noise falls.
     """
     found: dict[int, float] = {}
     growth, measured = 0.0, 0

@@ -167,8 +167,7 @@ def predict(
         batch: batch size of the call, ≥ 1.
         steps: number of denoising steps to average operations over, ≥ 1, for settings that change over the
             steps. Counting takes up to half a second for each step. None: operations are not averaged.
-        references: (height, width) of each reference picture in the sequence of the sample, in the unit of
-            the sample.
+        references: (height, width) of each reference picture in the sequence, in the unit of the sample.
         dense: paths of the blocks and layers that do not merge although the settings say so, by model.
 
     Raises:

@@ -174,17 +174,18 @@ def _cut(stages: Sequence[Stage]) -> Cut | None:
 
 
 def _work_of_unet(stages: Sequence[Stage], blocks: Sequence[MergingBlock], cut: Cut | None) -> Work:
+    def part(way: str, number: int) -> Part:
+        return "always" if cut is None else "finest" if cut.runs(way, number) else "deep"
+
     shares: list[Share] = []
-    groups: dict[tuple[int, str], list[MergingBlock]] = defaultdict(list)  # whose blocks can share a plan
-    parts: dict[tuple[int, str], set[Part]] = defaultdict(set)
     for way, number, module, level in stages:
-        part: Part = "always" if cut is None else "finest" if cut.runs(way, number) else "deep"
         own = [block for block in blocks if block.key[:2] == (way, number)]
-        shares += _shares(module, own, level, "layers", part, part)
-        for block in own:
-            groups[block.level, way].append(block)
-            parts[block.level, way].add(part)
-    return Work(tuple(shares), tuple(_plan(own, "layers", parts[group]) for group, own in groups.items()))
+        shares += _shares(module, own, level, "layers", part(way, number), part(way, number))
+    groups: dict[tuple[str, int], list[MergingBlock]] = defaultdict(list)  # whose blocks can share a plan
+    for block in blocks:
+        groups[block.key[0], block.level].append(block)
+    plans = (_plan(own, "layers", {part(*block.key[:2]) for block in own}) for own in groups.values())
+    return Work(tuple(shares), tuple(plans))
 
 
 def _plan(blocks: Sequence[MergingBlock], scope: str, parts: Set[Part]) -> Planning:
