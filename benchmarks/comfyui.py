@@ -46,6 +46,7 @@ SPEEDUPS = (1.5, 2.0, 3.0)
 DENSE, OWN = "dense", "TomePatchModel 0.5"
 FEWER = "fewer steps as "
 PAGE = Path(__file__).parents[1] / "docs" / "comfyui.md"
+TABLE = Path(__file__).parent / "results" / "comfyui.md"
 KEY = ("model", "guidance", "prompt", "method")
 
 
@@ -159,12 +160,31 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{where} | {speed:.1f}× | {closeness:.1f} dB | {' | '.join(beside)} |"
 
 
+def short_table(lines: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a Markdown table of the PSNR of the default method, with that of fewer steps in brackets."""
+    found: dict[tuple[str, float, str], list[float]] = defaultdict(list)
+    for line in lines:
+        if line["method"] != DENSE:
+            found[line["model"], line["guidance"], line["method"]].append(line["psnr"])
+    psnr = {cell: statistics.mean(values) for cell, values in found.items()}
+    yield f"| model, guidance | {' | '.join(f'{speedup:g}×' for speedup in SPEEDUPS)} |"
+    yield "|---|" + "---:|" * len(SPEEDUPS)
+    for model, guidance in sorted({cell[:2] for cell in psnr}):
+        names = [f"auto {speedup:g}" for speedup in SPEEDUPS]
+        pairs = [(psnr[model, guidance, name], psnr[model, guidance, FEWER + name]) for name in names]
+        cells = " | ".join(f"{own:.1f} ({fewer:.1f})" for own, fewer in pairs)
+        yield f"| `{model}`, {guidance:g} | {cells} |"
+
+
 def write_page(lines: list[dict[str, Any]]) -> None:
-    """Write the table into docs/comfyui.md."""
+    """Write the short table into docs/comfyui.md, and the long one into a file."""
     begin, end = "<!-- written by benchmarks/comfyui.py -->\n", "<!-- end -->"
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
-    made = "\n".join(table(lines))
+    made = "\n".join(short_table(lines))
     PAGE.write_text(f"{head}{begin}{made}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+    about = "[The page](../../docs/comfyui.md) says how this was measured."
+    text = ["# The node in ComfyUI, and fewer steps", "", about, "", *table(lines), ""]
+    TABLE.write_text("\n".join(text), encoding="utf-8")
 
 
 def main() -> None:

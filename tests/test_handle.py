@@ -209,7 +209,7 @@ def test_steps_outside_the_part_that_merges_are_complete(pipe):
     generate(pipe)
     run = int(re.search(r"\((\d+) complete", last_run(patch))[1])
     assert FULL < run < 12
-    assert f"{run} of 12 steps are complete" in str(patch)
+    assert sum(map(patch.report().plan.count, "MDC")) == run
 
 
 @pytest.mark.parametrize("config", [ToMeConfig(ratio=0.5), ToMeConfig(ratio=0.5, scope="keys")], ids=repr)

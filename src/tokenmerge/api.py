@@ -118,8 +118,7 @@ def apply_token_merging(
             have, in dB, > 0. While a generation runs, it estimates its closeness, and skips fewer steps than
             ``speedup`` plans where it has to, up to none. In a batch the worst picture decides for all, so a
             picture can depend on the others. Each complete step waits once for the device. Raising it brings
-            the picture closer and saves less time. The estimate can be wrong, see ``patch.error``. None: no
-            step is added.
+            the picture closer and saves less time. The estimate can be wrong. None: no step is added.
         unknown: arguments of other names, which are refused.
 
     Returns:
@@ -136,7 +135,7 @@ def apply_token_merging(
     """
     for name, value in unknown.items():
         is_setting = name in ToMeConfig.__dataclass_fields__
-        setting = f"; pass a setting as ToMeConfig(ratio=0.5, {name}=…)" if is_setting else ""
+        setting = f"; pass a setting as ToMeConfig(ratio=0.5, {name}=…)" if is_setting else "; see its help()"
         instead = nearest_of(name, _ARGUMENTS) or setting
         raise TypeError(
             f"{name}: apply_token_merging takes {', '.join(_ARGUMENTS)}, got {name}={shown(value)}{instead}"

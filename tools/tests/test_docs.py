@@ -291,8 +291,8 @@ def test_the_first_page_says_how_the_default_method_compares():
 @pytest.mark.parametrize(
     ("column", "scene", "name", "other"),
     [
-        (1, "`emoji-unet`, guidance 7.5", "DeepCache", "deepcache"),
-        (3, "`emoji-mmdit`, guidance 7", "EasyCache", "easycache"),
+        (1, "`emoji-unet` (like SD 1.5), guidance 7.5", "DeepCache", "deepcache"),
+        (3, "`emoji-mmdit` (like SD3), guidance 7", "EasyCache", "easycache"),
     ],
 )
 def test_readme_names_the_closest_other_cache(column: int, scene: str, name: str, other: str):
@@ -301,7 +301,7 @@ def test_readme_names_the_closest_other_cache(column: int, scene: str, name: str
     at_two = {kind: float(cell.split()[0]) for kind, cell in table.items() if cell and " at " not in cell}
     closest = max(at_two.keys() - {"auto", "fewer-steps"}, key=at_two.__getitem__)
     assert closest == other
-    auto, fewer, best = (f"{at_two[kind]:.0f} dB" for kind in ("auto", "fewer-steps", other))
+    auto, fewer, best = (f"{at_two[kind]:.1f} dB" for kind in ("auto", "fewer-steps", other))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"| {scene} | {auto} | {fewer} | {name}, {best} |" in readme
 

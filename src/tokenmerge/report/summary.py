@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -85,7 +86,7 @@ _LAYERS = {"attn1": "self-attention", "attn2": "cross-attention"}
 def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     rows = [row for row in report.rows if row.merged_tokens < row.tokens]
     if not rows and is_default(conditions.method):
-        tokens = max((row.tokens for row in report.rows), default=0)
+        tokens = math.prod(conditions.denoiser.grid_at(report.height, report.width))
         pays = "step reuse alone changes the picture less"
         return f"none; {pays if conditions.merging_pays else f'on {tokens} tokens it saves too little time'}"
     if not rows:

@@ -87,12 +87,12 @@ def test_generate_says_in_about_ten_lines_what_it_drew_and_writes_a_folder(folde
     ]
     text = "\n".join(lines)
     for words in (
-        "  dense (without tokenmerge) ",
+        "  dense, 2 steps ",
         "  with tokenmerge ",
         "× as fast",
         "dB to the dense picture",
-        "every step ran the whole model; up to 25 % of the tokens merged, in",
-        "one timed run each; --repeat 3 gives figures to rely on",
+        "every step ran whole; up to 25 % of the tokens merged, in",
+        "one run each; --repeat 3 gives figures to rely on",
         f"Pictures:    {out}",
     ):
         assert words in text
@@ -227,7 +227,7 @@ def test_inspect_as_json_is_the_report(folder, capsys):
     )
     config = ToMeConfig(merge_mlp=True)
     report = predict(load_sketch(find_model(str(folder))).denoiser, config, 16, 16, batch=4)
-    told = {"method": "tome", "merging": config.to_dict(), **report.to_dict()}
+    told = {"method": "tome", "merging": config.to_dict(), **report.to_dict(), "scale": tiny_pipeline.SCALE}
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(told))
 
 

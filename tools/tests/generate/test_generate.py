@@ -117,10 +117,16 @@ def test_as_many_dense_steps_as_the_merged_pictures_cost_stand_beside_them(folde
         as_tensor([Image.fromarray(pixels(tmp_path / name / "dense-00.png"))]) for name in ("few", "all")
     )
     record = json.loads((tmp_path / "all" / "run.json").read_text())
+    fewer = record["quality"]["fewer_steps"]
     expected = {"steps": steps, "psnr_db": pytest.approx(float(psnr(few, every)), abs=0.2)}  # 8 bits
-    assert record["quality"]["fewer_steps"] == expected
+    assert fewer == {**expected, "seconds": result.fewer_seconds}
+    assert fewer["seconds"] > 0
+    drawn, alone = tmp_path / "all" / "fewer-steps-00.png", tmp_path / "few" / "dense-00.png"
+    assert np.array_equal(pixels(drawn), pixels(alone))
+    assert f"Steps: {steps}, " in Image.open(drawn).text["parameters"]
     text = result_lines(result, options(folder, tmp_path, merging=merging, steps=8))
-    assert f"  {result.fewer_psnr:.1f} dB in {steps} dense steps, which cost as much" in text
+    (line,) = [line for line in text if line.startswith(f"  dense, {steps} steps ")]
+    assert line.endswith(f"{result.fewer_psnr:.1f} dB, for the same operations")
     assert generate(options(folder, tmp_path / "two")).fewer_psnr is None  # too little was saved for one step
     panels = [pixels(tmp_path / name / "comparison.png").shape[1] for name in ("all", "two")]
     assert panels[0] > 1.3 * panels[1]  # four, and three

@@ -156,14 +156,17 @@ def _close_to_dense(result: Result) -> str:
 
 def _what_ran(result: Result, steps: int) -> str:
     """Say how many operations were saved: how many steps ran the whole model, and how many tokens merged."""
-    config, rows = result.config, result.report.rows
-    complete = len(config.reuse.steps_of(steps).full) if config.reuse.on else steps
-    ran = "every step" if complete == steps else f"{complete} of {steps} steps"
+    plan, rows = result.report.plan, result.report.rows
+    complete, finest = sum(map(plan.count, "MDC")), plan.count("f")
+    ran = (
+        f"{complete} of {steps} steps ran the whole model" if complete < len(plan) else "every step ran whole"
+    )
+    ran += f", {finest} its finest level" * (finest > 0)
     most = max(rows, key=lambda row: row.tokens, default=None)
     share = 0.0 if most is None else 100 * (1 - most.merged_tokens / most.tokens)
     blocks = sum(row.merged_tokens < row.tokens for row in rows)
     merged = f"up to {share:.0f} % of the tokens merged, in {blocks} blocks" if share else "no tokens merged"
-    return f"{ran} ran the whole model; {merged}"
+    return f"{ran}; {merged}"
 
 
 def details(result: Result) -> list[str]:
