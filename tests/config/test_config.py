@@ -159,7 +159,7 @@ def test_rules_hold_for_reference_pictures_too():
         rules=[{"level": 2, "reference_ratio": 0.25}, *dense_outside(0, 0.9)],
     )
     assert config.at_step(8, 9).at_level(1).merges is False
-    assert config.at_step(5, 11).at_level(2).of_references.ratio == 0.25
+    assert config.at_step(5, 11).at_level(2).reference_ratio == 0.25
 
 
 @pytest.mark.parametrize("scope", ["keys", "block"])

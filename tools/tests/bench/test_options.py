@@ -68,7 +68,9 @@ class WanTransformer3DModel(nn.Module):
 def test_frames_can_be_chosen_wherever_the_model_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaded_model, "find_model", lambda name: name)
     sketches = {"owner/video": WanTransformer3DModel(), "owner/picture": nn.Identity()}
-    monkeypatch.setattr(loaded_model, "load_sketch", lambda name: ModelSketch(sketches[name], 8, (64, 64)))
+    monkeypatch.setattr(
+        loaded_model, "load_sketch", lambda name: ModelSketch(sketches[name], None, 8, (64, 64))
+    )
     settings, _ = plan_cells(BenchOptions(model=tuple(sketches), frames=9, variants=("dense",)), CPU)
     assert [setting.frames for setting in settings] == [9, None]
 
