@@ -79,10 +79,6 @@ def title(config: ToMeConfig, conditions: Conditions) -> str:
     return f"tokenmerge in {' + '.join(conditions.models)}: {named}"
 
 
-# The names of layers in diffusers, in words.
-_LAYERS = {"attn1": "self-attention", "attn2": "cross-attention"}
-
-
 def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     rows = [row for row in report.rows if row.merged_tokens < row.tokens]
     if not rows and is_default(conditions.method):
@@ -93,10 +89,9 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
         return "no block merges at this size; patch.report() says why"
     most = max(rows, key=lambda row: row.tokens)
     merged = ", ".join(dict.fromkeys(row.merged for row in rows))
-    for name, words in _LAYERS.items():
-        merged = merged.replace(name, words)
-    where = f"{merged} of {len(rows)} of {len(conditions.denoiser.blocks)} blocks"
-    what = f"{most.tokens} → {most.merged_tokens} tokens in {where}"
+    merged = merged.replace("attn1", "self-attention").replace("attn2", "cross-attention")
+    of_all = f"{len(rows)} of {len(conditions.denoiser.blocks)} blocks"
+    what = f"{most.tokens} → {most.merged_tokens} tokens in {merged} of {of_all}"
     if not config.correction.on:
         return what
     return f"{what}; 1 of {config.correction.every} complete steps merges nothing and corrects the others"
