@@ -121,7 +121,7 @@ def test_each_generation_gets_the_settings_for_its_steps_and_guidance(fast):
 def test_no_argument_is_a_speedup_of_2(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe)
-    assert str(patch).startswith("tokenmerge in UNet2DConditionModel: asked for speed-up 2\n")
+    assert str(patch).startswith("tokenmerge in UNet2DConditionModel: aims at speed-up 2\n")
     assert patch.config == settings_for(pipe, 2.0)
 
 
@@ -129,7 +129,7 @@ def test_a_removed_patch_says_so(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe)
     patch.remove()
-    assert str(patch) == "tokenmerge in UNet2DConditionModel: asked for speed-up 2: removed"
+    assert str(patch) == "tokenmerge in UNet2DConditionModel: aims at speed-up 2: removed"
 
 
 def test_the_handle_draws_the_plan_as_one_sign_for_each_step(fast):
@@ -282,16 +282,16 @@ def test_cached_numbers_are_counted_for_a_picture_with_guidance(dtype, itemsize)
 def test_before_a_run_the_handle_says_that_a_tolerance_slows_it_down(fast):
     pipe = pipeline(unet=hosts.unet())
     why, more = (
-        "a run adds complete steps",
-        "from the start more than speedup=3 needs",
+        "adds complete steps while its estimate is below",
+        "begins with more complete steps than speedup=3 needs",
     )
-    assert f"\n  min_psnr 60: {why}, {more}, until its estimate is 66 dB, 6 more to be safe" in str(
+    assert f"\n  min_psnr 60: a run {more}, and {why} 66 dB, 6 more to be safe" in str(
         patch := apply_token_merging(pipe, speedup=3.0, min_psnr=60)
     )
     run(pipe, 12)
     assert why not in str(patch)
     assert why not in str(apply_token_merging(pipe, speedup=3.0))
-    line = f"\n  min_psnr 1: {why}, until its estimate is 7 dB, 6 more to be safe\n"
+    line = f"\n  min_psnr 1: a run {why} 7 dB, 6 more to be safe\n"
     assert line in str(apply_token_merging(pipe, speedup=3.0, min_psnr=1))
     # Slower than asked, but not because of the tolerance.
     assert more not in str(apply_token_merging(pipe, speedup=3.0, min_psnr=1, until=0.5))

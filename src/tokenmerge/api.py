@@ -134,9 +134,9 @@ def apply_token_merging(
         TypeError: there is no argument of a name that was given.
     """
     for name, value in unknown.items():
-        is_setting = name in ToMeConfig.__dataclass_fields__
-        setting = f"; pass a setting as ToMeConfig(ratio=0.5, {name}=…)" if is_setting else "; see its help()"
-        instead = nearest_of(name, _ARGUMENTS) or setting
+        instead = nearest_of(name, _ARGUMENTS) or "; see help(apply_token_merging)"
+        if name in ToMeConfig.__dataclass_fields__:
+            instead = f"; pass a setting as ToMeConfig(ratio=0.5, {name}=…)"
         raise TypeError(
             f"{name}: apply_token_merging takes {', '.join(_ARGUMENTS)}, got {name}={shown(value)}{instead}"
         )

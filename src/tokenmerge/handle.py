@@ -333,7 +333,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def _remarks(self, facts: Facts | None) -> dict[str, str]:
         """Return how close the picture is, and what the default method added or did not reach, by heading."""
         error, run, default = self.error, self._state.last_run, self._default
-        other = "" if run is None or default is not None else "only for the default method, speedup=…"
+        other = "" if run is None or default is not None else "not here, since only the default method does"
         remarks = {"estimated": other if error is None else str(error)}
         if facts is not None and default is not None and facts.follows_steps:
             remarks["out of reach"] = default.shortfall(facts)
@@ -347,8 +347,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         aim = f"{(default.min_psnr or 0) + margin:g} dB, {margin:g} more to be safe"
         if run is None or run.steps is None:
             more = default.settings(facts) != default.change(plan.config)
-            begins = f", from the start more than speedup={default.speedup:g} needs" if more else ""
-            return f"a run adds complete steps{begins}, until its estimate is {aim}"
+            begins = f"begins with more complete steps than speedup={default.speedup:g} needs, and "
+            return f"a run {begins * more}adds complete steps while its estimate is below {aim}"
         ran, due = (len(own.reuse.steps_of(run.steps).full) for own in (run.config, plan.config))
         further = f"{ran - due} further complete step{'s' * (ran != due + 1)}"
         speeds = f"{speedup_of(facts, run.config):.2f}× in place of {plan.speedup:.2f}×"

@@ -73,7 +73,7 @@ def title(config: ToMeConfig, conditions: Conditions) -> str:
     if conditions.method == RATIO:
         named = f"ratio {config.ratio:g}, merging alone"
     elif is_default(conditions.method):
-        named = f"asked for {named}"
+        named = f"aims at {named}"
     elif conditions.method:
         named = f"{named}, ratio {config.ratio:g}"
     return f"tokenmerge in {' + '.join(conditions.models)}: {named}"

@@ -126,7 +126,7 @@ def test_as_many_dense_steps_as_the_merged_pictures_cost_stand_beside_them(folde
     assert f"Steps: {steps}, " in Image.open(drawn).text["parameters"]
     text = result_lines(result, options(folder, tmp_path, merging=merging, steps=8))
     (line,) = [line for line in text if line.startswith(f"  dense, {steps} steps ")]
-    assert line.endswith(f"{result.fewer_psnr:.1f} dB, for the same operations")
+    assert f"  {result.fewer_psnr:.1f} dB for the same operations, " in line
     assert generate(options(folder, tmp_path / "two")).fewer_psnr is None  # too little was saved for one step
     panels = [pixels(tmp_path / name / "comparison.png").shape[1] for name in ("all", "two")]
     assert panels[0] > 1.3 * panels[1]  # four, and three

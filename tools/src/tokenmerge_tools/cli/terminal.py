@@ -122,7 +122,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     close = {"tokenmerge": _close_to_dense(result) if result.psnr else ""}
     rows = [(names[name], median(result.seconds(name)), close.get(name, "")) for name in result.names]
     if result.fewer_psnr is not None:
-        about = f"{result.fewer_psnr:.1f} dB, for the same operations"
+        about = f"{result.fewer_psnr:.1f} dB for the same operations, {looks(result.fewer_psnr)}"
         rows.append((f"dense, {result.fewer_steps} steps", result.fewer_seconds, about))
     lines = [""]
     for name, seconds, closeness in rows:
@@ -158,10 +158,9 @@ def _what_ran(result: Result, steps: int) -> str:
     """Say how many operations were saved: how many steps ran the whole model, and how many tokens merged."""
     plan, rows = result.report.plan, result.report.rows
     complete, finest = sum(map(plan.count, "MDC")), plan.count("f")
-    ran = (
-        f"{complete} of {steps} steps ran the whole model" if complete < len(plan) else "every step ran whole"
-    )
-    ran += f", {finest} its finest level" * (finest > 0)
+    ran, skipped = f"{complete} of {steps} steps ran the whole model", len(plan) - complete - finest
+    ran = ran if complete < len(plan) else "every step ran whole"
+    ran += f", {finest} its finest level" * (finest > 0) + f", {skipped} skipped it" * (skipped > 0)
     most = max(rows, key=lambda row: row.tokens, default=None)
     share = 0.0 if most is None else 100 * (1 - most.merged_tokens / most.tokens)
     blocks = sum(row.merged_tokens < row.tokens for row in rows)
