@@ -310,8 +310,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         )
         if state_of(root) is not self._state:
             return f"{title(self._in_force, conditions)}: removed"
-        dense = report is not None and report.flops == report.flops_dense
-        if self._default is not None and run is not None and dense:
+        tolerant = self._default is not None and self._default.min_psnr is not None
+        if tolerant and run is not None and report is not None and report.flops == report.flops_dense:
             return f"{title(self._in_force, conditions)}\n  nothing was skipped or merged: a dense picture"
         return "\n".join(summary(self._in_force, conditions, report, run))
 
