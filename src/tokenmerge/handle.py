@@ -333,7 +333,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def _remarks(self, facts: Facts | None) -> dict[str, str]:
         """Return how close the picture is, and what the default method added or did not reach, by heading."""
         error, run, default = self.error, self._state.last_run, self._default
-        other = "" if run is None or default is not None else "not here, since only the default method does"
+        other = "" if run is None or default is not None else "no, only the default method has an estimate"
         remarks = {"estimated": other if error is None else str(error)}
         if facts is not None and default is not None and facts.follows_steps:
             remarks["out of reach"] = default.shortfall(facts)

@@ -28,9 +28,7 @@ class Conditions:
     scale: int | None = None  # pixels per side of a latent position; None: sizes are given in latents
     pictures: int | None = None  # number of pictures that a call of the denoiser draws; None: unknown
     guidance: float | None = None  # scale of classifier-free guidance, 1 for none; None: unknown
-    merging_pays: bool = (
-        False  # whether merging saves time here; where not, the default method merges nothing
-    )
+    merging_pays: bool = False  # whether merging saves time here; if not, the default method does not merge
     # Further facts about the run, each under its heading; empty ones are left out.
     remarks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
