@@ -151,10 +151,8 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
         beside = ["", ""]
         if fewer:
             steps = sorted({used for _, _, used in fewer})
-            beside = [
-                " to ".join(map(str, steps[:1] + steps[1:][-1:])),
-                f"{statistics.mean(psnr for psnr, _, _ in fewer):.1f} dB",
-            ]
+            many = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else f"{steps[0]}"
+            beside = [many, f"{statistics.mean(psnr for psnr, _, _ in fewer):.1f} dB"]
         named = f"`{method}`" if method == OWN else f"`auto`, speed-up {method.split()[1]}"
         where = f"| `{model}`, {guidance:g} | {named}"
         yield f"{where} | {speed:.1f}× | {closeness:.1f} dB | {' | '.join(beside)} |"

@@ -118,7 +118,8 @@ def apply_token_merging(
             have, in dB, 1 to 100. While a generation runs, it estimates its closeness, and skips fewer steps
             than ``speedup`` plans where it has to, up to none. In a batch the worst picture decides, so a
             picture can depend on the others. Each complete step waits once for the device. Raising it brings
-            the picture closer and saves less time. The estimate can be wrong. None: no step is added.
+            the picture closer and saves less time. The estimate can be wrong, see
+            ``patch.error``. None: no step is added.
         unknown: arguments of other names, which are refused.
 
     Returns:

@@ -59,7 +59,8 @@ def apply_patch(
             stacklevel=2,
         )
         ratio = highest
-    deepest = as_number(max_downsample)  # 0: there is none
+    deepest = as_number(max_downsample)
+    # The deepest level that merges; 0: there is none; None: that was no number.
     level = None if deepest is None else max((own for own in (1, 2, 4, 8) if own <= deepest), default=0)
     config = presets.tomesd(
         ratio,

@@ -246,3 +246,12 @@ def test_a_last_step_without_noise_is_not_complete(steps):
     assert complete_steps(usual, 1.8)[-1] == steps - 1
     assert complete_steps(clean, 1.8)[-1] < steps - 1
     assert plan_for(clean, 1.3).speedup == plan_for(usual, 1.3).speedup
+
+
+def test_a_speedup_of_1_is_dense_also_where_the_last_step_could_be_skipped_for_nothing():
+    clean = facts("transformer", fewest_tokens=64 * 64 + 1, ends_clean=True)
+    plan = plan_for(clean, 1.0)
+    assert (plan.speedup, plan.harm) == (1.0, 0.0)
+    assert not plan.config.merges
+    assert len(plan.config.reuse.steps_of(clean.steps).full) == clean.steps
+    assert plan_for(clean, 1.01).speedup > 1.01

@@ -125,7 +125,8 @@ class MergeSettings(Value):
               and much faster on large grids.
             - ``"uniform"``: each cell merges into its destination and nothing is compared. It removes
               1 − 1/(sx·sy) of the tokens at any ratio above 0, and loses detail finer than a cell.
-            - ``"windows"``: whole cells merge, the most uniform first (arXiv 2505.11707): fast and coarse.
+            - ``"windows"``: whole cells merge, the most uniform first (arXiv 2505.11707): fast, coarse at
+              high ratios.
             - ``"sito"``: the most typical token of each cell is its destination (SiTo, AAAI 2025): twice the
               comparisons of ``"tome"``, and not closer.
             - ``"threshold"``: as ``"tome"``, but less similar tokens are dropped instead of averaged (arXiv

@@ -46,9 +46,8 @@ def plan_for(facts: Facts, speedup: float) -> Plan:
     """
     plans = plans_of(facts)
     if speedup <= 1:  # also where the last step could be skipped for nothing
-        return Plan(
-            _settings(facts, _Mix(next(_mergings(facts)), facts.steps, facts.steps, 1.0, 0.0)), 1.0, 0.0
-        )
+        dense = _Mix(next(_mergings(facts)), facts.steps, facts.steps, speedup=1.0, harm=0.0)
+        return Plan(_settings(facts, dense), dense.speedup, dense.harm)
     return next((plan for plan in plans if plan.speedup + ROUNDING >= speedup), plans[-1])
 
 
