@@ -35,7 +35,7 @@ from tokenmerge import Correction, ToMeConfig
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import ROUNDING as REACHED
 from tokenmerge.plans import Facts, facts_of, plan_for, speedup_of
-from tokenmerge.runtime.steps.scheduler import ends_clean
+from tokenmerge.runtime.steps.scheduler import next_schedule
 
 PROMPTS, SEED = 46, 8400
 # Solvers by the number of the prompt. The policy was fitted with others, except for flow Euler.
@@ -75,14 +75,12 @@ class Planner:
         if scene.model not in self._hosts:
             (host,) = find_hosts(getattr(pipe, "unet", None) or pipe.transformer)
             self._hosts[scene.model] = facts_of(host, (1, 1, 1), 1)
-        pipe.scheduler.set_timesteps(scene.steps)
-        sigmas = getattr(pipe.scheduler, "sigmas", ())
         return dataclasses.replace(
             self._hosts[scene.model],
             grid=(1, scene.size // 4, scene.size // 4),
             steps=scene.steps,
             guidance=scene.guidance,
-            ends_clean=ends_clean(sigmas),
+            schedule=next_schedule(pipe, scene.steps),
         )
 
     def beside(self, former: Mapping[str, Any]) -> tuple[dict[str, Any], ToMeConfig]:

@@ -21,12 +21,12 @@ from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import Attention, fewest_tokens
-from tokenmerge.plans import ROUNDING, Facts, facts_of, plan_for
+from tokenmerge.plans import ROUNDING, Facts, Schedule, facts_of, plan_for
 from tokenmerge.plans.choose import Plan
 from tokenmerge.plans.estimate import Tolerance
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
-from tokenmerge.runtime.steps.scheduler import will_end_clean
+from tokenmerge.runtime.steps.scheduler import next_schedule
 
 __all__ = ["DefaultMethod", "TunedMethod", "default_guidance", "default_steps", "settings_for"]
 
@@ -70,7 +70,7 @@ class DefaultMethod:
             denoiser.grid_at(*(denoiser.sample_size or (_SIDE, _SIDE))),
             steps,
             guidance=default_guidance(pipe_or_model),
-            ends_clean=will_end_clean(pipe_or_model, steps),
+            schedule=next_schedule(pipe_or_model, steps),
             follows_steps=follows_steps,
             proportional=allows_proportional(pipe_or_model, hosts),
             number_bytes=denoiser.usual_batch * dtype_of(denoiser.root).itemsize,
@@ -95,13 +95,13 @@ class DefaultMethod:
         grid: GridShape | None = None,
         steps: int | None = None,
         guidance: float | None = None,
-        ends_clean: bool | None = None,
+        schedule: Schedule | None = None,
     ) -> Facts:
         """Return the facts about one generation, as in :class:`tokenmerge.plans.Facts`.
 
         What is left out is that of :attr:`facts`; without ``guidance``, its scale is unknown.
         """
-        given: dict[str, Any] = {"grid": grid, "steps": steps, "ends_clean": ends_clean}
+        given: dict[str, Any] = {"grid": grid, "steps": steps, "schedule": schedule}
         known = {name: value for name, value in given.items() if value is not None}
         return dataclasses.replace(self.facts, **known, guidance=guidance)
 

@@ -370,7 +370,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         run = self._state.last_run
         guidance = self._default.facts.guidance if run is None else run.guidance
         grid = None if height is None or width is None else self._denoiser.grid_at(height, width)
-        return self._default.facts_at(grid, steps, guidance, None if run is None else run.ends_clean)
+        return self._default.facts_at(grid, steps, guidance, None if run is None else run.schedule)
 
     def _settings_at(self, height: int | None, width: int | None, steps: int | None) -> ToMeConfig:
         """Return the settings of a run with this size of the latents and number of steps."""

@@ -11,7 +11,16 @@ from tests.models.tiny import FAMILIES
 
 from tokenmerge import Correction, StepReuse, ToMeConfig
 from tokenmerge.models.find import find_hosts
-from tokenmerge.plans import ROUNDING, Facts, correction_bytes, facts_of, plan_for, policy, speedup_of
+from tokenmerge.plans import (
+    ROUNDING,
+    Facts,
+    Schedule,
+    correction_bytes,
+    facts_of,
+    plan_for,
+    policy,
+    speedup_of,
+)
 from tokenmerge.plans.choose import distance, reaches_of
 from tokenmerge.plans.policy import harms_of
 from tokenmerge.report import predict
@@ -237,11 +246,19 @@ def test_other_complete_steps_are_evenly_spaced(model, guidance):
     assert not reuse.full_steps
 
 
+@pytest.mark.parametrize("wanted", [1.3, 1.66, 2.0])
+def test_a_solver_that_adds_noise_gets_the_plan_of_strong_guidance(wanted):
+    weak, strong = (facts("unet", guidance=guidance) for guidance in (3.0, 7.5))
+    noisy = dataclasses.replace(weak, schedule=Schedule(adds_noise=True))
+    assert choose(noisy, wanted) == choose(strong, wanted) != choose(weak, wanted)
+
+
 @pytest.mark.parametrize("steps", [4, 8, 20, 50])
 def test_a_last_step_without_noise_is_not_complete(steps):
     """As many others are, so that the speed-up stays the same."""
     usual, clean = (
-        facts("transformer", steps=steps, fewest_tokens=64 * 64 + 1, ends_clean=own) for own in (False, True)
+        facts("transformer", steps=steps, fewest_tokens=64 * 64 + 1, schedule=Schedule(ends_clean=own))
+        for own in (False, True)
     )
     assert complete_steps(usual, 1.8)[-1] == steps - 1
     assert complete_steps(clean, 1.8)[-1] < steps - 1
@@ -249,7 +266,7 @@ def test_a_last_step_without_noise_is_not_complete(steps):
 
 
 def test_a_speedup_of_1_is_dense_also_where_the_last_step_could_be_skipped_for_nothing():
-    clean = facts("transformer", fewest_tokens=64 * 64 + 1, ends_clean=True)
+    clean = facts("transformer", fewest_tokens=64 * 64 + 1, schedule=Schedule(ends_clean=True))
     plan = plan_for(clean, 1.0)
     assert (plan.speedup, plan.harm) == (1.0, 0.0)
     assert not plan.config.merges

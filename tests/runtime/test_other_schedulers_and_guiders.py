@@ -13,6 +13,7 @@ import torch
 from diffusers import (
     DDIMInverseScheduler,
     DDIMScheduler,
+    EulerAncestralDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     StableDiffusionDiffEditPipeline,
     UniPCMultistepScheduler,
@@ -26,7 +27,7 @@ from tokenmerge.api import merge_in_hosts
 from tokenmerge.default_method import settings_for
 from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge.runtime.steps.pipeline import default_guidance, guidance_scale
-from tokenmerge.runtime.steps.scheduler import will_end_clean
+from tokenmerge.runtime.steps.scheduler import adds_noise, next_schedule
 
 
 class Modular:
@@ -88,8 +89,61 @@ def test_before_a_generation_the_schedule_is_known(name, scheduler, clean):
     pipe = pipeline_class.__new__(pipeline_class)
     vars(pipe)["scheduler"] = scheduler
     before = scheduler.timesteps
-    assert all(will_end_clean(pipe, steps) is clean for steps in (4, 20, 50))
+    assert all(next_schedule(pipe, steps).ends_clean is clean for steps in (4, 20, 50))
     assert scheduler.timesteps is before
+
+
+STOCHASTIC = {
+    "CMStochasticIterativeScheduler",
+    *("DDPMParallelScheduler", "DDPMScheduler", "UnCLIPScheduler"),
+    *("EulerAncestralDiscreteScheduler", "KDPM2AncestralDiscreteScheduler", "LTXEulerAncestralRFScheduler"),
+    *("FlowMatchLCMScheduler", "LCMScheduler", "TCDScheduler"),
+    "SASolverScheduler",
+}
+
+
+# Some of diffusers use numpy as it was.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", [name for name in dir(diffusers) if name.endswith("Scheduler")])
+def test_a_scheduler_that_adds_noise_is_known_by_its_steps(name):
+    """The random numbers that others draw stay the same."""
+    try:
+        scheduler = getattr(diffusers, name)()
+    except (ImportError, TypeError):
+        pytest.skip("it needs a package or settings")
+    state = torch.get_rng_state()
+    assert adds_noise(scheduler) is (name in STOCHASTIC)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}),
+        ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}),
+    ],
+)
+def test_some_schedulers_add_noise_by_a_setting(kind, settings):
+    cls = getattr(diffusers, kind)
+    assert adds_noise(cls(**settings))
+    assert not adds_noise(cls())
+
+
+def test_what_is_no_scheduler_adds_no_noise():
+    assert not adds_noise(None)
+    assert not adds_noise(SimpleNamespace(config={}))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_generation_knows_that_its_solver_adds_noise(pipe):
+    """Also where the scheduler was changed after token merging was applied."""
+    patch = apply_token_merging(pipe, speedup=1.5)
+    for solver, noisy in ((EulerAncestralDiscreteScheduler, True), (DDIMScheduler, False)):
+        pipe.scheduler = solver.from_config(pipe.scheduler.config)
+        pipe("", num_inference_steps=12, height=SIDE, width=SIDE, output_type="latent")
+        assert state_of(pipe.unet).last_run.schedule.adds_noise is noisy
+        assert patch._facts_at(None, None, 12).schedule.adds_noise is noisy
 
 
 OTHER = {

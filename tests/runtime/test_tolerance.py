@@ -167,8 +167,8 @@ def test_the_handle_knows_whether_the_schedule_of_the_run_ended_clean(kind, clea
     pipe = kind()
     with apply(pipe, None) as patch:
         pipe()
-        assert last_run(pipe).ends_clean is clean
-        assert patch._facts_at(None, None, 12).ends_clean is clean
+        assert last_run(pipe).schedule.ends_clean is clean
+        assert patch._facts_at(None, None, 12).schedule.ends_clean is clean
 
 
 def planned(pipe: Any) -> int:

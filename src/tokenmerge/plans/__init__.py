@@ -5,6 +5,16 @@
 
 from tokenmerge.plans.choose import ROUNDING, plan_for
 from tokenmerge.plans.estimate import Estimate, looks
-from tokenmerge.plans.facts import Facts, correction_bytes, facts_of, speedup_of
+from tokenmerge.plans.facts import Facts, Schedule, correction_bytes, facts_of, speedup_of
 
-__all__ = ["ROUNDING", "Estimate", "Facts", "correction_bytes", "facts_of", "looks", "plan_for", "speedup_of"]
+__all__ = [
+    "ROUNDING",
+    "Estimate",
+    "Facts",
+    "Schedule",
+    "correction_bytes",
+    "facts_of",
+    "looks",
+    "plan_for",
+    "speedup_of",
+]

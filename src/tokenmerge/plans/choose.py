@@ -96,7 +96,9 @@ def _merging_harm(facts: Facts, merging: ToMeConfig, complete: int) -> float:
 
 
 def _harms(facts: Facts) -> policy.Harms:
-    return policy.harms_of(facts.model, facts.guidance)
+    # New noise changes what the model's finest level sees, as strong guidance does. The weak rows were fitted
+    # on solvers that add none.
+    return policy.harms_of(facts.model, None if facts.schedule.adds_noise else facts.guidance)
 
 
 def _mixes(facts: Facts, merging: ToMeConfig | None) -> Iterator[_Mix]:
@@ -156,7 +158,9 @@ def _counts(facts: Facts) -> Sequence[tuple[int, int]]:
 @functools.lru_cache(maxsize=4096)
 def _of_runs(facts: Facts, part: str, runs: tuple[int, ...]) -> float:
     """Return the harm of skipping a part in all steps but these."""
-    return _harms(facts).of_skipping(part, reaches_of(runs, facts.steps, facts.ends_clean), facts.steps)
+    return _harms(facts).of_skipping(
+        part, reaches_of(runs, facts.steps, facts.schedule.ends_clean), facts.steps
+    )
 
 
 def _even(steps: int, complete: int, finest: int) -> StepReuse:
@@ -167,7 +171,7 @@ def _runs(facts: Facts, complete: int, finest: int) -> StepsOfReuse:
     """Return which steps are complete and which run the finest level, of these numbers of steps."""
     steps, spacing = facts.steps, _harms(facts).spacing
     runs = _even(steps, complete, finest).steps_of(steps)
-    if facts.ends_clean and complete < finest == steps:
+    if facts.schedule.ends_clean and complete < finest == steps:
         return runs._replace(full=without_the_last(steps, complete, policy.TAIL_OF_A_CLEAN_END))
     if complete < steps and spacing < 1:
         return runs._replace(full=nearest(later_ones(steps, complete, spacing), runs.shallow))

@@ -202,7 +202,7 @@ class Tolerance:
         steps = self._facts.steps
         complete = self.config.reuse.steps_of(steps).full
         # The last step is complete in any case.
-        last = steps - 1 + self._facts.ends_clean
+        last = steps - 1 + self._facts.schedule.ends_clean
         return self._seen < done < last and done - 1 in complete and len(complete) < steps
 
     def follow(self, done: int, shown: Shown) -> None:

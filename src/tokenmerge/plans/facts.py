@@ -20,6 +20,13 @@ _BOX, _MARGIN = 16, 8
 _DENSE = ToMeConfig(ratio=0.0)
 
 
+class Schedule(NamedTuple):
+    """What the solver of a generation does."""
+
+    ends_clean: bool = False  # almost no noise is left before the last step, which then changes little
+    adds_noise: bool = False  # its steps add new noise, as those of ancestral solvers do
+
+
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """The facts about one generation. They hold from its first step to its last."""
@@ -31,7 +38,7 @@ class Facts:
     grid: tuple[int, int, int]  # frames, rows and columns of the finest token grid at this size
     steps: int
     guidance: float | None = None  # scale of classifier-free guidance; None: unknown, which counts as strong
-    ends_clean: bool = False  # almost no noise is left before the last step, which then changes little
+    schedule: Schedule = Schedule()
     follows_steps: bool = True  # the denoising step is known, so that settings can change over the steps
     can_skip: bool = True  # step reuse can skip parts of the model here
     whole_blocks: bool = False  # all blocks can merge as a whole here

@@ -108,6 +108,20 @@ def test_auto_plans_each_sampling_for_its_steps_and_guidance(model, key_numbers)
         assert len(deep) == 4 * complete
 
 
+@pytest.mark.parametrize(("sampler", "noisy"), [("euler_ancestral", True), ("dpmpp_2m", False)])
+def test_auto_knows_which_samplers_add_noise(model, sampler, noisy, monkeypatch):
+    seen = []
+    for_sampling = node_settings.Settings.for_sampling
+    monkeypatch.setattr(
+        node_settings.Settings,
+        "for_sampling",
+        lambda own, *facts: (seen.append(facts[-1]), for_sampling(own, *facts))[1],
+    )
+    clone, _ = TokenMerging().merge(model, {"samples": torch.zeros(1, 4, 16, 16)}, method="auto")
+    hosts.sample(clone, steps=4, sampler=sampler)
+    assert {schedule.adds_noise for schedule in seen} == {noisy}
+
+
 def test_auto_knows_where_a_unet_can_merge(model):
     target = find_target(model)
     settings = node_settings.settings_for(target, node_settings.Asked("auto"), hosts.CPU, torch.float32)

@@ -400,5 +400,5 @@ def test_a_copy_of_a_model_keeps_its_plan_and_not_the_pipeline(quiet, plan) -> N
     patch = apply_token_merging(quiet, plan)
     copied = copy.deepcopy(quiet.unet.__dict__[STATE].default)
     assert copied.pipe is None
-    assert copied.settings(copied.facts_at(None, 4, 7.5, False)) == PLAN
+    assert copied.settings(copied.facts_at(None, 4, 7.5)) == PLAN
     patch.remove()

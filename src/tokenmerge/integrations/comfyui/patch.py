@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,14 @@ def _joined(mask: Tensor, bias: Tensor) -> Tensor:
     return mask + bias if mask.is_floating_point() else bias.masked_fill(~mask, float("-inf"))
 
 
+def _adds_noise(sampler: Any) -> bool:
+    """Return whether the steps of a sampler add new noise: its function takes a source of noise."""
+    function = getattr(sampler, "sampler_function", None)
+    known = inspect.signature(function).parameters if callable(function) else {}
+    eta = known["eta"].default if "eta" in known else 1.0  # the share of new noise
+    return "noise_sampler" in known and bool(getattr(sampler, "extra_options", {}).get("eta", eta))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Wrappers:
     """Wrappers of ComfyUI's functions of these names."""
@@ -85,7 +94,9 @@ class _Wrappers:
         """One sampling. What it caches is dropped when it ends or is cancelled."""
         options = extra["model_options"]["transformer_options"]
         settings = self.settings.beside(options)
-        options[_SAMPLING] = sampling = Sampling(settings, sigmas.tolist(), getattr(model, "cfg", None))
+        options[_SAMPLING] = sampling = Sampling(
+            settings, sigmas.tolist(), getattr(model, "cfg", None), _adds_noise(executor.class_obj)
+        )
         for note in settings.notes[len(self.settings.notes) :]:
             sampling.say(note)
         try:

@@ -21,6 +21,7 @@ from tokenmerge.ops.plan import Plan
 from tokenmerge.planners import PLANNERS
 from tokenmerge.planners.importance import importance_of_tokens
 from tokenmerge.planners.sequences import num_removed
+from tokenmerge.plans import Schedule
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, ends_clean
 from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
@@ -35,15 +36,21 @@ class Sampling:
     """The state of one sampling, of its running step and of the running call of the model.
 
     Each sampling has its own, even on the same clone of a model. ``sigmas`` are the noise levels of its
-    steps; empty: unknown. ``guidance`` is the scale of classifier-free guidance; None: unknown.
+    steps; empty: unknown. ``guidance`` is the scale of classifier-free guidance; None: unknown. The sampler
+    may add new noise in its steps.
     """
 
     def __init__(
-        self, settings: Settings, sigmas: Sequence[float] = (), guidance: float | None = None
+        self,
+        settings: Settings,
+        sigmas: Sequence[float] = (),
+        guidance: float | None = None,
+        adds_noise: bool = False,
     ) -> None:
         self.settings = self._asked = settings  # the default method chooses them in the first step
         self.steps = max(1, len(sigmas) - 1)
         self._sigmas, self._guidance = sigmas, guidance
+        self._schedule = Schedule(ends_clean(sigmas), adds_noise)
         self._grid: GridShape | None = None
         self._said: set[str] = set()
         self._generation = Generation(0)
@@ -76,8 +83,8 @@ class Sampling:
         """
         grid = self.settings.target.grid(latent)
         if self._grid != grid:
-            self._grid, clean = grid, ends_clean(self._sigmas)
-            self.settings = self._asked.for_sampling(grid, self.steps, self._guidance, clean)
+            self._grid = grid
+            self.settings = self._asked.for_sampling(grid, self.steps, self._guidance, self._schedule)
         index = min(max(0, sum(sigma <= known for known in self._sigmas) - 1), self.steps - 1)
         if index < self.tracker.index:
             self.forget()  # the solver begins anew

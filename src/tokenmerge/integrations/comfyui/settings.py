@@ -15,7 +15,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.comfyui.models import Target
 from tokenmerge.models.placement import narrowest
 from tokenmerge.planners.calibration import Attention, fewest_tokens
-from tokenmerge.plans.facts import Facts
+from tokenmerge.plans import Facts, Schedule
 
 AUTO = "auto"
 METHODS = (AUTO, *presets.__all__)
@@ -54,12 +54,12 @@ class Settings:
     default: DefaultMethod | None = None
 
     def for_sampling(
-        self, grid: tuple[int, int, int], steps: int, guidance: float | None, ends_clean: bool | None = None
+        self, grid: tuple[int, int, int], steps: int, guidance: float | None, schedule: Schedule | None = None
     ) -> Settings:
         """Return the settings of one sampling; the arguments are those of :meth:`DefaultMethod.facts_at`."""
         if self.default is None:
             return self
-        facts = self.default.facts_at(grid, steps, guidance, ends_clean)
+        facts = self.default.facts_at(grid, steps, guidance, schedule)
         return dataclasses.replace(self, config=self.default.settings(facts))
 
     def beside(self, options: Mapping[str, Any]) -> Settings:

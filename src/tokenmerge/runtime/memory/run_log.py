@@ -15,6 +15,7 @@ from torch import Tensor
 from tokenmerge.config import ToMeConfig
 from tokenmerge.models.base import Grids
 from tokenmerge.ops.partition import num_tokens
+from tokenmerge.plans import Schedule
 from tokenmerge.plans.estimate import Shown, noise_of
 from tokenmerge.runtime.memory.caches import Residual
 from tokenmerge.runtime.steps.pipeline import PerThread, WeakDictionary
@@ -71,7 +72,7 @@ class RunLog:
     steps: int | None  # None: unknown, as in the next two fields
     guidance: float | None = None
     levels: NoiseLevels | None = None
-    ends_clean: bool = False  # as in :class:`tokenmerge.plans.Facts`
+    schedule: Schedule = Schedule()
     sample: Tensor | None = None  # of the running call; None: it is no tensor
     # Of the running call: part, steps since it ran, and for each image the length of the forecast's error
     # divided by that of the part's change.

@@ -14,6 +14,7 @@ from tokenmerge.config import CACHED_FEATURES, ToMeConfig
 from tokenmerge.config.origin import instead
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.base import Grid
+from tokenmerge.plans import Schedule
 from tokenmerge.plans.generation import Merging, Runs
 from tokenmerge.runtime.blocks.skipping import finish_run
 from tokenmerge.runtime.memory.run_log import RunLog, StepKind, StepLog, shown_by
@@ -205,7 +206,7 @@ def _config_of(call: _Call) -> ToMeConfig:
     config, tolerance = state.config, None
     if step is not None and state.default is not None:
         default, grid, generation = state.default, state.threads.value.grid.shapes[0], step.generation
-        facts = default.facts_at(grid, step.steps, guidance_scale(call.pipe), generation.ends_clean)
+        facts = default.facts_at(grid, step.steps, guidance_scale(call.pipe), generation.schedule)
         state.warn_once(default.shortfall(facts))
         if default not in generation.tolerances:  # the pipeline's models share it
             generation.tolerances[default] = default.tolerance(facts)
@@ -275,8 +276,8 @@ def _note_call(call: _Call, config: ToMeConfig, decision: Decision, merges: bool
         steps = steps if isinstance(steps, int) else None
         guidance = guidance_scale(call.pipe)
         levels = None if step is None else noise_levels(call.scheduler, step)
-        clean = step is not None and step.generation.ends_clean
-        memory.log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels, clean)
+        schedule = Schedule() if step is None else step.generation.schedule
+        memory.log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels, schedule)
     state.last_run = memory.log
     memory.log.sample = sample if decision.caches and isinstance(sample, Tensor) else None
     kind: StepKind = "reused"

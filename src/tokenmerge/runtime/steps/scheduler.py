@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import threading
+import weakref
+from collections.abc import MutableMapping
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.errors import ConfigError
+from tokenmerge.plans import Schedule
 from tokenmerge.plans.estimate import Tolerance
 
 # The attribute by which a scheduler's tensor of timesteps holds its generation. ``set_timesteps`` makes a new
@@ -19,6 +23,7 @@ from tokenmerge.plans.estimate import Tolerance
 _GENERATION = "_tokenmerge_generation"
 _ON_CPU = "_tokenmerge_on_cpu"  # that by which timesteps on a device hold a copy on the CPU
 _ALMOST_NONE = 0.02  # noise before the last step, as a share of the first
+_NOISY: MutableMapping[Any, bool] = weakref.WeakKeyDictionary()  # schedulers, and whether they add noise
 _MOST = 1e4  # the noise level of a sample that is noise alone
 
 
@@ -28,10 +33,10 @@ class Generation:
     What is cached between steps lives as long as this object: until the scheduler gets new timesteps.
     """
 
-    def __init__(self, first: int, ends_clean: bool = False) -> None:
+    def __init__(self, first: int, schedule: Schedule = Schedule()) -> None:
         self.first = first  # index of its first step, which is not 0 in image-to-image
         self.index = first  # of the latest
-        self.ends_clean = ends_clean
+        self.schedule = schedule
         self.tolerances: dict[object, Tolerance | None] = {}  # by the DefaultMethod
         self.thread = threading.get_ident()
 
@@ -40,7 +45,7 @@ class Generation:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Generation, (self.first, self.ends_clean)
+        return Generation, (self.first, self.schedule)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +111,7 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
             "own in each thread, or call patch.at_step(i, steps) before each step"
         )
     if generation is None or index < generation.index:  # the timesteps are new, or begin again
-        generation = Generation(index, schedule_ends_clean(scheduler))
+        generation = Generation(index, schedule_of(scheduler))
         try:
             setattr(timesteps, _GENERATION, generation)
         except AttributeError:  # no tensor
@@ -124,28 +129,59 @@ def ends_clean(sigmas: Any) -> bool:
     return len(sigmas) > 2 and float(sigmas[-2]) <= _ALMOST_NONE and float(sigmas[0]) <= 1
 
 
-def schedule_ends_clean(scheduler: Any) -> bool:
-    """Return whether a scheduler's latest timesteps are of flow matching and :func:`ends_clean`."""
-    if not is_flow(scheduler) or not hasattr(scheduler, "sigmas") or torch.compiler.is_compiling():
-        return False
-    trained = getattr(getattr(scheduler, "config", None), "num_train_timesteps", 1000)
-    _, scheduled = _read(0.0, scheduler.timesteps)  # which others read too
-    return ends_clean([*(scheduled / trained).tolist(), 0.0])
+def schedule_of(scheduler: Any) -> Schedule:
+    """Return what a scheduler of diffusers does with its latest timesteps."""
+    if torch.compiler.is_compiling():
+        return Schedule()
+    return Schedule(_ends_clean(scheduler), adds_noise(scheduler))
 
 
-def will_end_clean(pipe: Any, steps: int) -> bool:
-    """Return whether the next generation of a pipeline will have a schedule that :func:`ends_clean`."""
+def next_schedule(pipe: Any, steps: int) -> Schedule:
+    """Return what the scheduler of a pipeline will do in the next generation."""
     scheduler: Any = getattr(pipe, "scheduler", None)
+    noisy = Schedule(adds_noise=adds_noise(scheduler))
     call = inspect.unwrap(type(pipe).__call__)
     # Pipelines such as FLUX's compute noise levels of their own, whose last one is 1/steps.
     if not is_flow(scheduler) or "linspace" in getattr(getattr(call, "__code__", None), "co_names", ()):
-        return False
+        return noisy
     try:
         scheduler = type(scheduler).from_config(scheduler.config)
         scheduler.set_timesteps(steps)
     except (AttributeError, TypeError, ValueError):  # no scheduler of diffusers, or one that asks for more
+        return noisy
+    return noisy._replace(ends_clean=_ends_clean(scheduler))
+
+
+def adds_noise(scheduler: Any) -> bool:
+    """Return whether the steps of a scheduler add new noise."""
+    with contextlib.suppress(KeyError, TypeError):
+        return _NOISY[scheduler]
+    noisy = _makes_noise(scheduler)
+    with contextlib.suppress(TypeError):  # of another library, without a hash
+        _NOISY[scheduler] = noisy
+    return noisy
+
+
+def _makes_noise(scheduler: Any) -> bool:
+    # Steps that add none are linear: of a sample and a model output of zeros, they make zeros.
+    zeros = torch.zeros(1, 1, 1, 1)
+    try:
+        scheduler = type(scheduler).from_config(scheduler.config)
+        scale = getattr(scheduler, "scale_model_input", lambda sample, _: sample)
+        scheduler.set_timesteps(4)
+        with torch.random.fork_rng(devices=()):
+            made = [scheduler.step(zeros, step, scale(zeros, step))[0] for step in scheduler.timesteps]
+    except Exception:  # no scheduler of diffusers, or one whose steps need more
         return False
-    return schedule_ends_clean(scheduler)
+    return any(sample.any() for sample in made)
+
+
+def _ends_clean(scheduler: Any) -> bool:
+    if not is_flow(scheduler) or not hasattr(scheduler, "sigmas"):
+        return False
+    trained = getattr(getattr(scheduler, "config", None), "num_train_timesteps", 1000)
+    _, scheduled = _read(0.0, scheduler.timesteps)  # which others read too
+    return ends_clean([*(scheduled / trained).tolist(), 0.0])
 
 
 def is_flow(scheduler: Any) -> bool:
