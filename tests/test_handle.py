@@ -123,7 +123,7 @@ def test_settings_that_do_not_follow_the_steps_tell_the_number_of_steps(pipe):
     patch = apply_token_merging(pipe, ToMeConfig(ratio=0.5))
     generate(pipe, steps=3)
     side = 64 // pipe.vae_scale_factor
-    assert last_run(patch) == f"  last run: 3 steps, {side * side} tokens"
+    assert re.fullmatch(rf"  last run: 3 steps in \d+\.\d s, {side * side} tokens", last_run(patch))
 
 
 def test_what_the_default_method_does_at_the_guidance_of_the_run_is_counted(pipe):

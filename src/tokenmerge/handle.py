@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import html
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -17,13 +18,13 @@ from tokenmerge.errors import ConfigError, shown, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import Attention, fewest_tokens
-from tokenmerge.plans import Estimate, Facts, speedup_of
+from tokenmerge.plans import Estimate, Facts
 from tokenmerge.plans.choose import merging_pays
 from tokenmerge.plans.estimate import estimate_closeness
 from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
-from tokenmerge.report.summary import Conditions, RunSteps, summary, title
-from tokenmerge.runtime.memory.run_log import RunLog, StepRecorder, shown_by
+from tokenmerge.report.summary import Conditions, RunSteps, summary
+from tokenmerge.runtime.memory.run_log import StepRecorder, shown_by
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.patching.patch import refuse_in_use, restore, state_of
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies
@@ -308,12 +309,10 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             merging_pays=facts is not None and merging_pays(facts),
             remarks={**self._remarks(facts), **notes},
         )
+        first, *others = summary(self._in_force, conditions, report, run)
         if state_of(root) is not self._state:
-            return f"{title(self._in_force, conditions)}: removed"
-        tolerant = self._default is not None and self._default.min_psnr is not None
-        if tolerant and run is not None and report is not None and report.flops == report.flops_dense:
-            return f"{title(self._in_force, conditions)}\n  nothing was skipped or merged: a dense picture"
-        return "\n".join(summary(self._in_force, conditions, report, run))
+            first, others = f"{first}; removed", others if run is not None else []
+        return "\n".join([first, *others])
 
     @property
     def _in_force(self) -> ToMeConfig:
@@ -327,32 +326,33 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         run = self._state.last_run
         if run is None or not run.steps or self._default is None:
             return None
+        if set(run.kinds) == {"unmerged"}:  # nothing was skipped or merged
+            return Estimate(math.inf, 0.0)
         facts = self._facts_at(run.height, run.width, run.steps)
         return estimate_closeness(facts, run.config, shown_by([run]))
 
     def _remarks(self, facts: Facts | None) -> dict[str, str]:
         """Return how close the picture is, and what the default method added or did not reach, by heading."""
         error, run, default = self.error, self._state.last_run, self._default
-        other = "" if run is None or default is not None else "no, only the default method has an estimate"
+        other = "" if run is None or default is not None else "no, only speedup= has an estimate"
         remarks = {"estimated": other if error is None else str(error)}
         if facts is not None and default is not None and facts.follows_steps:
             remarks["out of reach"] = default.shortfall(facts)
             if default.min_psnr is not None:
-                remarks[f"min_psnr {default.min_psnr:g}"] = self._tolerated(default, facts, run)
+                remarks[f"min_psnr {default.min_psnr:g}"] = self._tolerated(default, facts, error)
         return remarks
 
-    def _tolerated(self, default: DefaultMethod, facts: Facts, run: RunLog | None) -> str:
-        """Say which complete steps the tolerance of the default method adds, or added in the last run."""
-        plan, margin = default.plan(facts), ESTIMATE["margin"]
-        aim = f"{(default.min_psnr or 0) + margin:g} dB, {margin:g} more to be safe"
-        if run is None or run.steps is None:
+    def _tolerated(self, default: DefaultMethod, facts: Facts, error: Estimate | None) -> str:
+        """Say what the tolerance of the default method adds to a run, or what it cost in the last one."""
+        plan, margin, wanted = default.plan(facts), ESTIMATE["margin"], default.min_psnr or 0.0
+        aim = f"{wanted + margin:g} dB, {margin:g} more to be safe"
+        if error is None:
             more = default.settings(facts) != default.change(plan.config)
             begins = f"begins with more complete steps than speedup={default.speedup:g} needs, and "
             return f"a run {begins * more}adds complete steps while its estimate is below {aim}"
-        ran, due = (len(own.reuse.steps_of(run.steps).full) for own in (run.config, plan.config))
-        further = f"{ran - due} further complete step{'s' * (ran != due + 1)}"
-        speeds = f"{speedup_of(facts, run.config):.2f}× in place of {plan.speedup:.2f}×"
-        return f"aimed at {aim}, with {further}: {speeds}"
+        reached = "above" if error.psnr >= wanted else "below"
+        speeds = f"{self.report().speedup:.2f}× in place of {plan.speedup:.2f}×"
+        return f"the estimate is {reached} it, and was to be {aim}; this cost speed: {speeds}"
 
     def _pictures(self, pipe: Any) -> int | None:
         """Return how many pictures a call draws; None: unknown."""

@@ -144,21 +144,23 @@ def test_of_a_batch_the_largest_errors_count():
     assert math.isnan(largest(0.25, math.nan)["deep"][3])
 
 
-def test_the_summary_says_how_many_steps_were_added():
+def test_the_summary_says_what_a_tolerance_cost():
     pipe = Unet()
     with apply(pipe, 30) as patch:
         pipe((0, 1))
-        added, text = complete(pipe), str(patch)
-    assert f"min_psnr 30: aimed at 36 dB, 6 more to be safe, with {added - planned(pipe)} further" in text
-    assert re.search(r"complete steps?: \d\.\d\d× in place of \d\.\d\d×\n", text)
+        found, above = str(patch), patch.error.psnr >= 30
+    due = f"the estimate is {'above' if above else 'below'} it, and was to be 36 dB, 6 more to be safe"
+    counted, cost, fixed = map(float, re.findall(r"(\d\.\d\d)×", found))
+    assert f"min_psnr 30: {due}; this cost speed: {cost:.2f}× in place of {fixed:.2f}×" in found
+    assert counted == cost < fixed
 
 
 def test_of_a_run_that_skipped_nothing_the_summary_says_that_its_picture_is_the_dense_one():
     pipe = Unet()
     with apply(pipe, 100) as patch:
         pipe((0, 1))
-        assert "nothing was skipped or merged" in str(patch)
-        assert "estimated" not in str(patch)
+        assert "estimated: the dense picture itself: nothing was skipped or merged\n" in str(patch)
+        assert math.isinf(patch.error.psnr)
 
 
 @pytest.mark.parametrize(("kind", "clean"), [(Unet, False), (Flux, True)])
@@ -169,12 +171,6 @@ def test_the_handle_knows_whether_the_schedule_of_the_run_ended_clean(kind, clea
         pipe()
         assert last_run(pipe).schedule.ends_clean is clean
         assert patch._facts_at(None, None, 12).schedule.ends_clean is clean
-
-
-def planned(pipe: Any) -> int:
-    with apply(pipe, None):
-        pipe()
-        return complete(pipe)
 
 
 def test_prompts_in_calls_of_their_own_follow_one_decision():

@@ -28,17 +28,20 @@ def test_gain_is_the_largest_power_of_two_that_does_not_clip(apart, gain):
     assert difference_gain(flat(0), flat(apart)) == gain
 
 
-def test_the_comparison_has_four_enlarged_panels_per_row():
+def test_the_comparison_has_five_enlarged_panels_per_row():
     rows = [Pair(picture(32, 32, seed), picture(32, 32, seed), picture(32, 32, seed + 9)) for seed in (0, 1)]
     drawn = comparison(rows)
     pixels = np.asarray(drawn)
     top = drawn.height - 24 - 320
-    lefts = [24 + column * (320 + 16) for column in range(4)]
-    for left, panel in zip(lefts, (rows[1].dense, rows[1].merged, rows[1].fewer), strict=False):
+    lefts = [24 + column * (320 + 16) for column in range(5)]
+    for left, panel in zip(
+        lefts[:2] + lefts[3:4], (rows[1].dense, rows[1].merged, rows[1].fewer), strict=True
+    ):
         large = np.asarray(panel.resize((320, 320), Image.Resampling.NEAREST))
         assert np.array_equal(pixels[top : top + 320, left : left + 320], large)
-    assert not pixels[top : top + 320, lefts[3] : lefts[3] + 320].any()  # the first two do not differ
-    assert drawn.width == lefts[3] + 320 + 24
+    assert not pixels[top : top + 320, lefts[2] : lefts[2] + 320].any()  # the first two do not differ
+    assert pixels[top : top + 320, lefts[4] : lefts[4] + 320].any()  # the picture in fewer steps does
+    assert drawn.width == lefts[4] + 320 + 24
 
 
 def test_a_white_picture_is_told_from_the_paper():
@@ -51,7 +54,7 @@ def test_a_white_picture_is_told_from_the_paper():
 
 def test_large_pictures_are_not_enlarged():
     row = Pair(*(picture(400, 330, seed) for seed in range(3)))
-    assert comparison([row]).width == 2 * 24 + 4 * 400 + 3 * 16
+    assert comparison([row]).width == 2 * 24 + 5 * 400 + 4 * 16
 
 
 def test_without_pictures_in_fewer_steps_there_are_three_panels():
@@ -61,8 +64,8 @@ def test_without_pictures_in_fewer_steps_there_are_three_panels():
 
 def test_titles_are_drawn():
     row = Pair(flat(0, 320), flat(9, 320), flat(5, 320), caption="seed 0")
-    head = np.asarray(comparison([row]).crop((0, 0, 4 * 336, 72)))
-    bare = np.asarray(comparison([row], dense="25 steps").crop((0, 0, 4 * 336, 72)))
-    for column in range(4):
+    head = np.asarray(comparison([row]).crop((0, 0, 5 * 336, 72)))
+    bare = np.asarray(comparison([row], dense="25 steps").crop((0, 0, 5 * 336, 72)))
+    for column in range(5):
         assert (head[:, 24 + column * 336 : 24 + column * 336 + 320] < 100).any()
     assert not np.array_equal(head, bare)

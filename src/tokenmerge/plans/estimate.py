@@ -56,6 +56,8 @@ class Estimate:
 
     def __str__(self) -> str:
         low, high = self.psnr - self.within, self.psnr + self.within
+        if math.isinf(self.psnr):
+            return "the dense picture itself: nothing was skipped or merged"
         worst = "" if self.worst_step is None else f"; largest error: step {self.worst_step}, counted from 0"
         words = looks(round(self.psnr))
         return f'{self.psnr:.0f} dB ({low:.0f} to {high:.0f}) to the dense picture, "{words}"{worst}'
@@ -83,6 +85,8 @@ def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estima
     and of what the policy expects. As long as nothing is shown, it is what the policy expects. So is what
     token merging loses. Later errors are taken to grow with the distance as before.
     """
+    # What new noise of the solver does to errors is in what was shown.
+    facts = dataclasses.replace(facts, schedule=facts.schedule._replace(adds_noise=False))
     errors, squared, together = _errors(config, facts.steps, shown), 0.0, 0.0
     for step in range(facts.steps + 1):
         if step in errors:

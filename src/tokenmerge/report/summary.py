@@ -99,16 +99,20 @@ def _counted(conditions: Conditions, report: Report) -> str:
     scale, unit = (conditions.scale, "px") if conditions.scale else (1, "latents")
     size = f"{report.width * scale} × {report.height * scale} {unit}"
     if report.steps is not None:
-        size += f", {report.steps} steps"
+        size += f", {_count(report.steps, 'step')}"
     if conditions.guidance is not None:
         guided = conditions.guidance > 1
         size += f", guidance {conditions.guidance:g}" if guided else ", no classifier-free guidance"
     if conditions.pictures is None:
-        size += f", {report.batch} sample{'s' if report.batch != 1 else ''} in each call"
+        size += f", {_count(report.batch, 'sample')} in each call"
     elif conditions.pictures > 1:
         size += f", {conditions.pictures} pictures at once"
     share = saved(report.flops_dense, report.flops)
-    return f"counted: a speed-up of {report.speedup:.2f}× ({share} of the operations saved) at {size}"
+    return f"counted: {share} of the operations saved ({report.speedup:.2f}×) at {size}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def _kept(conditions: Conditions, report: Report) -> str:
@@ -130,10 +134,10 @@ def in_words(size: int) -> str:
 def _happened(run: RunLog) -> str:
     kinds = run.kinds
     if not kinds:
-        steps = "" if run.steps is None else f"{run.steps} steps, "
+        steps = "" if run.steps is None else f"{_count(run.steps, 'step')} in {run.seconds:.1f} s, "
         return f"{steps}{run.tokens} tokens"
     done = kinds.total()
-    steps = f"{done} steps" if done == run.steps else f"{done} of {run.steps} steps"
+    steps = _count(done, "step") if done == run.steps else f"{done} of {run.steps} steps"
     return f"{steps} in {run.seconds:.1f} s ({in_kinds(kinds)}), {run.tokens} tokens"
 
 

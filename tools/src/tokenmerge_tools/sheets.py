@@ -1,4 +1,4 @@
-"""Draws comparisons (dense, merged, in fewer steps, and a difference) and sheets of samples."""
+"""Draws comparisons (dense, merged, in fewer steps, and differences) and sheets of samples."""
 
 from __future__ import annotations
 
@@ -27,23 +27,26 @@ class Pair:
 
     dense: Image.Image
     merged: Image.Image
-    fewer: Image.Image | None = None  # dense, in fewer steps of the same cost; all rows have one, or none
+    fewer: Image.Image | None = None  # dense, in fewer steps that take as long; all rows have one, or none
     caption: str = ""  # a line of text below the row
 
 
 def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", fewer: str = "") -> Image.Image:
-    """Draw panels for each row: dense · with tokenmerge · fewer steps, if there are any · difference.
+    """Draw panels for each row: dense · with tokenmerge · difference, and fewer steps · difference, if any.
 
     All pictures have the same size. The texts are the small print below the titles of their columns.
     """
     gain = min(difference_gain(row.dense, row.merged) for row in rows)
-    columns = [("dense", dense), ("with tokenmerge", merged), *[("fewer steps", fewer)] * bool(rows[0].fewer)]
-    columns.append(("difference", f"of the first two, {gain} times as bright"))
+    lost = ("its difference", f"to dense, {gain} times as bright")
+    columns = [("dense", dense), ("with tokenmerge", merged), lost]
+    columns += [("fewer steps", fewer), lost] * bool(rows[0].fewer)
     factor = max(1, -(-_SMALLEST_SIDE // min(rows[0].dense.size)))
     lines = []
     for row in rows:
-        pictures = (row.dense, row.merged, row.fewer, difference(row.dense, row.merged, gain))
-        lines.append(([enlarge(picture, factor) for picture in pictures if picture], row.caption))
+        pictures = [row.dense]
+        for other in filter(None, (row.merged, row.fewer)):
+            pictures += [other, difference(row.dense, other, gain)]
+        lines.append(([enlarge(picture, factor) for picture in pictures], row.caption))
     return sheet(columns, lines)
 
 

@@ -89,14 +89,15 @@ def test_generate_says_in_about_ten_lines_what_it_drew_and_writes_a_folder(folde
     for words in (
         "  dense, 2 steps ",
         "  with tokenmerge ",
-        "× as fast",
-        "dB to the dense picture",
-        "every step ran whole; up to 25 % of the tokens merged, in",
+        "×  ",
+        "dB to the first: ",
+        "; every step ran whole",
+        "up to 25 % of the tokens merged, in",
         "one run each; --repeat 3 gives figures to rely on",
         f"Pictures:    {out}",
     ):
         assert words in text
-    assert len(lines) <= 13
+    assert len(lines) <= 14
     assert (out / "comparison.png").is_file()
     conditions = json.loads((out / "run.json").read_text())["conditions"]
     chosen = conditions["options"]

@@ -122,11 +122,12 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     close = {"tokenmerge": _close_to_dense(result) if result.psnr else ""}
     rows = [(names[name], median(result.seconds(name)), close.get(name, "")) for name in result.names]
     if result.fewer_psnr is not None:
-        about = f"{result.fewer_psnr:.1f} dB for the same operations, {looks(result.fewer_psnr)}"
-        rows.append((f"dense, {result.fewer_steps} steps", result.fewer_seconds, about))
+        rows.append(
+            (f"dense, {result.fewer_steps} steps", result.fewer_seconds, _closeness(result.fewer_psnr))
+        )
     lines = [""]
     for name, seconds, closeness in rows:
-        gain = f"{rows[0][1] / seconds:.1f}× as fast" if name != rows[0][0] else ""
+        gain = f"{rows[0][1] / seconds:.1f}×" if name != rows[0][0] else ""
         lines.append("  ".join((f"  {name:<16}", f"{_seconds(seconds):>7}", gain, closeness)).rstrip())
     many = f"medians of {options.repeat} timed runs each"
     lines += [
@@ -134,9 +135,18 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
         "",
     ]
     cache = f"{in_words(result.report.kept_bytes)} of cache" if result.report.kept_bytes else "no cache"
-    counted = f"{result.report.speedup:.2f}× fewer operations, as counted"
-    lines.append(f"  {counted}: {_what_ran(result, options.steps)}; {cache}")
-    lines += [*(line for line in result.summary.splitlines() if line.startswith("  out of reach")), ""]
+    ran, merged = _what_ran(result, options.steps)
+    lines += [
+        f"  Counted:     {result.report.speedup:.2f}× by operations; {ran}",
+        f"               {merged}; {cache}",
+    ]
+    for line in result.summary.splitlines():
+        if line.startswith("  estimated: ") and "(" in line:
+            guess = line.removeprefix("  estimated: ").partition(" to the dense")[0]
+            lines.append(f"  Estimated:   {guess}, by the run alone, without the dense picture")
+        if line.startswith("  out of reach"):
+            lines.append(line)
+    lines.append("")
     if options.model in demo.NAMES:
         lines.append('  Your model:  tokenmerge generate "a castle" --model owner/name')
     if argument := options.merging.argument:
@@ -150,22 +160,26 @@ def _close_to_dense(result: Result) -> str:
     if not finite:
         return "the pictures are identical"
     same = len(result.psnr) - len(finite)
-    psnr = f"{(mean := sum(finite) / len(finite)):.1f} dB to the dense picture, {looks(mean)}"
+    psnr = _closeness(sum(finite) / len(finite))
     return f"{psnr}; {same} identical" if same else psnr
 
 
-def _what_ran(result: Result, steps: int) -> str:
-    """Say how many operations were saved: how many steps ran the whole model, and how many tokens merged."""
+def _closeness(psnr: float) -> str:
+    return f"{psnr:.1f} dB to the first: {looks(psnr)}"
+
+
+def _what_ran(result: Result, steps: int) -> tuple[str, str]:
+    """Say how many steps ran the whole model, and how many tokens merged."""
     plan, rows = result.report.plan, result.report.rows
     complete, finest = sum(map(plan.count, "MDC")), plan.count("f")
     ran, skipped = f"{complete} of {steps} steps ran the whole model", len(plan) - complete - finest
     ran = ran if complete < len(plan) else "every step ran whole"
-    ran += f", {finest} its finest level" * (finest > 0) + f", {skipped} skipped it" * (skipped > 0)
+    ran += f", {finest} only its finest level" * (finest > 0) + f", {skipped} skipped it" * (skipped > 0)
     most = max(rows, key=lambda row: row.tokens, default=None)
     share = 0.0 if most is None else 100 * (1 - most.merged_tokens / most.tokens)
     blocks = sum(row.merged_tokens < row.tokens for row in rows)
     merged = f"up to {share:.0f} % of the tokens merged, in {blocks} blocks" if share else "no tokens merged"
-    return f"{ran}; {merged}"
+    return ran, merged
 
 
 def details(result: Result) -> list[str]:

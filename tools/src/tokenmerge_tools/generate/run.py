@@ -65,7 +65,7 @@ class Result:
     complete: bool = False
     summary: str = ""
     steps: RunSteps | None = None
-    fewer_steps: int | None = None  # of the dense model, that cost as much; None: they were not drawn
+    fewer_steps: int | None = None  # of the dense model, that take as long; None: they were not drawn
     fewer_seconds: float = 0.0  # for each of those pictures
     fewer_psnr: float | None = None  # of those pictures to the dense ones, in dB, in the mean
 
@@ -253,9 +253,12 @@ class _Generating:
             write_atomically(path, partial(write_picture, picture, *about))
 
     def _draw_fewer(self, count: int) -> list[Image] | list[None]:
-        """Draw with the dense model, in as many steps as the merged pictures cost; None: in all of them."""
-        steps = max(1, round(self.options.steps / self.result.report.speedup))
-        if steps == self.options.steps:
+        """Draw with the dense model, in as many steps as fit into the time of the merged pictures.
+
+        None: no fewer than all of them.
+        """
+        steps = max(1, round(self.options.steps / (self.result.speedup("tokenmerge") or 1)))
+        if steps >= self.options.steps:
             return [None] * count
         began = time.perf_counter()
         pictures = self.studio.draw("dense", self.call.with_steps(steps), f"{steps} steps")
@@ -288,7 +291,7 @@ class _Generating:
             list(map(Pair, dense, merged, fewer, captions)),
             dense=f"{width} x {height}, {self.options.steps} steps",
             merged=f"{self.options.merging.title}{of_merged}",
-            fewer=f"dense, in {result.fewer_steps} steps, as many operations{of_fewer}",
+            fewer=f"dense, in {result.fewer_steps} steps, about as fast{of_fewer}",
         )
         path = self.result.folder / "comparison.png"
         write_atomically(path, picture.save)
