@@ -12,15 +12,18 @@ with settings that are no longer chosen. `--table` prints the record.
     python benchmarks/policy_check.py --table --out benchmarks/policy_check_cpu.jsonl
 
 `--corrections` draws the default method with its corrections, with a plan that has none, and with half as
-many of them. All three reach the same counted speed-up.
+many of them. `--noise` draws solvers that add noise at weak guidance, with the plan that others get there,
+and with their own, which is that of strong guidance. All of these reach the same counted speed-up.
 
     python benchmarks/policy_check.py --corrections --out benchmarks/corrections_cpu.jsonl
+    python benchmarks/policy_check.py --noise --out benchmarks/noise_cpu.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 from collections import defaultdict
@@ -34,7 +37,7 @@ from policy import FIELDS, TRANSFORMER, UNET, Artist, Scene, decibels, prompts_o
 from tokenmerge import Correction, ToMeConfig
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import ROUNDING as REACHED
-from tokenmerge.plans import Facts, facts_of, plan_for, speedup_of
+from tokenmerge.plans import Facts, Schedule, facts_of, plan_for, speedup_of
 from tokenmerge.runtime.steps.scheduler import next_schedule
 
 PROMPTS, SEED = 46, 8400
@@ -53,12 +56,21 @@ CORRECTED: tuple[tuple[str, int, int, float, tuple[float, ...], int], ...] = (
 )
 
 
-def scenes() -> Iterator[tuple[Scene, tuple[float, ...]]]:
-    """Yield the pictures to draw with fewer corrections, and the speed-ups."""
-    chosen = prompts_of(PROMPTS, max(cell[-1] for cell in CORRECTED))
-    for model, size, steps, guidance, aims, count in CORRECTED:
+NOISY_SOLVERS = ("Euler ancestral", "DPM++ SDE", "DDPM")
+NOISY: tuple[tuple[str, int, int, float, tuple[float, ...], int], ...] = (
+    (UNET, 128, 20, 3.0, (1.3, 1.6, 2.0), 6),
+    (UNET, 256, 20, 3.0, (1.3, 2.0, 3.0), 3),
+)
+
+
+def scenes(
+    cells: Sequence[Any], solvers: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[Scene, Sequence[float]]]:
+    """Yield the pictures to draw with different plans, and the speed-ups."""
+    chosen = prompts_of(PROMPTS, max(cell[-1] for cell in cells))
+    for model, size, steps, guidance, aims, count in cells:
         for number in range(count):
-            solver = SOLVERS[model][number % len(SOLVERS[model])]
+            solver = solvers[model][number % len(solvers[model])]
             yield Scene(model, size, steps, solver, guidance, chosen[number], SEED + number), aims
 
 
@@ -107,6 +119,15 @@ class Planner:
                 about = {"aim": aim, "method": method, "counted": round(speedup_of(facts, config), 3)}
                 yield {**dataclasses.asdict(scene), **about, "settings": config.changed()}, config
 
+    def noisy(self, scene: Scene, aims: Sequence[float]) -> Iterator[tuple[dict[str, Any], ToMeConfig]]:
+        """Yield the same for the plan of solvers that add no noise, and for that of those that do."""
+        facts = self.facts(scene)
+        for aim, noisy in itertools.product(aims, (False, True)):
+            plan = plan_for(dataclasses.replace(facts, schedule=Schedule(adds_noise=noisy)), aim)
+            method = "plan for solvers that add noise" if noisy else "plan of the others"
+            about = {"aim": aim, "method": method, "counted": round(plan.speedup, 3)}
+            yield {**dataclasses.asdict(scene), **about, "settings": plan.config.changed()}, plan.config
+
 
 def halved(facts: Facts, config: ToMeConfig, aim: float) -> ToMeConfig:
     """Return settings with half as many corrections, and the lowest ratio that reaches the speed-up."""
@@ -121,9 +142,13 @@ def measure(options: argparse.Namespace) -> None:
     artist = Artist()
     planner = Planner(artist)
     found = {key(line): line for line in read(options.out)}
+    kept: list[dict[str, Any]] = []
     if options.corrections:
-        wanted = [pair for scene, aims in scenes() for pair in planner.corrected(scene, aims)]
-        kept = []
+        found_scenes = scenes(CORRECTED, SOLVERS)
+        wanted = [pair for scene, aims in found_scenes for pair in planner.corrected(scene, aims)]
+    elif options.noise:
+        found_scenes = scenes(NOISY, {UNET: NOISY_SOLVERS})
+        wanted = [pair for scene, aims in found_scenes for pair in planner.noisy(scene, aims)]
     else:
         kept = [line for line in found.values() if line["method"] == AUTO]
         wanted = [planner.beside(line) for line in kept]
@@ -223,6 +248,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
     parser.add_argument("--corrections", action="store_true", help="compare with fewer corrections instead")
+    parser.add_argument(
+        "--noise", action="store_true", help="compare plans for solvers that add noise instead"
+    )
     parser.add_argument("--table", action="store_true", help="print the record as a table, and draw nothing")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()

@@ -2,8 +2,9 @@
 
 All pictures are of one bundled model at one size, number of steps and guidance, with prompts that no number
 of the policy was fitted on. The time of a call is its processor time on one thread: text, all steps and
-decoding. The calls of a prompt are interleaved. The speed of FLUX.1 on a GPU, in the line below the table, is
-from the records of benchmarks/gpu.py.
+decoding. The calls of a prompt are interleaved. Beside each speed are as many steps of the unchanged model as
+take the same time, in the mean over the prompts. The speed of FLUX.1 on a GPU, in the line below the table,
+is from the records of benchmarks/gpu.py.
 
     # 3 to 10 minutes
     OMP_NUM_THREADS=1 python benchmarks/readme.py measure --out benchmarks/readme_cpu.jsonl
@@ -53,7 +54,9 @@ def measure(out: Path, prompts: int) -> None:
         line: dict[str, Any] = {"prompt": prompt, "seed": seed, "dense": seconds}
         for speedup in SPEEDUPS:
             line[f"speedup={speedup:g}"] = beside(dense, *draw(pipe, prompt, seed, speedup))
-            line[f"steps={fewer(speedup)}"] = beside(dense, *draw(pipe, prompt, seed, steps=fewer(speedup)))
+            steps = round(STEPS * line[f"speedup={speedup:g}"]["seconds"] / seconds)
+            fewer = beside(dense, *draw(pipe, prompt, seed, steps=steps))
+            line[f"as long as speedup={speedup:g}"] = {"steps": steps, **fewer}
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
@@ -82,16 +85,11 @@ def beside(dense: torch.Tensor, picture: torch.Tensor, seconds: float) -> dict[s
     return {"seconds": seconds, "psnr": float(-10 * torch.log10((dense - picture).square().mean()))}
 
 
-def fewer(speedup: float) -> int:
-    """Return the number of dense steps that cost as much as a generation at a speed-up."""
-    return round(STEPS / speedup)
-
-
 def table(lines: list[dict[str, Any]]) -> str:
     """Return the table with its condition, in Markdown."""
     heads = [
         "| you ask for | measured | how the picture changes | closeness | "
-        "the unchanged model, for the same operations |",
+        "the unchanged model, in the same time |",
         "|---|---:|---|---|---|",
     ]
     prompts = "1 prompt" if len(lines) == 1 else f"{len(lines)} prompts"
@@ -126,10 +124,9 @@ def rows(lines: list[dict[str, Any]]) -> Iterator[str]:
         speeds, psnr = zip(*own, strict=True)
         mean = statistics.mean(psnr)
         closeness = f"{mean:.0f} dB ({min(psnr):.0f} to {max(psnr):.0f})"
-        others = fewer(speedup)
-        beside = (
-            f"{others} steps: {statistics.mean(line[f'steps={others}']['psnr'] for line in lines):.0f} dB"
-        )
+        others = [line[f"as long as {name}"] for line in lines]
+        steps, lost = (statistics.mean(other[key] for other in others) for key in ("steps", "psnr"))
+        beside = f"{steps:.0f} steps: {lost:.0f} dB"
         measured = statistics.median(speeds)
         yield f"| `speedup={speedup}` | {measured:.1f}× | {in_words(mean)} | {closeness} | {beside} |"
 

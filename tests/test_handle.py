@@ -286,3 +286,26 @@ def test_an_error_of_another_library_does_not_keep_a_handle_from_being_printed(c
     patch = apply_token_merging(model, config)
     monkeypatch.setattr(patch, "report", fails)
     assert str(patch).endswith("\n  not counted: no such kernel")
+
+
+def test_a_report_of_no_steps_is_refused(pipe):
+    patch = apply_token_merging(pipe, speedup=2.0)
+    with pytest.raises(ConfigError, match="steps: expected an integer ≥ 1, got 0"):
+        patch.report(steps=0)
+    patch.remove()
+
+
+def test_a_removed_patch_keeps_what_its_last_run_did(pipe):
+    patch = apply_token_merging(pipe, speedup=2.0)
+    generate(pipe, steps=12)
+    before = str(patch).splitlines()
+    patch.remove()
+    assert str(patch).splitlines() == [f"{before[0]}; removed", *before[1:]]
+
+
+def test_of_one_step_it_says_one_step(pipe):
+    patch = apply_token_merging(pipe, speedup=2.0)
+    with pytest.warns(UserWarning):
+        generate(pipe, steps=1)
+    assert last_run(patch).startswith("  last run: 1 step in ")
+    patch.remove()

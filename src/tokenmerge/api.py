@@ -170,7 +170,7 @@ def _asked(
     if min_psnr is not None and (config is not None or ratio is not None):
         raise ConfigError(
             f"min_psnr: only the default method can run more steps than it plans, got {min_psnr:g} with "
-            f"{', '.join(named)}; write apply_token_merging(pipe, speedup=3.0, min_psnr={min_psnr:g})"
+            f"{', '.join(named)}; write apply_token_merging(pipe, speedup=2.0, min_psnr={min_psnr:g})"
         )
     if is_file:
         return _of_file(model, load_settings(Path(str(config))), Path(str(config)).name)
@@ -203,9 +203,9 @@ def _asked(
     follows = default.facts.follows_steps and default.speedup > 1
     if not follows and default.speedup > 1 and not default.widest.merges:
         raise NothingToMergeError(
-            "nothing to merge: at the model's default size, the default method removes no token, since "
-            "merging would take longer than it saves, and a model alone has no steps to skip; apply it to "
-            "the pipeline, or write apply_token_merging(model, ratio=0.5)"
+            "nothing to merge: pass the pipeline in place of its model, which alone has no steps to skip; at its "
+            "default size, merging would take longer than it saves, unless you write "
+            "apply_token_merging(model, ratio=0.5)"
         )
     return _Asked(default.widest, default.name, hosts=hosts, default=default if follows else None)
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from tokenmerge.config import ToMeConfig, to_metadata
-from tokenmerge.config.checks import integer
+from tokenmerge.config.checks import check_counts, integer
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError, shown, why
 from tokenmerge.models.base import Host
@@ -270,6 +270,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             steps = run.steps if steps is None else steps
         batch = self._denoiser.usual_batch if batch is None else batch
         steps = default_steps(self._model) if steps is None else steps
+        check_counts(height=height, width=width, batch=batch, steps=steps)
         config, references = self._settings_at(height, width, steps), tuple(references or ())
         dense = {root: state.kept.dense for root, state in self._states.items()}
         key = height, width, batch, steps, config, references, tuple(dense.values())

@@ -254,7 +254,7 @@ def test_other_values_are_refused(value):
     ("config", "ratio"), [(None, 0.5), (ToMeConfig(), None), ("toma", None), ("toma", 0.5), ("a.json", None)]
 )
 def test_only_the_default_method_has_steps_to_spend(config, ratio):
-    with pytest.raises(ConfigError, match=r"min_psnr: only the default .* speedup=3.0, min_psnr=35\)"):
+    with pytest.raises(ConfigError, match=r"min_psnr: only the default .* speedup=2.0, min_psnr=35\)"):
         apply_token_merging(Unet(), config, ratio=ratio, min_psnr=35)
 
 

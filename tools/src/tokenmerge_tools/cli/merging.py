@@ -88,7 +88,7 @@ def merging(
     ratio: Annotated[
         float | None,
         _merging(
-            "Fraction of tokens to remove, from 0 to 1 - 1/(sx*sy), for all methods but auto. Without "
+            "Fraction of tokens to remove, from 0 to 0.75, for all methods but auto. Without "
             "--method, tokens merge before attention in every step, and nothing is skipped.",
             parser="number",
         ),
