@@ -203,9 +203,9 @@ def _asked(
     follows = default.facts.follows_steps and default.speedup > 1
     if not follows and default.speedup > 1 and not default.widest.merges:
         raise NothingToMergeError(
-            "nothing to merge: pass the pipeline in place of its model, which alone has no steps to skip; at its "
-            "default size, merging would take longer than it saves, unless you write "
-            "apply_token_merging(model, ratio=0.5)"
+            "nothing to merge: pass the pipeline in place of its model, which alone has no steps to skip, "
+            "and whose tokens would take longer to merge than it saves at its default size; to merge them "
+            "anyway, write apply_token_merging(model, ratio=0.5)"
         )
     return _Asked(default.widest, default.name, hosts=hosts, default=default if follows else None)
 

@@ -164,13 +164,16 @@ def adds_noise(scheduler: Any) -> bool:
 
 def _makes_noise(scheduler: Any) -> bool:
     # Steps that add none are linear: of a sample and a model output of zeros, they make zeros.
-    zeros = torch.zeros(1, 1, 1, 1)
     try:
-        scheduler = type(scheduler).from_config(scheduler.config)
-        scale = getattr(scheduler, "scale_model_input", lambda sample, _: sample)
-        scheduler.set_timesteps(4)
-        with torch.random.fork_rng(devices=()):
-            made = [scheduler.step(zeros, step, scale(zeros, step))[0] for step in scheduler.timesteps]
+        with torch.device("cpu"):
+            scheduler = type(scheduler).from_config(scheduler.config)
+            scheduler.set_timesteps(4)
+            zeros = torch.zeros(1, 1, 1, 1)
+            scale = getattr(scheduler, "scale_model_input", lambda sample, _: sample)
+            draws = "generator" in inspect.signature(scheduler.step).parameters  # else it needs no numbers
+            given = {"generator": torch.Generator()} if draws else {}
+            steps = scheduler.timesteps
+            made = [scheduler.step(zeros, step, scale(zeros, step), **given)[0] for step in steps]
     except Exception:  # no scheduler of diffusers, or one whose steps need more
         return False
     return any(sample.any() for sample in made)
