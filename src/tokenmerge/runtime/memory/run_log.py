@@ -285,8 +285,7 @@ class StepLog:
         self._results.append(made)
         if made is not None and before is not None and made.shape == before.shape:
             exact = before.to(torch.promote_types(before.dtype, torch.float32))
-            squares = (made - exact).square().sum(), exact.square().sum()
-            self._latest.squares.append(torch.stack(squares))
+            self._latest.squares.append(torch.stack([(made - exact).square().sum(), exact.square().sum()]))
 
     def forget_results(self) -> None:
         """Drop the results that the next step would be compared with."""

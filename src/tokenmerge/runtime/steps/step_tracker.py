@@ -200,6 +200,5 @@ def decide(config: ToMeConfig, tracker: StepTracker, shape: Shape) -> Decision:
         runs = Runs.EVERYTHING if deep is None else Runs.FINEST if finest is None else Runs.LEAST
     if planned.if_due is not None and runs is Runs.EVERYTHING:
         # As planned, unless the model joins late, or the shape of its sample changes.
-        due = tracker.corrects(config.correction.every, shape)
-        merging = planned.if_due if due else Merging.MERGES
+        merging = planned.if_due if tracker.corrects(config.correction.every, shape) else Merging.MERGES
     return Decision(runs, merging, planned.caches, config.correction.on, deep, finest, forecasts)
