@@ -109,7 +109,6 @@ def is_skipped(state: BlockState) -> bool:
 
 
 def _block(state: BlockState, call: HostCall) -> Any:
-    """Run a block: as a whole, or by its layers."""
     block = state.threads.value
     try:
         if block.running is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -161,8 +160,7 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
     """Return the attribute in which a compiled block has its graph; the graph is called with a plan.
 
     If other calls use the plan too, it is an input of the graph. Otherwise there would be two graphs: one
-    that makes a plan, and one that takes a plan from another call. ``names`` returns the names of the
-    parameters of the block's ``forward``, in order.
+    that makes a plan, and one that takes one. ``names`` returns the parameters of ``forward``, in order.
     """
 
     def call_graph(self: nn.Module, graph: Callable, *args: Any, **kwargs: Any) -> Any:

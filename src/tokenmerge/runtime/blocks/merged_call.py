@@ -26,8 +26,7 @@ def combined(plan: Plan, x: Tensor, combine: str) -> Tensor:
 def merged_call(call: HostCall, layout: Layout, plan: Plan, combine: str, change_only: bool = False) -> Any:
     """Return the result of a call with merged tokens, unmerged.
 
-    With ``change_only``, each token gets what the call added to the merged token that holds it, and not the
-    result of that token.
+    With ``change_only``, each token gets only what the call added to the merged token that holds it.
     """
     tokens = layout.tokens_of(call)
     n, m = plan.inverse.shape[1], plan.keep.shape[1]

@@ -74,8 +74,7 @@ class RunLog:
     levels: NoiseLevels | None = None
     schedule: Schedule = Schedule()
     sample: Tensor | None = None  # of the running call; None: it is no tensor
-    # Of the running call: part, steps since it ran, and for each image the length of the forecast's error
-    # divided by that of the part's change.
+    # Of the running call: part, steps since it ran, and for each image the length of error over change.
     missed: list[tuple[str, int, Tensor]] = dataclasses.field(default_factory=list)
     # By call in its step and part: when that last ran.
     outputs: dict[tuple[int, str], Tensor] = dataclasses.field(default_factory=dict)

@@ -123,7 +123,6 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
 
 
 def _compare_guidance(memory: Memory, context: CallContext, made: Any) -> None:
-    """Note what guidance changes in the result of a call."""
     # Several pictures, or what a ControlNet adds to each level, cannot be compared.
     if not isinstance(made, Tensor):
         return

@@ -1,8 +1,7 @@
 """Which parts of a model merge, and checking, patching and restoring whole models.
 
 The blocks and layers that merge get another class, and so do the parts of a UNet that are skipped on some
-steps; ``swap`` does that. The models around them keep their classes, which pipelines compare, and get hooks
-that read the denoising step and the token grid.
+steps; ``swap`` does that. The models around them keep their classes, which pipelines compare, and get hooks.
 """
 
 from __future__ import annotations

@@ -176,8 +176,7 @@ class Decision:
     merging: Merging = Merging.MERGES
     caches: bool = False  # what runs is cached, for steps that skip it
     corrects: bool = False  # some step of the generation measures the error of merging
-    # How far blocks or deep stages are extrapolated; None: they run. It is a tensor, so that compiled blocks
-    # need no graph for each value.
+    # How far blocks or deep stages are extrapolated; None: they run. A tensor, so that one graph fits all.
     deep: Tensor | None = None
     finest: Tensor | None = None  # the same for the finest level of a UNet
     # By StepTracker.forecast, of "deep" and "finest", whether they run or not.
