@@ -81,8 +81,7 @@ class TokenArgument:
 
     name: str  # a missing argument, or None, is left alone
     axes: tuple[int, ...]  # of the tokens; an axis of length 1, which the host broadcasts, is left alone
-    # The first axis is the batch (length 1: the same entries for all images). If it is not, all images of a
-    # batch must share one plan.
+    # The first axis is the batch (length 1: the same for all images). If it is not, a batch has one plan.
     batched: bool = False
     # Index of the element of a tuple, or key of the value of a dictionary, that has the entries; None: all.
     element: int | str | None = None

@@ -40,8 +40,7 @@ _WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compile
 def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
     """Make an unpatched copy of a model on the meta device: its parameters and buffers have no values.
 
-    The parameters named in ``on_cpu`` become zeros on the CPU instead. The copy of a model that splits tokens
-    between devices runs on all of them.
+    The parameters in ``on_cpu`` become zeros on the CPU. The copy splits no tokens between devices.
     """
     memo: dict[int, Any] = {}
     for tensor in chain(root.parameters(), root.buffers()):
