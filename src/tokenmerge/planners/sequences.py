@@ -83,9 +83,7 @@ def _remembered(make: Callable[..., TokenSequence]) -> Callable[..., TokenSequen
     @functools.wraps(make)
     def get(sequence: Sequence[Any], *others: Any) -> TokenSequence:
         # torch.compile warns about cached functions, and the sides of a grid may be symbolic in its graphs.
-        if torch.compiler.is_compiling():
-            return make(tuple(sequence), *others)
-        return known(tuple(sequence), *others)
+        return (make if torch.compiler.is_compiling() else known)(tuple(sequence), *others)
 
     return get
 

@@ -128,8 +128,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
     if size is not None and not config.reuse.on:
         # Settings for reference pictures are for calls that have some.
         grids = [host.grid_at(*size)] * (2 if host.takes_references else 1)
-        levels = sorted({block.level for block, _ in parts})
-        check_grid(phases_at(config, *levels), *grids, method=method)
+        check_grid(phases_at(config, *sorted({block.level for block, _ in parts})), *grids, method=method)
     for block, layers in parts:
         check_swappable(block.module, block.path, block.method)
         for layer in layers:
