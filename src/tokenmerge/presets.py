@@ -1,8 +1,7 @@
 """Published methods as settings, so that they can be compared and mixed.
 
 Each function takes a ratio, and any other setting of :class:`tokenmerge.ToMeConfig` to replace its own value.
-A part such as ``plans=PlanSharing(every=2)`` is replaced as a whole; ``**{"plans.every": 2}`` replaces one
-field.
+A part such as ``plans=PlanSharing(every=2)`` is replaced as a whole, a field by ``**{"plans.every": 2}``.
 
 >>> sito(0.4, max_downsample=2).planner
 'sito'
@@ -82,8 +81,7 @@ def toma(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 def ca_tome(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """CA-ToMe, cached adaptive token merging: arXiv 2501.00946.
 
-    Like :func:`tomesd`, but only tokens with a similarity of 0.7 or more count in the means, and plans
-    are kept for several steps.
+    Like :func:`tomesd`, but only tokens with a similarity ≥ 0.7 count in means, and plans last several steps.
 
     Deviates: the paper merges exactly the tokens above the threshold, so its speed depends on the picture.
     Here the ratio sets how many tokens are removed, and those below the threshold are dropped instead of

@@ -137,8 +137,7 @@ def load_config(path: str | Path) -> ToMeConfig:
 def load_settings(path: str | Path) -> SavedSettings:
     """Read settings from a file, and what they were found for; otherwise as :func:`load_config`."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        return content(json.loads(text, object_pairs_hook=unique_keys))
+        return content(json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique_keys))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except (OSError, ValueError, RecursionError) as error:

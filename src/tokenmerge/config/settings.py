@@ -22,8 +22,7 @@ def _that_say(line: str) -> tuple[str, ...]:
     return tuple(sorted(name for name, text in _TEXTS.items() if f"\n{line}\n" in text))
 
 
-# The planners and their properties are read from their files, which need torch. A planner's file has those of
-# these lines that are true of the planner.
+# The planners are read as text, since their files need torch. A file has those lines that are true of it.
 _TEXTS = texts_in(Path(__file__).parents[1] / "planners")
 PLANNERS = tuple(_TEXTS)
 GUIDED_PLANNERS = _that_say("GUIDED = True")  # look at what guidance changed; plan as "tome" before that
@@ -111,8 +110,7 @@ class MergeSettings(Value):
         st: length of a cell in frames of the token grid, ≥ 1. At 1 each frame merges on its own. Raising
             it leaves fewer destinations and lets tokens merge over time: still parts merge best, and moving
             parts blur. Only ``"tiled"`` and ``"tome"`` take more than 1. Planning time of ``"tome"`` then
-            grows with the square of the number of frames, that of ``"tiled"`` with their number. Pictures
-            have one frame and need 1.
+            grows with the square of the number of frames, that of ``"tiled"`` with it. Pictures need 1.
         seed: the destination of each cell is drawn at random in each step. The draw depends on this integer,
             the timestep and the cell. No seed is faster or better than another. If each sample of a batch
             has its own timestep, the highest one counts for all. None: nothing is drawn, which costs the same
@@ -165,8 +163,7 @@ class MergeSettings(Value):
         scope: ``"layers"`` merges before and unmerges after each layer that the next three fields name.
             ``"block"`` merges once around a whole transformer block and adds the block's change to each
             token: the largest saving, and a large loss. ``"keys"`` merges only the keys and values of
-            self-attention: the smallest saving and the smallest loss. Only ``"layers"`` looks at the next
-            three fields.
+            self-attention: the smallest saving and loss. Only ``"layers"`` looks at the next three fields.
         merge_attn: merge around self-attention, or the joint attention of image and text: a large saving for
             a small loss.
         merge_crossattn: merge the queries of cross-attention: a small saving, a small loss.

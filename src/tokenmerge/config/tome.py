@@ -234,7 +234,6 @@ class ToMeConfig(MergeSettings):
         return next((name for name in self._all("planner") if name in GUIDED_PLANNERS), None)
 
     def _all(self, name: str) -> list[Any]:
-        """Return the values of a setting: its own, and those of the rules."""
         return [getattr(self, name), *(rule.changes[name] for rule in self.rules if name in rule.changes)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -297,7 +296,6 @@ def _at_time(config: ToMeConfig, holds: Callable[[Rule], bool]) -> ToMeConfig:
 
 
 def _check_together(config: ToMeConfig) -> None:
-    """Check that settings fit together at every level and step."""
     levels = {rule.level or 0 for rule in config.rules} | {0}
     settings = [phase.at_level(level) for phase in config.phases() for level in sorted(levels)]
     for one in settings:

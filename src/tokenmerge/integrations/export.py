@@ -52,8 +52,7 @@ class ExportedArithmetic(Arithmetic):
         """Add single elements instead of rows.
 
         ONNX can add rows too (``ScatterND``). But ONNX Runtime does so in several threads, which lose
-        summands (microsoft/onnxruntime#18048), and PyTorch's older ONNX export keeps one of the rows with the
-        same index.
+        summands (microsoft/onnxruntime#18048), and PyTorch's older ONNX export keeps one row for each index.
         """
         return total.scatter_add(0, index.view(-1, *[1] * (rows.dim() - 1)).expand_as(rows), rows)
 

@@ -2,8 +2,7 @@
 
 It needs only NumPy. Functions mean what those of the same names in ``tokenmerge.ops`` and
 ``tokenmerge.planners`` mean, and tests compare their plans on the same arrays. ``xp`` is the module
-``paddle``, or one that has its functions for the arrays of another library. Gradients flow through everything
-but indices.
+``paddle``, or one that has its functions for the arrays of another library. Indices alone have no gradients.
 """
 
 from __future__ import annotations

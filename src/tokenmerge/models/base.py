@@ -15,11 +15,8 @@ GridShape = tuple[int, int, int]  # frames, rows, columns, in tokens
 Grids = tuple[GridShape, ...]  # of the pictures in a sequence of tokens
 Arguments = Mapping[str, Any]  # of a call, by name
 
-KINDS = {
-    "attn1": "self-attention",
-    "attn2": "cross-attention",
-    "ff": "MLP",
-}  # names of sub-layers in messages and reports
+# Names of sub-layers in messages and reports.
+KINDS = {"attn1": "self-attention", "attn2": "cross-attention", "ff": "MLP"}
 
 
 def is_a(module: object, *names: str) -> bool:
@@ -56,8 +53,7 @@ def modules_in(root: nn.Module) -> list[nn.Module]:
 class Grid:
     """The token grids of the running call, noted by the module whose input shows them.
 
-    A sequence has one grid, or one for each of several pictures in a row: that of the picture being made,
-    then those of its reference pictures.
+    A sequence has one grid, or one for each of its pictures: the one being made, then the references.
     """
 
     # For each grid an empty tensor of shape [frames, rows, columns, 0]: torch.compile makes a graph for each
@@ -85,14 +81,12 @@ class TokenArgument:
 
     name: str  # a missing argument, or None, is left alone
     axes: tuple[int, ...]  # of the tokens; an axis of length 1, which the host broadcasts, is left alone
-    # The first axis is the batch (length 1: the same entries for all images). If it is not, all images of a
-    # batch must share one plan.
+    # The first axis is the batch (length 1: the same for all images). If it is not, a batch has one plan.
     batched: bool = False
     # Index of the element of a tuple, or key of the value of a dictionary, that has the entries; None: all.
     element: int | str | None = None
     ndim: int | None = None  # the argument has such entries only if it has this number of axes; None: any
-    # The number of axes that the host broadcasts it to. Missing axes are added in front, and ``axes`` count
-    # with them. None: no axes are missing.
+    # The number of axes that the host broadcasts it to, with new ones in front, which ``axes`` count too.
     broadcasts_to: int | None = None
 
 
@@ -104,8 +98,7 @@ class Layout:
     # Where text tokens stand if they share a sequence with the image, in the tokens or in a token argument.
     # Text never merges.
     text: Literal["first", "last"] = "first"
-    # Name of a mask [b, text + n] that is true before the padding, where that follows texts of different
-    # lengths and the image. None: there is no padding.
+    # Name of a mask [b, text + n] that is true before the padding behind the image; None: there is none.
     padding: str | None = None
     token_arguments: tuple[TokenArgument, ...] = ()
     same_as_tokens: str | None = None  # name of an argument that may be the same tensor as the tokens
@@ -161,8 +154,7 @@ class Block:
     layout: Layout = PLAIN  # of its call, as far as the layers need it, and where the image is in the result
     block_layout: Layout | None = None  # of its call if it can run on merged tokens from start to end
     method: str = "forward"  # the method that gradient checkpointing recomputes, or "_forward"
-    # The module whose first argument [b, c, h, w] has the block's token grid, n = h·w; None: it has the grid
-    # of the whole model.
+    # The module whose first argument [b, c, h, w] has the block's token grid, n = h·w; None: the model's.
     grid: nn.Module | None = None
     level: int = 1  # resolution level as a divisor of the host's finest token grid: 1, 2, 4 …
     # Kinds of sub-layer that cannot merge in this block, each with the reason as text.
@@ -213,8 +205,7 @@ class Host(ModelCall):
     root: nn.Module
     blocks: tuple[Block, ...]  # in the order in which they run
     sample_size: tuple[int, int] | None  # height and width that the model was made for, if it says them
-    # (height, width, batch, and heights and widths of references, if the model takes them) → arguments of a
-    # call with a sample of that size.
+    # (height, width, batch, sizes of references if it takes them) → arguments of a call at that size.
     example: Callable[..., dict[str, Any]]
     controlnet: bool = False  # a ControlNet may stay dense next to a denoiser that merges
     frames: int = 1  # of the token grid that the model was made for; 1 for pictures

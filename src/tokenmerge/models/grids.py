@@ -96,14 +96,10 @@ def _read_coordinates(values: Tensor) -> Grids:
     rows, columns = (len(side.unique()) for side in values[1:])
     if values.shape[1] % (rows * columns):
         return ()
-    times, *places = values.unflatten(1, (-1, rows, columns))
-    regular = (
-        (times == times[:, :1, :1]).all()
-        and (places[0] == places[0][:1, :, :1]).all()
-        and (places[1] == places[1][:1, :1]).all()
-    )
+    times, y, x = found = values.unflatten(1, (-1, rows, columns))
+    regular = torch.broadcast_tensors(times[:, :1, :1], y[:1, :, :1], x[:1, :1])
     first = int(times[:, 0, 0].clamp(min=0).argmin())
-    return ((len(times) - first, rows, columns),) if regular else ()
+    return ((len(times) - first, rows, columns),) if torch.equal(found, torch.stack(regular)) else ()
 
 
 def _read(ids: Tensor) -> Grids:

@@ -17,8 +17,7 @@ from tokenmerge.models.base import Block, Host
 Part = Literal["always", "finest", "deep", "blocks"]
 Scopes = frozenset[str]  # the scopes of token merging that merge something: "layers", "block"
 
-# Parts of the names of modules that work once for each sample, whatever its size, and on the text. The first
-# match of a path counts.
+# Parts of names of modules that work once for each sample, and on the text. The first match counts.
 _ONCE = ("norm", "mod", "adaln", "time", "temb", "add_embedding", "pooled", "guidance", "class_emb", "label")
 _ON_TEXT = ("context", "caption", "text", "txt", "add_", "encoder_hid")
 _TEXT_ARGUMENTS = ("encoder_hidden_states", "context")
@@ -111,9 +110,7 @@ def work_of(host: Host, text: int | None = None) -> Work:
 
 
 def _words(host: Host) -> int:
-    """Return the number of text tokens in the family's example of a call."""
-    sides = host.sample_size or (16, 16)
-    arguments = host.example(*sides, 1)
+    arguments = host.example(*(host.sample_size or (16, 16)), 1)
     found = (arguments[name] for name in _TEXT_ARGUMENTS if getattr(arguments.get(name), "ndim", 0) >= 3)
     return next((value.shape[-2] for value in found), 0)
 
@@ -175,8 +172,7 @@ def _joins_text(host: Host, block: Block) -> bool:
     """Return whether all layers of a block get the text in one sequence with the picture."""
     if host.stages or block.grid is not None:
         return False
-    paths = (path for path, _ in block.module.named_modules())
-    return not any(_is_on_text(block, path) for path in paths)
+    return not any(_is_on_text(block, path) for path, _ in block.module.named_modules())
 
 
 def _attention(host: Host, block: Block, words: int) -> Iterator[tuple[Amount, Scopes]]:
@@ -196,7 +192,6 @@ def _attention(host: Host, block: Block, words: int) -> Iterator[tuple[Amount, S
 
 
 def _channels(attention: Any) -> int:
-    """Return the channels of all heads of an attention."""
     channels = getattr(getattr(attention, "to_q", None), "out_features", None)
     return channels if isinstance(channels, int) else int(getattr(attention, "inner_dim", 0))
 

@@ -13,8 +13,7 @@ from tokenmerge.ops.partition import num_tokens, with_destinations
 
 # Largest number of similarities in memory at once. More sources are compared in slices, so that memory grows
 # linearly with the number of tokens, as with fused attention. On a CPU, slices are small enough that the
-# allocator reuses their memory; mapping new memory for each product costs a quarter of the time at 9216
-# tokens.
+# allocator reuses their memory; mapping new memory would cost a quarter of the time at 9216 tokens.
 _SIMILARITIES_AT_ONCE = {"cpu": 1 << 23, "other": 1 << 26}
 
 

@@ -21,8 +21,7 @@ _AVERAGING_DEVICES = {"cuda", "meta"}
 class IndexPlan(NamedTuple):
     """Which of n tokens become which of m = n − r merged tokens, for each of b images.
 
-    Indices are rows of ``[b * n, c]`` or ``[b * m, c]``: selecting whole rows is many times faster than a
-    gather with an index for each element.
+    Indices are rows of ``[b * n, c]`` or ``[b * m, c]``: selecting rows is many times faster than a gather.
     """
 
     keep: Tensor  # [b, m] row of the token that each merged token starts from and whose place it takes
@@ -164,8 +163,7 @@ def make_plan(
         order: ``[b, s]`` positions in ``src``, the best edge first.
         nearest: ``[b, s]`` for each source the position in ``dst`` of its destination.
         r: number of tokens to remove, 0 ≤ r ≤ s.
-        weights: ``[b, s]`` 1 for a source that counts in the mean of its destination, 0 for one that is
-            dropped; None: all count.
+        weights: ``[b, s]`` 1 for a source that counts in a mean, 0 for one that is dropped; None: all count.
     """
     (b, s), device, best = order.shape, order.device, order[:, :r]
     n = s + dst.shape[-1]

@@ -3,8 +3,7 @@
 With a mask, the logarithm of a key's size is added to its logits, so that the result is
 ``Σ s · exp(logit) · v / Σ s · exp(logit)``, summed over the keys with sizes s and values v. The two functions
 here compute the same without one. Tensors are ``[b, n, heads, d]`` or ``[b · heads, n, d]``, and ``sizes``
-those of the keys, ``[b, m]`` or ``[b · heads, m]``. A kernel gets the keyword arguments ``query``, ``key``
-and ``value``.
+those of the keys, ``[b, m]`` or ``[b · heads, m]``. A kernel gets ``query``, ``key`` and ``value`` by name.
 """
 
 from __future__ import annotations

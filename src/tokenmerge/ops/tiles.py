@@ -85,8 +85,7 @@ def _best(sources: Tensor, destinations: Tensor, places: Tensor, windows: Tensor
     in_boxes = sources.index_select(1, places.flatten()).unflatten(1, places.shape)
     candidates = destinations.index_select(1, windows.flatten()).unflatten(1, windows.shape)
     product, which = (in_boxes @ candidates.transpose(2, 3)).max(dim=-1)
-    nearest = windows.expand(len(sources), -1, -1).gather(2, which)
-    return product.flatten(1), nearest.flatten(1)
+    return product.flatten(1), windows.expand(len(sources), -1, -1).gather(2, which).flatten(1)
 
 
 @made_once
@@ -167,8 +166,7 @@ def _tiles(
 ) -> Iterator[tuple[Tensor, Tensor, tuple[slice, ...] | None]]:
     """Yield for each box its cells, the cells of the window around it, and its place in a frame, in tokens.
 
-    A window is longer than its box by half a side at each end of each axis. The place is None unless the box
-    is the last one in time.
+    A window is half a side longer at each end of each axis. The place is None unless its box is last in time.
     """
     counts = [side // stride for side, stride in zip(grid, cell, strict=True)]
     index = torch.arange(num_tokens(counts), device=device).view(counts)

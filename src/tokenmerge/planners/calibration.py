@@ -100,7 +100,6 @@ def measure_fewest_tokens(attention: Attention) -> int:
 
 
 def _pays(attention: Attention, side: int) -> bool:
-    """Return whether merging pays on ``side`` × ``side`` tokens."""
     device, dtype, batch, channels, heads, blocks = attention
     generator = torch.Generator().manual_seed(0)
 
@@ -141,8 +140,7 @@ def self_attention(weights: Tensor, heads: int) -> Callable[..., Tensor]:
 def _seconds(function: Callable[[], object], device: torch.device) -> float:
     """Return the time of one call: the shortest mean of several rounds, which has the least noise.
 
-    A round is as many calls as fit in a short time, and then one wait for the device. Generations do not wait
-    after each call either.
+    A round is as many calls as fit in a short time, and then one wait for the device, as in a generation.
     """
 
     def mean_of(calls: int) -> float:

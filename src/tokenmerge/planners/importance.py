@@ -39,8 +39,7 @@ def plan_importance(
     similarity, nearest = most_similar(features, src, dst)
     outside = torch.ones_like(importance).scatter(1, pool, 0).gather(1, src)
     # Cosines lie between -1 and 1, so adding 3 puts every token outside the pool before all others.
-    order = by_similarity(similarity + 3 * outside)
-    return make_plan(src, dst, order, nearest, r)
+    return make_plan(src, dst, by_similarity(similarity + 3 * outside), nearest, r)
 
 
 def importance_of_tokens(change: Tensor, *grids: tuple[int, int, int]) -> Tensor | None:

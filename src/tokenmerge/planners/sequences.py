@@ -83,9 +83,7 @@ def _remembered(make: Callable[..., TokenSequence]) -> Callable[..., TokenSequen
     @functools.wraps(make)
     def get(sequence: Sequence[Any], *others: Any) -> TokenSequence:
         # torch.compile warns about cached functions, and the sides of a grid may be symbolic in its graphs.
-        if torch.compiler.is_compiling():
-            return make(tuple(sequence), *others)
-        return known(tuple(sequence), *others)
+        return (make if torch.compiler.is_compiling() else known)(tuple(sequence), *others)
 
     return get
 
@@ -153,8 +151,7 @@ def _cut(sides: Sequence[int], start: int, stop: int) -> list[Sides]:
     inner = num_tokens(sides[1:])
     first, last = -(-start // inner), stop // inner  # those between them are whole
     if first > last:
-        ends = _cut(sides[1:], start - last * inner, stop - last * inner)
-        return [(1, *end) for end in ends]
+        return [(1, *end) for end in _cut(sides[1:], start - last * inner, stop - last * inner)]
     head = _cut(sides[1:], start - (first - 1) * inner, inner) if start % inner else []
     whole = [(last - first, *sides[1:])] if first < last else []
     return [*((1, *end) for end in head), *whole, *((1, *end) for end in _cut(sides[1:], 0, stop % inner))]
@@ -216,8 +213,7 @@ def on_whole_grids(plan_part: Callable[..., Plan]) -> Planner:
 def partition(part: Sides, settings: MergeSettings, step: Tensor, device: Device) -> tuple[Tensor, Tensor]:
     """Return sources ``[n - d]`` and destinations ``[d]``: ``strided_partition``.
 
-    The destination of each cell is drawn again for each ``step`` and ``settings.seed``, or is the first token
-    of the cell where there is no seed.
+    The destination of each cell is drawn by ``step`` and ``settings.seed``; without a seed, it is the first.
     """
     cell = cell_of(part, settings)
     draw = None if settings.seed is None else (settings.seed, step)

@@ -23,5 +23,4 @@ def plan_tiled(features: Tensor, grid: Sides, r: int, settings: MergeSettings, s
     over time, with no tokens beyond the last whole cell of a row or column.
     """
     src, dst = partition(grid, settings, step, features.device)
-    sides = SIDES[len(grid)]
-    return tiled_plan(features, grid, cell_of(grid, settings), src, dst, sides, r)
+    return tiled_plan(features, grid, cell_of(grid, settings), src, dst, SIDES[len(grid)], r)

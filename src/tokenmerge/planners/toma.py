@@ -12,8 +12,7 @@ from tokenmerge.ops.plan import Plan
 from tokenmerge.ops.soft import make_soft_plan, tile
 from tokenmerge.planners.sequences import cell_of
 
-# Factor of the cosines in the softmax. With 1000, a destination that is more similar by 0.01 takes nearly
-# the whole token.
+# Factor of the cosines in the softmax. With 1000, a lead of 0.01 takes nearly the whole token.
 _SHARPNESS = 1000.0
 # Gains closer than this for each place of a tile count as equal. Two places that are left and most similar to
 # each other have the same gain, which rounding would make different, and differently in another batch.

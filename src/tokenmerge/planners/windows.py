@@ -42,11 +42,9 @@ def plan_windows(features: Tensor, grid: Sides, r: int, settings: MergeSettings,
     most_uniform = uniformity(features, inside).argsort(dim=1, descending=True)
     src, dst = partition(grid, settings, step, features.device)
 
-    # Put all sources of a window next to each other. The partition lists one source of every window, then
-    # another one of every window.
+    # Put all sources of a window next to each other. The partition lists one of every window, then the next.
     b, d = most_uniform.shape
-    within = torch.arange(others, device=src.device) * d
-    order = (most_uniform.unsqueeze(2) + within).flatten(1)
+    order = (most_uniform.unsqueeze(2) + torch.arange(others, device=src.device) * d).flatten(1)
     beyond = torch.arange(others * d, len(src), device=src.device).expand(b, -1)
     nearest = own_cell(grid, window, src).expand(b, -1)
     r = min(d, max(1, r // others)) * others

@@ -7,12 +7,4 @@ from tokenmerge.report.prediction import Report, check_merging, predict, saved
 from tokenmerge.report.summary import RunSteps, in_words
 from tokenmerge.runtime.memory.run_log import StepRow
 
-__all__ = [
-    "Report",
-    "RunSteps",
-    "StepRow",
-    "check_merging",
-    "in_words",
-    "predict",
-    "saved",
-]
+__all__ = ["Report", "RunSteps", "StepRow", "check_merging", "in_words", "predict", "saved"]

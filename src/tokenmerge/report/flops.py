@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import arg_tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from tokenmerge.config import StepReuse, ToMeConfig
@@ -40,8 +40,7 @@ _WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compile
 def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
     """Make an unpatched copy of a model on the meta device: its parameters and buffers have no values.
 
-    The parameters named in ``on_cpu`` become zeros on the CPU instead. The copy of a model that splits tokens
-    between devices runs on all of them.
+    The parameters in ``on_cpu`` become zeros on the CPU. The copy splits no tokens between devices.
     """
     memo: dict[int, Any] = {}
     for tensor in chain(root.parameters(), root.buffers()):
@@ -88,8 +87,7 @@ def _plain_processor(attention: nn.Module) -> dict[int, Any]:
 def count_flops(root: nn.Module, arguments: dict[str, Any]) -> dict[str, int]:
     """Count the FLOPs of one call for every module that runs, by its path after the class of the root.
 
-    The model may be on the meta device. Arguments whose values it reads, such as the mask of the text, must
-    then be on the CPU.
+    The model may be on the meta device, if arguments whose values it reads, such as masks, are on the CPU.
     """
     counts: Counter[nn.Module] = Counter()
     with _Counting() as counting, contextlib.ExitStack() as hooks:
@@ -115,7 +113,7 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        on_meta = {one.is_meta for one in _leaves((args, *kwargs.values())) if isinstance(one, Tensor)}
+        on_meta = {one.is_meta for one in arg_tree_leaves(*args, **kwargs) if isinstance(one, Tensor)}
         # Indices keep their values, because the values of a mask determine the shape of the result.
         if func is not torch.ops.aten.index.Tensor and len(on_meta) > 1:
             args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
@@ -142,14 +140,6 @@ class _Counting(TorchDispatchMode):
 def _flops(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
     formula = flop_registry.get(func._overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
-
-
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _leaves(value)
-        else:
-            yield value
 
 
 @functools.cache

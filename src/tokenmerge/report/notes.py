@@ -26,8 +26,7 @@ _REUSING = {Runs.FINEST: "f", Runs.LEAST: "·"}
 def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
     """Draw a generation plan as one sign for each step.
 
-    ``merges`` says whether any block merges at the size of the generation, and ``is_unet`` whether the model
-    has a finest level that can run alone.
+    ``merges``: whether any block merges at this size; ``is_unet``: whether a finest level can run alone.
     """
     signs = "".join(_REUSING.get(step.runs, _COMPLETE[step.merging]) for step in plan)
     if not merges:
@@ -147,7 +146,6 @@ def _notes_on_reuse(reuse: StepReuse) -> list[str]:
 
 
 def _where(rule: Rule) -> str:
-    """Describe the level and the steps in which a rule holds."""
     where = [] if rule.level is None else [f"level {rule.level}"]
     start, until = (f"{100 * share:.3g} %" for share in (rule.start, rule.until))
     if rule.start > 0:

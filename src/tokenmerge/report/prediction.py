@@ -44,8 +44,7 @@ class Report(Tabled):
         notes: which blocks stay dense and why, and what changes over the denoising steps.
         kept_bytes: bytes cached between steps: corrections, residuals and plans.
         steps: number of steps that ``flops_mean`` is averaged over.
-        flops_mean: operations with merging, averaged over these steps. None if all steps are alike, or no
-            number of steps was given.
+        flops_mean: operations with merging, averaged over these steps; None: all alike, or no number given.
         plan: one sign for each of these steps, such as ``"MMffMM"``. Empty: likewise.
         scale: pixels per position of the sample along a side; None: unknown.
     """
@@ -161,8 +160,7 @@ def predict(
     Args:
         pipe_or_model: what :func:`tokenmerge.apply_token_merging` takes.
         config: what to merge and how much.
-        height: height of the sample (for latent diffusion, of the latents), ≥ 1. None: the model's default
-            height and width.
+        height: height of the sample (for latent diffusion, of the latents), ≥ 1. None: the default size.
         width: width of the sample, ≥ 1.
         batch: batch size of the call, ≥ 1.
         steps: number of denoising steps to average operations over, ≥ 1, for settings that change over the

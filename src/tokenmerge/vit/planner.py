@@ -72,8 +72,7 @@ class SizedPlan(NamedTuple):
     def merge(self, x: Tensor) -> Tensor:
         """Replace merged tokens by their mean, weighted by size: ``[b, n, c]`` → ``[b, m, c]``.
 
-        Differentiable. A token into which nothing merges keeps its exact value. Half-precision tokens are
-        summed in float32.
+        Differentiable. A token into which nothing merges keeps its exact value. Sums are float32 at least.
         """
         if self.kept is None or self.moved is None:
             return self.plan.merge(x)

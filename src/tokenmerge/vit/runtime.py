@@ -31,8 +31,7 @@ from tokenmerge.vit.planner import RecordedTokens, SizedPlan, most_removed, plan
 
 # The keyword argument that carries through the layers of a call what their tokens stand for: a list with an
 # entry for the input of each layer, None where nothing has merged. It is an argument because gradient
-# checkpointing recomputes a layer with its arguments, possibly after other calls, and EncoderCall would have
-# changed by then.
+# checkpointing recomputes a layer with its arguments, perhaps after other calls have changed EncoderCall.
 _TOKENS = "_tokenmerge_tokens"
 
 # The keyword arguments by which a model of transformers collects something of each layer; its configuration
@@ -285,7 +284,6 @@ def _num_removed(state: EncoderLayerState, x: Tensor) -> int:
 
 
 def _refused(name: str, why: str) -> UnsupportedModelError:
-    """Return the error for an argument that does not fit merged tokens."""
     return UnsupportedModelError(
         f"{name}: {why}; call the model without {name}, or remove_token_merging(model) first"
     )

@@ -166,5 +166,4 @@ def merged_groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> 
     row = max(0, labels.shape[0] - batch + index)
     of_picture = labels[row, : math.prod(recorded.grid)]  # tokens of reference pictures follow
     grid = of_picture.reshape(recorded.grid[1:]).cpu().numpy()
-    where = path.partition(".attentions")[0]
-    return grid, f"{grid.size} to {len(np.unique(grid))} tokens in {where}"
+    return grid, f"{grid.size} to {len(np.unique(grid))} tokens in {path.partition('.attentions')[0]}"

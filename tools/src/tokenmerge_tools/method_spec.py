@@ -177,10 +177,6 @@ def as_plain(value: Any) -> str | int | float | bool:
     return "/".join(f"{number:g}" for number in value) if isinstance(value, tuple) else value
 
 
-def _switch(text: str) -> bool:
-    return {"true": True, "false": False}[text.lower()]
-
-
 def _number(text: str) -> float:
     value = float(text)
     return int(value) if value.is_integer() else value
@@ -200,7 +196,7 @@ def _seed(text: str) -> int | None:
 
 _DEFAULTS = {SPEEDUP: DEFAULT_SPEEDUP, **flat(vars(ToMeConfig()))}
 _OF_TYPE: dict[type, tuple[Callable[[str], Any], str]] = {
-    bool: (_switch, "true or false"),
+    bool: (lambda text: {"true": True, "false": False}[text.lower()], "true or false"),
     int: (int, "INTEGER"),
     float: (float, "NUMBER"),
     str: (str, "WORD"),

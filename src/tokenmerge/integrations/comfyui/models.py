@@ -189,7 +189,6 @@ def _work_of_unet(stages: Sequence[Stage], blocks: Sequence[MergingBlock], cut: 
 
 
 def _plan(blocks: Sequence[MergingBlock], scope: str, parts: Set[Part]) -> Planning:
-    """Return the plan that blocks can share."""
     first = blocks[0]
     return Planning(frozenset(parts), first.level, first.channels, frozenset({scope}), len(blocks))
 

@@ -162,7 +162,6 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
 
 
 def _step_reuse(settings: Settings) -> list[str]:
-    """Return what steps skip, as sentences."""
     config, target = settings.config, settings.target
     if not config.reuse.on:
         return ["All steps run the whole model."] if settings.alone else []

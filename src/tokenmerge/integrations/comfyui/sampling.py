@@ -35,9 +35,8 @@ Options = Mapping[str, Any]  # ComfyUI's ``transformer_options``
 class Sampling:
     """The state of one sampling, of its running step and of the running call of the model.
 
-    Each sampling has its own, even on the same clone of a model. ``sigmas`` are the noise levels of its
-    steps; empty: unknown. ``guidance`` is the scale of classifier-free guidance; None: unknown. The sampler
-    may add new noise in its steps.
+    Each sampling has its own, even on one clone of a model. ``sigmas`` are the noise levels of its steps;
+    empty: unknown. ``guidance`` is the scale of guidance; None: unknown. The sampler may add new noise.
     """
 
     def __init__(

@@ -93,8 +93,7 @@ def block_in_run(sampling: Sampling, block: Hashable, arguments: dict[str, Any],
 
     In a step that skips a run of blocks, the first one adds the extrapolated sum of what all of them added in
     complete steps; the others return their input. The sum does not include what a ControlNet adds between two
-    blocks, since ComfyUI also adds it in steps that skip the blocks. Anything else between two blocks begins
-    a new run.
+    blocks, since ComfyUI adds it in steps that skip them too. Anything else between blocks begins a new run.
     """
     image, text = given = arguments["img"], arguments.get("txt")
     distance, known = sampling.decision.deep, sampling.of(("run", block))

@@ -2,8 +2,7 @@
 
 The patches have no state: all of it is in the running sampling. A step that skips stages calls ComfyUI's own
 forward on a view of the UNet, in which the skipped blocks do nothing; no module changes. What they would have
-returned is extrapolated from the steps that ran them (DeepCache, arXiv 2312.00858; TaylorSeer, arXiv
-2503.06923).
+returned is extrapolated from steps that ran them (DeepCache: arXiv 2312.00858; TaylorSeer: 2503.06923).
 """
 
 from __future__ import annotations

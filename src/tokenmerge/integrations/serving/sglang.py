@@ -27,7 +27,6 @@ def register() -> None:
 
 
 def _load(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Load a pipeline, and let it merge tokens."""
     from sglang.multimodal_gen.runtime.pipelines.diffusers_pipeline import logger
 
     wanted = by_environment()  # a wrong value stops the server before it loads anything

@@ -54,8 +54,7 @@ def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]
         arguments["context"] = zeros(77, attention.to_k.in_features)
     if isinstance(embedding := getattr(root, "label_emb", None), nn.Module):
         first: Any = next(m for m in embedding.modules() if isinstance(m, nn.Linear | nn.Embedding))
-        is_class = isinstance(first, nn.Embedding)
-        arguments["y"] = zeros.integers() if is_class else zeros(first.in_features)
+        arguments["y"] = zeros.integers() if isinstance(first, nn.Embedding) else zeros(first.in_features)
     if is_a(root, "ControlNet"):
         arguments["hint"] = zeros(3, height * 8, width * 8)
     return arguments

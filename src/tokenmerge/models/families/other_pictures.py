@@ -105,8 +105,7 @@ def _hunyuan_dit_others(root: Any, zeros: Blank, height: int, width: int) -> dic
     return arguments
 
 
-# Lumina refines text and image apart. Joint blocks follow, with the text first. Sequences are as long as
-# their texts; shorter ones are padded at the end.
+# Lumina refines text and image apart. Joint blocks follow, with the text first and padding last.
 _LUMINA_BLOCK = Layout(text="first", padding="attention_mask")
 _LUMINA_ATTENTION = Layout(
     text="first",

@@ -78,13 +78,8 @@ def _easyanimate(root: Any) -> Host:
         else block
         for block in listed(root, "transformer_blocks", _EASYANIMATE)
     )
-    return transformer_host(
-        root,
-        tuple(blocks),
-        _second_text,
-        text=(256, root.config.text_embed_dim),
-        latent_frames=13,  # 49 frames of video
-    )
+    text, frames = (256, root.config.text_embed_dim), 13  # latent frames: 49 frames of video
+    return transformer_host(root, tuple(blocks), _second_text, text=text, latent_frames=frames)
 
 
 def _second_text(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
@@ -93,8 +88,7 @@ def _second_text(root: Any, zeros: Blank, height: int, width: int) -> dict[str, 
     return {"encoder_hidden_states_t5": zeros(256, root.config.text_embed_dim_t5)}
 
 
-# Mochi has joint attention, and learned rotary positions for each head: tables [n, heads, d / 2], which
-# attention broadcasts over the batch.
+# Mochi has joint attention, and learned positions for each head: [n, heads, d / 2], for the whole batch.
 _MOCHI_POSITIONS = TokenArgument("image_rotary_emb", axes=(1,), batched=True, broadcasts_to=4)
 _MOCHI_ATTENTION = Layout(text="last", token_arguments=(_MOCHI_POSITIONS,))
 _MOCHI = (Layer("attn1", "attn1", _MOCHI_ATTENTION), Layer("ff", "ff"))

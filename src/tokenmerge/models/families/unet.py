@@ -25,8 +25,7 @@ _STABLE_VIDEO = "UNetSpatioTemporalConditionModel"
 CLASSES = ("UNet2DConditionModel", *_CONTROLNETS, *_VIDEO, _XS, _AUDIO, _STABLE_VIDEO)
 
 _FRAMES = 16
-# Attention over time is in other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other
-# lists of blocks.
+# Attention over time is in other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or lists.
 _TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "DreamLiteTransformer2DModel")
 
 

@@ -35,16 +35,15 @@ def block_call(original: HostMethod) -> Callable:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: BlockState | None = self.__dict__.get(STATE)
-        compiling, trains = torch.compiler.is_compiling(), torch.is_grad_enabled()
         # Gradient checkpointing repeats calls, perhaps after one in which nothing merges.
-        left_alone = not (compiling or trains) and state is not None and state.model.context.blocks_are_dense
-        if state is None or left_alone:
+        generates = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
+        if state is None or (generates and state.model.context.blocks_are_dense):
             return original.of(self)(*args, **kwargs)
         if state.threads.value.running is None and not state.threads.value.counted:
             count_call(state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         # A block that is compiled alone is skipped outside its graph, and its result is cached there.
-        if not (compiling or trains) and state.model.caches_results:
+        if generates and state.model.caches_results:
             return with_caches(state, call, lambda: _block(state, call))
         return _block(state, call)
 
@@ -110,7 +109,6 @@ def is_skipped(state: BlockState) -> bool:
 
 
 def _block(state: BlockState, call: HostCall) -> Any:
-    """Run a block: as a whole, or by its layers."""
     block = state.threads.value
     try:
         if block.running is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -134,10 +132,7 @@ def _block(state: BlockState, call: HostCall) -> Any:
 def _exact_or_corrected(
     state: BlockState | LayerState, running: BlockMerge, call: HostCall, layout: Layout, merged: MergedCall
 ) -> Any:
-    """Return the result of a block or layer: exact where it is measured what merging loses, else corrected.
-
-    Where no step of the generation measures it, it is the result of ``merged``.
-    """
+    """Return the result of a block or layer: exact where the loss of merging is measured, else corrected."""
     block = state if isinstance(state, BlockState) else state.block
     plan = running.plan
     if plan is not None and not block.model.threads.value.context.decision.corrects:
@@ -165,8 +160,7 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
     """Return the attribute in which a compiled block has its graph; the graph is called with a plan.
 
     If other calls use the plan too, it is an input of the graph. Otherwise there would be two graphs: one
-    that makes a plan, and one that takes a plan from another call. ``names`` returns the names of the
-    parameters of the block's ``forward``, in order.
+    that makes a plan, and one that takes one. ``names`` returns the parameters of ``forward``, in order.
     """
 
     def call_graph(self: nn.Module, graph: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -26,8 +26,7 @@ def combined(plan: Plan, x: Tensor, combine: str) -> Tensor:
 def merged_call(call: HostCall, layout: Layout, plan: Plan, combine: str, change_only: bool = False) -> Any:
     """Return the result of a call with merged tokens, unmerged.
 
-    With ``change_only``, each token gets what the call added to the merged token that holds it, and not the
-    result of that token.
+    With ``change_only``, each token gets only what the call added to the merged token that holds it.
     """
     tokens = layout.tokens_of(call)
     n, m = plan.inverse.shape[1], plan.keep.shape[1]
@@ -42,15 +41,13 @@ def merged_call(call: HostCall, layout: Layout, plan: Plan, combine: str, change
         now = now.replaced(layout.same_as_tokens, merged)
     result = now.result()
 
-    def back(value: Tensor) -> Tensor:
-        if change_only:
-            return _replace_image(layout, value, m, add_change)
-        if whole is not None and value.shape[1] == merged.shape[1]:
-            return whole.unmerge(value)
-        return _replace_image(layout, value, m, plan.unmerge)
-
     def add_change(image: Tensor) -> Tensor:
         return layout.image(tokens, n) + plan.unmerge(image - layout.image(merged, m))
+
+    def back(value: Tensor) -> Tensor:
+        if whole is not None and not change_only and value.shape[1] == merged.shape[1]:
+            return whole.unmerge(value)
+        return _replace_image(layout, value, m, add_change if change_only else plan.unmerge)
 
     if isinstance(result, Tensor):
         return back(result)
@@ -165,10 +162,9 @@ def _at_kept_tokens(value: Tensor, argument: TokenArgument, layout: Layout, plan
             )
         index = once(plan.keep, ("entries", text, layout.text), partial(_entries, plan, text, layout))
         if argument.batched:
-            along, shape = [1] * value.ndim, list(value.shape)
+            along = [1] * value.ndim
             along[0], along[axis] = index.shape
-            shape[axis] = index.shape[1]
-            value = value.gather(axis, index.view(along).expand(shape))
+            value = value.take_along_dim(index.view(along), axis)
         else:
             value = value.index_select(axis, index[0])
     return value

@@ -113,16 +113,11 @@ class ProportionalAttention(TorchFunctionMode):
         """``[batch, tokens]``: how often each key counts; None: these are not the keys of the plan."""
         images, m = self.sizes.shape
         text, first = tokens - m, self._images_seen
-        if text < 0:
+        seen = 1 if batch == 1 else images  # hosts whose texts differ in length attend image by image
+        if text < 0 or batch % seen:
             return None
-        if batch == 1 < images:  # hosts that attend image by image, since their texts differ in length
-            self._images_seen += 1
-            own = self.sizes[first : first + 1]
-        elif batch % images:
-            return None
-        else:
-            self._images_seen += images
-            own = self.sizes
+        self._images_seen += seen
+        own = self.sizes if seen == images else self.sizes[first : first + 1]
 
         def with_text() -> Tensor:
             sizes = F.pad(own, (text, 0) if self.layout.text == "first" else (0, text), value=1.0)
@@ -177,8 +172,7 @@ def leave_kernels(state: ModelState) -> None:
 def _places() -> Iterator[tuple[dict[Any, Any], Any, int]]:
     """Where kernels are looked up by those who call them: (dictionary, key, largest head size)."""
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
-    registry = getattr(dispatch, "_AttentionBackendRegistry", None)
-    backends = getattr(registry, "_backends", {})
+    backends = getattr(getattr(dispatch, "_AttentionBackendRegistry", None), "_backends", {})
     for backend in list(backends):
         name = getattr(backend, "value", backend)
         sizes = (size for start, size in _LARGEST_HEADS.items() if name.startswith(start))

@@ -41,8 +41,7 @@ def stage_call(original: HostMethod) -> Callable:
         result = original.of(self)(*args, **kwargs)
         if state.is_last:
             added = result.clone()  # hosts change results in place
-            part = "finest" if state.is_finest else "deep"
-            _note_forecast(state.model.threads.value, part, before, added)
+            _note_forecast(state.model.threads.value, "finest" if state.is_finest else "deep", before, added)
             skippable[call] = updated(before, (added,))
         elif before is None:
             skippable[call] = tree_map(lambda tensor: tensor.new_zeros(()).expand(tensor.shape), result)

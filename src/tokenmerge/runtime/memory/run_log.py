@@ -74,8 +74,7 @@ class RunLog:
     levels: NoiseLevels | None = None
     schedule: Schedule = Schedule()
     sample: Tensor | None = None  # of the running call; None: it is no tensor
-    # Of the running call: part, steps since it ran, and for each image the length of the forecast's error
-    # divided by that of the part's change.
+    # Of the running call: part, steps since it ran, and for each image the length of error over change.
     missed: list[tuple[str, int, Tensor]] = dataclasses.field(default_factory=list)
     # By call in its step and part: when that last ran.
     outputs: dict[tuple[int, str], Tensor] = dataclasses.field(default_factory=dict)
@@ -285,8 +284,7 @@ class StepLog:
         self._results.append(made)
         if made is not None and before is not None and made.shape == before.shape:
             exact = before.to(torch.promote_types(before.dtype, torch.float32))
-            squares = (made - exact).square().sum(), exact.square().sum()
-            self._latest.squares.append(torch.stack(squares))
+            self._latest.squares.append(torch.stack([(made - exact).square().sum(), exact.square().sum()]))
 
     def forget_results(self) -> None:
         """Drop the results that the next step would be compared with."""

@@ -36,8 +36,7 @@ Phases = Sequence[tuple[int, MergeSettings]]  # a level, and what holds there in
 class RecordedPlan:
     """A plan and the token grids (frames, rows, columns) that it is for.
 
-    A sequence that also holds reference pictures has them behind the picture being made, whose grid is
-    ``grid``.
+    A sequence may also hold reference pictures, behind the picture being made, whose grid is ``grid``.
     """
 
     plan: Plan
@@ -93,8 +92,7 @@ class Memory:
         self.log: RunLog | None = None
         # What guidance changed in the results of the last step, by the call that planned.
         self.guidance_differences: dict[int, Tensor] = {}
-        # What all blocks of a level added to the tokens of the image, by the call of the first block and its
-        # level.
+        # What all blocks of a level added to the image, by the call of the first block and its level.
         self.model_residuals: dict[tuple[int, int, int], Tensor] = {}
         plans: dict[Hashable, dict[Call, Plan]] = {group: {} for group in groups}
         self.caches = tuple(Cache(plans[group]) for group in groups)

@@ -65,8 +65,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         refuse_training(config, state.method)
     decision, settings = decide(config, tracker, call.shape), state.settings
     if step is not None:
-        now = config.at_step(step.done, step.steps)
-        settings = {level: now.at_level(level) for level in settings}
+        settings = {level: config.at_step(step.done, step.steps).at_level(level) for level in settings}
     # What a later step plans by is cached.
     phases = () if step is None or torch.is_grad_enabled() else phases_at(config, *settings)
     cached = frozenset(
@@ -123,7 +122,6 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
 
 
 def _compare_guidance(memory: Memory, context: CallContext, made: Any) -> None:
-    """Note what guidance changes in the result of a call."""
     # Several pictures, or what a ControlNet adds to each level, cannot be compared.
     if not isinstance(made, Tensor):
         return

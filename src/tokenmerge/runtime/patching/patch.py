@@ -1,8 +1,7 @@
 """Which parts of a model merge, and checking, patching and restoring whole models.
 
 The blocks and layers that merge get another class, and so do the parts of a UNet that are skipped on some
-steps; ``swap`` does that. The models around them keep their classes, which pipelines compare, and get hooks
-that read the denoising step and the token grid.
+steps; ``swap`` does that. The models around them keep their classes, which pipelines compare, and get hooks.
 """
 
 from __future__ import annotations
@@ -129,8 +128,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
     if size is not None and not config.reuse.on:
         # Settings for reference pictures are for calls that have some.
         grids = [host.grid_at(*size)] * (2 if host.takes_references else 1)
-        levels = sorted({block.level for block, _ in parts})
-        check_grid(phases_at(config, *levels), *grids, method=method)
+        check_grid(phases_at(config, *sorted({block.level for block, _ in parts})), *grids, method=method)
     for block, layers in parts:
         check_swappable(block.module, block.path, block.method)
         for layer in layers:

@@ -73,8 +73,7 @@ def look(
 ) -> Kept:
     """Find the code that looks at what a model would merge or skip in a generation, and say so once.
 
-    ``pipe`` is the pipeline that runs, or that was patched, and ``grids`` are the finest token grids of the
-    next call; None: unknown.
+    ``pipe`` runs, or was patched, and ``grids`` are the finest token grids of the next call; None: unknown.
     """
     if not (found := watchers_in(root)):
         return Kept(config)

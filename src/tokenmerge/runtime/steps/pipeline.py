@@ -53,8 +53,7 @@ class WeakDictionary(WeakIdKeyDictionary):
 class Pipeline:
     """The pipeline that token merging was applied to, or none.
 
-    Pipelines that run in several threads, or within each other, may share a model. The one that runs is found
-    on the call stack of the model's call.
+    Pipelines in several threads, or within each other, may share a model. The call stack shows which runs.
     """
 
     def __init__(self, pipe: object = None) -> None:

@@ -176,8 +176,7 @@ class Decision:
     merging: Merging = Merging.MERGES
     caches: bool = False  # what runs is cached, for steps that skip it
     corrects: bool = False  # some step of the generation measures the error of merging
-    # How far blocks or deep stages are extrapolated; None: they run. It is a tensor, so that compiled blocks
-    # need no graph for each value.
+    # How far blocks or deep stages are extrapolated; None: they run. A tensor, so that one graph fits all.
     deep: Tensor | None = None
     finest: Tensor | None = None  # the same for the finest level of a UNet
     # By StepTracker.forecast, of "deep" and "finest", whether they run or not.
@@ -200,6 +199,5 @@ def decide(config: ToMeConfig, tracker: StepTracker, shape: Shape) -> Decision:
         runs = Runs.EVERYTHING if deep is None else Runs.FINEST if finest is None else Runs.LEAST
     if planned.if_due is not None and runs is Runs.EVERYTHING:
         # As planned, unless the model joins late, or the shape of its sample changes.
-        due = tracker.corrects(config.correction.every, shape)
-        merging = planned.if_due if due else Merging.MERGES
+        merging = planned.if_due if tracker.corrects(config.correction.every, shape) else Merging.MERGES
     return Decision(runs, merging, planned.caches, config.correction.on, deep, finest, forecasts)

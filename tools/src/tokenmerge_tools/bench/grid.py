@@ -59,12 +59,10 @@ class BenchOptions:
     """
 
     model: Annotated[
-        tuple[str, ...],
-        _axis("Bundled model, folder, hub id, or geometry:NAME for random weights."),
+        tuple[str, ...], _axis("Bundled model, folder, hub id, or geometry:NAME for random weights.")
     ] = ("geometry:sd15",)
     size: Annotated[
-        tuple[str, ...],
-        _axis("WIDTHxHEIGHT, or N for a square, in pixels. Default: each model's own."),
+        tuple[str, ...], _axis("WIDTHxHEIGHT, or N for a square, in pixels. Default: each model's own.")
     ] = ()
     batch: Annotated[tuple[int, ...], _axis("Pictures per call.")] = (1,)
     dtype: Annotated[tuple[str, ...], _axis(f"{', '.join(DTYPE_CHOICES)}.")] = ("auto",)
@@ -209,8 +207,7 @@ def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Settin
         for dtype, (width, height), batch in product(dtypes, sizes, options.batch):
             shared = ("steps", "guidance", "seed", "rounds", "warmup")
             same = {name: getattr(options, name) for name in shared}
-            frames = options.frames if has_frames else None
-            place = {"width": width, "height": height, "frames": frames}
+            place = {"width": width, "height": height, "frames": options.frames if has_frames else None}
             settings.append(Setting(model=model, **place, batch=batch, dtype=dtype, **same))
     cells = []
     applied = [spec for spec in options.specs() if spec.name != DENSE]

@@ -36,8 +36,7 @@ class Geometry:
     """The architecture of one model.
 
     ``config`` has the arguments of the denoiser's class in diffusers that differ from their defaults. Width
-    and height are in pixels, and must be multiples of ``multiple``. ``guided``: classifier-free guidance
-    doubles the batch.
+    and height are in pixels, and must be multiples of ``multiple``. ``guided``: the batch is doubled.
     """
 
     title: str

@@ -24,8 +24,7 @@ from tokenmerge_tools.variants.variant import VARIANTS
 class PreparedCell:
     """A cell that is ready to run. After its first failure, running it does nothing.
 
-    ``calls`` is the number of calls of the denoiser in one run; the recorded time is their mean. ``config``
-    and ``report`` are None for dense.
+    ``calls`` of the denoiser are in one run; the recorded time is their mean. Dense has no config or report.
     """
 
     def __init__(self, cell: Cell) -> None:

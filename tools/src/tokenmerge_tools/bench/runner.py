@@ -179,7 +179,6 @@ class _Benchmark:
         facts: Mapping[str, Any] | None = None,
         **figures: Any,
     ) -> None:
-        """Append the record of one cell to the file."""
         record = CellRecord(
             conditions=self._conditions(setting, cell),
             status="ok" if failure is None else failure.status,

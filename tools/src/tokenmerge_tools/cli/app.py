@@ -101,10 +101,7 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
         "export ./lcm --to openvino --guidance 1 --ratio 0 -o exported",
     ),
     report: ("report outputs/bench.jsonl -o report.html",),
-    play: (
-        "play",
-        "play --model owner/name --device cuda",
-    ),
+    play: ("play", "play --model owner/name --device cuda"),
     env: ("env",),
 }
 for _command, _lines in _COMMANDS.items():

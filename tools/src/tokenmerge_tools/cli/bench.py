@@ -54,8 +54,7 @@ def bench(
     if preset is not None and grid is not None:
         raise ConfigError("preset, grid: give only one of them; flags override single values")
     path = grid if preset is None else PRESETS[preset]
-    values = ({} if path is None else read_grid(path)) | given
-    options = BenchOptions.from_dict(values, where="bench")
+    options = BenchOptions.from_dict(({} if path is None else read_grid(path)) | given, where="bench")
     quiet_libraries("tokenmerge bench")
     done: list[CellRecord] = []
 

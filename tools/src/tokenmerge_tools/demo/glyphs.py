@@ -45,8 +45,7 @@ def caption(name: str, background: str) -> str:
     >>> caption("a red apple", "orange")
     'a red apple on an orange background'
     """
-    article = "an" if background[0] in "aeiou" else "a"
-    return f"{name} on {article} {background} background"
+    return f"{name} on {'an' if background[0] in 'aeiou' else 'a'} {background} background"
 
 
 def choose_prompts(count: int, seed: int = 0) -> list[tuple[int, str]]:

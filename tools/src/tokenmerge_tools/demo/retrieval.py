@@ -46,8 +46,7 @@ def features(colours: NDArray[np.floating]) -> NDArray[np.float32]:
     """Turn pictures [..., h, w, 3] with values in [0, 1] into feature vectors [..., h · w · 5]."""
     values = lab(colours)
     gradients = np.stack([*np.gradient(values[..., 0], axis=(-2, -1))], axis=-1) * GRADIENT_WEIGHT
-    described = np.concatenate([values, gradients], axis=-1).astype(np.float32)
-    return described.reshape(*colours.shape[:-3], -1)
+    return np.concatenate([values, gradients], axis=-1).astype(np.float32).reshape(*colours.shape[:-3], -1)
 
 
 def background_of(picture: Image) -> str:
@@ -56,8 +55,7 @@ def background_of(picture: Image) -> str:
     strip = max(1, round(BORDER * pixels.shape[0]))
     edge = np.ones(pixels.shape[:2], dtype=bool)
     edge[strip:-strip, strip:-strip] = False
-    colour = np.median(pixels[edge], axis=0)
-    known = lab(np.array([colour, *BACKGROUNDS.values()]) / 255)
+    known = lab(np.array([np.median(pixels[edge], axis=0), *BACKGROUNDS.values()]) / 255)
     return list(BACKGROUNDS)[int(np.linalg.norm(known[1:] - known[0], axis=-1).argmin())]
 
 

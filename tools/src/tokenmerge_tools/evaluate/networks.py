@@ -46,8 +46,7 @@ class Vision:
     def __call__(self, pictures: Sequence[Image]) -> Tensor:
         """Return the features [b, d] of b pictures, float32 on the CPU."""
         inputs = self.processor(images=list(pictures), return_tensors="pt").to(self.model.device)
-        describe = getattr(self.model, "get_image_features", self.model)
-        return _pooled(describe(**inputs))
+        return _pooled(getattr(self.model, "get_image_features", self.model)(**inputs))
 
 
 class Clip(Vision):

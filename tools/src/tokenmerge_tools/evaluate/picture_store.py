@@ -69,8 +69,7 @@ class PictureStore:
     ) -> None:
         """Write a picture, or the frames of a video. It appears on the disk only when it is complete.
 
-        The file keeps the seconds that it took to draw, all settings that it was drawn with, and what else it
-        cost, if known.
+        The file keeps the seconds that it took, all settings that it was drawn with, and other known costs.
         """
         from PIL.PngImagePlugin import PngInfo
 

@@ -43,15 +43,13 @@ def items_of(prompts: Sequence[str], seeds: Sequence[int]) -> list[Item]:
 
 def built_in_prompts() -> list[str]:
     """Return the prompts of the bundled models: 100 glyphs, on each background in turn."""
-    glyphs = read_glyphs()
-    return [caption(glyphs[glyph].name, ground) for glyph, ground in choose_prompts(_BUILT_IN)]
+    return [caption(read_glyphs()[glyph].name, ground) for glyph, ground in choose_prompts(_BUILT_IN)]
 
 
 def read_prompts(path: Path) -> list[str]:
     """Read a UTF-8 file of prompts. Repeated prompts are read once.
 
-    In a table separated by tabs (PartiPrompts), the column ``Prompt`` is read. In any other file, each line
-    is a prompt.
+    Of a table separated by tabs (PartiPrompts), the column ``Prompt`` is read; of others, each line is one.
     """
     found = _lines(path)
     if "Prompt" in found[0].split("\t"):
@@ -85,7 +83,6 @@ def download_prompts(preset: str, limit: int | None) -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines that are not blank."""
     text = read_text(path, "prompts", "give a file with one prompt per line", _LARGEST)
     if "\0" in text:
         raise ConfigError(f"prompts: {path} is binary; give a text file with one prompt per line")

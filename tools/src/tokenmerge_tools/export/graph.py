@@ -146,8 +146,7 @@ def tensors(arguments: dict[str, Any]) -> list[Tensor]:
 def _clean(model: Any) -> None:
     """Fold constants, and drop unused nodes and the source location of each operation.
 
-    PyTorch's own optimisation also rewrites patterns, which takes most of the time of an export; the programs
-    that run the model do that themselves.
+    PyTorch's own optimisation also rewrites patterns, which takes long, and which the runtimes do themselves.
     """
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass, CommonSubexpressionEliminationPass
     from onnxscript.optimizer import fold_constants, remove_unused_nodes

@@ -145,8 +145,7 @@ def load_pipeline(
     arguments: dict[str, Any] = _dtype_argument(dtype)
     with loading(source.location):
         if source.kind is SourceKind.CHECKPOINT:
-            pipeline_class = _checkpoint_pipeline(source)
-            pipe = pipeline_class.from_single_file(source.location, **arguments)
+            pipe = _checkpoint_pipeline(source).from_single_file(source.location, **arguments)
         else:
             # A component saved as absent, such as T5 in Stable Diffusion 3, must still be passed as None.
             absent = {part: None for part, found in read_index(source).items() if found == ABSENT}

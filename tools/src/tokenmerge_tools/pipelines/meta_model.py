@@ -73,8 +73,7 @@ def load_sketch(source: ModelSource) -> ModelSketch:
     scale = 1  # a pipeline without a VAE denoises pixels
     if index.get("vae", ABSENT) != ABSENT:
         scale = _codec_scale(_component(source, "vae", index["vae"]))
-    pipeline = _pipeline(source, index, name, denoiser)
-    return ModelSketch(denoiser, pipeline, scale, _own_size(denoiser, scale))
+    return ModelSketch(denoiser, _pipeline(source, index, name, denoiser), scale, _own_size(denoiser, scale))
 
 
 def _pipeline(source: ModelSource, index: dict[str, Any], name: str, denoiser: ModelMixin) -> Any:

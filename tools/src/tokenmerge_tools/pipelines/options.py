@@ -27,23 +27,17 @@ from tokenmerge_tools.pipelines.settings import (
 )
 
 
-def a_number(text: str) -> float:
-    """Read a number."""
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"expected a number, got {shown(text)}.") from None
+def _parser(read: Callable[[str], Any], wanted: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError:
+            raise typer.BadParameter(f"expected {wanted}, got {shown(text)}.") from None
+
+    return parse
 
 
-def an_integer(text: str) -> int:
-    """Read an integer."""
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"expected an integer, got {shown(text)}.") from None
-
-
-_PARSERS = {"number": a_number, "integer": an_integer}
+_PARSERS = {"number": _parser(float, "a number"), "integer": _parser(int, "an integer")}
 
 
 def option(panel: str | None, help: str, *names: str, parser: str | None = None) -> Any:

@@ -38,8 +38,7 @@ SCHEDULER_NAMES = {
 check_guidance = optional(number("a number ≥ 0", lambda scale: scale >= 0))
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Settings that a scheduler's name implies. Otherwise, the config of the model's own scheduler could turn it
-# into another method.
+# Settings that a scheduler's name implies, since the config of the model's own could make it another method.
 _SCHEDULER_SETTINGS: dict[str, dict[str, Any]] = {
     "DPMSolverMultistepScheduler": {"algorithm_type": "dpmsolver++"},
     "PNDMScheduler": {"skip_prk_steps": True},

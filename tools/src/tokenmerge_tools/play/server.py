@@ -44,8 +44,7 @@ def serve(
     """Serve a page, which ``build`` makes as Gradio's ``Blocks``, until Ctrl-C.
 
     ``build`` is given the visitors who are there. Any host other than 127.0.0.1 lets other machines use the
-    page. Without a port, it is the first free one from 7860 on. ``on_ready`` is called with the address of
-    the page.
+    page. Without a port, it is the first free one from 7860 on. ``on_ready`` gets its address.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     with tempfile.TemporaryDirectory(prefix="tokenmerge-play-") as pictures:

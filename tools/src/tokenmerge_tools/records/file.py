@@ -180,8 +180,7 @@ def read_results(paths: Sequence[Path]) -> Results:
                 tuned += 1
                 continue
             if isinstance(record, SampleRecord):
-                pair = Sample(record, folder / record.dense, folder / record.image)
-                samples[folder, record.key] = pair
+                samples[folder, record.key] = Sample(record, folder / record.dense, folder / record.image)
                 continue
             latest: dict[str, Any] = cells if isinstance(record, CellRecord) else quality
             latest.pop(record.key, None)

@@ -37,10 +37,7 @@ class TuneOptions(PipelineOptions):
     ] = None
     items: Annotated[
         int,
-        _search(
-            "Number of prompts: two thirds for the search, the others for the check.",
-            parser="integer",
-        ),
+        _search("Number of prompts: two thirds for the search, the others for the check.", parser="integer"),
     ] = 12
     out: Annotated[
         Path, option(None, "File for the plan. Records and pictures go beside it.", "--out", "-o")

@@ -99,8 +99,7 @@ def neighbours(plan: SearchedPlan, budget: Budget, random: Random) -> Iterator[S
     or more as the speed-up demands. The first step runs everything.
     """
     for _ in range(_TRIES):
-        kinds = ["swap", "swap", "trade"] + ["ratio"] * (plan.merging.ratio > 0)
-        kind = random.choice(kinds)
+        kind = random.choice(["swap", "swap", "trade"] + ["ratio"] * (plan.merging.ratio > 0))
         if kind == "swap":
             changed = _swapped(plan, random)
         elif kind == "trade":

@@ -215,5 +215,4 @@ class Rounds:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a plan failed where dense runs."""
     return "out of memory" if is_out_of_memory(error) else why(error)

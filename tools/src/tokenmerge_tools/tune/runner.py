@@ -58,8 +58,7 @@ def tune(
     """
     require_diffusers("tokenmerge tune")
     device = resolve_device(options.device)
-    count = len(options.evaluation().read_prompts())
-    wanted = options.evaluation(prompts=count)
+    wanted = options.evaluation(prompts=len(options.evaluation().read_prompts()))
     evaluation = plan_evaluation(wanted, device)
     items = tuple(sorted(evaluation.items, key=lambda item: item.seed)[: options.items])
     evaluation = dataclasses.replace(evaluation, items=items)
@@ -207,7 +206,6 @@ class Search:
         )
 
     def _seconds_of_dense(self) -> float:
-        """Return the seconds of the first dense picture."""
         record = self.file.records.get(self._record("dense", "", 0, {}).key)
         if record is None:
             self.on_progress(TuneProgress(self.spent, self.options.within, "dense", "default method"))

@@ -178,9 +178,8 @@ def fastercache(hooks: Any, now: Generation, interval: float, known: dict[str, A
 
 def pyramid(hooks: Any, now: Generation, interval: float, known: dict[str, Any]) -> Any:
     """Compute attention only every n-th step in the middle of a generation (PAB, arXiv 2408.12588)."""
-    every = _whole("pyramid", interval)
     return hooks.PyramidAttentionBroadcastConfig(
-        spatial_attention_block_skip_range=every, current_timestep_callback=now.timestep
+        spatial_attention_block_skip_range=_whole("pyramid", interval), current_timestep_callback=now.timestep
     )
 
 

@@ -160,17 +160,14 @@ def sada(pipe: Any, config: None) -> contextlib.AbstractContextManager[None]:
 
 
 def _is_stable(before: Tensor, last: Tensor, now: Tensor) -> bool:
-    """Return whether the mean second difference of three velocities is not negative."""
     return float((now - 2 * last + before).mean()) >= 0
 
 
 def _inputs(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
     """Return the tokens of the picture and of the text among the arguments of a block."""
     known = about(block)
-    found, name = (
-        known._get_parameter_from_args_kwargs,
-        getattr(known, "hidden_states_argument_name", _TOKENS),
-    )
+    found = known._get_parameter_from_args_kwargs
+    name = getattr(known, "hidden_states_argument_name", _TOKENS)
     has_text = known.return_encoder_hidden_states_index is not None
     return found(name, args, kwargs), found(f"encoder_{_TOKENS}", args, kwargs) if has_text else None
 
