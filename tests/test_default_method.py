@@ -300,7 +300,8 @@ def test_before_a_run_the_handle_says_that_a_tolerance_slows_it_down(fast):
 def test_a_ratio_of_1_and_more_is_taken_for_a_speed_up_that_was_meant():
     for ratio in (1, 2.0):
         with pytest.raises(
-            ConfigError, match=f"from 0 to 0.75, got {ratio}; for a speed-up write speedup={ratio}"
+            ConfigError,
+            match=f"from 0 to 0.75, got {ratio}; for half of them write ratio=0.5, and for a speed-up",
         ):
             apply_token_merging(hosts.unet(), ratio=ratio)
 

@@ -36,7 +36,7 @@ _FUSED = {"scaled_dot_product_attention", "dispatch_attention_fn", "memory_effic
 _STEPS = 20  # of a generation whose number of steps is unknown
 _SIDE = 64  # of latents whose size is unknown
 Change = Callable[[ToMeConfig], ToMeConfig]
-check_min_psnr = optional(number("a PSNR in dB from 1 to 100, such as 35", lambda value: 1 <= value <= 100))
+check_min_psnr = optional(number("a PSNR in dB from 1 to 100, such as 30", lambda value: 1 <= value <= 100))
 
 
 def _unchanged(config: ToMeConfig) -> ToMeConfig:

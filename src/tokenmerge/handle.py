@@ -264,8 +264,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         run = self._state.last_run
         if run is not None:
             if height is width is None:
-                height, width = run.height, run.width
                 references = run.references if references is None else references
+            height, width = run.height if height is None else height, run.width if width is None else width
             batch = run.batch if batch is None else batch
             steps = run.steps if steps is None else steps
         batch = self._denoiser.usual_batch if batch is None else batch
@@ -312,7 +312,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         )
         first, *others = summary(self._in_force, conditions, report, run)
         if state_of(root) is not self._state:
-            first, others = f"{first}; removed", others if run is not None else []
+            last = ["  removed: the model is as before. The last run with it:", *others]
+            first, others = (first, last) if run is not None else (f"{first}; removed", [])
         return "\n".join([first, *others])
 
     @property
@@ -336,6 +337,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         """Return how close the picture is, and what the default method added or did not reach, by heading."""
         error, run, default = self.error, self._state.last_run, self._default
         other = "" if run is None or default is not None else "no, only speedup= has an estimate"
+        if other and not (self._in_force.merges or self._in_force.reuse.on):
+            other = str(Estimate(math.inf, 0.0))
         remarks = {"estimated": other if error is None else str(error)}
         if facts is not None and default is not None and facts.follows_steps:
             remarks["out of reach"] = default.shortfall(facts)
@@ -351,9 +354,11 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             more = default.settings(facts) != default.change(plan.config)
             begins = f"begins with more complete steps than speedup={default.speedup:g} needs, and "
             return f"a run {begins * more}adds complete steps while its estimate is below {aim}"
-        reached = "above" if error.psnr >= wanted else "below"
+        if math.isinf(error.psnr):
+            return "only the unchanged model reaches it"
+        met = "met" if error.psnr >= wanted else "not met"
         speeds = f"{self.report().speedup:.2f}× in place of {plan.speedup:.2f}×"
-        return f"the estimate is {reached} it, and was to be {aim}; this cost speed: {speeds}"
+        return f"{met} by the estimate of {error.psnr:.0f} dB; it aimed at {aim}. This cost speed: {speeds}"
 
     def _pictures(self, pipe: Any) -> int | None:
         """Return how many pictures a call draws; None: unknown."""

@@ -14,6 +14,9 @@ def given_or_default(hosts: Sequence[Any], height: int | None, width: int | None
     """Return the given size of the sample, or the default of the first model that has one."""
     if height is not None and width is not None:
         return height, width
+    if (height is None) != (width is None):
+        name, other = ("width", "height") if height is None else ("height", "width")
+        raise ConfigError(f"{name}: give {other} too, or neither, for the default size")
     size: tuple[int, int] | None = next((host.sample_size for host in hosts if host.sample_size), None)
     if size is None:
         names = ", ".join(type(host.root).__name__ for host in hosts)

@@ -46,7 +46,8 @@ def summary(
     elif report is not None:
         own_plan = "; each run gets its own plan" if is_default(conditions.method) else ""
         lines.append(
-            f"  preview: nothing ran yet, so the default size and number of steps are taken{own_plan}"
+            f"  preview: nothing ran yet, so the default size and number of steps are taken{own_plan}. "
+            "patch.report(height, width, steps) shows others"
         )
     if report is not None:
         lines.append(f"  {_counted(conditions, report)}")
@@ -132,13 +133,12 @@ def in_words(size: int) -> str:
 
 
 def _happened(run: RunLog) -> str:
-    kinds = run.kinds
+    kinds, tokens = run.kinds, [f"{run.tokens} tokens"] * (run.tokens > 0)
     if not kinds:
-        steps = "" if run.steps is None else f"{_count(run.steps, 'step')} in {run.seconds:.1f} s, "
-        return f"{steps}{run.tokens} tokens"
+        return ", ".join([*([] if run.steps is None else [_count(run.steps, "step")]), *tokens])
     done = kinds.total()
     steps = _count(done, "step") if done == run.steps else f"{done} of {run.steps} steps"
-    return f"{steps} in {run.seconds:.1f} s ({in_kinds(kinds)}), {run.tokens} tokens"
+    return ", ".join([f"{steps} in {run.seconds:.1f} s ({in_kinds(kinds)})", *tokens])
 
 
 _NOTES_ON_STEPS = (

@@ -37,7 +37,7 @@ def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", fewer
     All pictures have the same size. The texts are the small print below the titles of their columns.
     """
     gain = min(difference_gain(row.dense, row.merged) for row in rows)
-    lost = ("its difference", f"to dense, {gain} times as bright")
+    lost = ("difference to dense", f"{gain} times brighter than it is")
     columns = [("dense", dense), ("with tokenmerge", merged), lost]
     columns += [("fewer steps", fewer), lost] * bool(rows[0].fewer)
     factor = max(1, -(-_SMALLEST_SIDE // min(rows[0].dense.size)))

@@ -143,14 +143,15 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     for line in result.summary.splitlines():
         if line.startswith("  estimated: ") and "(" in line:
             guess = line.removeprefix("  estimated: ").partition(" to the dense")[0]
-            lines.append(f"  Estimated:   {guess}, by the run alone, without the dense picture")
-        if line.startswith("  out of reach"):
+            lines.append(f"  Estimated:   {guess}, which needs no dense picture")
+        if line.startswith(("  out of reach", "  min_psnr")):
             lines.append(line)
     lines.append("")
     if options.model in demo.NAMES:
         lines.append('  Your model:  tokenmerge generate "a castle" --model owner/name')
     if argument := options.merging.argument:
-        lines.append(f"  In Python:   tokenmerge.apply_token_merging(pipe, {argument})")
+        tolerance = "" if options.min_psnr is None else f", min_psnr={options.min_psnr:g}"
+        lines.append(f"  In Python:   tokenmerge.apply_token_merging(pipe, {argument}{tolerance})")
     return [*lines, f"  Pictures:    {result.folder}", "  Settings:    --details prints them"]
 
 
@@ -165,7 +166,7 @@ def _close_to_dense(result: Result) -> str:
 
 
 def _closeness(psnr: float) -> str:
-    return f"{psnr:.1f} dB to the first: {looks(psnr)}"
+    return f"{psnr:.1f} dB to dense: {looks(psnr)}"
 
 
 def _what_ran(result: Result, steps: int) -> tuple[str, str]:
@@ -174,7 +175,9 @@ def _what_ran(result: Result, steps: int) -> tuple[str, str]:
     complete, finest = sum(map(plan.count, "MDC")), plan.count("f")
     ran, skipped = f"{complete} of {steps} steps ran the whole model", len(plan) - complete - finest
     ran = ran if complete < len(plan) else "every step ran whole"
-    ran += f", {finest} only its finest level" * (finest > 0) + f", {skipped} skipped it" * (skipped > 0)
+    ran += f", {finest} only its finest level (most pixels)" * (
+        finest > 0
+    ) + f", {skipped} skipped all blocks" * (skipped > 0)
     most = max(rows, key=lambda row: row.tokens, default=None)
     share = 0.0 if most is None else 100 * (1 - most.merged_tokens / most.tokens)
     blocks = sum(row.merged_tokens < row.tokens for row in rows)

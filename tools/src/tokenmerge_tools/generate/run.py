@@ -220,7 +220,8 @@ class _Generating:
             for name in self.variants:
                 studio.warm_up(name, self.call)
             pictures = {one.variant: one.pictures for one in self._timed(1)}
-            result.config = patch.config  # the default method knows all facts only when it runs
+            # The default method knows all facts only when it runs.
+            result.config, result.report = patch.config, patch.report()
             result.conditions["config"] = result.config.to_dict()
             if options.compare:
                 self._compare(pictures["dense"], pictures["tokenmerge"])
@@ -255,9 +256,10 @@ class _Generating:
     def _draw_fewer(self, count: int) -> list[Image] | list[None]:
         """Draw with the dense model, in as many steps as fit into the time of the merged pictures.
 
-        None: no fewer than all of them.
+        They are not fewer than the merged pictures cost, as counted. None: they would be all steps.
         """
-        steps = max(1, round(self.options.steps / (self.result.speedup("tokenmerge") or 1)))
+        gains = (self.result.speedup("tokenmerge") or 1, self.result.report.speedup)
+        steps = max(1, *(round(self.options.steps / gain) for gain in gains))
         if steps >= self.options.steps:
             return [None] * count
         began = time.perf_counter()
@@ -285,13 +287,13 @@ class _Generating:
         except MissingExtraError as error:
             self.result.notes.append(str(error))
         width, height = self.options.size or (0, 0)
-        of_fewer = "" if result.fewer_psnr is None else f", {result.fewer_psnr:.1f} dB"
+        of_fewer = "" if result.fewer_psnr is None else f", {result.fewer_psnr:.1f} dB to dense"
         of_merged = f", {sum(result.psnr) / len(dense):.1f} dB to dense" if result.psnr else ""
         picture = comparison(
             list(map(Pair, dense, merged, fewer, captions)),
             dense=f"{width} x {height}, {self.options.steps} steps",
             merged=f"{self.options.merging.title}{of_merged}",
-            fewer=f"dense, in {result.fewer_steps} steps, about as fast{of_fewer}",
+            fewer=f"dense, in {result.fewer_steps} steps{of_fewer}",
         )
         path = self.result.folder / "comparison.png"
         write_atomically(path, picture.save)
