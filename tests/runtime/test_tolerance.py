@@ -152,7 +152,10 @@ def test_the_summary_says_what_a_tolerance_cost():
         above = psnr >= 30
     due = f"{'met' if above else 'not met'} by the estimate of {psnr:.0f} dB; it aimed at 36 dB"
     counted, cost, fixed = map(float, re.findall(r"(\d\.\d\d)×", found))
-    assert f"min_psnr 30: {due}, 6 more to be safe. This cost speed: {cost:.2f}× in place of {fixed:.2f}×" in found
+    assert (
+        f"min_psnr 30: {due}, 6 more to be safe. This cost speed: {cost:.2f}× in place of {fixed:.2f}×"
+        in found
+    )
     assert counted == cost < fixed
 
 
