@@ -108,6 +108,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
         It comes from what the plan expects and from how wrong the forecasts of step reuse would have been in
         the steps that knew the truth. Of a batch, the worst picture counts. Reading it waits for the device.
+        Its ``psnr`` is infinite where nothing was skipped or merged.
         None: nothing was generated yet, or the settings are not those of the default method.
         """
         return None
@@ -328,7 +329,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         run = self._state.last_run
         if run is None or not run.steps or self._default is None:
             return None
-        if set(run.kinds) == {"unmerged"}:  # nothing was skipped or merged
+        if run.kinds == {"unmerged": run.steps}:  # nothing was skipped or merged
             return Estimate(math.inf, 0.0)
         facts = self._facts_at(run.height, run.width, run.steps)
         return estimate_closeness(facts, run.config, shown_by([run]))

@@ -45,7 +45,7 @@ class Estimate:
     """How close a picture is expected to be to the dense one of the same seed.
 
     Attributes:
-        psnr: expected PSNR in dB.
+        psnr: expected PSNR in dB; infinite: it is the dense picture.
         within: most pictures are at most this many dB from it.
         worst_step: index of the step whose forecast is expected to be most wrong; None: no step had one.
     """
