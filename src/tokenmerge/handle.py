@@ -327,19 +327,20 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def error(self) -> Estimate | None:
         """How close the last picture is to the dense one, see :attr:`Patch.error`."""
         run = self._state.last_run
-        if run is None or not run.steps or self._default is None:
+        if run is None or not run.steps:
             return None
-        if run.kinds == {"unmerged": run.steps}:  # nothing was skipped or merged
-            return Estimate(math.inf, 0.0)
+        config = run.config
+        if run.kinds == {"unmerged": run.steps} or not (config.merges or config.reuse.on):
+            return Estimate(math.inf, 0.0)  # nothing was skipped or merged
+        if self._default is None:
+            return None
         facts = self._facts_at(run.height, run.width, run.steps)
-        return estimate_closeness(facts, run.config, shown_by([run]))
+        return estimate_closeness(facts, config, shown_by([run]))
 
     def _remarks(self, facts: Facts | None) -> dict[str, str]:
         """Return how close the picture is, and what the default method added or did not reach, by heading."""
         error, run, default = self.error, self._state.last_run, self._default
         other = "" if run is None or default is not None else "no, only speedup= has an estimate"
-        if other and not (self._in_force.merges or self._in_force.reuse.on):
-            other = str(Estimate(math.inf, 0.0))
         remarks = {"estimated": other if error is None else str(error)}
         if facts is not None and default is not None and facts.follows_steps:
             remarks["out of reach"] = default.shortfall(facts)

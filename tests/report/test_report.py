@@ -331,7 +331,7 @@ def test_a_known_number_of_steps_gives_the_plan():
     assert lines[0].endswith(f", a speed-up of {report.speedup:.2f}× as counted")
     assert lines[1:3] == ["plan: DDf··D", "      D the whole model runs, and no token merges"]
     assert predict(SimpleNamespace(unet=hosts.unet(), vae_scale_factor=8), HALF).scale == 8
-    assert "sample 16 × 24 (192 × 128 px), batch" in str(dataclasses.replace(report, width=24, scale=8))
+    assert "sample 24 × 16 (192 × 128 px), batch" in str(dataclasses.replace(report, width=24, scale=8))
     assert predict(hosts.unet(), config).plan == ""
 
 

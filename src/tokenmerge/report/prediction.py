@@ -113,7 +113,7 @@ class Report(Tabled):
         if self.flops_mean is not None:
             mean = gflops(self.flops_dense, self.flops_mean)
             lines.append((f"mean over {self.steps} steps", "", "", "", "", *mean))
-        size = f"sample {self.height} × {self.width}"
+        size = f"sample {self.width} × {self.height}"
         if self.scale:
             size += f" ({self.width * self.scale} × {self.height * self.scale} px)"
         size += f", batch {self.batch}" + (f", {self.steps} steps" if self.steps else "")

@@ -47,7 +47,7 @@ def summary(
         own_plan = "; each run gets its own plan" if is_default(conditions.method) else ""
         lines.append(
             f"  preview: nothing ran yet, so the default size and number of steps are taken{own_plan}. "
-            "patch.report(height, width, steps) shows others"
+            "patch.report(height, width, steps) shows others, with sizes of the latents"
         )
     if report is not None:
         lines.append(f"  {_counted(conditions, report)}")

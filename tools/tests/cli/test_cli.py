@@ -91,7 +91,7 @@ def test_generate_says_in_about_ten_lines_what_it_drew_and_writes_a_folder(folde
         "  with tokenmerge ",
         "×  ",
         "dB to dense: ",
-        "; every step ran whole",
+        " every step ran whole",
         "up to 25 % of the tokens merged, in",
         "one run each; --repeat 3 gives figures to rely on",
         f"Pictures:    {out}",

@@ -162,9 +162,10 @@ def _at_kept_tokens(value: Tensor, argument: TokenArgument, layout: Layout, plan
             )
         index = once(plan.keep, ("entries", text, layout.text), partial(_entries, plan, text, layout))
         if argument.batched:
-            along = [1] * value.ndim
+            along, shape = [1] * value.ndim, list(value.shape)
             along[0], along[axis] = index.shape
-            value = value.take_along_dim(index.view(along), axis)
+            shape[axis] = index.shape[1]
+            value = value.gather(axis, index.view(along).expand(shape))
         else:
             value = value.index_select(axis, index[0])
     return value

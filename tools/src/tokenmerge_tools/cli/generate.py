@@ -36,5 +36,4 @@ def generate(
     print("\n".join(terminal.result_lines(result, options)))
     if result.steps is not None:
         print(result.steps)
-    if details:
-        print("\n".join(terminal.details(result)))
+    print("\n".join(terminal.details(result)) if details else "  Settings:    --details prints them")

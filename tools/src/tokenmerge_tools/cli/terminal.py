@@ -130,20 +130,23 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
         gain = f"{rows[0][1] / seconds:.1f}×" if name != rows[0][0] else ""
         lines.append("  ".join((f"  {name:<16}", f"{_seconds(seconds):>7}", gain, closeness)).rstrip())
     many = f"medians of {options.repeat} timed runs each"
-    lines += [
-        f"  ({many if options.repeat > 1 else 'one run each; --repeat 3 gives figures to rely on'})",
-        "",
-    ]
+    about = many if options.repeat > 1 else "one run each; --repeat 3 gives figures to rely on"
+    if result.fewer_psnr is not None:
+        about += f"; {result.fewer_steps} steps were chosen to take as long"
+    lines += [f"  ({about})", ""]
     cache = f"{in_words(result.report.kept_bytes)} of cache" if result.report.kept_bytes else "no cache"
     ran, merged = _what_ran(result, options.steps)
     lines += [
-        f"  Counted:     {result.report.speedup:.2f}× by operations; {ran}",
+        f"  Counted:     {result.report.speedup:.2f}× by operations; the clock times encoder and decoder too",
+        f"               {ran}",
         f"               {merged}; {cache}",
     ]
+    finite = [value for value in result.psnr if math.isfinite(value)]
+    found = f"; measured: {sum(finite) / len(finite):.1f} dB" if finite else ""
     for line in result.summary.splitlines():
         if line.startswith("  estimated: ") and "(" in line:
             guess = line.removeprefix("  estimated: ").partition(" to the dense")[0]
-            lines.append(f"  Estimated:   {guess}, which needs no dense picture")
+            lines.append(f"  Estimated:   {guess}, without the dense picture{found}")
         if line.startswith(("  out of reach", "  min_psnr")):
             lines.append(line)
     lines.append("")
@@ -152,7 +155,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     if argument := options.merging.argument:
         tolerance = "" if options.min_psnr is None else f", min_psnr={options.min_psnr:g}"
         lines.append(f"  In Python:   tokenmerge.apply_token_merging(pipe, {argument}{tolerance})")
-    return [*lines, f"  Pictures:    {result.folder}", "  Settings:    --details prints them"]
+    return [*lines, f"  Pictures:    {result.folder}"]
 
 
 def _close_to_dense(result: Result) -> str:

@@ -291,9 +291,9 @@ class _Generating:
         of_merged = f", {sum(result.psnr) / len(dense):.1f} dB to dense" if result.psnr else ""
         picture = comparison(
             list(map(Pair, dense, merged, fewer, captions)),
-            dense=f"{width} x {height}, {self.options.steps} steps",
-            merged=f"{self.options.merging.title}{of_merged}",
-            fewer=f"dense, in {result.fewer_steps} steps{of_fewer}",
+            dense=f"{width} x {height}, {self.options.steps} steps, {result.seconds('dense')[0]:.1f} s",
+            merged=f"{self.options.merging.title}, {result.seconds('tokenmerge')[0]:.1f} s{of_merged}",
+            fewer=f"dense, {result.fewer_steps} steps, {result.fewer_seconds:.1f} s{of_fewer}",
         )
         path = self.result.folder / "comparison.png"
         write_atomically(path, picture.save)
