@@ -301,7 +301,7 @@ def test_a_removed_patch_keeps_what_its_last_run_did(pipe):
     generate(pipe, steps=12)
     before = str(patch).splitlines()
     patch.remove()
-    removed = "  removed: the model is as before. The last run with it:"
+    removed = "  removed: the model is as before"
     assert str(patch).splitlines() == [before[0], removed, *before[1:]]
 
 

@@ -313,7 +313,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         )
         first, *others = summary(self._in_force, conditions, report, run)
         if state_of(root) is not self._state:
-            last = ["  removed: the model is as before. The last run with it:", *others]
+            last = ["  removed: the model is as before", *others]
             first, others = (first, last) if run is not None else (f"{first}; removed", [])
         return "\n".join([first, *others])
 
@@ -358,9 +358,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             return f"a run {begins * more}adds complete steps while its estimate is below {aim}"
         if math.isinf(error.psnr):
             return "only the unchanged model reaches it"
-        met = "met" if error.psnr >= wanted else "not met"
+        reached = "above" if error.psnr >= wanted else "below"
         speeds = f"{self.report().speedup:.2f}× in place of {plan.speedup:.2f}×"
-        return f"{met} by the estimate of {error.psnr:.0f} dB; it aimed at {aim}. This cost speed: {speeds}"
+        return f"the estimate is {reached} it; the aim was {aim}. This cost speed: {speeds}"
 
     def _pictures(self, pipe: Any) -> int | None:
         """Return how many pictures a call draws; None: unknown."""

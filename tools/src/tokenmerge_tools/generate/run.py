@@ -281,7 +281,7 @@ class _Generating:
             captions = [
                 f"{caption} · identical"
                 if math.isinf(psnr_db)
-                else f"{caption} · PSNR {psnr_db:.1f} dB · SSIM {similarity:.3f}"
+                else f"{caption} · with tokenmerge: PSNR {psnr_db:.1f} dB, SSIM {similarity:.3f}"
                 for caption, psnr_db, similarity in zip(captions, result.psnr, result.ssim, strict=True)
             ]
         except MissingExtraError as error:
