@@ -71,9 +71,8 @@ def printed(run: dict) -> str:
     threads = run["conditions"]["environment"]["threads"]
     guess = int(re.search(r"estimated: (\d+) dB", run["summary"])[1])
     note = (
-        f"*This call took {merged:.1f} s instead of {dense:.1f} s ({dense / merged:.1f}×), on {threads} CPU "
-        f"thread{'s' * (threads > 1)}. The estimate is {guess} dB, and the truth {psnr:.1f} dB: "
-        "the prompt is easy.*"
+        f"*One easy prompt on {threads} CPU thread{'s' * (threads > 1)}: {merged:.1f} s instead of {dense:.1f} s "
+        f"({dense / merged:.1f}×). The estimate is {guess} dB, and the truth {psnr:.1f} dB.*"
     )
     return "\n".join(("```text", run["summary"], "```", "", note, ""))
 

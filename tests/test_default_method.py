@@ -129,7 +129,10 @@ def test_a_removed_patch_says_so(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe)
     patch.remove()
-    assert str(patch) == "tokenmerge in UNet2DConditionModel: aims at speed-up 2; removed"
+    assert (
+        str(patch)
+        == "tokenmerge in UNet2DConditionModel: aims at speed-up 2\n  removed: the model is as before"
+    )
 
 
 def test_the_handle_draws_the_plan_as_one_sign_for_each_step(fast):

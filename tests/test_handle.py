@@ -46,7 +46,7 @@ def test_before_a_run_it_counts_the_default_size_and_number_of_steps(pipe):
     assert "last run" not in str(patch)
     sample, scale = pipe.unet.config.sample_size, pipe.vae_scale_factor
     assert f" at {sample * scale} × {sample * scale} px, 50 steps, guidance 7.5\n" in str(patch)
-    unknown = "  preview: nothing ran yet, so the default size and number of steps are taken"
+    unknown = "  preview for the default size and number of steps"
     others = ". patch.report(height, width, steps) shows others, with sizes of the latents"
     assert str(patch).splitlines()[1] == f"{unknown}{others}"
     default = apply_token_merging(pipe, speedup=2.0)

@@ -312,9 +312,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             remarks={**self._remarks(facts), **notes},
         )
         first, *others = summary(self._in_force, conditions, report, run)
-        if state_of(root) is not self._state:
-            last = ["  removed: the model is as before", *others]
-            first, others = (first, last) if run is not None else (f"{first}; removed", [])
+        if (now := state_of(root)) is not self._state:
+            gone = "removed: the model is as before" if now is None else "replaced by a later call"
+            others = [f"  {gone}", *(others if run is not None else [])]
         return "\n".join([first, *others])
 
     @property

@@ -46,7 +46,7 @@ def summary(
     elif report is not None:
         own_plan = "; each run gets its own plan" if is_default(conditions.method) else ""
         lines.append(
-            f"  preview: nothing ran yet, so the default size and number of steps are taken{own_plan}. "
+            f"  preview for the default size and number of steps{own_plan}. "
             "patch.report(height, width, steps) shows others, with sizes of the latents"
         )
     if report is not None:
@@ -80,6 +80,8 @@ def title(config: ToMeConfig, conditions: Conditions) -> str:
 
 def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     rows = [row for row in report.rows if row.merged_tokens < row.tokens]
+    if report.flops == report.flops_dense and is_default(conditions.method):
+        return "none"
     if not rows and is_default(conditions.method):
         tokens = math.prod(conditions.denoiser.grid_at(report.height, report.width))
         pays = "step reuse alone changes the picture less"
