@@ -47,7 +47,7 @@ def test_before_a_run_it_counts_the_default_size_and_number_of_steps(pipe):
     sample, scale = pipe.unet.config.sample_size, pipe.vae_scale_factor
     assert f" at {sample * scale} × {sample * scale} px, 50 steps, guidance 7.5\n" in str(patch)
     unknown = "  preview for the default size and number of steps"
-    others = ". patch.report(height, width, steps) shows others, with sizes of the latents"
+    others = ". patch.report(height=64, width=64, steps=20) shows that of other latents"
     assert str(patch).splitlines()[1] == f"{unknown}{others}"
     default = apply_token_merging(pipe, speedup=2.0)
     assert str(default).splitlines()[1] == f"{unknown}; each run gets its own plan{others}"

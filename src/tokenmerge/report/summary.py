@@ -47,7 +47,7 @@ def summary(
         own_plan = "; each run gets its own plan" if is_default(conditions.method) else ""
         lines.append(
             f"  preview for the default size and number of steps{own_plan}. "
-            "patch.report(height, width, steps) shows others, with sizes of the latents"
+            "patch.report(height=64, width=64, steps=20) shows that of other latents"
         )
     if report is not None:
         lines.append(f"  {_counted(conditions, report)}")

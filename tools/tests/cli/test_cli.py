@@ -97,7 +97,7 @@ def test_generate_says_in_about_ten_lines_what_it_drew_and_writes_a_folder(folde
         f"Pictures:    {out}",
     ):
         assert words in text
-    assert len(lines) <= 14
+    assert len(lines) <= 15
     assert (out / "comparison.png").is_file()
     conditions = json.loads((out / "run.json").read_text())["conditions"]
     chosen = conditions["options"]

@@ -127,6 +127,9 @@ def test_as_many_dense_steps_as_take_the_same_time_stand_beside_them(folder, tmp
     text = result_lines(result, options(folder, tmp_path, merging=merging, steps=8))
     (line,) = [line for line in text if line.startswith(f"  dense, {steps} steps ")]
     assert f"  {result.fewer_psnr:.1f} dB to dense: " in line
+    gain = result.psnr[0] - result.fewer_psnr
+    closer = "tokenmerge" if gain > 0 else "fewer steps"
+    assert f"  Closer:      {closer}, by {abs(gain):.1f} dB" in text
     monkeypatch.setattr(Result, "speedup", lambda *_: 1.1)
     assert generate(options(folder, tmp_path / "two")).fewer_psnr is None  # too little was saved for one step
     panels = [pixels(tmp_path / name / "comparison.png").shape[1] for name in ("all", "two")]

@@ -135,6 +135,10 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
         fair = abs(math.log(result.fewer_seconds / rows[-2][1])) < math.log(1.2)
         about += f"; {result.fewer_steps} steps {'take' if fair else 'were to take'} as long"
     lines += [f"  ({about})", ""]
+    finite = [value for value in result.psnr if math.isfinite(value)]
+    if result.fewer_psnr is not None and finite:
+        lead = sum(finite) / len(finite) - result.fewer_psnr
+        lines.append(f"  Closer:      {'tokenmerge' if lead > 0 else 'fewer steps'}, by {abs(lead):.1f} dB")
     cache = f"{in_words(result.report.kept_bytes)} of cache" if result.report.kept_bytes else "no cache"
     ran, merged = _what_ran(result, options.steps)
     lines += [
@@ -142,7 +146,6 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
         f"               {ran}",
         f"               {merged}; {cache}",
     ]
-    finite = [value for value in result.psnr if math.isfinite(value)]
     found = f"; measured: {sum(finite) / len(finite):.1f} dB" if finite else ""
     for line in result.summary.splitlines():
         if line.startswith("  estimated: ") and "(" in line:
@@ -179,9 +182,9 @@ def _what_ran(result: Result, steps: int) -> tuple[str, str]:
     complete, finest = sum(map(plan.count, "MDC")), plan.count("f")
     ran, skipped = f"{complete} of {steps} steps ran the whole model", len(plan) - complete - finest
     ran = ran if complete < len(plan) else "every step ran whole"
-    ran += f", {finest} only its finest level (most pixels)" * (finest > 0) + f", {skipped} skipped all blocks" * (
-        skipped > 0
-    )
+    ran += f", {finest} only its finest level (most pixels)" * (
+        finest > 0
+    ) + f", {skipped} skipped all blocks" * (skipped > 0)
     most = max(rows, key=lambda row: row.tokens, default=None)
     share = 0.0 if most is None else 100 * (1 - most.merged_tokens / most.tokens)
     blocks = sum(row.merged_tokens < row.tokens for row in rows)

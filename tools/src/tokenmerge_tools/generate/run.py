@@ -258,8 +258,8 @@ class _Generating:
 
         They are not fewer than the merged pictures cost, as counted. None: they would be all steps.
         """
-        gains = (self.result.speedup("tokenmerge") or 1, self.result.report.speedup)
-        steps = max(1, *(round(self.options.steps / gain) for gain in gains))
+        in_time = math.ceil(self.options.steps / (self.result.speedup("tokenmerge") or 1))
+        steps = max(1, in_time, round(self.options.steps / self.result.report.speedup))
         if steps >= self.options.steps:
             return [None] * count
         began = time.perf_counter()
