@@ -330,3 +330,11 @@ def test_a_speedup_of_1_gives_the_dense_picture(pipe):
     assert last_run(patch) == "  last run: 3 steps"
     assert "  estimated: the dense picture itself: nothing was skipped or merged\n" in str(patch)
     patch.remove()
+
+
+def test_a_patch_that_another_one_replaced_is_not_called_removed(pipe):
+    first = apply_token_merging(pipe, speedup=2.0)
+    second = apply_token_merging(pipe, speedup=3.0)
+    assert str(first).splitlines()[1:] == ["  replaced by a later call"]
+    second.remove()
+    assert str(second).splitlines()[1:] == ["  removed: the model is as before"]

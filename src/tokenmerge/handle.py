@@ -359,8 +359,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if math.isinf(error.psnr):
             return "only the unchanged model reaches it"
         reached = "above" if error.psnr >= wanted else "below"
-        speeds = f"{self.report().speedup:.2f}× in place of {plan.speedup:.2f}×"
-        return f"the estimate is {reached} it; the aim was {aim}. This cost speed: {speeds}"
+        ran, due = (f"{speedup:.2f}×" for speedup in (self.report().speedup, plan.speedup))
+        cost = "no step was added" if ran == due else f"this cost speed: {ran} in place of {due}"
+        return f"the estimate is {reached} it; the aim was {aim}; {cost}"
 
     def _pictures(self, pipe: Any) -> int | None:
         """Return how many pictures a call draws; None: unknown."""

@@ -152,7 +152,7 @@ def test_the_summary_says_what_a_tolerance_cost():
     due = f"the estimate is {'above' if above else 'below'} it; the aim was 36 dB"
     counted, cost, fixed = map(float, re.findall(r"(\d\.\d\d)×", found))
     assert (
-        f"min_psnr 30: {due}, 6 more to be safe. This cost speed: {cost:.2f}× in place of {fixed:.2f}×"
+        f"min_psnr 30: {due}, 6 more to be safe; this cost speed: {cost:.2f}× in place of {fixed:.2f}×"
         in found
     )
     assert counted == cost < fixed
@@ -276,3 +276,10 @@ def test_metadata_give_the_same_picture():
     patch = apply_token_merging(pipe, read_metadata(line))
     assert torch.equal(pipe(), picture)
     patch.remove()
+
+
+def test_a_tolerance_that_asks_for_little_costs_nothing():
+    pipe = Unet()
+    with apply(pipe, 1) as patch:
+        pipe((0, 1))
+        assert "; the aim was 7 dB, 6 more to be safe; no step was added\n" in str(patch)

@@ -288,6 +288,38 @@ def test_the_first_page_says_how_the_default_method_compares():
     assert {one.config["ratio"] for one in own} == {0}  # docs/rivals.md: `auto` merges none of the tokens
 
 
+def test_the_first_pages_say_how_much_closer_the_default_method_is_in_the_same_time():
+    lines = (ROOT / "benchmarks" / "readme_cpu.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
+    gains = []
+    for name in ("speedup=1.5", "speedup=2", "speedup=3"):
+        own, fewer = (
+            round(sum(line[key]["psnr"] for line in found) / len(found))
+            for key in (name, f"as long as {name}")
+        )
+        gains.append(own - fewer)
+    assert f"closer by {min(gains)} to {max(gains)} dB in this table" in README
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert f"closer by {min(gains)} to {max(gains)} dB in the table above" in index
+
+
+def test_the_table_of_solvers_that_add_noise_says_what_its_record_says():
+    lines = (ROOT / "benchmarks" / "noise_cpu.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
+    page = (ROOT / "docs" / "solvers.md").read_text(encoding="utf-8")
+    for size, aim in {(line["size"], line["aim"]) for line in found}:
+        usual, noisy = (
+            [
+                line["psnr"]
+                for line in found
+                if (line["size"], line["aim"], line["method"]) == (size, aim, method)
+            ]
+            for method in ("plan of the others", "plan for solvers that add noise")
+        )
+        means = [f"{sum(own) / len(own):.1f} dB" for own in (usual, noisy)]
+        assert f"| {size} × {size} | {aim}× | {means[0]} | {means[1]} |" in page
+
+
 def test_readme_says_how_other_caches_compare():
     written = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))
     rows = written["at_speed"](2.0).splitlines()[2:]

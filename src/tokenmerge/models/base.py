@@ -86,7 +86,8 @@ class TokenArgument:
     # Index of the element of a tuple, or key of the value of a dictionary, that has the entries; None: all.
     element: int | str | None = None
     ndim: int | None = None  # the argument has such entries only if it has this number of axes; None: any
-    # The number of axes that the host broadcasts it to, with new ones in front, which ``axes`` count too.
+    # The number of axes that the host broadcasts it to. Missing ones are added in front, and ``axes`` count
+    # with them. None: no axes are missing.
     broadcasts_to: int | None = None
 
 
@@ -98,7 +99,8 @@ class Layout:
     # Where text tokens stand if they share a sequence with the image, in the tokens or in a token argument.
     # Text never merges.
     text: Literal["first", "last"] = "first"
-    # Name of a mask [b, text + n] that is true before the padding behind the image; None: there is none.
+    # Name of a mask [b, text + n] that is true before the padding. The padding follows texts of different
+    # lengths and the image. None: there is no padding.
     padding: str | None = None
     token_arguments: tuple[TokenArgument, ...] = ()
     same_as_tokens: str | None = None  # name of an argument that may be the same tensor as the tokens

@@ -86,7 +86,8 @@ def basic_blocks(
 ) -> tuple[Block, ...]:
     """Describe the blocks of one module list, whose sub-layers are called ``attn1``, ``attn2`` and ``ff``.
 
-    The argument ``context`` gives self-attention other keys and values. ``facts`` are fields of a Block.
+    ``context`` is the name of the argument that gives their self-attention other keys and values. ``facts``
+    are fields of :class:`Block`.
     """
     blocks: Any = root.get_submodule(name)
     return tuple(_basic_block(f"{name}.{i}", block, context, facts) for i, block in enumerate(blocks))

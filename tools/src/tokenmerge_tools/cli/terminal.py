@@ -132,8 +132,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     many = f"medians of {options.repeat} timed runs each"
     about = many if options.repeat > 1 else "one run each; --repeat 3 gives figures to rely on"
     if result.fewer_psnr is not None:
-        fair = abs(math.log(result.fewer_seconds / rows[-2][1])) < math.log(1.2)
-        about += f"; {result.fewer_steps} steps {'take' if fair else 'were to take'} as long"
+        about += f"; {result.fewer_steps} steps were chosen to take as long"
     lines += [f"  ({about})", ""]
     finite = [value for value in result.psnr if math.isfinite(value)]
     if result.fewer_psnr is not None and finite:
@@ -182,9 +181,8 @@ def _what_ran(result: Result, steps: int) -> tuple[str, str]:
     complete, finest = sum(map(plan.count, "MDC")), plan.count("f")
     ran, skipped = f"{complete} of {steps} steps ran the whole model", len(plan) - complete - finest
     ran = ran if complete < len(plan) else "every step ran whole"
-    ran += f", {finest} only its finest level (most pixels)" * (
-        finest > 0
-    ) + f", {skipped} skipped all blocks" * (skipped > 0)
+    ran += f", {finest} only its finest level (most pixels)" * (finest > 0)
+    ran += f", {skipped} skipped all blocks" * (skipped > 0)
     most = max(rows, key=lambda row: row.tokens, default=None)
     share = 0.0 if most is None else 100 * (1 - most.merged_tokens / most.tokens)
     blocks = sum(row.merged_tokens < row.tokens for row in rows)

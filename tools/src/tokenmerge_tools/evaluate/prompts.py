@@ -43,7 +43,8 @@ def items_of(prompts: Sequence[str], seeds: Sequence[int]) -> list[Item]:
 
 def built_in_prompts() -> list[str]:
     """Return the prompts of the bundled models: 100 glyphs, on each background in turn."""
-    return [caption(read_glyphs()[glyph].name, ground) for glyph, ground in choose_prompts(_BUILT_IN)]
+    glyphs = read_glyphs()
+    return [caption(glyphs[glyph].name, ground) for glyph, ground in choose_prompts(_BUILT_IN)]
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -256,7 +256,7 @@ class _Generating:
     def _draw_fewer(self, count: int) -> list[Image] | list[None]:
         """Draw with the dense model, in as many steps as fit into the time of the merged pictures.
 
-        They are not fewer than the merged pictures cost, as counted. None: they would be all steps.
+        They have at least the operations of the merged pictures. None: they would be all steps.
         """
         in_time = math.ceil(self.options.steps / (self.result.speedup("tokenmerge") or 1))
         steps = max(1, in_time, round(self.options.steps / self.result.report.speedup))
