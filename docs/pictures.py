@@ -30,7 +30,6 @@ from tokenmerge_tools import demo
 from tokenmerge_tools.closeness import psnr
 from tokenmerge_tools.export.run import ExportOptions, export
 from tokenmerge_tools.method_spec import merging_alone
-from tokenmerge_tools.pipelines.call import latent_scale
 from tokenmerge_tools.pipelines.loading import twin
 from tokenmerge_tools.sheets import as_tensor, difference, difference_gain, enlarge, sheet
 
@@ -175,8 +174,7 @@ def web_uis() -> None:
                     patch = apply_token_merging(own, **settings)
                     after.callback(patch.remove)
                     steps = round(STEPS * strength)
-                    latent = size // latent_scale(own)
-                    report = patch.report(height=latent, width=latent, steps=steps)
+                    report = patch.report(height=size, width=size, steps=steps)
                     counted.append(report.flops_dense / (report.flops_mean or report.flops_merged))
                 pictures.append(own(prompt, **passed).images[0])
     columns = []

@@ -253,7 +253,7 @@ def test_the_message_stays_short_however_many_parts_there_are():
 
 
 def test_anything_else_in_place_of_a_configuration_is_an_error():
-    with pytest.raises(ConfigError, match=r"a ToMeConfig such as .* got \['half'\]"):
+    with pytest.raises(ConfigError, match=r"expected a ToMeConfig, .* got \['half'\]"):
         apply_token_merging(hosts.unet(), ["half"])
 
 

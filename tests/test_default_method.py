@@ -66,7 +66,7 @@ def test_a_number_alone_is_refused_with_both_lines():
         assert "apply_token_merging(pipe, speedup=2.0)" in str(caught.value)
         assert "apply_token_merging(pipe, ratio=0.5)" in str(caught.value)
         assert state_of(unet) is None
-    with pytest.raises(ConfigError, match="config: expected a ToMeConfig"):
+    with pytest.raises(ConfigError, match="apply_token_merging: expected a ToMeConfig"):
         apply_token_merging(unet, True)  # type: ignore[call-overload]
 
 
@@ -141,8 +141,13 @@ def test_the_handle_draws_the_plan_as_one_sign_for_each_step(fast):
     patch = apply_token_merging(pipe, ToMeConfig(reuse=reuse, correction=Correction(every=2)))
     run(pipe, 10)
     assert "  plan: CM·f·C·f·M\n" in str(patch)
-    for sign in ("M the whole model", "C the whole model", "f only the finest level", "· all blocks"):
-        assert f"\n        {sign}" in str(patch)
+    for line in (
+        "M in 2 steps: the whole model runs, on merged tokens",
+        "C in 2 steps: the whole model runs, and no token merges; this step corrects what merging loses",
+        "f in 2 steps: only the finest level",
+        "· in 4 steps: all blocks",
+    ):
+        assert f"\n        {line}" in str(patch)
     pipe = pipeline(transformer=model_of(FAMILIES["SD3Transformer2DModel"]))
     patch = apply_token_merging(pipe, ToMeConfig(reuse=StepReuse(every=4)))
     (line,) = (line for line in str(patch).splitlines() if line.startswith("  plan: "))
@@ -198,7 +203,7 @@ def test_a_generation_that_is_over_before_anything_merges_says_so(steps, dense):
 def test_small_pictures_are_an_error_only_if_nothing_is_saved(monkeypatch):
     monkeypatch.setattr(calibration, "TOKENS_ON_CPU", 4096)
     unet = hosts.unet()
-    with pytest.raises(NothingToMergeError, match="pass the pipeline in place of its model"):
+    with pytest.raises(NothingToMergeError, match="pass the pipeline, or write"):
         apply_token_merging(unet, speedup=2.0)
     apply_token_merging(pipeline(unet=unet), speedup=2.0)  # steps without blocks save time at any size
 
@@ -270,6 +275,9 @@ def test_the_handle_estimates_how_close_the_last_picture_is(fast):
     assert patch.error is not None
     assert patch.error.worst_step in range(12)
     assert f"  estimated: {patch.error}" in str(patch)
+    plan, caret = str(patch).partition("  plan: ")[2].splitlines()[:2]
+    assert len(plan) == 12
+    assert caret.removeprefix(" " * 8) == f"{' ' * patch.error.worst_step}^ probably the largest error"
     apply_token_merging(pipe, ToMeConfig(reuse=StepReuse(every=2)))
     run(pipe, 12)
     assert patch.error is not None  # that of its own last run

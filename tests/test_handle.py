@@ -1,7 +1,6 @@
 """What the handle of a patch says, before and after a run."""
 
 import dataclasses
-import re
 import threading
 
 import hosts
@@ -45,12 +44,9 @@ def test_before_a_run_it_counts_the_default_size_and_number_of_steps(pipe):
     assert "50 steps" in str(patch)
     assert "last run" not in str(patch)
     sample, scale = pipe.unet.config.sample_size, pipe.vae_scale_factor
-    assert f" at {sample * scale} × {sample * scale} px, 50 steps, guidance 7.5\n" in str(patch)
-    unknown = "  preview for the default size and number of steps"
-    others = ". patch.report(height=64, width=64, steps=20) shows that of other latents"
-    assert str(patch).splitlines()[1] == f"{unknown}{others}"
-    default = apply_token_merging(pipe, speedup=2.0)
-    assert str(default).splitlines()[1] == f"{unknown}; each run gets its own plan{others}"
+    size = f"{sample * scale} × {sample * scale} px, 50 steps, guidance 7.5"
+    assert str(patch).splitlines()[1] == f"  before a run, for the defaults: {size}"
+    assert str(patch).endswith("\n  other sizes: print(patch.report(height=…, width=…, steps=…))")
 
 
 def test_it_names_the_ratio_that_was_given_and_no_other_number(pipe):
@@ -80,10 +76,29 @@ def test_a_model_alone_has_no_number_of_steps():
 
 def test_another_size_and_number_of_steps(pipe):
     patch = apply_token_merging(pipe, SKIPS)
-    assert patch.report(24, 40, steps=8) == predict(pipe, SKIPS, 24, 40, steps=8)
-    assert patch.report(24, 40, 1, 8).batch == 1
+    scale = pipe.vae_scale_factor
+    assert scale > 1
+    assert patch.report(24 * scale, 40 * scale + 1, steps=8) == predict(pipe, SKIPS, 24, 40, steps=8)
+    assert patch.report(24 * scale, 40 * scale, batch=1, steps=8).batch == 1
     with pytest.raises(ConfigError, match="steps: expected an integer ≥ 1, got 0"):
         patch.report(steps=0)
+    for wrong in (scale - 1, 0, 64.0):
+        with pytest.raises(ConfigError, match=f"height, width: expected an integer ≥ {scale}, got {wrong}"):
+            patch.report(wrong, 64)
+
+
+def test_a_model_alone_takes_the_size_of_its_latents():
+    patch = apply_token_merging(hosts.unet(), SKIPS)
+    assert patch.report(24, 40) == predict(hosts.unet(), SKIPS, 24, 40)
+
+
+@pytest.mark.parametrize("name", ["vae_scale_factor_spatial", "vae_spatial_compression_ratio"])
+def test_pipelines_of_videos_tell_the_scale_by_other_names(pipe, name):
+    scale = pipe.vae_scale_factor
+    del pipe.vae_scale_factor
+    setattr(pipe, name, 2 * scale)
+    patch = apply_token_merging(pipe, SKIPS)
+    assert patch.report(48 * scale, 32 * scale).height == 24
 
 
 def test_after_a_run_it_counts_that_run(pipe):
@@ -91,7 +106,8 @@ def test_after_a_run_it_counts_that_run(pipe):
     generate(pipe, size=64, guidance_scale=1.0)
     side = 64 // pipe.vae_scale_factor
     assert patch.report() == predict(pipe, SKIPS, side, side, batch=1, steps=12)
-    assert f"({FULL} complete, {12 - FULL} reused), {side * side} tokens" in last_run(patch)
+    assert sum(map(patch.report().plan.count, "MDC")) == FULL
+    assert last_run(patch).startswith("  last run: 64 × 64 px, 12 steps, no classifier-free guidance, ")
     generate(pipe, steps=4, size=96)
     side = 96 // pipe.vae_scale_factor
     assert patch.report() == predict(pipe, SKIPS, side, side, batch=2, steps=4)
@@ -103,8 +119,8 @@ def test_steps_are_merged_unmerged_or_reused(pipe):
     config = ToMeConfig(ratio=0.5, rules=dense_outside(0, 0.5), correction=Correction(every=2))
     patch = apply_token_merging(pipe, config)
     generate(pipe)
-    assert "12 steps in" in last_run(patch)
-    assert "(12 complete, 9 of them unmerged, 0 reused)" in last_run(patch)
+    assert patch.report().plan == "CMCMCMDDDDDD"
+    assert "        M in 3 steps: the whole model runs, on merged tokens\n" in str(patch)
 
 
 def test_an_interrupted_run_says_how_far_it_came(pipe):
@@ -123,8 +139,7 @@ def test_an_interrupted_run_says_how_far_it_came(pipe):
 def test_settings_that_do_not_follow_the_steps_tell_the_number_of_steps(pipe):
     patch = apply_token_merging(pipe, ToMeConfig(ratio=0.5))
     generate(pipe, steps=3)
-    side = 64 // pipe.vae_scale_factor
-    assert last_run(patch) == f"  last run: 3 steps, {side * side} tokens"
+    assert last_run(patch) == "  last run: 64 × 64 px, 3 steps, guidance 7.5"
 
 
 def test_what_the_default_method_does_at_the_guidance_of_the_run_is_counted(pipe):
@@ -141,7 +156,9 @@ def test_the_seconds_are_those_from_the_first_call_to_the_last(pipe, monkeypatch
     monkeypatch.setattr("tokenmerge.runtime.memory.run_log.time.perf_counter", lambda: next(clock))
     patch = apply_token_merging(pipe, SKIPS)
     generate(pipe, steps=4)
-    assert "4 steps in 4.0 s" in last_run(patch)  # the clock is read at the start and after each call
+    assert last_run(patch).endswith(
+        ", 4 steps, guidance 7.5, 4.0 s of denoising"
+    )  # the clock is read at the start and after each call
 
 
 @pytest.mark.slow
@@ -154,7 +171,7 @@ def test_another_thread_and_another_generation_do_not_mix(pipe):
     thread.join()
     assert "4 steps" in last_run(patch)
     generate(pipe)
-    assert last_run(patch).partition("(")[2] == first.partition("(")[2]
+    assert last_run(patch).rpartition(",")[0] == first.rpartition(",")[0]
 
 
 def test_the_cache_of_flux_is_told_before_the_run():
@@ -208,7 +225,7 @@ def test_steps_outside_the_part_that_merges_are_complete(pipe):
     """The text before the run predicts the number of complete steps in the run."""
     patch = apply_token_merging(pipe, SKIPS, start=0.25, until=0.75)
     generate(pipe)
-    run = int(re.search(r"\((\d+) complete", last_run(patch))[1])
+    run = len([kind for kind in patch._state.last_run.kind_of_step.values() if kind != "reused"])
     assert FULL < run < 12
     assert sum(map(patch.report().plan.count, "MDC")) == run
 
@@ -309,7 +326,7 @@ def test_of_one_step_it_says_one_step(pipe):
     patch = apply_token_merging(pipe, speedup=2.0)
     with pytest.warns(UserWarning, match="at most"):
         generate(pipe, steps=1)
-    assert last_run(patch).startswith("  last run: 1 step in ")
+    assert "64 px, 1 step, guidance" in last_run(patch)
     patch.remove()
 
 
@@ -319,7 +336,7 @@ def test_half_a_size_is_completed_by_the_last_run_or_refused(pipe):
         patch.report(height=32)
     generate(pipe, steps=12)
     side = 64 // pipe.vae_scale_factor
-    report = patch.report(height=2 * side)
+    report = patch.report(height=128)
     assert (report.height, report.width) == (2 * side, side)
     patch.remove()
 
@@ -327,7 +344,7 @@ def test_half_a_size_is_completed_by_the_last_run_or_refused(pipe):
 def test_a_speedup_of_1_gives_the_dense_picture(pipe):
     patch = apply_token_merging(pipe, speedup=1.0)
     generate(pipe, steps=3)
-    assert last_run(patch) == "  last run: 3 steps"
+    assert last_run(patch) == "  last run: 3 steps, guidance 7.5"
     assert "  estimated: the dense picture itself: nothing was skipped or merged\n" in str(patch)
     patch.remove()
 

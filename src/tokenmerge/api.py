@@ -25,7 +25,7 @@ from tokenmerge.integrations import export  # noqa: F401 - exported programs com
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import DENOISERS, find_hosts
 from tokenmerge.report import Report
-from tokenmerge.runtime.memory.state import RecordedPlan
+from tokenmerge.runtime.memory.state import RecordedPlan, warn_caller
 from tokenmerge.runtime.patching.patch import (
     hosts_that_merge,
     new_state,
@@ -185,9 +185,8 @@ def _asked(
             f"apply_token_merging: a number alone can mean a speed-up or a ratio, got {shown(config)}; write "
             f"{_TWO_WAYS}"
             if is_number
-            else "config: expected a ToMeConfig such as ToMeConfig(ratio=0.5), a ViTConfig such as "
-            "ViTConfig(r=8), the name of a preset such as 'toma', or a file of settings such as "
-            f"'tuned.json', got {shown(config)}; or write {_TWO_WAYS}"
+            else "apply_token_merging: expected a ToMeConfig, a ViTConfig, the name of a preset such as "
+            f"'toma', or a file of settings such as 'tuned.json', got {shown(config)}; or write {_TWO_WAYS}"
         )
     hosts = hosts_of(model)
     if ratio is not None:
@@ -203,10 +202,11 @@ def _asked(
     follows = default.facts.follows_steps and default.speedup > 1
     if not follows and default.speedup > 1 and not default.widest.merges:
         raise NothingToMergeError(
-            "nothing to merge: pass the pipeline in place of its model, which alone has no steps to skip, "
-            "and whose tokens would take longer to merge than it saves at its default size; to merge them "
-            "anyway, write apply_token_merging(model, ratio=0.5)"
+            "nothing to merge: a model alone has no steps to skip, and merging its tokens would save no time "
+            "here; pass the pipeline, or write apply_token_merging(model, ratio=0.5)"
         )
+    if follows and (told := default.shortfall(default.facts)):
+        warn_caller(told)
     return _Asked(default.widest, default.name, hosts=hosts, default=default if follows else None)
 
 
@@ -236,7 +236,7 @@ def _preset(name: str, ratio: float | None) -> ToMeConfig:
     if name not in presets.__all__:
         instead = nearest_of(name, presets.__all__) or f"; or write {_TWO_WAYS}"
         raise ConfigError(
-            f"config: expected the name of a preset, one of {', '.join(presets.__all__)}, or the path of a "
+            f"apply_token_merging: expected the name of a preset, one of {', '.join(presets.__all__)}, or a "
             f".json file of settings, got {shown(name)}{instead}"
         )
     make: Callable[..., ToMeConfig] = getattr(presets, name)

@@ -21,13 +21,15 @@ from tokenmerge.planners.calibration import Attention, fewest_tokens
 from tokenmerge.plans import Estimate, Facts
 from tokenmerge.plans.choose import merging_pays
 from tokenmerge.plans.estimate import estimate_closeness
+from tokenmerge.plans.generation import plan_generation
 from tokenmerge.plans.policy import ESTIMATE
+from tokenmerge.report.notes import signs_of
 from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
 from tokenmerge.report.summary import Conditions, RunSteps, summary
 from tokenmerge.runtime.memory.run_log import StepRecorder, shown_by
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.patching.patch import refuse_in_use, restore, state_of
-from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies
+from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies, latent_scale
 from tokenmerge.vit.planner import RecordedTokens
 from tokenmerge.vit.report import ViTReport, predict_vit
 
@@ -58,8 +60,9 @@ class Patch(Generic[AnyReport, AnyRecord]):
         self,
         height: int | None = None,
         width: int | None = None,
-        batch: int | None = None,
+        *,
         steps: int | None = None,
+        batch: int | None = None,
         references: Sequence[tuple[int, int]] | None = None,
     ) -> AnyReport:
         """Count what merging does to each block, and what it saves.
@@ -72,13 +75,13 @@ class Patch(Generic[AnyReport, AnyRecord]):
         :func:`tokenmerge.planners.calibration.fewest_tokens`, which are made once and take some seconds.
 
         Args:
-            height: height of the sample, ≥ 1 (for latent diffusion, of the latents; for a vision transformer,
-                of the picture in pixels).
-            width: width of the sample, likewise.
-            batch: batch size of a call of the model, ≥ 1. Guidance usually makes it 2 for one picture.
+            height: height of the picture in pixels, as in a call of the pipeline. For a model without its
+                pipeline, and for one that does not tell the scale of its VAE, it is that of the latents.
+            width: width of the picture, likewise.
             steps: number of denoising steps to average operations over, ≥ 1.
+            batch: batch size of a call of the model, ≥ 1. Guidance usually makes it 2 for one picture.
             references: (height, width) of each reference picture that an editing model reads in the sequence
-                of the sample, in the unit of the sample. Before the first run, the default is none.
+                of the sample, likewise. Before the first run, the default is none.
 
         Raises:
             ConfigError: a number is out of range, or the model has no default size and none is given.
@@ -187,10 +190,9 @@ class Patch(Generic[AnyReport, AnyRecord]):
         128 × 64.
 
         Args:
-            height: height of the latents, as for :func:`tokenmerge.report.predict`, and not of the picture.
-                It is 128 for a picture of FLUX.1 that is 1024 pixels high, and must be a multiple of the
-                model's patch size, which is 2 there.
-            width: width of the latents, likewise.
+            height: height of the picture, in the unit of :meth:`report`. In latents, it must be a multiple of
+                the model's patch size, which is 2 for FLUX.
+            width: width of the picture, likewise.
 
         Raises:
             ConfigError: the values are not such numbers, or the patched model is a vision transformer.
@@ -201,7 +203,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
                 "at_size: a vision transformer reads its grid from its input; leave the call out"
             )
         for state in states:
-            state.set_size(height, width)
+            state.set_size(*_in_latents(self._model, "height, width", height, width))
 
     @contextlib.contextmanager
     def record(self) -> Iterator[dict[str, AnyRecord]]:
@@ -259,10 +261,19 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
                 "patch.at_step(i, steps) before each step, or apply token merging to the pipeline that runs. "
                 "A model that is compiled into one graph records none: compile its blocks"
             )
-        return RunSteps(recorder.last.rows())
+        rows, run, plan = recorder.last.rows(), self._state.last_run, ""
+        if run is not None and run.steps:
+            merges, is_unet = any(row.blocks for row in rows), bool(self._denoiser.deep_stages)
+            plan = signs_of(plan_generation(run.config, run.steps), merges, is_unet)
+        # The last run may be one of another thread.
+        same = all((row.kind == "reused") == (plan[row.step : row.step + 1] in ("f", "·")) for row in rows)
+        return RunSteps(rows, plan if same else "")
 
     def _report(self, height: Given, width: Given, batch: Given, steps: Given, references: Sizes) -> Report:
         run = self._state.last_run
+        height, width = _in_latents(self._model, "height, width", height, width)
+        if references is not None:
+            references = [_in_latents(self._model, "references", *size) for size in references]
         if run is not None:
             if height is width is None:
                 references = run.references if references is None else references
@@ -298,18 +309,19 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         except Exception as error:  # a handle can always be printed
             notes["not counted"] = why(error)
         pipe = self._model if getattr(self._model, "scheduler", None) is not None else None
-        root, run, facts = self._denoiser.root, self._state.last_run, None
+        root, run, facts, estimate = self._denoiser.root, self._state.last_run, None, self.error
         if report is not None and self._default is not None:
             facts = self._facts_at(report.height, report.width, report.steps)
         conditions = Conditions(
             models=tuple(type(model).__name__ for model in self._states),
             method=self._state.method,
             denoiser=self._denoiser,
-            scale=getattr(pipe, "vae_scale_factor", None),
+            scale=latent_scale(self._model),
             pictures=self._pictures(pipe),
             guidance=default_guidance(pipe) if run is None else run.guidance,
             merging_pays=facts is not None and merging_pays(facts),
-            remarks={**self._remarks(facts), **notes},
+            worst_step=None if estimate is None else estimate.worst_step,
+            remarks={**self._remarks(facts, estimate), **notes},
         )
         first, *others = summary(self._in_force, conditions, report, run)
         if (now := state_of(root)) is not self._state:
@@ -337,9 +349,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         facts = self._facts_at(run.height, run.width, run.steps)
         return estimate_closeness(facts, config, shown_by([run]))
 
-    def _remarks(self, facts: Facts | None) -> dict[str, str]:
+    def _remarks(self, facts: Facts | None, error: Estimate | None) -> dict[str, str]:
         """Return how close the picture is, and what the default method added or did not reach, by heading."""
-        error, run, default = self.error, self._state.last_run, self._default
+        run, default = self._state.last_run, self._default
         other = "" if run is None or default is not None else "no, only speedup= has an estimate"
         remarks = {"estimated": other if error is None else str(error)}
         if facts is not None and default is not None and facts.follows_steps:
@@ -388,6 +400,14 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if self._default is None or same or self._state.kept.note:
             return self._in_force
         return self._default.settings(self._facts_at(height, width, steps))
+
+
+def _in_latents(model: object, name: str, *sides: Any) -> tuple[Any, ...]:
+    """Return sides of a picture in latents. They are given in pixels if the pipeline tells the scale."""
+    scale = latent_scale(model)
+    if scale is None:
+        return sides
+    return tuple(None if side is None else integer(scale)(name, side) // scale for side in sides)
 
 
 class EncoderPatch(Patch[ViTReport, RecordedTokens]):

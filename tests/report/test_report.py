@@ -157,11 +157,14 @@ def test_an_ip_adapter():
 def test_the_table():
     text = str(predict(hosts.unet(), HALF))
     lines = text.splitlines()
-    assert lines[0] == "UNet2DConditionModel: sample 16 × 16, batch 2, a speed-up of 1.09× as counted"
+    assert lines[0] == "UNet2DConditionModel: 16 × 16 latents, a speed-up of 1.09× as counted"
     assert lines[1].split() == ["block", "level", "grid", "tokens", "merged", "GFLOPs", "saved"]
     assert "256 → 128" in lines[2]
-    assert lines[-2].startswith("whole model")
-    assert lines[-1] == "note: 4 blocks stay dense at level 2: max_downsample=1"
+    assert lines[-3].startswith("whole model")
+    assert lines[-2] == "note: 4 blocks stay dense at level 2: max_downsample=1"
+    one_call = "note: GFLOPs: of one call of the model, on a batch of"
+    assert lines[-1] == f"{one_call} 2 (with guidance, one picture is two samples)"
+    assert str(predict(hosts.unet(), HALF, batch=1)).splitlines()[-1] == f"{one_call} 1"
 
 
 def test_notes_on_ratio_0_small_levels_chunks_and_blocks_that_cost_more():
@@ -329,9 +332,11 @@ def test_a_known_number_of_steps_gives_the_plan():
     assert not any("1 of" in note or "run all blocks" in note for note in report.notes)
     lines = str(report).splitlines()
     assert lines[0].endswith(f", a speed-up of {report.speedup:.2f}× as counted")
-    assert lines[1:3] == ["plan: DDf··D", "      D the whole model runs, and no token merges"]
+    assert lines[1:3] == ["plan: DDf··D", "      D in 3 steps: the whole model runs, and no token merges"]
     assert predict(SimpleNamespace(unet=hosts.unet(), vae_scale_factor=8), HALF).scale == 8
-    assert "sample 24 × 16 (192 × 128 px), batch" in str(dataclasses.replace(report, width=24, scale=8))
+    assert ": 192 × 128 px (24 × 16 latents), 6 steps, " in str(
+        dataclasses.replace(report, width=24, scale=8)
+    )
     assert predict(hosts.unet(), config).plan == ""
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import pickle
+import re
 import threading
 from typing import Any
 
@@ -125,6 +127,17 @@ def test_tokens_and_blocks_are_those_of_the_plans(pipe, name):
             assert (row.blocks, row.tokens, row.merged_tokens) == (0, None, None)
         if row.kind == "reused":  # the finest level of the UNet runs
             assert 0 < row.blocks < len(plans)
+
+
+def test_the_plan_of_another_run_is_not_shown_beside_the_steps(pipe):
+    """The handle knows the settings of the run that began last, in whichever thread."""
+    patch = recording(pipe, "reused")
+    draw(pipe, STEPS)
+    assert patch.steps.plan == patch.report().plan
+    run = patch._state.last_run
+    run.config = dataclasses.replace(run.config, reuse=StepReuse())
+    assert patch.steps.plan == ""
+    assert " kind " in str(patch.steps)
 
 
 def test_a_step_may_call_the_model_twice():
@@ -342,19 +355,20 @@ def test_the_table_says_it_all(pipe):
     patch = recording(pipe, "until")
     draw(pipe, 4)
     lines = str(patch.steps).splitlines()
-    assert lines[0].startswith("4 steps (4 complete, 2 of them unmerged, 0 reused), ")
-    assert lines[1].split() == ["step", "kind", "tokens", "blocks", "change", "seconds"]
+    assert re.fullmatch(r"4 steps, \d\.\d\d s in the model", lines[0])
+    assert lines[1].split() == ["step", "plan", "tokens", "blocks", "change", "seconds"]
     side = 64 // pipe.vae_scale_factor
     first = patch.steps.rows[0]
     assert lines[2].split()[:6] == [
         "0",
-        "merged",
+        "M",
         str(first.tokens),
         "→",
         str(first.tokens // 2),
         str(first.blocks),
     ]
     assert first.tokens in (side * side, pipe.unet.config.sample_size**2)
-    assert lines[5].split()[:3] == ["3", "unmerged", "0"]
+    assert lines[5].split()[:3] == ["3", "D", "0"]
+    assert lines[6] == "note: M in 2 steps: the whole model runs, on merged tokens"
     assert "<table>" in patch.steps._repr_html_()
     assert patch.steps.to_dicts()[3]["kind"] == "unmerged"

@@ -58,9 +58,7 @@ class Estimate:
         low, high = self.psnr - self.within, self.psnr + self.within
         if math.isinf(self.psnr):
             return "the dense picture itself: nothing was skipped or merged"
-        worst = "" if self.worst_step is None else f"; largest error: step {self.worst_step}, counted from 0"
-        words = looks(round(self.psnr))
-        return f'{self.psnr:.0f} dB ({low:.0f} to {high:.0f}) to the dense picture, "{words}"{worst}'
+        return f'{self.psnr:.0f} dB ({low:.0f} to {high:.0f}) to the dense picture, "{looks(self.psnr)}"'
 
 
 def looks(psnr: float) -> str:

@@ -16,7 +16,7 @@ SIGNS = {
     "M": "the whole model runs, on merged tokens",
     "D": "the whole model runs, and no token merges",
     "C": "the whole model runs, and no token merges; this step corrects what merging loses in the others",
-    "f": "only the finest level of the UNet runs, the one with the most pixels; the rest is extrapolated",
+    "f": "only the finest level of the UNet runs (most pixels); the rest is extrapolated",
     "·": "all blocks are skipped, and what they would add is extrapolated",
 }
 _COMPLETE = {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}
@@ -32,6 +32,12 @@ def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
     if not merges:
         signs = signs.replace("M", "D")
     return signs if is_unet else signs.replace("f", "·")
+
+
+def legend(plan: str) -> list[str]:
+    """Return a line for each sign of a plan: in how many steps it stands, and what they do."""
+    signs = ((sign, plan.count(sign), what) for sign, what in SIGNS.items() if sign in plan)
+    return [f"{sign} in {count} step{'s' * (count > 1)}: {what}" for sign, count, what in signs]
 
 
 def merged_parts(block: Block, config: ToMeConfig) -> str:

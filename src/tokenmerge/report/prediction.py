@@ -20,9 +20,10 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge.planners.calibration import SIDES
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge.report.flops import count_flops, kept_bytes, mean_flops, merging_most, patched, weightless
-from tokenmerge.report.notes import SIGNS, merged_parts, notes_on_blocks, notes_on_steps, signs_of
+from tokenmerge.report.notes import legend, merged_parts, notes_on_blocks, notes_on_steps, signs_of
 from tokenmerge.runtime.memory.state import Kept, RecordedPlan
 from tokenmerge.runtime.patching.patch import check_host, hosts_that_merge
+from tokenmerge.runtime.steps.pipeline import latent_scale
 from tokenmerge.text_table import Row, Tabled, TextTable, given_or_default
 
 
@@ -113,16 +114,17 @@ class Report(Tabled):
         if self.flops_mean is not None:
             mean = gflops(self.flops_dense, self.flops_mean)
             lines.append((f"mean over {self.steps} steps", "", "", "", "", *mean))
-        size = f"sample {self.width} × {self.height}"
+        size = f"{self.width} × {self.height} latents"
         if self.scale:
-            size += f" ({self.width * self.scale} × {self.height * self.scale} px)"
-        size += f", batch {self.batch}" + (f", {self.steps} steps" if self.steps else "")
+            size = f"{self.width * self.scale} × {self.height * self.scale} px ({size})"
+        size += f", {self.steps} steps" if self.steps else ""
         title = [f"{self.model}: {size}, a speed-up of {self.speedup:.2f}× as counted"]
-        title += [f"plan: {self.plan}"] * bool(self.plan)
-        title += [f"      {sign} {what}" for sign, what in SIGNS.items() if sign in self.plan]
+        title += [f"plan: {self.plan}"] * bool(self.plan) + [f"      {line}" for line in legend(self.plan)]
         columns = range(len(header)) if self.rows else (0, 5, 6)
         cells = [tuple(line[column] for column in columns) for line in (header, *lines)]
-        return TextTable("\n".join(title), cells, self.notes)
+        of_two = " (with guidance, one picture is two samples)" * (self.batch % 2 == 0)
+        counted = f"GFLOPs: of one call of the model, on a batch of {self.batch}{of_two}"
+        return TextTable("\n".join(title), cells, (*self.notes, counted))
 
 
 def saved(dense: int, merged: int) -> str:
@@ -216,7 +218,7 @@ def predict(
         notes=tuple(notes),
         kept_bytes=kept,
         flops_mean=sum(report.flops for report in reports) if steps else None,
-        scale=getattr(pipe_or_model, "vae_scale_factor", None),
+        scale=latent_scale(pipe_or_model),
         plan=signs_of(plan_generation(described, steps), bool(rows), bool(merging[0].deep_stages))
         if steps
         else "",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,9 +11,9 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import RATIO, is_default
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import dtype_of
-from tokenmerge.report.notes import SIGNS
+from tokenmerge.report.notes import legend
 from tokenmerge.report.prediction import Report, saved
-from tokenmerge.runtime.memory.run_log import RunLog, StepRow, in_kinds
+from tokenmerge.runtime.memory.run_log import RunLog, StepRow
 from tokenmerge.text_table import Tabled, TextTable
 
 
@@ -29,6 +28,7 @@ class Conditions:
     pictures: int | None = None  # number of pictures that a call of the denoiser draws; None: unknown
     guidance: float | None = None  # scale of classifier-free guidance, 1 for none; None: unknown
     merging_pays: bool = False  # whether merging saves time here; if not, the default method does not merge
+    worst_step: int | None = None  # index of the step of the last run that probably errs most; None: unknown
     # Further facts about the run, each under its heading; empty ones are left out.
     remarks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -42,19 +42,18 @@ def summary(
     """
     lines = [title(config, conditions)]
     if run is not None:
-        lines.append(f"  last run: {_happened(run)}")
+        lines.append(f"  last run: {_run(conditions, run)}")
     elif report is not None:
-        own_plan = "; each run gets its own plan" if is_default(conditions.method) else ""
-        lines.append(
-            f"  preview for the default size and number of steps{own_plan}. "
-            "patch.report(height=64, width=64, steps=20) shows that of other latents"
-        )
+        lines.append(f"  before a run, for the defaults: {_setting(conditions, report, report.steps)}")
     if report is not None:
-        lines.append(f"  {_counted(conditions, report)}")
+        share = saved(report.flops_dense, report.flops)
+        lines.append(f"  counted: {report.speedup:.2f}× ({share} of the operations saved)")
     lines += [f"  {heading}: {text}" for heading, text in conditions.remarks.items() if text]
     if report is not None and report.plan:
         lines.append(f"  plan: {report.plan}")
-        lines += [f"        {sign} {what}" for sign, what in SIGNS.items() if sign in report.plan]
+        if conditions.worst_step is not None:
+            lines.append(f"        {'^':>{conditions.worst_step + 1}} probably the largest error")
+        lines += [f"        {line}" for line in legend(report.plan)]
     if report is not None:
         lines.append(f"  merging: {_merging(config, conditions, report)}")
     if config.reuse.on and (report is None or not report.plan):
@@ -63,6 +62,7 @@ def summary(
         )
     if report is not None:
         lines.append(f"  {_kept(conditions, report)}")
+        lines += ["  other sizes: print(patch.report(height=…, width=…, steps=…))"] * (run is None)
     return lines
 
 
@@ -80,7 +80,7 @@ def title(config: ToMeConfig, conditions: Conditions) -> str:
 
 def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     rows = [row for row in report.rows if row.merged_tokens < row.tokens]
-    if report.flops == report.flops_dense and is_default(conditions.method):
+    if report.flops == report.flops_dense and (is_default(conditions.method) or not config.merges):
         return "none"
     if not rows and is_default(conditions.method):
         tokens = math.prod(conditions.denoiser.grid_at(report.height, report.width))
@@ -98,20 +98,22 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     return f"{what}; 1 of {config.correction.every} complete steps merges nothing and corrects the others"
 
 
-def _counted(conditions: Conditions, report: Report) -> str:
-    scale, unit = (conditions.scale, "px") if conditions.scale else (1, "latents")
-    size = f"{report.width * scale} × {report.height * scale} {unit}"
-    if report.steps is not None:
-        size += f", {_count(report.steps, 'step')}"
+def _setting(conditions: Conditions, of: Report | RunLog, steps: int | None, done: int | None = None) -> str:
+    """Return the size, the steps and the guidance of a run, of which ``done`` steps ran."""
+    words = []
+    if of.height is not None and of.width is not None:
+        scale, unit = (conditions.scale, "px") if conditions.scale else (1, "latents")
+        words.append(f"{of.width * scale} × {of.height * scale} {unit}")
+    if steps is not None:
+        words.append(_count(steps, "step") if done in (None, steps) else f"{done} of {steps} steps")
     if conditions.guidance is not None:
         guided = conditions.guidance > 1
-        size += f", guidance {conditions.guidance:g}" if guided else ", no classifier-free guidance"
+        words.append(f"guidance {conditions.guidance:g}" if guided else "no classifier-free guidance")
     if conditions.pictures is None:
-        size += f", {_count(report.batch, 'sample')} in each call"
+        words.append(f"{_count(of.batch, 'sample')} in each call")
     elif conditions.pictures > 1:
-        size += f", {conditions.pictures} pictures at once"
-    share = saved(report.flops_dense, report.flops)
-    return f"counted: {share} of the operations saved ({report.speedup:.2f}×) at {size}"
+        words.append(f"{conditions.pictures} pictures at once")
+    return ", ".join(words)
 
 
 def _count(number: int, what: str) -> str:
@@ -134,13 +136,9 @@ def in_words(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def _happened(run: RunLog) -> str:
-    kinds, tokens = run.kinds, [f"{run.tokens} tokens"] * (run.tokens > 0)
-    if not kinds:
-        return ", ".join([*([] if run.steps is None else [_count(run.steps, "step")]), *tokens])
-    done = kinds.total()
-    steps = _count(done, "step") if done == run.steps else f"{done} of {run.steps} steps"
-    return ", ".join([f"{steps} in {run.seconds:.1f} s ({in_kinds(kinds)})", *tokens])
+def _run(conditions: Conditions, run: RunLog) -> str:
+    setting = _setting(conditions, run, run.steps, run.kinds.total() or None)
+    return f"{setting}, {run.seconds:.1f} s of denoising" if run.kinds else setting
 
 
 _NOTES_ON_STEPS = (
@@ -157,6 +155,7 @@ class RunSteps(Tabled):
     """
 
     rows: tuple[StepRow, ...]
+    plan: str = ""  # the sign of each step; empty: unknown
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -168,18 +167,12 @@ class RunSteps(Tabled):
         """Return the rows as plain values, for records."""
         return [dataclasses.asdict(row) for row in self.rows]
 
-    def summary(self) -> str:
-        """Return the number of steps of each kind, and their time, in a line."""
-        kinds = Counter(row.kind for row in self.rows)
-        seconds = sum(row.seconds for row in self.rows)
-        return f"{len(self.rows)} steps ({in_kinds(kinds)}), {seconds:.2f} s in the model"
-
     def _table(self) -> TextTable:
-        header = ("step", "kind", "tokens", "blocks", "change", "seconds")
+        header = ("step", "plan" if self.plan else "kind", "tokens", "blocks", "change", "seconds")
         lines = [
             (
                 str(row.step),
-                row.kind,
+                self.plan[row.step : row.step + 1] if self.plan else row.kind,
                 "" if row.tokens is None else f"{row.tokens} → {row.merged_tokens}",
                 str(row.blocks),
                 "" if row.change is None else f"{100 * row.change:.1f} %",
@@ -187,4 +180,6 @@ class RunSteps(Tabled):
             )
             for row in self.rows
         ]
-        return TextTable(self.summary(), [header, *lines], _NOTES_ON_STEPS)
+        seconds = sum(row.seconds for row in self.rows)
+        title = f"{_count(len(self.rows), 'step')}, {seconds:.2f} s in the model"
+        return TextTable(title, [header, *lines], (*legend(self.plan), *_NOTES_ON_STEPS))

@@ -48,8 +48,9 @@ class PaddlePatch:
         self._model, self._config, self._runs = pipe_or_layer, config, runs
 
     def report(self, height: int | None = None, width: int | None = None, batch: int = 2) -> PaddleReport:
-        """Count what merging does for a sample of this size: :func:`tokenmerge.paddle.predict`."""
-        return predict(self._model, self._config, height, width, batch)
+        """Count what merging does at a size in pixels, or of a model alone, in latents: :func:`predict`."""
+        sides = (side and side // getattr(self._model, "vae_scale_factor", 1) for side in (height, width))
+        return predict(self._model, self._config, *sides, batch=batch)
 
     def remove(self) -> None:
         """Restore the models. One that was patched again or restored in the meantime stays as it is."""

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.models.base import Grids
-from tokenmerge.ops.partition import num_tokens
 from tokenmerge.plans import Schedule
 from tokenmerge.plans.estimate import Shown, noise_of
 from tokenmerge.runtime.memory.caches import Residual
@@ -90,7 +89,6 @@ class RunLog:
         size: tuple[int | None, int | None] = sizes[0] if sizes else (None, None)
         self.height, self.width = size  # of the sample (for latent diffusion, of the latents)
         self.references = tuple(sizes[1:])  # likewise, of each reference picture
-        self.tokens = sum(map(num_tokens, self.grids))  # at the finest level, over all frames and references
 
     def note_end(self) -> None:
         """Note the time at the end of a call."""
@@ -179,18 +177,6 @@ def _guided(tensor: Tensor, scale: float | None, copies: int) -> Tensor:
         return tensor
     unguided, guided, *_ = tensor.chunk(copies)
     return torch.lerp(unguided, guided, scale)
-
-
-def in_kinds(kinds: Counter[StepKind]) -> str:
-    """Return how many steps were complete and reused, in words.
-
-    >>> in_kinds(Counter(["unmerged", "merged", "reused"]))
-    '2 complete, 1 of them unmerged, 1 reused'
-    """
-    complete = f"{kinds['merged'] + kinds['unmerged']} complete"
-    if kinds["unmerged"]:
-        complete += f", {kinds['unmerged']} of them unmerged" if kinds["merged"] else " and unmerged"
-    return f"{complete}, {kinds['reused']} reused"
 
 
 @dataclasses.dataclass(frozen=True)

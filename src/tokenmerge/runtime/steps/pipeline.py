@@ -103,6 +103,12 @@ def default_steps(pipe: object) -> int | None:
     return given if isinstance(given, int) else _STEPS
 
 
+def latent_scale(pipe: object) -> int | None:
+    """Return how many pixels wide a position of a pipeline's latents is; None: unknown."""
+    names = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
+    return next((int(getattr(pipe, name)) for name in names if getattr(pipe, name, None)), None)
+
+
 def default_guidance(pipe: object) -> float | None:
     """Return the scale of classifier-free guidance that a pipeline takes by itself; None: unknown."""
     if getattr(pipe, "guider", None) is not None or not hasattr(type(pipe), "do_classifier_free_guidance"):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.runtime.steps import pipeline
 from tokenmerge_tools.pipelines.loading import (
     ModelSource,
     denoiser_of,
@@ -149,9 +150,8 @@ def default_frames(pipeline: Any) -> int:
 
 
 def latent_scale(pipe: DiffusionPipeline) -> int:
-    """Return the pixels per latent position along each side."""
-    names = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
-    return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), 1)
+    """Return the pixels per latent position along each side, 1 where a pipeline does not tell."""
+    return pipeline.latent_scale(pipe) or 1
 
 
 def own_size(pipe: DiffusionPipeline) -> tuple[int, int]:
