@@ -3,8 +3,7 @@
 All pictures are of one bundled model at one size, number of steps and guidance, with prompts that no number
 of the policy was fitted on. The time of a call is its processor time on one thread: text, all steps and
 decoding. The calls of a prompt are interleaved. Beside each speed are as many steps of the unchanged model as
-take the same time, in the mean over the prompts. The speed of FLUX.1 on a GPU, in the line below the table,
-is from the records of benchmarks/gpu.py.
+take the same time, in the mean over the prompts.
 
     # 3 to 10 minutes
     OMP_NUM_THREADS=1 python benchmarks/readme.py measure --out benchmarks/readme_cpu.jsonl
@@ -26,7 +25,6 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
-from gpu import CARDS, speedups
 
 from tokenmerge import token_merging
 from tokenmerge.plans import looks
@@ -38,7 +36,6 @@ SPEEDUPS = (1.5, 2.0, 3.0)
 PROMPTS, SEED = 44, 9000  # other ones than policy.py has
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "results.md")
-GENERATIONS = {"FLUX.1": "flux 1024, generation", "SDXL at guidance 3": "sdxl 1024, generation"}
 BLOCK = re.compile(r"(<!-- rows: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
@@ -94,15 +91,7 @@ def table(lines: list[dict[str, Any]]) -> str:
     ]
     prompts = "1 prompt" if len(lines) == 1 else f"{len(lines)} prompts"
     where = f"{SIZE} × {SIZE} pixels, {STEPS} steps, guidance {GUIDANCE:g}"
-    found = speedups(*CARDS["NVIDIA H200"])
-    on_gpu = []
-    for model, generation in GENERATIONS.items():
-        *first, last = (f"{found[generation][f'speed-up {asked:g}'].speedup:.1f}×" for asked in SPEEDUPS)
-        on_gpu.append(f"{model} reaches {', '.join(first)} and {last}")
-    note = (
-        f"*The small bundled model `{MODEL}` on one CPU thread: {where}; mean and range of {prompts}. "
-        f"On [one NVIDIA H200]({{gpu}}), denoising alone, {', and '.join(on_gpu)}.*"
-    )
+    note = f"*The small bundled model `{MODEL}` on one CPU thread: {where}; mean and range of {prompts}.*"
     return "\n".join([*heads, *rows(lines), "", note, ""])
 
 
@@ -110,9 +99,8 @@ def write(lines: list[dict[str, Any]]) -> None:
     """Write the table into the documents that have it."""
     made = table(lines)
     for path in DOCUMENTS:
-        text, page = path.read_text(encoding="utf-8"), "docs/gpu.md" if path.parent == ROOT else "gpu.md"
-        rewritten = BLOCK.sub(lambda found, page=page: found[1] + made.format(gpu=page) + found[2], text)  # type: ignore[misc]
-        path.write_text(rewritten, encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        path.write_text(BLOCK.sub(lambda found: found[1] + made + found[2], text), encoding="utf-8")
         print(path)
 
 

@@ -6,5 +6,6 @@ No model is timed here; ``hardly_faster`` uses the timings of ``planners.calibra
 from tokenmerge.report.prediction import Report, check_merging, predict, saved
 from tokenmerge.report.summary import RunSteps, in_words
 from tokenmerge.runtime.memory.run_log import StepRow
+from tokenmerge.runtime.steps.pipeline import latent_scale
 
-__all__ = ["Report", "RunSteps", "StepRow", "check_merging", "in_words", "predict", "saved"]
+__all__ = ["Report", "RunSteps", "StepRow", "check_merging", "in_words", "latent_scale", "predict", "saved"]

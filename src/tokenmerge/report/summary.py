@@ -54,14 +54,11 @@ def summary(
         if conditions.worst_step is not None:
             lines.append(f"        {'^':>{conditions.worst_step + 1}} probably the largest error")
         lines += [f"        {line}" for line in legend(report.plan)]
+    elif config.reuse.on:
+        every = config.reuse.every
+        lines.append(f"  step reuse: 1 of {every:g} steps is complete; the others skip parts of the model")
     if report is not None:
-        lines.append(f"  merging: {_merging(config, conditions, report)}")
-    if config.reuse.on and (report is None or not report.plan):
-        lines.append(
-            f"  step reuse: 1 of {config.reuse.every:g} steps is complete; the others skip parts of the model"
-        )
-    if report is not None:
-        lines.append(f"  {_kept(conditions, report)}")
+        lines += [f"  merging: {_merging(config, conditions, report)}", f"  {_kept(conditions, report)}"]
         lines += ["  other sizes: print(patch.report(height=…, width=…, steps=…))"] * (run is None)
     return lines
 

@@ -112,9 +112,12 @@ class Studio(contextlib.ExitStack):
         except Exception as error:
             if name != DENSE or error in of_step or is_out_of_memory(error):
                 raise
+            model, reason = type(self.pipes[DENSE]).__name__, reason_of(error)
+            if "divisible by" in reason:
+                raise ConfigError(f"size: {model} cannot draw it ({reason}); give another --size") from error
             raise ConfigError(
-                f"model: {type(self.pipes[DENSE]).__name__} cannot draw, without merging too: "
-                f"{reason_of(error)}; check the files of the model and the options"
+                f"model: {model} cannot draw, without merging too: {reason}; check the files of the model "
+                "and the options"
             ) from error
 
     def rounds(self, calls: Mapping[str, PipelineCall], repeat: int = 1) -> Iterator[Drawing]:

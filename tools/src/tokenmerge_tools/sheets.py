@@ -32,21 +32,22 @@ class Pair:
 
 
 def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", fewer: str = "") -> Image.Image:
-    """Draw panels for each row: dense · with tokenmerge · difference, and fewer steps · difference, if any.
+    """Draw for each row: dense, with tokenmerge and in fewer steps, if any; and their differences below.
 
     All pictures have the same size. The texts are the small print below the titles of their columns.
     """
     gain = min(difference_gain(row.dense, row.merged) for row in rows)
-    lost = ("difference to dense", f"{gain} times brighter than it is")
-    columns = [("dense", dense), ("with tokenmerge", merged), lost]
-    columns += [("fewer steps", fewer), lost] * bool(rows[0].fewer)
+    columns = [("dense", dense), ("with tokenmerge", merged), ("fewer steps", fewer)][
+        : 2 + bool(rows[0].fewer)
+    ]
     factor = max(1, -(-_SMALLEST_SIDE // min(rows[0].dense.size)))
-    lines = []
+    lines: list[tuple[Sequence[Image.Image | None], str]] = []
     for row in rows:
-        pictures = [row.dense]
-        for other in filter(None, (row.merged, row.fewer)):
-            pictures += [other, difference(row.dense, other, gain)]
-        lines.append(([enlarge(picture, factor) for picture in pictures], row.caption))
+        others = [other for other in (row.merged, row.fewer) if other is not None]
+        lost = [difference(row.dense, other, gain) for other in others]
+        lines.append(([enlarge(picture, factor) for picture in (row.dense, *others)], row.caption))
+        below = f"difference to dense, {gain} times brighter than it is"
+        lines.append(([None, *(enlarge(picture, factor) for picture in lost)], below))
     return sheet(columns, lines)
 
 
@@ -57,13 +58,14 @@ def as_tensor(pictures: Sequence[Image.Image]) -> Tensor:
 
 
 def sheet(
-    columns: Sequence[tuple[str, str]], rows: Sequence[tuple[Sequence[Image.Image], str]]
+    columns: Sequence[tuple[str, str]], rows: Sequence[tuple[Sequence[Image.Image | None], str]]
 ) -> Image.Image:
     """Draw panels of one size under column titles, with a caption below each row.
 
-    A column is its title and the small print below it, and a row its panels and its caption.
+    A column is its title and the small print below it. A row is its panels, None where it has none, and a
+    caption, which begins below the first panel that there is.
     """
-    width, height = rows[0][0][0].size
+    width, height = next(filter(None, rows[0][0])).size
     title_font, small_font = map(ImageFont.load_default, (22, 15))
     head = _MARGIN + 56
     foot = 30 if any(caption for _, caption in rows) else 0
@@ -83,13 +85,15 @@ def sheet(
         pen.text((left, _MARGIN + 24), words, font=small_font, fill=_SOFT_INK)
     for index, (panels, caption) in enumerate(rows):
         top = head + index * (height + foot + _GAP)
-        for left, panel in zip(lefts, panels, strict=True):
+        there = [(left, panel) for left, panel in zip(lefts, panels, strict=True) if panel is not None]
+        for left, panel in there:
             # The frame separates pictures with a white background from the paper.
             pen.rectangle((left - 1, top - 1, left + width, top + height), outline=_FRAME)
             canvas.paste(panel, (left, top))
         if caption:
-            words = _shortened(caption, small_font, canvas.width - 2 * _MARGIN)
-            pen.text((_MARGIN, top + height + 6), words, font=small_font, fill=_SOFT_INK)
+            first = there[0][0]
+            words = _shortened(caption, small_font, canvas.width - _MARGIN - first)
+            pen.text((first, top + height + 6), words, font=small_font, fill=_SOFT_INK)
     return canvas
 
 

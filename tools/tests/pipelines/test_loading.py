@@ -22,6 +22,7 @@ from tokenmerge.errors import ConfigError, MissingExtraError, UnsupportedModelEr
 from tokenmerge.report import predict
 from tokenmerge_tools import demo
 from tokenmerge_tools.cli import main
+from tokenmerge_tools.drawing import Studio
 from tokenmerge_tools.pipelines.loading import (
     ModelSource,
     SourceKind,
@@ -535,3 +536,18 @@ def test_a_damaged_folder_is_one_line(folder, tmp_path, capsys, damage, message)
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tokenmerge: model: ")]
     assert len(said) == 1
     assert message in said[0]
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("`height` has to be divisible by 8 but is 100", r"size: object cannot draw it \(`height` has to be"),
+        ("no tokenizer", "model: object cannot draw, without merging too: no tokenizer; check the files"),
+    ],
+)
+def test_an_error_of_the_pipeline_says_what_to_change(reason, message):
+    def call(pipe, on_step):
+        raise ValueError(reason)
+
+    with pytest.raises(ConfigError, match=message):
+        Studio(object()).draw("dense", call)

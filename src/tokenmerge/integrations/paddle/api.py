@@ -49,8 +49,9 @@ class PaddlePatch:
 
     def report(self, height: int | None = None, width: int | None = None, batch: int = 2) -> PaddleReport:
         """Count what merging does at a size in pixels, or of a model alone, in latents: :func:`predict`."""
-        sides = (side and side // getattr(self._model, "vae_scale_factor", 1) for side in (height, width))
-        return predict(self._model, self._config, *sides, batch=batch)
+        scale = getattr(self._model, "vae_scale_factor", 1)
+        height, width = (side and side // scale for side in (height, width))
+        return predict(self._model, self._config, height, width, batch)
 
     def remove(self) -> None:
         """Restore the models. One that was patched again or restored in the meantime stays as it is."""

@@ -197,10 +197,11 @@ class _Generating:
         done: Counter[str] = Counter()
 
         def on_step(name: str, steps_per_call: int) -> None:
-            if name not in self.variants:  # it warms up
+            if ": " in name:  # it warms up
                 return
             done[name] += 1
-            calls = options.repeat + (name == "tokenmerge" and options.record_steps)
+            calls = options.repeat if name in self.variants else 1
+            calls += name == "tokenmerge" and options.record_steps
             part = "with tokenmerge" if name == "tokenmerge" else name
             on_progress(Progress(part, done[name], steps_per_call * calls))
 
@@ -263,7 +264,7 @@ class _Generating:
         if steps >= self.options.steps:
             return [None] * count
         began = time.perf_counter()
-        pictures = self.studio.draw("dense", self.call.with_steps(steps), f"{steps} steps")
+        pictures = self.studio.draw("dense", self.call.with_steps(steps), f"dense, {steps} steps")
         self.result.fewer_steps, self.result.fewer_seconds = steps, (time.perf_counter() - began) / count
         self._write_pictures("fewer-steps", pictures, dataclasses.replace(self.options, steps=steps))
         return pictures

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tokenmerge import report
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge.runtime.steps import pipeline
 from tokenmerge_tools.pipelines.loading import (
     ModelSource,
     denoiser_of,
@@ -151,7 +151,7 @@ def default_frames(pipeline: Any) -> int:
 
 def latent_scale(pipe: DiffusionPipeline) -> int:
     """Return the pixels per latent position along each side, 1 where a pipeline does not tell."""
-    return pipeline.latent_scale(pipe) or 1
+    return report.latent_scale(pipe) or 1
 
 
 def own_size(pipe: DiffusionPipeline) -> tuple[int, int]:
