@@ -125,6 +125,12 @@ def test_no_argument_is_a_speedup_of_2(fast):
     assert patch.config == settings_for(pipe, 2.0)
 
 
+def test_a_speedup_that_is_out_of_reach_is_told_at_once(fast):
+    with pytest.warns(UserWarning, match="speedup=50: at most .* can be reached in 20 steps") as caught:
+        apply_token_merging(pipeline(unet=hosts.unet()), speedup=50)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_a_removed_patch_says_so(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe)

@@ -149,3 +149,12 @@ def test_the_finest_level_that_can_merge_always_does():
     pipe = stable(StableDiffusionControlNetPipeline, controlnet=deep)
     patch = apply_token_merging(pipe, ToMeConfig(ratio=0.5))
     assert {row.level for row in patch.report().rows if row.model == "ControlNetModel"} == {2}
+
+
+def test_the_report_takes_the_size_of_the_picture():
+    pipe = stable(StableDiffusionPipeline)
+    patch = apply_token_merging(pipe, ToMeConfig(ratio=0.5))
+    scale = pipe.vae_scale_factor
+    assert scale > 1
+    report = patch.report(height=16 * scale, width=24 * scale)
+    assert {row.grid for row in report.rows} == {(16, 24)}
