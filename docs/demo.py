@@ -68,9 +68,9 @@ def printed(run: dict) -> str:
     (psnr,) = run["quality"]["psnr_db"]
     guess = int(re.search(r"estimated: (\d+) dB", run["summary"])[1])
     note = (
-        f"*The picture of the demo. Its closeness is {psnr:.1f} dB: the estimate of {guess} dB is made without the dense "
-        "picture. On the two bundled models, 9 of 10 estimates were within 7 dB of the truth; on a "
-        "[small FLUX]({docs}methods/estimate.md), half.*"
+        f"*The picture of the demo, whose closeness is {psnr:.1f} dB. The estimate of {guess} dB needs no dense picture: "
+        "on the two bundled models, 9 of 10 were within 7 dB of the truth; on a "
+        "[small FLUX]({docs}methods/estimate.md) only half, so do not trust it alone.*"
     )
     return "\n".join(("```text", run["summary"], "```", "", note, ""))
 

@@ -125,12 +125,6 @@ def test_no_argument_is_a_speedup_of_2(fast):
     assert patch.config == settings_for(pipe, 2.0)
 
 
-def test_a_speedup_that_is_out_of_reach_is_told_at_once(fast):
-    with pytest.warns(UserWarning, match="speedup=50: at most .* can be reached in 20 steps") as caught:
-        apply_token_merging(pipeline(unet=hosts.unet()), speedup=50)
-    assert [warning.filename for warning in caught] == [__file__]
-
-
 def test_a_removed_patch_says_so(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe)
@@ -275,18 +269,18 @@ def test_perturbed_attention_guidance_is_not_asked_for_sizes(fast):
 def test_the_handle_estimates_how_close_the_last_picture_is(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe, speedup=1.5)
-    assert patch.error is None
+    with pytest.raises(ConfigError, match="estimate: nothing was generated yet; generate first"):
+        print(patch.estimate)
     assert "estimated" not in str(patch)
     run(pipe, 12)
-    assert patch.error is not None
-    assert patch.error.worst_step in range(12)
-    assert f"  estimated: {patch.error}" in str(patch)
+    assert patch.estimate.worst_step in range(12)
+    assert f"  estimated: {patch.estimate}" in str(patch)
     plan, caret = str(patch).partition("  plan: ")[2].splitlines()[:2]
     assert len(plan) == 12
-    assert caret.removeprefix(" " * 8) == f"{' ' * patch.error.worst_step}^ probably the largest error"
+    assert caret.removeprefix(" " * 8) == f"{' ' * patch.estimate.worst_step}^ probably the largest error"
     apply_token_merging(pipe, ToMeConfig(reuse=StepReuse(every=2)))
     run(pipe, 12)
-    assert patch.error is not None  # that of its own last run
+    assert patch.estimate.psnr > 0  # that of its own last run
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
@@ -296,6 +290,7 @@ def test_cached_numbers_are_counted_for_a_picture_with_guidance(dtype, itemsize)
     assert method.facts.number_bytes == 2 * itemsize
 
 
+@pytest.mark.filterwarnings("ignore:min_psnr=.* is dense")
 def test_before_a_run_the_handle_says_that_a_tolerance_slows_it_down(fast):
     pipe = pipeline(unet=hosts.unet())
     why, more = (

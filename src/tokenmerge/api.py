@@ -25,7 +25,7 @@ from tokenmerge.integrations import export  # noqa: F401 - exported programs com
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import DENOISERS, find_hosts
 from tokenmerge.report import Report
-from tokenmerge.runtime.memory.state import RecordedPlan, warn_caller
+from tokenmerge.runtime.memory.state import RecordedPlan
 from tokenmerge.runtime.patching.patch import (
     hosts_that_merge,
     new_state,
@@ -119,7 +119,7 @@ def apply_token_merging(
             than ``speedup`` plans where it has to, up to none. In a batch the worst picture decides, so a
             picture can depend on the others. Each complete step waits once for the device. Raising it brings
             the picture closer and saves less time. The estimate can be wrong, see
-            ``patch.error``. None: no step is added.
+            ``patch.estimate``. None: no step is added.
         unknown: arguments of other names, which are refused.
 
     Returns:
@@ -205,8 +205,6 @@ def _asked(
             "nothing to merge: a model alone has no steps to skip, and merging its tokens would save no time "
             "here; pass the pipeline, or write apply_token_merging(model, ratio=0.5)"
         )
-    if follows and (told := default.shortfall(default.facts)):
-        warn_caller(told)
     return _Asked(default.widest, default.name, hosts=hosts, default=default if follows else None)
 
 

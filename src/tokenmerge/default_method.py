@@ -122,6 +122,8 @@ class DefaultMethod:
 
     def shortfall(self, facts: Facts) -> str:
         """Return what the settings do not reach of the speed-up, as a sentence; empty: they reach it."""
+        if self.min_psnr is not None and not (config := self.settings(facts)).merges and not config.reuse.on:
+            return f"min_psnr={self.min_psnr:g}: this generation is dense, as no plan is so close; lower it"
         highest = plan_for(facts, math.inf).speedup
         if highest + ROUNDING >= self.speedup:
             return ""

@@ -60,8 +60,8 @@ class Patch(Generic[AnyReport, AnyRecord]):
         self,
         height: int | None = None,
         width: int | None = None,
-        *,
         steps: int | None = None,
+        *,
         batch: int | None = None,
         references: Sequence[tuple[int, int]] | None = None,
     ) -> AnyReport:
@@ -71,12 +71,11 @@ class Patch(Generic[AnyReport, AnyRecord]):
         the batch of one picture, and the default number of steps of the pipeline.
 
         The report counts operations. On few tokens, merged attention can save operations and still take
-        longer than dense attention. A note names such blocks. On a GPU it relies on timings by
-        :func:`tokenmerge.planners.calibration.fewest_tokens`, which are made once and take some seconds.
+        longer than dense attention. A note names such blocks, by timings on a GPU that are made once.
 
         Args:
             height: height of the picture in pixels, as in a call of the pipeline. For a model without its
-                pipeline, and for one that does not tell the scale of its VAE, it is that of the latents.
+                pipeline, and where the scale of the VAE is unknown, it is that of the latents.
             width: width of the picture, likewise.
             steps: number of denoising steps to average operations over, ≥ 1.
             batch: batch size of a call of the model, ≥ 1. Guidance usually makes it 2 for one picture.
@@ -106,15 +105,17 @@ class Patch(Generic[AnyReport, AnyRecord]):
         raise ConfigError("metadata: a vision transformer draws no pictures; leave the call out")
 
     @property
-    def error(self) -> Estimate | None:
-        """How close the picture of the last generation is to the dense one of the same seed, as an estimate.
+    def estimate(self) -> Estimate:
+        """How close the picture of the last generation probably is to the dense one of the same seed.
 
         It comes from what the plan expects and from how wrong the forecasts of step reuse would have been in
         the steps that knew the truth. Of a batch, the worst picture counts. Reading it waits for the device.
         Its ``psnr`` is infinite where nothing was skipped or merged.
-        None: nothing was generated yet, or the settings are not those of the default method.
+
+        Raises:
+            ConfigError: nothing was generated yet, or the settings are not those of the default method.
         """
-        return None
+        raise ConfigError("estimate: a vision transformer draws no pictures; leave it out")
 
     def remove(self) -> None:
         """Restore the models. One that was restored or patched again in the meantime stays as it is.
@@ -180,14 +181,12 @@ class Patch(Generic[AnyReport, AnyRecord]):
     def at_size(self, height: int, width: int) -> None:
         """Set the size of the next pictures, for a model that is compiled before its first call.
 
-        FLUX.1, FLUX.2 and similar models get the positions of their tokens as values of ``img_ids``. These
-        values are unknown while ``torch.compile`` traces the whole model into one graph. Call this before the
-        first call with a new size. With ``dynamic=True``, a new size needs no new graph. If such a model is
-        not compiled into one graph, it reads the values, and uses this size only if they are not the rows and
-        columns of one picture. All other models ignore it: they read their grid from the sample's shape.
-
-        A compiled model cannot tell apart two sizes with the same number of tokens, such as 64 × 128 and
-        128 × 64.
+        FLUX and similar models get the positions of their tokens as values of ``img_ids``, which are unknown
+        while ``torch.compile`` traces the whole model into one graph. Call this before the first call with a
+        new size, which needs no new graph with ``dynamic=True``. A model that is not one graph reads the
+        values, and uses this size only if they are not the rows and columns of one picture. Other models
+        ignore it: they read their grid from the sample's shape. A compiled model cannot tell apart two sizes
+        with the same number of tokens, such as 512 × 1024 and 1024 × 512 pixels.
 
         Args:
             height: height of the picture, in the unit of :meth:`report`. In latents, it must be a multiple of
@@ -309,7 +308,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         except Exception as error:  # a handle can always be printed
             notes["not counted"] = why(error)
         pipe = self._model if getattr(self._model, "scheduler", None) is not None else None
-        root, run, facts, estimate = self._denoiser.root, self._state.last_run, None, self.error
+        root, run, facts, estimate = self._denoiser.root, self._state.last_run, None, self._estimate()
         if report is not None and self._default is not None:
             facts = self._facts_at(report.height, report.width, report.steps)
         conditions = Conditions(
@@ -336,8 +335,15 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         return self._state.kept.config if run is None else run.config
 
     @property
-    def error(self) -> Estimate | None:
-        """How close the last picture is to the dense one, see :attr:`Patch.error`."""
+    def estimate(self) -> Estimate:
+        """How close the last picture probably is to the dense one, see :attr:`Patch.estimate`."""
+        if (found := self._estimate()) is not None:
+            return found
+        ran = self._state.last_run is not None and self._default is None
+        only = "only the default method has one; write apply_token_merging(pipe, speedup=2.0)"
+        raise ConfigError(f"estimate: {only if ran else 'nothing was generated yet; generate first'}")
+
+    def _estimate(self) -> Estimate | None:
         run = self._state.last_run
         if run is None or not run.steps:
             return None
@@ -368,8 +374,6 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             more = default.settings(facts) != default.change(plan.config)
             begins = f"begins with more complete steps than speedup={default.speedup:g} needs, and "
             return f"a run {begins * more}adds complete steps while its estimate is below {aim}"
-        if math.isinf(error.psnr):
-            return "only the unchanged model reaches it"
         reached = "above" if error.psnr >= wanted else "below"
         ran, due = (f"{speedup:.2f}×" for speedup in (self.report().speedup, plan.speedup))
         cost = "no step was added" if ran == due else f"this cost speed: {ran} in place of {due}"
@@ -404,10 +408,11 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
 
 def _in_latents(model: object, name: str, *sides: Any) -> tuple[Any, ...]:
     """Return sides of a picture in latents. They are given in pixels if the pipeline tells the scale."""
-    scale = latent_scale(model)
-    if scale is None:
-        return sides
-    return tuple(None if side is None else integer(scale)(name, side) // scale for side in sides)
+    scale = latent_scale(model) or 1
+    for side in sides:
+        if scale > 1 and side is not None and integer(scale)(name, side) % scale:
+            raise ConfigError(f"{name}: expected multiples of {scale} pixels, got {side}")
+    return tuple(side and side // scale if scale > 1 else side for side in sides)
 
 
 class EncoderPatch(Patch[ViTReport, RecordedTokens]):

@@ -344,7 +344,7 @@ def test_a_known_number_of_steps_gives_the_plan():
 def test_the_report_has_these_notes_and_those_on_small_grids(config):
     notes = predict(hosts.unet(), config).notes
     assert set(notes_on_steps(config)) < set(notes)
-    assert ("4 blocks stay dense: fewer than min_tokens=200 tokens, or none to remove" in notes) == bool(
+    assert ("4 blocks stay dense: fewer than 200 tokens (min_tokens), or none to remove" in notes) == bool(
         config.min_tokens
     )
 

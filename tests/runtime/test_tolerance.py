@@ -89,6 +89,7 @@ def complete(pipe: Any) -> int:
     return len(run.config.reuse.steps_of(run.steps).full)
 
 
+@pytest.mark.filterwarnings("ignore:min_psnr=.* is dense")
 @pytest.mark.parametrize(("kind", "tolerances"), [(Unet, TOLERANCES), (Flux, OF_FLUX)])
 def test_from_the_plan_of_the_speedup_to_the_dense_picture(kind, tolerances):
     pipe = kind()
@@ -148,7 +149,7 @@ def test_the_summary_says_what_a_tolerance_cost():
     pipe = Unet()
     with apply(pipe, 30) as patch:
         pipe((0, 1))
-        found, above = str(patch), patch.error.psnr >= 30
+        found, above = str(patch), patch.estimate.psnr >= 30
     due = f"the estimate is {'above' if above else 'below'} it; the aim was 36 dB"
     counted, cost, fixed = map(float, re.findall(r"(\d\.\d\d)×", found))
     assert (
@@ -161,9 +162,12 @@ def test_the_summary_says_what_a_tolerance_cost():
 def test_of_a_run_that_skipped_nothing_the_summary_says_that_its_picture_is_the_dense_one():
     pipe = Unet()
     with apply(pipe, 100) as patch:
-        pipe((0, 1))
+        with pytest.warns(
+            UserWarning, match="min_psnr=100: this generation is dense, as no plan is so close"
+        ):
+            pipe((0, 1))
         assert "estimated: the dense picture itself: nothing was skipped or merged\n" in str(patch)
-        assert math.isinf(patch.error.psnr)
+        assert math.isinf(patch.estimate.psnr)
 
 
 @pytest.mark.parametrize(("kind", "clean"), [(Unet, False), (Flux, True)])

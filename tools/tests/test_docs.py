@@ -330,6 +330,9 @@ def test_readme_says_how_other_caches_compare():
         others = at_two.keys() - {"auto", "fewer-steps"}
         leads.append({other: at_two[other] - at_two["auto"] for other in others})
     assert max(leads[0].values()) < 0
+    packages = {row.split("`")[1] for row in rows} - {"auto", "fewer-steps"}
+    assert {"deepcache", "cache-dit", "easycache"} < packages
+    assert f"Of {len(packages)} [other caches](docs/rivals.md)" in README
     (closer,) = [(other, lead) for other, lead in leads[1].items() if lead > 0]
     assert closer[0] == "easycache"
     scene = ("emoji-mmdit", 7.0)
@@ -357,7 +360,7 @@ def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     config = settings_for(unet, 2.0, 128, 128, 30, 5.0, follows_steps=True)
     signs = signs_of(plan_generation(config, 30), config.merges, is_unet=True)
     assert set(signs) == {"D", "f"}
-    assert "On fast GPUs this saves too little time, so only step reuse runs there." in README
+    assert "On CPUs it also merges similar tokens; on fast GPUs this saves too little time." in README
 
 
 def test_the_page_of_the_third_model_says_what_its_record_says():

@@ -63,7 +63,7 @@ def test_without_pictures_in_fewer_steps_there_are_two_columns():
 
 
 def test_titles_are_drawn():
-    row = Pair(flat(0, 320), flat(9, 320), flat(5, 320), caption="seed 0")
+    row = Pair(flat(0, 320), flat(9, 320), flat(5, 320), captions=["seed 0"])
     head = np.asarray(comparison([row]).crop((0, 0, 3 * 336, 72)))
     bare = np.asarray(comparison([row], dense="25 steps").crop((0, 0, 3 * 336, 72)))
     for column in range(3):

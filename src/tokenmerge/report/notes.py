@@ -77,7 +77,7 @@ def notes_on_blocks(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeCo
             "for its reference pictures"
         )
     if too_small and config.min_tokens:
-        why_small = f"fewer than min_tokens={config.min_tokens} tokens, or none to remove"
+        why_small = f"fewer than {config.min_tokens} tokens (min_tokens), or none to remove"
         notes.append(f"{_stay_dense(len(too_small))}: {why_small}")
     else:
         notes += [

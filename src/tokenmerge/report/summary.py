@@ -42,7 +42,8 @@ def summary(
     """
     lines = [title(config, conditions)]
     if run is not None:
-        lines.append(f"  last run: {_run(conditions, run)}")
+        setting = _setting(conditions, run, run.steps, run.kinds.total() or None)
+        lines.append(f"  last run: {setting}" + f", {run.seconds:.1f} s of denoising" * bool(run.kinds))
     elif report is not None:
         lines.append(f"  before a run, for the defaults: {_setting(conditions, report, report.steps)}")
     if report is not None:
@@ -133,14 +134,9 @@ def in_words(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def _run(conditions: Conditions, run: RunLog) -> str:
-    setting = _setting(conditions, run, run.steps, run.kinds.total() or None)
-    return f"{setting}, {run.seconds:.1f} s of denoising" if run.kinds else setting
-
-
 _NOTES_ON_STEPS = (
     "tokens: of the largest block that merged, before and after; blocks: calls of blocks that merged",
-    "change: ‖x_t − x_{t−1}‖ / ‖x_{t−1}‖ of the model's result x; seconds: in the model",
+    "change: of the model's output since the step before; where it is small, skipping loses little",
 )
 
 

@@ -20,6 +20,8 @@ _INK = (24, 24, 27)
 _SOFT_INK = (113, 113, 122)
 _FRAME = (212, 212, 216)
 
+Row = tuple[Sequence[Image.Image | None], str | Sequence[str]]  # panels of a sheet, and their captions
+
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
@@ -28,7 +30,7 @@ class Pair:
     dense: Image.Image
     merged: Image.Image
     fewer: Image.Image | None = None  # dense, in fewer steps that take as long; all rows have one, or none
-    caption: str = ""  # a line of text below the row
+    captions: Sequence[str] = ()  # a text below each picture
 
 
 def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", fewer: str = "") -> Image.Image:
@@ -41,13 +43,13 @@ def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", fewer
         : 2 + bool(rows[0].fewer)
     ]
     factor = max(1, -(-_SMALLEST_SIDE // min(rows[0].dense.size)))
-    lines: list[tuple[Sequence[Image.Image | None], str]] = []
+    lines: list[Row] = []
     for row in rows:
         others = [other for other in (row.merged, row.fewer) if other is not None]
         lost = [difference(row.dense, other, gain) for other in others]
-        lines.append(([enlarge(picture, factor) for picture in (row.dense, *others)], row.caption))
+        lines.append(([enlarge(picture, factor) for picture in (row.dense, *others)], row.captions))
         below = f"difference to dense, {gain} times brighter than it is"
-        lines.append(([None, *(enlarge(picture, factor) for picture in lost)], below))
+        lines.append(([None, *(enlarge(picture, factor) for picture in lost)], [below] * len(lost)))
     return sheet(columns, lines)
 
 
@@ -57,18 +59,16 @@ def as_tensor(pictures: Sequence[Image.Image]) -> Tensor:
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
 
 
-def sheet(
-    columns: Sequence[tuple[str, str]], rows: Sequence[tuple[Sequence[Image.Image | None], str]]
-) -> Image.Image:
-    """Draw panels of one size under column titles, with a caption below each row.
+def sheet(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image.Image:
+    """Draw panels of one size under column titles, with captions below them.
 
-    A column is its title and the small print below it. A row is its panels, None where it has none, and a
-    caption, which begins below the first panel that there is.
+    A column is its title and the small print below it. A row is its panels, None where it has none, and one
+    caption for all, or one for each panel that there is.
     """
     width, height = next(filter(None, rows[0][0])).size
     title_font, small_font = map(ImageFont.load_default, (22, 15))
     head = _MARGIN + 56
-    foot = 30 if any(caption for _, caption in rows) else 0
+    foot = 30 if any(captions for _, captions in rows) else 0
     canvas = Image.new(
         "RGB",
         (
@@ -83,17 +83,19 @@ def sheet(
         pen.text((left, _MARGIN - 6), _shortened(title, title_font, width), font=title_font, fill=_INK)
         words = _shortened(small_print, small_font, width)
         pen.text((left, _MARGIN + 24), words, font=small_font, fill=_SOFT_INK)
-    for index, (panels, caption) in enumerate(rows):
+    for index, (panels, captions) in enumerate(rows):
         top = head + index * (height + foot + _GAP)
         there = [(left, panel) for left, panel in zip(lefts, panels, strict=True) if panel is not None]
         for left, panel in there:
             # The frame separates pictures with a white background from the paper.
             pen.rectangle((left - 1, top - 1, left + width, top + height), outline=_FRAME)
             canvas.paste(panel, (left, top))
-        if caption:
-            first = there[0][0]
-            words = _shortened(caption, small_font, canvas.width - _MARGIN - first)
-            pen.text((first, top + height + 6), words, font=small_font, fill=_SOFT_INK)
+        texts, room = (
+            ([captions], canvas.width - 2 * _MARGIN) if isinstance(captions, str) else (captions, width)
+        )
+        for (left, _), text in zip(there, texts, strict=False):
+            words = _shortened(text, small_font, room)
+            pen.text((left, top + height + 6), words, font=small_font, fill=_SOFT_INK)
     return canvas
 
 

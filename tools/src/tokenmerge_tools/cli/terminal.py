@@ -132,7 +132,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     many = f"medians of {options.repeat} timed runs each"
     about = many if options.repeat > 1 else "one run each; --repeat 3 gives figures to rely on"
     if result.fewer_psnr is not None:
-        about += f"; {result.fewer_steps} steps were chosen to take as long"
+        about += f"; {result.fewer_steps} steps were expected to take as long"
     lines += [f"  ({about})", ""]
     finite = [value for value in result.psnr if math.isfinite(value)]
     if result.fewer_psnr is not None and finite:
@@ -141,7 +141,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     cache = f"{in_words(result.report.kept_bytes)} of cache" if result.report.kept_bytes else "no cache"
     ran, merged = _what_ran(result, options.steps)
     lines += [
-        f"  Counted:     {result.report.speedup:.2f}× by operations; the clock times encoder and decoder too",
+        f"  Counted:     {result.report.speedup:.2f}× by operations, without text encoder and decoder",
         f"               {ran}",
         f"               {merged}; {cache}",
     ]

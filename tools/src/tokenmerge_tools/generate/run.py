@@ -271,20 +271,20 @@ class _Generating:
 
     def _compare(self, dense: list[Image], merged: list[Image]) -> None:
         """Measure how close the pictures are, and write them side by side with those of fewer steps."""
-        captions, fewer = [f"seed {seed}" for seed in self.call.seeds], self._draw_fewer(len(dense))
+        captions, fewer = [[f"seed {seed}"] for seed in self.call.seeds], self._draw_fewer(len(dense))
         result = self.result
         try:
             images, reference = as_tensor(merged), as_tensor(dense)
-            lost = math.inf if fewer[0] is None else float(psnr(as_tensor(fewer), reference).mean())
+            others = [] if fewer[0] is None else psnr(as_tensor(fewer), reference).tolist()
+            lost = sum(others) / len(others) if others else math.inf
             result.fewer_psnr = lost if math.isfinite(lost) else None
             result.psnr = tuple(psnr(images, reference).tolist())
             result.ssim = tuple(ssim(images, reference).tolist())
-            captions = [
-                f"{caption} · identical"
-                if math.isinf(psnr_db)
-                else f"{caption} · with tokenmerge: PSNR {psnr_db:.1f} dB, SSIM {similarity:.3f}"
-                for caption, psnr_db, similarity in zip(captions, result.psnr, result.ssim, strict=True)
-            ]
+            for texts, psnr_db, similarity in zip(captions, result.psnr, result.ssim, strict=True):
+                close = f"PSNR {psnr_db:.1f} dB, SSIM {similarity:.3f}"
+                texts.append("identical" if math.isinf(psnr_db) else close)
+            for texts, psnr_db in zip(captions, others, strict=False):
+                texts.append(f"PSNR {psnr_db:.1f} dB")
         except MissingExtraError as error:
             self.result.notes.append(str(error))
         width, height = self.options.size or (0, 0)
