@@ -125,6 +125,14 @@ def test_no_argument_is_a_speedup_of_2(fast):
     assert patch.config == settings_for(pipe, 2.0)
 
 
+def test_a_ratio_has_no_estimate(fast):
+    pipe = pipeline(unet=hosts.unet())
+    patch = apply_token_merging(pipe, ToMeConfig(ratio=0.5, reuse=StepReuse(every=2)))
+    run(pipe, 12)
+    with pytest.raises(ConfigError, match="estimate: only the default method has one; write apply_token"):
+        print(patch.estimate)
+
+
 def test_a_removed_patch_says_so(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe)

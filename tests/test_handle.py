@@ -89,6 +89,27 @@ def test_another_size_and_number_of_steps(pipe):
             patch.report(wrong, 64)
 
 
+def test_the_plan_of_another_guidance_can_be_shown_before_and_after_a_run(pipe):
+    patch = apply_token_merging(pipe, speedup=2.0)
+    size = {"height": 64, "width": 64, "steps": 12}
+    side = 64 // pipe.vae_scale_factor
+    plans = {}
+    for guidance in (1.5, 7.5):
+        wanted = settings_for(pipe, 2.0, side, side, steps=12, guidance=guidance)
+        report = patch.report(**size, guidance=guidance)
+        assert report.plan == predict(pipe, wanted, side, side, steps=12).plan
+        assert f"note: the plan is that of guidance {guidance:g}" in str(report).splitlines()
+        plans[guidance] = report.plan
+    assert plans[1.5] != plans[7.5]
+    assert patch.report(**size).plan == plans[7.5]  # the pipeline's default
+    generate(pipe, guidance_scale=1.5)
+    assert patch.report().plan == plans[1.5]
+    assert patch.report(guidance=7.5).plan == plans[7.5]
+    for wrong in (-1, "strong"):
+        with pytest.raises(ConfigError, match=r"guidance: expected a number ≥ 0, such as 7\.5, got"):
+            patch.report(guidance=wrong)
+
+
 def test_a_model_alone_takes_the_size_of_its_latents():
     patch = apply_token_merging(hosts.unet(), SKIPS)
     assert patch.report(24, 40) == predict(hosts.unet(), SKIPS, 24, 40)
@@ -206,6 +227,10 @@ def test_a_vision_transformer():
     assert patch.report(batch=3).batch == 3
     with pytest.raises(ConfigError, match="steps: a vision transformer has no denoising steps, got 5"):
         patch.report(steps=5)
+    with pytest.raises(ConfigError, match=r"guidance: .* has no guidance, got 7\.5"):
+        patch.report(guidance=7.5)
+    with pytest.raises(ConfigError, match="estimate: a vision transformer draws no pictures"):
+        print(patch.estimate)
 
 
 def test_metadata_applies_the_same_settings_again(monkeypatch):

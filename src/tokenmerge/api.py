@@ -44,7 +44,6 @@ from tokenmerge.vit.runtime import EncoderState, checked_encoders, patch_encoder
 
 __all__ = ["Patch", "apply_token_merging", "remove_token_merging", "token_merging"]
 
-_DEFAULT_SPEEDUP = 2.0
 _ARGUMENTS = ("speedup", "ratio", "start", "until", "min_psnr")
 _TWO_WAYS = (
     "apply_token_merging(pipe, speedup=2.0) for the default method, or apply_token_merging(pipe, ratio=0.5) "
@@ -198,7 +197,7 @@ def _asked(
         # In UNets the finest level with attention alone. Merging below it saves little and changes more.
         proportional = allows_proportional(model, hosts)
         return _Asked(ToMeConfig(ratio=ratio, planner="tiled", proportional=proportional), RATIO, hosts)
-    default = DefaultMethod.of(model, hosts, _DEFAULT_SPEEDUP if speedup is None else speedup, min_psnr)
+    default = DefaultMethod.of(model, hosts, 2.0 if speedup is None else speedup, min_psnr)
     follows = default.facts.follows_steps and default.speedup > 1
     if not follows and default.speedup > 1 and not default.widest.merges:
         raise NothingToMergeError(

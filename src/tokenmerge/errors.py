@@ -5,15 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
-__all__ = [
-    "ConfigError",
-    "MissingExtraError",
-    "ModelInUseError",
-    "NothingToMergeError",
-    "TokenMergingError",
-    "UnsupportedModelError",
-]
-
 _LONGEST_REASON = 300  # characters
 _LONGEST_VALUE = 200
 

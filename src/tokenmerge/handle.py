@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from tokenmerge.config import ToMeConfig, to_metadata
-from tokenmerge.config.checks import check_counts, integer
+from tokenmerge.config.checks import check_counts, integer, number, optional
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError, shown, why
 from tokenmerge.models.base import Host
@@ -62,6 +62,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
         width: int | None = None,
         steps: int | None = None,
         *,
+        guidance: float | None = None,
         batch: int | None = None,
         references: Sequence[tuple[int, int]] | None = None,
     ) -> AnyReport:
@@ -78,6 +79,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
                 pipeline, and where the scale of the VAE is unknown, it is that of the latents.
             width: width of the picture, likewise.
             steps: number of denoising steps to average operations over, ≥ 1.
+            guidance: scale of classifier-free guidance, ≥ 0, on which the plan of the default method depends.
             batch: batch size of a call of the model, ≥ 1. Guidance usually makes it 2 for one picture.
             references: (height, width) of each reference picture that an editing model reads in the sequence
                 of the sample, likewise. Before the first run, the default is none.
@@ -86,10 +88,10 @@ class Patch(Generic[AnyReport, AnyRecord]):
             ConfigError: a number is out of range, or the model has no default size and none is given.
             NothingToMergeError: no token would merge at this size.
         """
-        return self._report(height, width, batch, steps, references)
+        return self._report(height, width, steps, guidance, batch, references)
 
     def _report(
-        self, height: Given, width: Given, batch: Given, steps: Given, references: Sizes
+        self, height: Given, width: Given, steps: Given, guidance: Any, batch: Given, references: Sizes
     ) -> AnyReport:
         raise NotImplementedError
 
@@ -268,7 +270,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         same = all((row.kind == "reused") == (plan[row.step : row.step + 1] in ("f", "·")) for row in rows)
         return RunSteps(rows, plan if same else "")
 
-    def _report(self, height: Given, width: Given, batch: Given, steps: Given, references: Sizes) -> Report:
+    def _report(
+        self, height: Given, width: Given, steps: Given, guidance: Any, batch: Given, references: Sizes
+    ) -> Report:
         run = self._state.last_run
         height, width = _in_latents(self._model, "height, width", height, width)
         if references is not None:
@@ -282,13 +286,15 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         batch = self._denoiser.usual_batch if batch is None else batch
         steps = default_steps(self._model) if steps is None else steps
         check_counts(height=height, width=width, batch=batch, steps=steps)
-        config, references = self._settings_at(height, width, steps), tuple(references or ())
+        optional(number("a number ≥ 0, such as 7.5", lambda scale: scale >= 0))("guidance", guidance)
+        config, references = self._settings_at(height, width, steps, guidance), tuple(references or ())
         dense = {root: state.kept.dense for root, state in self._states.items()}
-        key = height, width, batch, steps, config, references, tuple(dense.values())
+        key = height, width, batch, steps, guidance, config, references, tuple(dense.values())
         if self._counted is None or self._counted[0] != key:
             report = predict(self._model, config, height, width, batch, steps, references, dense)
-            if slower := hardly_faster(report, self._fewest_tokens):
-                report = dataclasses.replace(report, notes=(*report.notes, slower))
+            told = ["" if guidance is None else f"the plan is that of guidance {guidance:g}"]
+            told.append(slower := hardly_faster(report, self._fewest_tokens) or "")
+            report = dataclasses.replace(report, notes=(*report.notes, *filter(None, told)))
             self._counted = key, report, slower
         return self._counted[1]
 
@@ -389,21 +395,23 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         pictures, others = divmod(run.batch, guidance_copies(pipe) if self._denoiser.usual_batch > 1 else 1)
         return None if others else pictures
 
-    def _facts_at(self, height: int | None, width: int | None, steps: int | None) -> Facts:
-        """Return the facts of a generation, with the guidance and the schedule of the last run."""
+    def _facts_at(self, height: Given, width: Given, steps: Given, guidance: float | None = None) -> Facts:
+        """Return the facts of a generation; the schedule is that of the last run, and guidance by default."""
         assert self._default is not None
         run = self._state.last_run
-        guidance = self._default.facts.guidance if run is None else run.guidance
+        if guidance is None:
+            guidance = self._default.facts.guidance if run is None else run.guidance
         grid = None if height is None or width is None else self._denoiser.grid_at(height, width)
         return self._default.facts_at(grid, steps, guidance, None if run is None else run.schedule)
 
-    def _settings_at(self, height: int | None, width: int | None, steps: int | None) -> ToMeConfig:
-        """Return the settings of a run with this size of the latents and number of steps."""
+    def _settings_at(self, height: Given, width: Given, steps: Given, guidance: float | None) -> ToMeConfig:
+        """Return the settings of a run with this size of the latents, number of steps and guidance."""
         run = self._state.last_run
         same = run is not None and (height, width, steps) == (run.height, run.width, run.steps)
+        same = same and guidance in (None, run and run.guidance)
         if self._default is None or same or self._state.kept.note:
             return self._in_force
-        return self._default.settings(self._facts_at(height, width, steps))
+        return self._default.settings(self._facts_at(height, width, steps, guidance))
 
 
 def _in_latents(model: object, name: str, *sides: Any) -> tuple[Any, ...]:
@@ -419,10 +427,11 @@ class EncoderPatch(Patch[ViTReport, RecordedTokens]):
     """The handle on a patched vision transformer."""
 
     def _report(
-        self, height: Given, width: Given, batch: Given, steps: Given, references: Sizes
+        self, height: Given, width: Given, steps: Given, guidance: Any, batch: Given, references: Sizes
     ) -> ViTReport:
         for name, given, why_not in (
             ("steps", steps, "has no denoising steps"),
+            ("guidance", guidance, "has no guidance"),
             ("references", references or None, "reads one picture"),
         ):
             if given is not None:

@@ -371,4 +371,4 @@ def test_the_table_says_it_all(pipe):
     assert lines[5].split()[:3] == ["3", "D", "0"]
     assert lines[6] == "note: M in 2 steps: the whole model runs, on merged tokens"
     assert "<table>" in patch.steps._repr_html_()
-    assert patch.steps.to_dicts()[3]["kind"] == "unmerged"
+    assert patch.steps.to_dicts()[3]["kind"] == patch.steps[3].kind == "unmerged"

@@ -16,7 +16,7 @@ SIGNS = {
     "M": "the whole model runs, on merged tokens",
     "D": "the whole model runs, and no token merges",
     "C": "the whole model runs, and no token merges; this step corrects what merging loses in the others",
-    "f": "only the finest level of the UNet runs (most pixels); the rest is extrapolated",
+    "f": "only the finest level of the UNet runs (full resolution); the rest is extrapolated",
     "·": "all blocks are skipped, and what they would add is extrapolated",
 }
 _COMPLETE = {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}

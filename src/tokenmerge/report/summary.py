@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenmerge.config import ToMeConfig
@@ -90,8 +90,9 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     merged = ", ".join(dict.fromkeys(row.merged for row in rows))
     merged = merged.replace("attn1", "self-attention").replace("attn2", "cross-attention")
     of_all = f"{len(rows)} of {len(conditions.denoiser.blocks)} blocks"
-    what = f"{most.tokens} → {most.merged_tokens} tokens in {merged} of {of_all}"
-    if not config.correction.on:
+    parts = "" if merged == "whole block" else f"{merged} of "
+    what = f"{most.tokens} → {most.merged_tokens} tokens in {parts}{of_all}"
+    if report.plan or not config.correction.on:  # the plan says which steps correct
         return what
     return f"{what}; 1 of {config.correction.every} complete steps merges nothing and corrects the others"
 
@@ -141,10 +142,10 @@ _NOTES_ON_STEPS = (
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class RunSteps(Tabled):
+class RunSteps(Tabled, Sequence[StepRow]):
     """The denoising steps of a run: what ran and merged, how much the result changed, and how long it took.
 
-    Iterate over it for the rows. ``print`` shows them as a table.
+    It is a sequence of the rows. ``print`` shows them as a table.
     """
 
     rows: tuple[StepRow, ...]
@@ -153,8 +154,8 @@ class RunSteps(Tabled):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __iter__(self) -> Iterator[StepRow]:
-        return iter(self.rows)
+    def __getitem__(self, index: Any) -> Any:
+        return self.rows[index]
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the rows as plain values, for records."""

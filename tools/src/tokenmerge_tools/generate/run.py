@@ -6,8 +6,9 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -254,15 +255,15 @@ class _Generating:
             path = self.result.folder / f"{variant}-{index:02d}.png"
             write_atomically(path, partial(write_picture, picture, *about))
 
-    def _draw_fewer(self, count: int) -> list[Image] | list[None]:
+    def _draw_fewer(self, count: int) -> list[Image]:
         """Draw with the dense model, in as many steps as fit into the time of the merged pictures.
 
-        They have at least the operations of the merged pictures. None: they would be all steps.
+        They have at least the operations of the merged pictures. Empty: they would be all steps.
         """
         in_time = math.ceil(self.options.steps / (self.result.speedup("tokenmerge") or 1))
         steps = max(1, in_time, round(self.options.steps / self.result.report.speedup))
         if steps >= self.options.steps:
-            return [None] * count
+            return []
         began = time.perf_counter()
         pictures = self.studio.draw("dense", self.call.with_steps(steps), f"dense, {steps} steps")
         self.result.fewer_steps, self.result.fewer_seconds = steps, (time.perf_counter() - began) / count
@@ -274,24 +275,24 @@ class _Generating:
         captions, fewer = [[f"seed {seed}"] for seed in self.call.seeds], self._draw_fewer(len(dense))
         result = self.result
         try:
-            images, reference = as_tensor(merged), as_tensor(dense)
-            others = [] if fewer[0] is None else psnr(as_tensor(fewer), reference).tolist()
-            lost = sum(others) / len(others) if others else math.inf
+            found = []
+            for pictures in filter(None, (merged, fewer)):
+                pair = as_tensor(pictures), as_tensor(dense)
+                found.append([psnr(*pair).tolist(), ssim(*pair).tolist()])
+                for texts, psnr_db, similarity in zip(captions, *found[-1], strict=True):
+                    close = f"PSNR {psnr_db:.1f} dB, SSIM {similarity:.3f}"
+                    texts.append("identical" if math.isinf(psnr_db) else close)
+            result.psnr, result.ssim = map(tuple, found[0])
+            lost = sum(found[-1][0]) / len(dense) if len(found) > 1 else math.inf
             result.fewer_psnr = lost if math.isfinite(lost) else None
-            result.psnr = tuple(psnr(images, reference).tolist())
-            result.ssim = tuple(ssim(images, reference).tolist())
-            for texts, psnr_db, similarity in zip(captions, result.psnr, result.ssim, strict=True):
-                close = f"PSNR {psnr_db:.1f} dB, SSIM {similarity:.3f}"
-                texts.append("identical" if math.isinf(psnr_db) else close)
-            for texts, psnr_db in zip(captions, others, strict=False):
-                texts.append(f"PSNR {psnr_db:.1f} dB")
         except MissingExtraError as error:
             self.result.notes.append(str(error))
         width, height = self.options.size or (0, 0)
         of_fewer = "" if result.fewer_psnr is None else f", {result.fewer_psnr:.1f} dB to dense"
         of_merged = f", {sum(result.psnr) / len(dense):.1f} dB to dense" if result.psnr else ""
+        others: Iterable[Image | None] = fewer or repeat(None)
         picture = comparison(
-            list(map(Pair, dense, merged, fewer, captions)),
+            list(map(Pair, dense, merged, others, captions)),
             dense=f"{width} x {height}, {self.options.steps} steps, {result.seconds('dense')[0]:.1f} s",
             merged=f"{self.options.merging.title}, {result.seconds('tokenmerge')[0]:.1f} s{of_merged}",
             fewer=f"dense, {result.fewer_steps} steps, {result.fewer_seconds:.1f} s{of_fewer}",
