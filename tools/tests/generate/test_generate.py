@@ -110,8 +110,11 @@ def test_the_record_holds_conditions_times_and_quality(run):
 def test_as_many_dense_steps_as_take_the_same_time_stand_beside_them(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(Result, "speedup", lambda *_: 1.6)
     merging = MethodSpec("tome", {"reuse.every": 3, "reuse.shallow_every": 3})
-    result = generate(options(folder, tmp_path / "all", merging=merging, steps=8))
+    progress = []
+    result = generate(options(folder, tmp_path / "all", merging=merging, steps=8), progress.append)
     steps = 5  # 8 / 1.6
+    assert [one.done for one in progress if one.part == "fewer steps"] == [1, 2, 3, 4, 5]
+    assert {one.total for one in progress if one.part == "fewer steps"} == {steps}
     generate(options(folder, tmp_path / "few", steps=steps))
     few, every = (
         as_tensor([Image.fromarray(pixels(tmp_path / name / "dense-00.png"))]) for name in ("few", "all")
@@ -136,7 +139,8 @@ def test_as_many_dense_steps_as_take_the_same_time_stand_beside_them(folder, tmp
     assert panels[0] - panels[1] == 320 + 16  # three columns, and two
 
 
-def test_the_comparison_is_announced_before_the_last_timed_call(folder, tmp_path):
+def test_the_comparison_is_announced_before_the_last_timed_call(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(Result, "speedup", lambda *_: 1.0)  # so that no fewer steps are drawn
     happened = []
 
     def announce(path):

@@ -265,7 +265,7 @@ class _Generating:
         if steps >= self.options.steps:
             return []
         began = time.perf_counter()
-        pictures = self.studio.draw("dense", self.call.with_steps(steps), f"dense, {steps} steps")
+        pictures = self.studio.draw("dense", self.call.with_steps(steps), "fewer steps")
         self.result.fewer_steps, self.result.fewer_seconds = steps, (time.perf_counter() - began) / count
         self._write_pictures("fewer-steps", pictures, dataclasses.replace(self.options, steps=steps))
         return pictures
