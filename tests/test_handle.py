@@ -1,6 +1,7 @@
 """What the handle of a patch says, before and after a run."""
 
 import dataclasses
+import re
 import threading
 
 import hosts
@@ -143,6 +144,8 @@ def test_steps_are_merged_unmerged_or_reused(pipe):
     patch = apply_token_merging(pipe, config)
     generate(pipe)
     assert patch.report().plan == "CMCMCMDDDDDD"
+    merging = re.search(r"  merging: (.*)", str(patch))[1]
+    assert re.fullmatch(r"\d+ → \d+ tokens in self-attention of \d of \d blocks", merging)  # the plan has C
     assert "        M in 3 steps: the whole model runs, on merged tokens\n" in str(patch)
 
 
@@ -211,6 +214,15 @@ def test_where_no_size_is_known_it_says_what_to_do():
     model = hosts.unet(sample_size=None)
     patch = apply_token_merging(model, ToMeConfig(ratio=0.5))
     assert "not counted: height, width: UNet2DConditionModel has no default size" in repr(patch)
+
+
+def test_a_whole_block_and_corrections_without_a_plan_are_told():
+    config = ToMeConfig(ratio=0.5, scope="block", correction=Correction(every=3))
+    (line,) = [
+        one for one in str(apply_token_merging(hosts.unet(), config)).splitlines() if "merging:" in one
+    ]
+    corrects = "1 of 3 complete steps merges nothing and corrects the others"
+    assert line == f"  merging: 256 → 128 tokens in 3 of 7 blocks; {corrects}"
 
 
 def test_html_shows_the_same_text():
