@@ -46,8 +46,10 @@ def test_before_a_run_it_counts_the_default_size_and_number_of_steps(pipe):
     assert "last run" not in str(patch)
     sample, scale = pipe.unet.config.sample_size, pipe.vae_scale_factor
     size = f"{sample * scale} × {sample * scale} px, 50 steps, guidance 7.5"
-    assert str(patch).splitlines()[1] == f"  before a run, for the defaults: {size}"
-    assert str(patch).endswith("\n  other sizes: print(patch.report(height=…, width=…, steps=…))")
+    assert str(patch).splitlines()[1:3] == [
+        f"  no run yet; for the defaults: {size}",
+        "  for yours: print(patch.report(height=…, width=…, steps=…))",
+    ]
 
 
 def test_it_names_the_ratio_that_was_given_and_no_other_number(pipe):
@@ -83,7 +85,7 @@ def test_another_size_and_number_of_steps(pipe):
     assert patch.report(24 * scale, 40 * scale, batch=1, steps=8).batch == 1
     with pytest.raises(ConfigError, match="steps: expected an integer ≥ 1, got 0"):
         patch.report(steps=0)
-    with pytest.raises(ConfigError, match=f"height, width: expected multiples of {scale} pixels, got 65"):
+    with pytest.raises(ConfigError, match=f"height, width: expected multiples of {scale} pixels, got 64, 65"):
         patch.report(64, 65)
     for wrong in (scale - 1, 0, 64.0):
         with pytest.raises(ConfigError, match=f"height, width: expected an integer ≥ {scale}, got {wrong}"):

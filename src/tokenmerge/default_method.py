@@ -23,7 +23,8 @@ from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import Attention, fewest_tokens
 from tokenmerge.plans import ROUNDING, Facts, Schedule, facts_of, plan_for
 from tokenmerge.plans.choose import Plan
-from tokenmerge.plans.estimate import Tolerance
+from tokenmerge.plans.estimate import LOOKS_DIFFERENT, Tolerance, psnr_of
+from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 from tokenmerge.runtime.steps.scheduler import next_schedule
@@ -126,18 +127,16 @@ class DefaultMethod:
             return f"min_psnr={self.min_psnr:g}: this generation is dense, as no plan is so close; lower it"
         highest = plan_for(facts, math.inf).speedup
         if highest + ROUNDING >= self.speedup:
-            return ""
+            differs = psnr_of(self.plan(facts).harm) + ESTIMATE["within"] < LOOKS_DIFFERENT
+            told = f"speedup={self.speedup:g}: the picture may look different; lower it, or take more steps"
+            return told if differs and facts.follows_steps else ""
         size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))
         where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {size} tokens"
         if highest < 1 + ROUNDING:
-            return (
-                f"speedup={self.speedup:g}: nothing can be saved {where}, so this generation is dense; take "
-                "more steps or a larger picture"
-            )
-        return (
-            f"speedup={self.speedup:g}: at most {highest:.2f}× can be reached {where}; take more steps, a "
-            "larger picture or a lower speed-up"
-        )
+            most, lower = f"nothing can be saved {where}, so this generation is dense", ""
+        else:
+            most, lower = f"at most {highest:.2f}× can be reached {where}", ", or a lower speed-up"
+        return f"speedup={self.speedup:g}: {most}; take more steps or a larger picture{lower}"
 
     def without_reuse(self) -> DefaultMethod:
         """Return the same without step reuse."""

@@ -20,7 +20,7 @@ from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import Attention, fewest_tokens
 from tokenmerge.plans import Estimate, Facts
 from tokenmerge.plans.choose import merging_pays
-from tokenmerge.plans.estimate import estimate_closeness
+from tokenmerge.plans.estimate import estimate_closeness, psnr_of
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.report.notes import signs_of
@@ -367,7 +367,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         other = "" if run is None or default is not None else "no, only speedup= has an estimate"
         remarks = {"estimated": other if error is None else str(error)}
         if facts is not None and default is not None and facts.follows_steps:
-            remarks["out of reach"] = default.shortfall(facts)
+            expected = f"about {psnr_of(default.plan(facts).harm):.0f} dB to the dense picture"
+            remarks["expected"] = "" if run or default.min_psnr else expected
+            remarks["warning"] = default.shortfall(facts)
             if default.min_psnr is not None:
                 remarks[f"min_psnr {default.min_psnr:g}"] = self._tolerated(default, facts, error)
         return remarks
@@ -417,9 +419,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
 def _in_latents(model: object, name: str, *sides: Any) -> tuple[Any, ...]:
     """Return sides of a picture in latents. They are given in pixels if the pipeline tells the scale."""
     scale = latent_scale(model) or 1
-    for side in sides:
-        if scale > 1 and side is not None and integer(scale)(name, side) % scale:
-            raise ConfigError(f"{name}: expected multiples of {scale} pixels, got {side}")
+    if scale > 1 and any(integer(scale)(name, side) % scale for side in sides if side is not None):
+        raise ConfigError(f"{name}: expected multiples of {scale} pixels, got {', '.join(map(str, sides))}")
     return tuple(side and side // scale if scale > 1 else side for side in sides)
 
 

@@ -20,11 +20,12 @@ from tokenmerge.plans.policy import ESTIMATE
 _LEAST = 1e-7  # a squared error that nobody sees
 _TINY = 1e-6
 # What the PSNR to the dense picture means, from so many dB on.
+LOOKS_DIFFERENT = 25  # below it
 _LOOKS = (
     (40, "hard to tell apart"),
     (35, "small details differ"),
     (30, "larger details differ"),
-    (25, "many details differ"),
+    (LOOKS_DIFFERENT, "many details differ"),
 )
 
 

@@ -17,7 +17,7 @@ SIGNS = {
     "D": "the whole model runs, and no token merges",
     "C": "the whole model runs, and no token merges; this step corrects what merging loses in the others",
     "f": "only the finest level of the UNet runs (full resolution); the rest is extrapolated",
-    "·": "all blocks are skipped, and what they would add is extrapolated",
+    "·": "all blocks are skipped, and what they would add is repeated or extrapolated",
 }
 _COMPLETE = {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}
 _REUSING = {Runs.FINEST: "f", Runs.LEAST: "·"}
@@ -36,8 +36,9 @@ def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
 
 def legend(plan: str) -> list[str]:
     """Return a line for each sign of a plan: in how many steps it stands, and what they do."""
-    signs = ((sign, plan.count(sign), what) for sign, what in SIGNS.items() if sign in plan)
-    return [f"{sign} in {count} step{'s' * (count > 1)}: {what}" for sign, count, what in signs]
+    steps = {sign: f"{plan.count(sign)} step{'s' * (plan.count(sign) > 1)}" for sign in SIGNS if sign in plan}
+    merged = ", on merged tokens" * ("M" in plan and "D" not in plan)
+    return [f"{sign} in {count}: {SIGNS[sign].replace(')', f'){merged}')}" for sign, count in steps.items()]
 
 
 def merged_parts(block: Block, config: ToMeConfig) -> str:

@@ -45,7 +45,8 @@ def summary(
         setting = _setting(conditions, run, run.steps, run.kinds.total() or None)
         lines.append(f"  last run: {setting}" + f", {run.seconds:.1f} s of denoising" * bool(run.kinds))
     elif report is not None:
-        lines.append(f"  before a run, for the defaults: {_setting(conditions, report, report.steps)}")
+        lines.append(f"  no run yet; for the defaults: {_setting(conditions, report, report.steps)}")
+        lines.append("  for yours: print(patch.report(height=…, width=…, steps=…))")
     if report is not None:
         share = saved(report.flops_dense, report.flops)
         lines.append(f"  counted: {report.speedup:.2f}× ({share} of the operations saved)")
@@ -56,11 +57,11 @@ def summary(
             lines.append(f"        {'^':>{conditions.worst_step + 1}} probably the largest error")
         lines += [f"        {line}" for line in legend(report.plan)]
     elif config.reuse.on:
-        every = config.reuse.every
-        lines.append(f"  step reuse: 1 of {every:g} steps is complete; the others skip parts of the model")
+        lines.append(
+            f"  step reuse: 1 of {config.reuse.every:g} steps is complete; the others skip parts of it"
+        )
     if report is not None:
         lines += [f"  merging: {_merging(config, conditions, report)}", f"  {_kept(conditions, report)}"]
-        lines += ["  other sizes: print(patch.report(height=…, width=…, steps=…))"] * (run is None)
     return lines
 
 
@@ -104,26 +105,22 @@ def _setting(conditions: Conditions, of: Report | RunLog, steps: int | None, don
         scale, unit = (conditions.scale, "px") if conditions.scale else (1, "latents")
         words.append(f"{of.width * scale} × {of.height * scale} {unit}")
     if steps is not None:
-        words.append(_count(steps, "step") if done in (None, steps) else f"{done} of {steps} steps")
+        words.append(f"{'' if done in (None, steps) else f'{done} of '}{steps} step{'s' * (steps != 1)}")
     if conditions.guidance is not None:
         guided = conditions.guidance > 1
         words.append(f"guidance {conditions.guidance:g}" if guided else "no classifier-free guidance")
     if conditions.pictures is None:
-        words.append(f"{_count(of.batch, 'sample')} in each call")
+        words.append(f"a batch of {of.batch} in each call")
     elif conditions.pictures > 1:
         words.append(f"{conditions.pictures} pictures at once")
     return ", ".join(words)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
-
-
 def _kept(conditions: Conditions, report: Report) -> str:
-    if not report.kept_bytes:
-        return "cache between steps: none"
     dtype = str(dtype_of(conditions.denoiser.root)).removeprefix("torch.")
-    return f"cache between steps: {in_words(report.kept_bytes)} ({dtype})"
+    return (
+        f"cache between steps: {f'{in_words(report.kept_bytes)} ({dtype})' if report.kept_bytes else 'none'}"
+    )
 
 
 def in_words(size: int) -> str:
@@ -169,11 +166,11 @@ class RunSteps(Tabled, Sequence[StepRow]):
                 self.plan[row.step : row.step + 1] if self.plan else row.kind,
                 "" if row.tokens is None else f"{row.tokens} → {row.merged_tokens}",
                 str(row.blocks),
-                "" if row.change is None else f"{100 * row.change:.1f} %",
+                "" if row.change is None or row.kind == "reused" else f"{100 * row.change:.1f} %",
                 f"{row.seconds:.3f}",
             )
             for row in self.rows
         ]
         seconds = sum(row.seconds for row in self.rows)
-        title = f"{_count(len(self.rows), 'step')}, {seconds:.2f} s in the model"
+        title = f"{len(self.rows)} step{'s' * (len(self.rows) != 1)}, {seconds:.2f} s in the model"
         return TextTable(title, [header, *lines], (*legend(self.plan), *_NOTES_ON_STEPS))

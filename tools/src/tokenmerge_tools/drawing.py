@@ -129,7 +129,7 @@ class Studio(contextlib.ExitStack):
 
         runs = {name: partial(run, name) for name in calls}
         for timed in interleaved(runs, repeat, self.pipes[DENSE].device):
-            yield Drawing(timed.variant, timed.seconds, timed.peak_bytes, drawn[timed.variant])
+            yield Drawing(**vars(timed), pictures=drawn[timed.variant])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ class Measurement:
     variant: str
     seconds: float
     peak_bytes: int | None
+    work_seconds: float  # of the processor on a CPU, whatever else runs; elsewhere as ``seconds``
 
 
 def interleaved(
@@ -36,11 +37,12 @@ def interleaved(
         for variant, run in variants.items():
             counts_memory = reset_peak_memory(device)
             synchronize(device)
-            start = time.perf_counter()
+            start, began = time.perf_counter(), time.process_time()
             run()
             synchronize(device)
-            seconds = time.perf_counter() - start
-            yield Measurement(variant, seconds, peak_memory(device) if counts_memory else None)
+            seconds, busy = time.perf_counter() - start, time.process_time() - began
+            peak = peak_memory(device) if counts_memory else None
+            yield Measurement(variant, seconds, peak, busy if device.type == "cpu" else seconds)
 
 
 def synchronize(device: torch.device) -> None:

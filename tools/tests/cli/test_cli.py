@@ -92,7 +92,7 @@ def test_generate_says_in_about_ten_lines_what_it_drew_and_writes_a_folder(folde
         "×  ",
         "dB to dense: ",
         " every step ran whole",
-        "up to 25 % of the tokens merged, in",
+        "tokens merged to",
         "one run each; --repeat 3 gives figures to rely on",
         f"Pictures:    {out}",
     ):
@@ -114,7 +114,6 @@ def test_details_are_times_memory_and_what_the_patch_says(folder, tmp_path, caps
     said = printed[printed.index("StableDiffusionPipeline, ") :].splitlines()
     for line, name in zip(said[1:3], ("dense", "tokenmerge"), strict=True):
         assert re.match(rf"{name}: [\d.]+ m?s per image \([\d.]+ m?s to [\d.]+ m?s\), peak memory", line)
-    assert "SSIM of merged against dense: 0." in printed
     assert "tokenmerge in UNet2DConditionModel: " in printed
     assert "memory: peak resident memory" in printed
 

@@ -108,7 +108,7 @@ def test_the_record_holds_conditions_times_and_quality(run):
 
 
 def test_as_many_dense_steps_as_take_the_same_time_stand_beside_them(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(Result, "speedup", lambda *_: 1.6)
+    monkeypatch.setattr(Result, "share_of_work", 1 / 1.6)
     merging = MethodSpec("tome", {"reuse.every": 3, "reuse.shallow_every": 3})
     progress = []
     result = generate(options(folder, tmp_path / "all", merging=merging, steps=8), progress.append)
@@ -133,14 +133,14 @@ def test_as_many_dense_steps_as_take_the_same_time_stand_beside_them(folder, tmp
     gain = result.psnr[0] - result.fewer_psnr
     closer = "tokenmerge" if gain > 0 else "fewer steps"
     assert f"  Closer:      {closer}, by {abs(gain):.1f} dB" in text
-    monkeypatch.setattr(Result, "speedup", lambda *_: 1.1)
+    monkeypatch.setattr(Result, "share_of_work", 1 / 1.1)
     assert generate(options(folder, tmp_path / "two")).fewer_psnr is None  # too little was saved for one step
     panels = [pixels(tmp_path / name / "comparison.png").shape[1] for name in ("all", "two")]
     assert panels[0] - panels[1] == 320 + 16  # three columns, and two
 
 
 def test_the_comparison_is_announced_before_the_last_timed_call(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(Result, "speedup", lambda *_: 1.0)  # so that no fewer steps are drawn
+    monkeypatch.setattr(Result, "share_of_work", 1 / 1.0)  # so that no fewer steps are drawn
     happened = []
 
     def announce(path):

@@ -121,10 +121,9 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     names = {"dense": f"dense, {options.steps} steps", "tokenmerge": "with tokenmerge"}
     close = {"tokenmerge": _close_to_dense(result) if result.psnr else ""}
     rows = [(names[name], median(result.seconds(name)), close.get(name, "")) for name in result.names]
-    if result.fewer_psnr is not None:
-        rows.append(
-            (f"dense, {result.fewer_steps} steps", result.fewer_seconds, _closeness(result.fewer_psnr))
-        )
+    if (lost := result.fewer_psnr) is not None:
+        close_to = f"{lost:.1f} dB to dense: {looks(lost)}"
+        rows.append((f"dense, {result.fewer_steps} steps", result.fewer_seconds, close_to))
     lines = [""]
     for name, seconds, closeness in rows:
         gain = f"{rows[0][1] / seconds:.1f}×" if name != rows[0][0] else ""
@@ -133,7 +132,11 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     about = many if options.repeat > 1 else "one run each; --repeat 3 gives figures to rely on"
     if result.fewer_psnr is not None:
         about += f"; {result.fewer_steps} steps were expected to take as long"
-    lines += [f"  ({about})", ""]
+    lines += [
+        f"  ({about})",
+        "  (40 dB: hard to tell apart; 35, 30, 25 dB: small, larger, many details differ)",
+        "",
+    ]
     finite = [value for value in result.psnr if math.isfinite(value)]
     if result.fewer_psnr is not None and finite:
         lead = sum(finite) / len(finite) - result.fewer_psnr
@@ -145,12 +148,12 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
         f"               {ran}",
         f"               {merged}; {cache}",
     ]
-    found = f"; measured: {sum(finite) / len(finite):.1f} dB" if finite else ""
+    found = f"; truth: {sum(finite) / len(finite):.1f} dB" if finite else ""
     for line in result.summary.splitlines():
         if line.startswith("  estimated: ") and "(" in line:
             guess = line.removeprefix("  estimated: ").partition(" to the dense")[0]
             lines.append(f"  Estimated:   {guess}, without the dense picture{found}")
-        if line.startswith(("  out of reach", "  min_psnr")):
+        if line.startswith(("  warning", "  min_psnr")):
             lines.append(line)
     lines.append("")
     if options.model in demo.NAMES:
@@ -167,12 +170,8 @@ def _close_to_dense(result: Result) -> str:
     if not finite:
         return "the pictures are identical"
     same = len(result.psnr) - len(finite)
-    psnr = _closeness(sum(finite) / len(finite))
+    psnr = f"{(mean := sum(finite) / len(finite)):.1f} dB to dense: {looks(mean)}"
     return f"{psnr}; {same} identical" if same else psnr
-
-
-def _closeness(psnr: float) -> str:
-    return f"{psnr:.1f} dB to dense: {looks(psnr)}"
 
 
 def _what_ran(result: Result, steps: int) -> tuple[str, str]:
@@ -183,11 +182,10 @@ def _what_ran(result: Result, steps: int) -> tuple[str, str]:
     ran = ran if complete < len(plan) else "every step ran whole"
     ran += f", {finest} only its finest level (full resolution)" * (finest > 0)
     ran += f", {skipped} skipped all blocks" * (skipped > 0)
-    most = max(rows, key=lambda row: row.tokens, default=None)
-    share = 0.0 if most is None else 100 * (1 - most.merged_tokens / most.tokens)
-    blocks = sum(row.merged_tokens < row.tokens for row in rows)
-    merged = f"up to {share:.0f} % of the tokens merged, in {blocks} blocks" if share else "no tokens merged"
-    return ran, merged
+    if not (merging := [row for row in rows if row.merged_tokens < row.tokens]):
+        return ran, "no tokens merged"
+    most = max(merging, key=lambda row: row.tokens)
+    return ran, f"{most.tokens} tokens merged to {most.merged_tokens}, in {len(merging)} blocks"
 
 
 def details(result: Result) -> list[str]:
@@ -200,8 +198,6 @@ def details(result: Result) -> list[str]:
         spread = f" ({_seconds(min(times))} to {_seconds(max(times))})" if len(times) > 1 else ""
         peak = "" if memory is None else f", peak memory {memory / 2**20:,.0f} MiB"
         lines.append(f"{name}: {_seconds(median(times))} per image{spread}{peak}")
-    if ssim := result.ssim:
-        lines.append(f"SSIM of merged against dense: {sum(ssim) / len(ssim):.4f}, mean over the pictures")
     runs = len(result.seconds("tokenmerge"))
     return [
         *lines,

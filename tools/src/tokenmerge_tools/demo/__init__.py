@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 NAMES = ("emoji-unet", "emoji-mmdit")
@@ -22,4 +23,6 @@ def path(name: str = "emoji-unet") -> Path:
     """
     if name not in NAMES:
         raise ValueError(f"no bundled model is named {name!r}; use one of {', '.join(map(repr, NAMES))}")
+    # diffusers warns of the class of the small VAE.
+    logging.getLogger("diffusers.pipelines.pipeline_utils").addFilter(lambda r: "for vae" not in str(r.msg))
     return Path(__file__).parent / name

@@ -6,9 +6,8 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -83,6 +82,12 @@ class Result:
         """Return the median time of dense over that of one variant; None if either was not timed."""
         dense, own = self.seconds("dense"), self.seconds(name)
         return median(dense) / median(own) if dense and own else None
+
+    @property
+    def share_of_work(self) -> float:
+        """The time of tokenmerge over that of dense; on a CPU that of the processor, whatever else runs."""
+        work = {one.variant: one.work_seconds for one in self.measurements}
+        return work["tokenmerge"] / work["dense"]
 
     def write(self) -> None:
         """Write ``run.json``."""
@@ -260,7 +265,7 @@ class _Generating:
 
         They have at least the operations of the merged pictures. Empty: they would be all steps.
         """
-        in_time = math.ceil(self.options.steps / (self.result.speedup("tokenmerge") or 1))
+        in_time = math.ceil(self.options.steps * self.result.share_of_work)
         steps = max(1, in_time, round(self.options.steps / self.result.report.speedup))
         if steps >= self.options.steps:
             return []
@@ -290,7 +295,7 @@ class _Generating:
         width, height = self.options.size or (0, 0)
         of_fewer = "" if result.fewer_psnr is None else f", {result.fewer_psnr:.1f} dB to dense"
         of_merged = f", {sum(result.psnr) / len(dense):.1f} dB to dense" if result.psnr else ""
-        others: Iterable[Image | None] = fewer or repeat(None)
+        others: list[Any] = [*fewer] or [None] * len(dense)
         picture = comparison(
             list(map(Pair, dense, merged, others, captions)),
             dense=f"{width} x {height}, {self.options.steps} steps, {result.seconds('dense')[0]:.1f} s",

@@ -1,0 +1,138 @@
+"""Measure how close plans are that merge nothing, as on fast GPUs: those of SDXL and SD 1.5, and the model's own.
+
+A plan says which denoising steps run the whole model, and which run only the finest level of a UNet or nothing.
+How many of each fit into a speed depends on the model: the finest level is 5 % of the operations of SDXL at
+1024 × 1024 pixels, and 37 % of those of `emoji-unet` at 256 × 256. So each plan is made for one model, by its
+operations, and runs on the small bundled one. Prompts, seeds, size, steps and guidance are those of readme.py.
+Beside the plans are as many steps of the unchanged model as have the same operations.
+
+    # 10 minutes
+    OMP_NUM_THREADS=1 python benchmarks/plans_without_merging.py measure --out benchmarks/plans_without_merging_cpu.jsonl
+    python benchmarks/plans_without_merging.py write benchmarks/plans_without_merging_cpu.jsonl  # docs/results.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+from readme import GUIDANCE, MODEL, PROMPTS, SEED, SIZE, SPEEDUPS, STEPS
+
+from tokenmerge import ToMeConfig, token_merging
+from tokenmerge.default_method import settings_for
+from tokenmerge.planners import calibration
+from tokenmerge_tools import demo
+from tokenmerge_tools.bench.loaded_model import build_denoiser, find_geometry
+from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
+
+# What a plan is made for: name, geometry, and sides of the picture in latents.
+MODELS = {"SDXL, 1024 px": ("sdxl", 128), "SD 1.5, 512 px": ("sd15", 64)}
+OWN = f"`{MODEL}`, {SIZE} px"
+PAGE = Path(__file__).parent.parent / "docs" / "results.md"
+BLOCK = re.compile(r"(<!-- plans without merging: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
+
+
+def plans(pipe: DiffusionPipeline) -> dict[str, dict[float, ToMeConfig]]:
+    """Return the settings for each speed, by the model that they are made for. None of them merges."""
+    calibration.TOKENS_ON_CPU = 10**9
+    found = {}
+    for name, (geometry, side) in MODELS.items():
+        unet = build_denoiser(find_geometry(geometry), torch.float32, torch.device("meta"), seed=0)
+        arguments = {
+            "height": side,
+            "width": side,
+            "steps": STEPS,
+            "guidance": GUIDANCE,
+            "follows_steps": True,
+        }
+        found[name] = {speedup: settings_for(unet, speedup, **arguments) for speedup in SPEEDUPS}
+    side = SIZE // pipe.vae_scale_factor
+    found[OWN] = {one: settings_for(pipe, one, side, side, STEPS, GUIDANCE) for one in SPEEDUPS}
+    assert not any(config.merges for configs in found.values() for config in configs.values())
+    return found
+
+
+def measure(out: Path, prompts: int) -> None:
+    """Draw each prompt dense, with each plan, and in fewer steps."""
+    pipe = DiffusionPipeline.from_pretrained(demo.path(MODEL))
+    pipe.set_progress_bar_config(disable=True)
+    own = plans(pipe)
+    for number, (glyph, background) in enumerate(choose_prompts(prompts, seed=PROMPTS)):
+        prompt, seed = caption(read_glyphs()[glyph].name, background), SEED + number
+        dense = draw(pipe, prompt, seed)
+        line: dict[str, Any] = {"prompt": prompt, "seed": seed, "psnr": {}, "fewer steps": {}}
+        for name, configs in own.items():
+            found = {
+                f"{one:g}": psnr(dense, draw(pipe, prompt, seed, config)) for one, config in configs.items()
+            }
+            line["psnr"][name] = found
+        for speedup in SPEEDUPS:
+            steps = round(STEPS / speedup)
+            line["fewer steps"][f"{speedup:g}"] = [steps, psnr(dense, draw(pipe, prompt, seed, steps=steps))]
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+
+
+def draw(
+    pipe: DiffusionPipeline, prompt: str, seed: int, config: ToMeConfig | None = None, steps: int = STEPS
+) -> torch.Tensor:
+    """Return a picture; without settings, it is dense."""
+    with contextlib.nullcontext() if config is None else token_merging(pipe, config):
+        return pipe(
+            prompt,
+            height=SIZE,
+            width=SIZE,
+            num_inference_steps=steps,
+            guidance_scale=GUIDANCE,
+            generator=torch.Generator().manual_seed(seed),
+            output_type="pt",
+        ).images[0]
+
+
+def psnr(dense: torch.Tensor, picture: torch.Tensor) -> float:
+    return float(-10 * torch.log10((dense - picture).square().mean()))
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Return the means over the prompts, in Markdown."""
+    rows = [f"| plan of | {' | '.join(f'{one:g}×' for one in SPEEDUPS)} |", "|---|" + "---:|" * len(SPEEDUPS)]
+    for name in (*MODELS, OWN):
+        means = (statistics.mean(line["psnr"][name][f"{one:g}"] for line in lines) for one in SPEEDUPS)
+        rows.append(f"| {name} | {' | '.join(f'{mean:.0f} dB' for mean in means)} |")
+    cells = []
+    for one in SPEEDUPS:
+        own = [line["fewer steps"][f"{one:g}"] for line in lines]
+        cells.append(f"{own[0][0]} steps: {statistics.mean(found for _, found in own):.0f} dB")
+    return "\n".join([*rows, f"| none: fewer steps | {' | '.join(cells)} |", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    measured = commands.add_parser("measure")
+    measured.add_argument("--out", type=Path, required=True)
+    measured.add_argument("--prompts", type=int, default=4)
+    commands.add_parser("write").add_argument("record", type=Path)
+    options = parser.parse_args()
+    diffusers.utils.logging.set_verbosity_error()
+    if options.command == "measure":
+        measure(options.out, options.prompts)
+    else:
+        made = table([json.loads(line) for line in options.record.read_text(encoding="utf-8").splitlines()])
+        text = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(BLOCK.sub(lambda found: found[1] + made + found[2], text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
