@@ -1,14 +1,14 @@
-"""Measure how close plans are that merge nothing, as on fast GPUs: those of SDXL and SD 1.5, and the model's own.
+"""Measure how close plans are that merge nothing, as on fast GPUs: of SDXL, SD 1.5, and the model itself.
 
-A plan says which denoising steps run the whole model, and which run only the finest level of a UNet or nothing.
+A plan says which denoising steps run the whole model, and which the finest level of a UNet alone, or nothing.
 How many of each fit into a speed depends on the model: the finest level is 5 % of the operations of SDXL at
 1024 × 1024 pixels, and 37 % of those of `emoji-unet` at 256 × 256. So each plan is made for one model, by its
-operations, and runs on the small bundled one. Prompts, seeds, size, steps and guidance are those of readme.py.
-Beside the plans are as many steps of the unchanged model as have the same operations.
+operations, and runs on the small bundled one. Prompts, seeds, size, steps and guidance are those of
+readme.py. Beside the plans are as many steps of the unchanged model as have the same operations.
 
-    # 10 minutes
-    OMP_NUM_THREADS=1 python benchmarks/plans_without_merging.py measure --out benchmarks/plans_without_merging_cpu.jsonl
-    python benchmarks/plans_without_merging.py write benchmarks/plans_without_merging_cpu.jsonl  # docs/results.md
+    # 15 minutes
+    python benchmarks/plans_without_merging.py measure --out benchmarks/plans_without_merging_cpu.jsonl
+    python benchmarks/plans_without_merging.py write benchmarks/plans_without_merging_cpu.jsonl  # results.md
 """
 
 from __future__ import annotations

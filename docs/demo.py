@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from tokenmerge_tools.sheets import enlarge, sheet
+from tokenmerge_tools.sheets import difference, difference_gain, enlarge, sheet
 
 PICTURE = Path(__file__).with_name("demo.png")
 KEY = "drawn with"
@@ -38,6 +38,8 @@ def main(folder: Path) -> None:
         Image.open(folder / f"{name}-00.png") for name in ("dense", "tokenmerge", "fewer-steps")
     )
     fewer = run["quality"]["fewer_steps"]
+    gain = difference_gain(dense, merged)
+    lost = [enlarge(difference(dense, other, gain), 2) for other in (merged, third)]
     drawn = sheet(
         [
             ("dense", f"the unchanged model, {report['steps']} steps"),
@@ -47,7 +49,10 @@ def main(folder: Path) -> None:
                 f"the unchanged model, {fewer['psnr_db']:.1f} dB to dense",
             ),
         ],
-        [([enlarge(picture, 2) for picture in (dense, merged, third)], "")],
+        [
+            ([enlarge(picture, 2) for picture in (dense, merged, third)], ""),
+            ([None, *lost], [f"difference to dense, {gain} times brighter than it is"] * 2),
+        ],
     )
     info = PngInfo()
     info.add_text(KEY, json.dumps(drawn_with(conditions)))

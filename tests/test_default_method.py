@@ -125,6 +125,30 @@ def test_no_argument_is_a_speedup_of_2(fast):
     assert patch.config == settings_for(pipe, 2.0)
 
 
+def test_a_picture_that_probably_looks_different_is_told(fast):
+    pipe = pipeline(unet=hosts.unet())
+    patch = apply_token_merging(pipe, speedup=2.5)
+    told = "speedup=2.5: the picture may look different; lower it, or take more steps"
+    with pytest.warns(UserWarning, match=told):
+        run(pipe, 7)
+    assert f"\n  warning: {told}\n" in str(patch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(pipe, 50)
+    assert "warning" not in str(patch)
+
+
+def test_before_a_run_the_handle_says_how_close_the_picture_probably_is(fast):
+    pipe = pipeline(unet=hosts.unet())
+    expected = [
+        int(re.search(r"\n  expected: about (\d+) dB to the dense picture\n", str(patch))[1])
+        for patch in (apply_token_merging(pipe, speedup=speedup) for speedup in (1.5, 3.0))
+    ]
+    assert 50 > expected[0] > expected[1] > 10
+    run(pipe, 12)
+    assert "expected" not in str(apply_token_merging(pipe, speedup=3.0, min_psnr=30))
+
+
 def test_a_ratio_has_no_estimate(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe, ToMeConfig(ratio=0.5, reuse=StepReuse(every=2)))

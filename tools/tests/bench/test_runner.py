@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import signal
@@ -325,7 +326,8 @@ def test_settings_that_follow_the_steps_are_timed_over_a_generation(
 
     def paced(calls: dict, repeat: int, device: torch.device) -> object:
         for measured in interleaved(calls, repeat, device):
-            yield type(measured)(measured.variant, {"dense, sdpa": 1.0}.get(measured.variant, 3.0), None)
+            seconds = {"dense, sdpa": 1.0}.get(measured.variant, 3.0)
+            yield dataclasses.replace(measured, seconds=seconds, peak_bytes=None)
 
     monkeypatch.setattr(runner, "interleaved", paced)
     _, merged = measure(variants=('tome:rules=[{"start": 0.5, "ratio": 0}]',), steps=4, rounds=2)
