@@ -23,7 +23,7 @@ PAGES = (Path(__file__).parent.parent / "README.md", *map(PICTURE.with_name, ("i
 BLOCK = re.compile(r"(<!-- (caption|printed): .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 CAPTION = """\
 *Left: the unchanged model. Middle: `speedup={speedup}`, with the same prompt and seed. \
-Right: the unchanged model in fewer steps, in about the same time. A small bundled model, and the prompt of the table below that is nearest to its mean.*
+Right: the unchanged model in fewer steps, in about the same time. A small bundled model, and a typical prompt of the table below.*
 """
 
 

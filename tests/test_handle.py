@@ -47,7 +47,7 @@ def test_before_a_run_it_counts_the_default_size_and_number_of_steps(pipe):
     sample, scale = pipe.unet.config.sample_size, pipe.vae_scale_factor
     size = f"{sample * scale} × {sample * scale} px, 50 steps, guidance 7.5"
     assert str(patch).splitlines()[1:3] == [
-        f"  no run yet; for the defaults: {size}",
+        f"  no run yet; an example, for the defaults: {size}",
         "  for yours: print(patch.report(height=…, width=…, steps=…))",
     ]
 

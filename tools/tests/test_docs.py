@@ -316,8 +316,8 @@ def test_readme_says_how_close_plans_without_merging_are(monkeypatch):
         found[0]["fewer steps"]["2"][0],
         sum(line["fewer steps"]["2"][1] for line in found) / len(found),
     )
-    assert f"the small model then has {sdxl:.0f} dB with [the plan of SDXL]" in README
-    assert f"{sd15:.0f} dB with that of SD 1.5, and {fewer:.0f} dB in {steps} steps." in README
+    assert f"At 2×, this small model has {sdxl:.0f} dB with [SDXL's plan]" in README
+    assert f"{sd15:.0f} dB with SD 1.5's, and {fewer:.0f} dB in {steps} unchanged steps." in README
 
 
 def test_the_table_of_solvers_that_add_noise_says_what_its_record_says():

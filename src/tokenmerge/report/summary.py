@@ -45,7 +45,9 @@ def summary(
         setting = _setting(conditions, run, run.steps, run.kinds.total() or None)
         lines.append(f"  last run: {setting}" + f", {run.seconds:.1f} s of denoising" * bool(run.kinds))
     elif report is not None:
-        lines.append(f"  no run yet; for the defaults: {_setting(conditions, report, report.steps)}")
+        lines.append(
+            f"  no run yet; an example, for the defaults: {_setting(conditions, report, report.steps)}"
+        )
         lines.append("  for yours: print(patch.report(height=…, width=…, steps=…))")
     if report is not None:
         share = saved(report.flops_dense, report.flops)

@@ -163,7 +163,8 @@ def test_an_unknown_part_is_an_error(run: Any, capsys: pytest.CaptureFixture[str
 
 def test_the_first_lines_of_readme_say_what_the_records_say(gpu: ModuleType) -> None:
     found = gpu.speedups(*gpu.CARDS["NVIDIA H200"])
-    flux = found["flux 1024, generation"]
+    flux, sdxl = (found[f"{model} 1024, generation"] for model in ("flux", "sdxl"))
     seconds = (f"{flux[name].ms / 1000:.1f} s" for name in ("speed-up 2", "dense"))
     readme = (SCRIPT.parent.parent / "README.md").read_text(encoding="utf-8")
-    assert "On an NVIDIA H200, FLUX.1 takes {} instead of {} ".format(*seconds) in readme
+    said = "FLUX.1 takes {} instead of {}, and SDXL is {:.1f}× as fast"
+    assert f"On an NVIDIA H200, {said}".format(*seconds, sdxl["speed-up 2"].speedup) in readme
