@@ -75,8 +75,7 @@ def apply_patch(
     try:
         if level == 0:
             raise NothingToMergeError(
-                f"nothing to merge: max_downsample={shown(max_downsample)} merges no level; set it to 1 or "
-                "more"
+                f"nothing to merge: max_downsample={shown(max_downsample)} merges no level; set it to 1"
             )
         levels = sorted({block.level for host in hosts_of(model) for block in host.blocks})
         if levels[:1] > [config.max_downsample]:

@@ -293,6 +293,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if self._counted is None or self._counted[0] != key:
             report = predict(self._model, config, height, width, batch, steps, references, dense)
             told = ["" if guidance is None else f"the plan is that of guidance {guidance:g}"]
+            if self._default is not None:
+                harm = self._default.plan(self._facts_at(height, width, steps, guidance)).harm
+                told.append(f"expected: about {psnr_of(harm):.0f} dB to the dense picture")
             told.append(slower := hardly_faster(report, self._fewest_tokens) or "")
             report = dataclasses.replace(report, notes=(*report.notes, *filter(None, told)))
             self._counted = key, report, slower

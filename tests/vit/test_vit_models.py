@@ -130,7 +130,7 @@ def test_what_is_recorded_are_the_groups_of_the_patches():
     assert labels.shape == (2, 6, 6)
     assert torch.equal(labels.flatten(1), behind.source[:, 1:])
     assert torch.equal(behind.labels(4, 9).flatten(1), behind.source[:, 1:])
-    with pytest.raises(ValueError, match="product is the 36 patches, got 5 × 7"):
+    with pytest.raises(ValueError, match="product is 36, got 5 × 7"):
         behind.labels(5, 7)
 
 

@@ -352,7 +352,7 @@ def test_readme_says_how_other_caches_compare():
     assert f"Of {len(packages)} [other caches](docs/rivals.md)" in README
     (closer,) = [(other, lead) for other, lead in leads[1].items() if lead > 0]
     assert closer[0] == "easycache"
-    assert "one was closer at 2×, on one of two models: EasyCache." in README
+    assert "only EasyCache was closer at 2×, on one of two models." in README
 
 
 @pytest.mark.usefixtures("large_grids_alone")

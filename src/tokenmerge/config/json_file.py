@@ -143,8 +143,7 @@ def load_settings(path: str | Path) -> SavedSettings:
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{path}: cannot read settings ({reason}); pass a JSON file that tokenmerge tune or save_config "
-            "wrote"
+            f"{path}: cannot read settings ({reason}); pass a JSON file of tokenmerge tune or save_config"
         ) from error
 
 

@@ -157,7 +157,6 @@ def _layer(path: str, module: Any, family: Family) -> EncoderLayer:
     except AttributeError as error:
         raise UnsupportedModelError(
             f"{path}: expected a {type(module).__name__} with the parts that it has in transformers 5.23 or "
-            f"timm 1.0, got: {error}; install one of these versions, or pass a model whose layers were not "
-            "changed"
+            f"timm 1.0, got: {error}; install one of these versions, or pass a model with unchanged layers"
         ) from error
     return EncoderLayer(path, (family.keys, first, last), head_dim)

@@ -55,8 +55,7 @@ class RecordedTokens(NamedTuple):
             height = width = round(n**0.5)
         if height * width != n:
             raise ValueError(
-                f"height, width: expected two numbers whose product is the {n} patches, got {height} × "
-                f"{width}"
+                f"height, width: expected two numbers whose product is {n}, got {height} × {width}"
             )
         return patches.reshape(-1, height, width)
 
