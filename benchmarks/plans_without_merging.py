@@ -13,20 +13,17 @@ readme.py. Beside the plans are as many steps of the unchanged model as have the
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 import re
 import statistics
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from diffusers import DiffusionPipeline
-from readme import GUIDANCE, MODEL, PROMPTS, SEED, SIZE, SPEEDUPS, STEPS
+from readme import GUIDANCE, MODEL, PROMPTS, SEED, SIZE, SPEEDUPS, STEPS, Lines, beside, draw, main
 
-from tokenmerge import ToMeConfig, token_merging
+from tokenmerge import ToMeConfig
 from tokenmerge.default_method import settings_for
 from tokenmerge.planners import calibration
 from tokenmerge_tools import demo
@@ -64,45 +61,24 @@ def measure(out: Path, prompts: int) -> None:
     """Draw each prompt dense, with each plan, and in fewer steps."""
     pipe = DiffusionPipeline.from_pretrained(demo.path(MODEL))
     pipe.set_progress_bar_config(disable=True)
-    own = plans(pipe)
+    made = plans(pipe)
     for number, (glyph, background) in enumerate(choose_prompts(prompts, seed=PROMPTS)):
         prompt, seed = caption(read_glyphs()[glyph].name, background), SEED + number
-        dense = draw(pipe, prompt, seed)
+        dense, _ = draw(pipe, prompt, seed)
         line: dict[str, Any] = {"prompt": prompt, "seed": seed, "psnr": {}, "fewer steps": {}}
-        for name, configs in own.items():
-            found = {
-                f"{one:g}": psnr(dense, draw(pipe, prompt, seed, config)) for one, config in configs.items()
-            }
-            line["psnr"][name] = found
+        for name, configs in made.items():
+            drawn = {one: draw(pipe, prompt, seed, {"config": config}) for one, config in configs.items()}
+            line["psnr"][name] = {f"{one:g}": beside(dense, *own)["psnr"] for one, own in drawn.items()}
         for speedup in SPEEDUPS:
             steps = round(STEPS / speedup)
-            line["fewer steps"][f"{speedup:g}"] = [steps, psnr(dense, draw(pipe, prompt, seed, steps=steps))]
+            fewer = beside(dense, *draw(pipe, prompt, seed, steps=steps))
+            line["fewer steps"][f"{speedup:g}"] = [steps, fewer["psnr"]]
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
 
 
-def draw(
-    pipe: DiffusionPipeline, prompt: str, seed: int, config: ToMeConfig | None = None, steps: int = STEPS
-) -> torch.Tensor:
-    """Return a picture; without settings, it is dense."""
-    with contextlib.nullcontext() if config is None else token_merging(pipe, config):
-        return pipe(
-            prompt,
-            height=SIZE,
-            width=SIZE,
-            num_inference_steps=steps,
-            guidance_scale=GUIDANCE,
-            generator=torch.Generator().manual_seed(seed),
-            output_type="pt",
-        ).images[0]
-
-
-def psnr(dense: torch.Tensor, picture: torch.Tensor) -> float:
-    return float(-10 * torch.log10((dense - picture).square().mean()))
-
-
-def table(lines: list[dict[str, Any]]) -> str:
+def table(lines: Lines) -> str:
     """Return the means over the prompts, in Markdown."""
     rows = [f"| plan of | {' | '.join(f'{one:g}×' for one in SPEEDUPS)} |", "|---|" + "---:|" * len(SPEEDUPS)]
     for name in (*MODELS, OWN):
@@ -115,24 +91,11 @@ def table(lines: list[dict[str, Any]]) -> str:
     return "\n".join([*rows, f"| none: fewer steps | {' | '.join(cells)} |", ""])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    measured = commands.add_parser("measure")
-    measured.add_argument("--out", type=Path, required=True)
-    measured.add_argument("--prompts", type=int, default=4)
-    commands.add_parser("write").add_argument("record", type=Path)
-    options = parser.parse_args()
-    diffusers.utils.logging.set_verbosity_error()
-    if options.command == "measure":
-        measure(options.out, options.prompts)
-    else:
-        made = table([json.loads(line) for line in options.record.read_text(encoding="utf-8").splitlines()])
-        text = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(BLOCK.sub(lambda found: found[1] + made + found[2], text), encoding="utf-8")
+def write(lines: Lines) -> None:
+    """Write the table into docs/results.md."""
+    made, text = table(lines), PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(BLOCK.sub(lambda found: found[1] + made + found[2], text), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, write)

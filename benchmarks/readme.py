@@ -18,7 +18,7 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
 MODEL, SIZE, STEPS, GUIDANCE = "emoji-unet", 256, 20, 7.5
 SPEEDUPS = (1.5, 2.0, 3.0)
+Lines = list[dict[str, Any]]  # of a record
 PROMPTS, SEED = 44, 9000  # other ones than policy.py has
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "results.md")
@@ -44,13 +45,13 @@ def measure(out: Path, prompts: int) -> None:
     pipe = DiffusionPipeline.from_pretrained(demo.path(MODEL))
     pipe.set_progress_bar_config(disable=True)
     for warm_up in (None, *SPEEDUPS):  # nothing is timed the first time that it runs
-        draw(pipe, "a red apple", 0, warm_up, steps=4)
+        draw(pipe, "a red apple", 0, warm_up and {"speedup": warm_up}, steps=4)
     for number, (glyph, background) in enumerate(choose_prompts(prompts, seed=PROMPTS)):
         prompt, seed = caption(read_glyphs()[glyph].name, background), SEED + number
         dense, seconds = draw(pipe, prompt, seed)
         line: dict[str, Any] = {"prompt": prompt, "seed": seed, "dense": seconds}
         for speedup in SPEEDUPS:
-            line[f"speedup={speedup:g}"] = beside(dense, *draw(pipe, prompt, seed, speedup))
+            line[f"speedup={speedup:g}"] = beside(dense, *draw(pipe, prompt, seed, {"speedup": speedup}))
             steps = round(STEPS * line[f"speedup={speedup:g}"]["seconds"] / seconds)
             fewer = beside(dense, *draw(pipe, prompt, seed, steps=steps))
             line[f"as long as speedup={speedup:g}"] = {"steps": steps, **fewer}
@@ -60,10 +61,14 @@ def measure(out: Path, prompts: int) -> None:
 
 
 def draw(
-    pipe: DiffusionPipeline, prompt: str, seed: int, speedup: float | None = None, steps: int = STEPS
+    pipe: DiffusionPipeline,
+    prompt: str,
+    seed: int,
+    settings: Mapping[str, Any] | None = None,
+    steps: int = STEPS,
 ) -> tuple[torch.Tensor, float]:
-    """Return a picture and the seconds of the call; None: it is dense."""
-    merging = contextlib.nullcontext() if speedup is None else token_merging(pipe, speedup=speedup)
+    """Return a picture and the seconds of the call, with arguments of token_merging; None: it is dense."""
+    merging = contextlib.nullcontext() if settings is None else token_merging(pipe, **settings)
     with merging:
         start = time.process_time()
         picture = pipe(
@@ -124,9 +129,12 @@ def in_words(psnr: float) -> str:
     return looks(psnr).replace("hard", "mostly hard")  # it is a mean
 
 
-def main() -> None:
+def main(
+    description: str | None, measure: Callable[[Path, int], None], write: Callable[[Lines], None]
+) -> None:
+    """Run ``measure`` or ``write`` as the command line says."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
     measured = commands.add_parser("measure")
@@ -142,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, write)

@@ -72,7 +72,7 @@ def printed(run: dict) -> str:
     """Return what the handle printed after the run, and how far its figures can be trusted."""
     (psnr,) = run["quality"]["psnr_db"]
     note = (
-        f"*Its true closeness is {psnr:.1f} dB. On the two bundled models, 9 of 10 estimates were within 7 dB of the "
+        f"*Its true closeness is {psnr:.1f} dB. On the bundled models, 9 of 10 estimates were within 7 dB of the "
         "truth; on a [small FLUX]({docs}methods/estimate.md), half.*"
     )
     return "\n".join(("```text", run["summary"], "```", "", note, ""))

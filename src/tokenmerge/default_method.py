@@ -122,14 +122,14 @@ class DefaultMethod:
         return plan_for(facts, self.speedup)
 
     def shortfall(self, facts: Facts) -> str:
-        """Return what the settings do not reach of the speed-up, as a sentence; empty: they reach it."""
+        """Return what the generation does not reach, in speed or in closeness; empty: it reaches all."""
         if self.min_psnr is not None and not (config := self.settings(facts)).merges and not config.reuse.on:
             return f"min_psnr={self.min_psnr:g}: this generation is dense, as no plan is so close; lower it"
         highest = plan_for(facts, math.inf).speedup
         if highest + ROUNDING >= self.speedup:
             differs = psnr_of(self.plan(facts).harm) + ESTIMATE["within"] < LOOKS_DIFFERENT
             told = f"speedup={self.speedup:g}: the picture may look different; lower it, or take more steps"
-            return told if differs and facts.follows_steps else ""
+            return told if differs and facts.follows_steps and self.min_psnr is None else ""
         size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))
         where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {size} tokens"
         if highest < 1 + ROUNDING:

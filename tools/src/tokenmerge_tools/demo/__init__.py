@@ -9,7 +9,7 @@ NAMES = ("emoji-unet", "emoji-mmdit")
 
 
 def path(name: str = "emoji-unet") -> Path:
-    """Return the folder of a bundled model, for the `from_pretrained` of its diffusers pipeline.
+    """Return the folder of a bundled model, for `from_pretrained` of diffusers, which then warns of no VAE.
 
     Args:
         name: One of `NAMES`. `emoji-unet` loads as `StableDiffusionPipeline`, `emoji-mmdit` as
@@ -23,6 +23,6 @@ def path(name: str = "emoji-unet") -> Path:
     """
     if name not in NAMES:
         raise ValueError(f"no bundled model is named {name!r}; use one of {', '.join(map(repr, NAMES))}")
-    # diffusers warns of the class of the small VAE.
+    # The warning is about the class of the VAE, which is a small one on purpose.
     logging.getLogger("diffusers.pipelines.pipeline_utils").addFilter(lambda r: "for vae" not in str(r.msg))
     return Path(__file__).parent / name
