@@ -106,6 +106,7 @@ def test_a_ratio_merges_that_share_of_the_tokens_and_does_nothing_else(fast):
         apply_token_merging(pipe, ratio=0.9)
 
 
+@pytest.mark.filterwarnings("ignore:speedup=.*looks different")
 def test_each_generation_gets_the_settings_for_its_steps_and_guidance(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe, speedup=2.0)
@@ -128,7 +129,7 @@ def test_no_argument_is_a_speedup_of_2(fast):
 def test_a_picture_that_probably_looks_different_is_told(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe, speedup=2.5)
-    told = "speedup=2.5: the picture may look different; lower it, or take more steps"
+    told = "speedup=2.5: expect about 9 dB, a picture that looks different; lower it, or take more steps"
     with pytest.warns(UserWarning, match=told):
         run(pipe, 7)
     assert f"\n  warning: {told}\n" in str(patch)
@@ -136,10 +137,13 @@ def test_a_picture_that_probably_looks_different_is_told(fast):
         warnings.simplefilter("error")
         run(pipe, 50)
         assert "warning" not in str(patch)
+        with pytest.raises(UserWarning, match="expect about 24 dB"):  # many details differ from 25 dB on
+            run(pipe, 12)
         apply_token_merging(pipe, speedup=2.5, min_psnr=10)  # the tolerance decides
         run(pipe, 7)
 
 
+@pytest.mark.filterwarnings("ignore:speedup=.*looks different")
 def test_before_a_run_the_handle_says_how_close_the_picture_probably_is(fast):
     pipe = pipeline(unet=hosts.unet())
     expected = [
@@ -157,6 +161,7 @@ def test_a_ratio_has_no_estimate(fast):
     run(pipe, 12)
     with pytest.raises(ConfigError, match="estimate: only the default method has one; write apply_token"):
         print(patch.estimate)
+    assert "\n  closeness: no estimate; only speedup= has one\n" in str(patch)
 
 
 def test_a_removed_patch_says_so(fast):

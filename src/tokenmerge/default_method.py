@@ -23,8 +23,7 @@ from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import Attention, fewest_tokens
 from tokenmerge.plans import ROUNDING, Facts, Schedule, facts_of, plan_for
 from tokenmerge.plans.choose import Plan
-from tokenmerge.plans.estimate import LOOKS_DIFFERENT, Tolerance, psnr_of
-from tokenmerge.plans.policy import ESTIMATE
+from tokenmerge.plans.estimate import Tolerance, looks, psnr_of
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 from tokenmerge.runtime.steps.scheduler import next_schedule
@@ -127,9 +126,10 @@ class DefaultMethod:
             return f"min_psnr={self.min_psnr:g}: this generation is dense, as no plan is so close; lower it"
         highest = plan_for(facts, math.inf).speedup
         if highest + ROUNDING >= self.speedup:
-            differs = psnr_of(self.plan(facts).harm) + ESTIMATE["within"] < LOOKS_DIFFERENT
-            told = f"speedup={self.speedup:g}: the picture may look different; lower it, or take more steps"
-            return told if differs and facts.follows_steps and self.min_psnr is None else ""
+            psnr = psnr_of(self.plan(facts).harm)
+            told = f"speedup={self.speedup:g}: expect about {psnr:.0f} dB, a picture that looks different"
+            differs = looks(psnr) == looks(0) and facts.follows_steps and self.min_psnr is None
+            return f"{told}; lower it, or take more steps" if differs else ""
         size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))
         where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {size} tokens"
         if highest < 1 + ROUNDING:

@@ -317,7 +317,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         except Exception as error:  # a handle can always be printed
             notes["not counted"] = why(error)
         pipe = self._model if getattr(self._model, "scheduler", None) is not None else None
-        root, run, facts, estimate = self._denoiser.root, self._state.last_run, None, self._estimate()
+        why_gone = {None: "removed: the model is as before", self._state: ""}
+        run, facts, estimate = self._state.last_run, None, self._estimate()
         if report is not None and self._default is not None:
             facts = self._facts_at(report.height, report.width, report.steps)
         conditions = Conditions(
@@ -328,14 +329,11 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             pictures=self._pictures(pipe),
             guidance=default_guidance(pipe) if run is None else run.guidance,
             merging_pays=facts is not None and merging_pays(facts),
+            gone=why_gone.get(state_of(self._denoiser.root), "replaced by a later call"),
             worst_step=None if estimate is None else estimate.worst_step,
             remarks={**self._remarks(facts, estimate), **notes},
         )
-        first, *others = summary(self._in_force, conditions, report, run)
-        if (now := state_of(root)) is not self._state:
-            gone = "removed: the model is as before" if now is None else "replaced by a later call"
-            others = [f"  {gone}", *(others if run is not None else [])]
-        return "\n".join([first, *others])
+        return "\n".join(summary(self._in_force, conditions, report, run))
 
     @property
     def _in_force(self) -> ToMeConfig:
@@ -367,8 +365,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def _remarks(self, facts: Facts | None, error: Estimate | None) -> dict[str, str]:
         """Return how close the picture is, and what the default method added or did not reach, by heading."""
         run, default = self._state.last_run, self._default
-        other = "" if run is None or default is not None else "no, only speedup= has an estimate"
-        remarks = {"estimated": other if error is None else str(error)}
+        own = run is not None and default is None and error is None
+        remarks = {"estimated": str(error or ""), "closeness": "no estimate; only speedup= has one" * own}
         if facts is not None and default is not None and facts.follows_steps:
             expected = f"about {psnr_of(default.plan(facts).harm):.0f} dB to the dense picture"
             remarks["expected"] = "" if run or default.min_psnr else expected
@@ -380,15 +378,15 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def _tolerated(self, default: DefaultMethod, facts: Facts, error: Estimate | None) -> str:
         """Say what the tolerance of the default method adds to a run, or what it cost in the last one."""
         plan, margin, wanted = default.plan(facts), ESTIMATE["margin"], default.min_psnr or 0.0
-        aim = f"{wanted + margin:g} dB, {margin:g} more to be safe"
         if error is None:
             more = default.settings(facts) != default.change(plan.config)
             begins = f"begins with more complete steps than speedup={default.speedup:g} needs, and "
+            aim = f"{wanted + margin:g} dB, {margin:g} more to be safe"
             return f"a run {begins * more}adds complete steps while its estimate is below {aim}"
         reached = "above" if error.psnr >= wanted else "below"
         ran, due = (f"{speedup:.2f}×" for speedup in (self.report().speedup, plan.speedup))
-        cost = "no step was added" if ran == due else f"this cost speed: {ran} in place of {due}"
-        return f"the estimate is {reached} it; the aim was {aim}; {cost}"
+        cost = "No step was added" if ran == due else f"This cost speed: {ran} in place of {due}"
+        return f"the estimate is {reached} it. To be safe, it aims at {wanted + margin:g} dB. {cost}"
 
     def _pictures(self, pipe: Any) -> int | None:
         """Return how many pictures a call draws; None: unknown."""

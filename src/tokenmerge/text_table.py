@@ -40,6 +40,11 @@ class Row:
     blocks: int = 1  # number of blocks in this row
     references: tuple[tuple[int, ...], ...] = ()  # ``grid`` of each reference picture in the sequence
 
+    @property
+    def layers(self) -> str:
+        """What runs on merged tokens, with the attention of a UNet by what it does."""
+        return self.merged.replace("attn1", "self-attention").replace("attn2", "cross-attention")
+
 
 class Tabled:
     """Base class of results that are shown as a table, in a terminal or a notebook."""
@@ -75,9 +80,8 @@ class TextTable:
         (header, *rows), title = self.lines, html.escape(self.title).replace("\n", "<br>")
         head, body = _row(header, "th"), "".join(_row(row, "td") for row in rows)
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
-        return f"<table><caption>{title}</caption><thead>{head}</thead><tbody>{body}</tbody></table>" + (
-            f"<ul>{notes}</ul>" if notes else ""
-        )
+        table = f"<table><caption>{title}</caption><thead>{head}</thead><tbody>{body}</tbody></table>"
+        return table + f"<ul>{notes}</ul>" * bool(notes)
 
 
 def _row(cells: Sequence[str], tag: str) -> str:

@@ -160,8 +160,10 @@ def test_the_table():
     assert lines[0] == "UNet2DConditionModel: 16 × 16 latents, a speed-up of 1.09× as counted"
     assert lines[1].split() == ["block", "level", "grid", "tokens", "merged", "GFLOPs", "saved"]
     assert "256 → 128" in lines[2]
-    assert lines[-3].startswith("whole model")
-    assert lines[-2] == "note: 4 blocks stay dense at level 2: max_downsample=1"
+    assert "self-attention" in lines[2]
+    assert lines[-4].startswith("whole model")
+    assert lines[-2] == "note: level: 1 has the most tokens; at 2, a grid is half as wide"
+    assert lines[-3] == "note: 4 blocks stay dense at level 2: max_downsample=1"
     one_call = "note: GFLOPs: of one call of the model, on a batch of"
     assert lines[-1] == f"{one_call} 2 (with guidance, one picture is two samples)"
     assert str(predict(hosts.unet(), HALF, batch=1)).splitlines()[-1] == f"{one_call} 1"

@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shlex
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -298,12 +299,12 @@ def test_the_first_pages_say_how_much_closer_the_default_method_is_in_the_same_t
             for key in (name, f"as long as {name}")
         )
         gains.append(own - fewer)
-    assert f"In the table, tokenmerge is closer by {min(gains)} to {max(gains)} dB." in README
+    assert f"At 2×, tokenmerge was closer by {gains[1]} dB in the table." in README
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     assert f"closer by {min(gains)} to {max(gains)} dB in the table above" in index
 
 
-def test_readme_says_how_close_plans_without_merging_are(monkeypatch):
+def test_two_pages_say_how_close_plans_without_merging_are(monkeypatch):
     """If this fails: `python benchmarks/plans_without_merging.py write …`."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     written = runpy.run_path(str(ROOT / "benchmarks" / "plans_without_merging.py"))
@@ -311,13 +312,45 @@ def test_readme_says_how_close_plans_without_merging_are(monkeypatch):
     found = [json.loads(line) for line in lines]
     made = written["table"](found)
     assert made in written["PAGE"].read_text(encoding="utf-8")
-    sdxl, sd15 = (sum(line["psnr"][name]["2"] for line in found) / len(found) for name in written["MODELS"])
-    steps, fewer = (
-        found[0]["fewer steps"]["2"][0],
-        sum(line["fewer steps"]["2"][1] for line in found) / len(found),
+    own, steps = written["OWN"], {line["fewer steps"]["2"][0] for line in found}
+    large = sum(line["psnr"][own]["2"] - line["fewer steps"]["2"][1] for line in found) / len(found)
+    rivals = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))["fewer_steps"]()
+    (row,) = re.findall(r"^\| 10 \| 2.00× \|(.*)$", rivals, flags=re.MULTILINE)
+    small = [float(ours) - float(fewer) for ours, fewer in re.findall(r"([\d.]+) \(([\d.]+)\)", row)]
+    lines = (ROOT / "benchmarks" / "holdout_cpu.jsonl").read_text(encoding="utf-8").splitlines()
+    third = [line for line in map(json.loads, lines) if line["size"] == 256]
+    ours, fewer = (
+        statistics.mean(line["psnr"] for line in third if (line["method"], line["setting"]) == key)
+        for key in (("tokenmerge", 2.0), ("dense", 10.0))
     )
-    assert f"At 2×, this small model has {sdxl:.0f} dB with [SDXL's plan]" in README
-    assert f"{sd15:.0f} dB with SD 1.5's, and {fewer:.0f} dB in {steps} unchanged steps." in README
+    leads = [round(lead) for lead in (large, *small, ours - fewer)]
+    assert steps == {10}
+    assert len(leads) == 6
+    span = f"{min(leads)} to {max(leads)} dB"
+    assert f"by [{span}](docs/results.md#against-fewer-steps) on three small models" in README
+    assert (
+        f"closer by {span} on three small models: by {round(min(small))} to "
+        f"{round(max(small))} dB in this table, by {round(large)} dB on `emoji-unet` at 256 px "
+        f"([below](#plans-that-merge-nothing)), and by {round(ours - fewer)} dB on a [small FLUX]"
+    ) in " ".join((ROOT / "docs" / "results.md").read_text(encoding="utf-8").split())
+
+
+def test_two_pages_say_how_close_short_generations_are(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    written = runpy.run_path(str(ROOT / "benchmarks" / "short_generations.py"))
+    cells = written["cells_of"](written["read"](ROOT / "benchmarks" / "short_generations_cpu.jsonl"))
+    page = (ROOT / "docs" / "few-steps.md").read_text(encoding="utf-8")
+    assert written["page"](cells) in page
+    leads = written["leads"](cells)
+    eight = [lead for cell, lead in leads.items() if cell[2] == 8]
+    more = [lead for cell, lead in leads.items() if cell[2] > 8]
+    in_more = (
+        f"In 10 to 16 steps it was closer in {sum(lead > 0 for lead in more)} of {len(more)} comparisons."
+    )
+    assert in_more in " ".join(page.split())
+    assert f"In 8 steps it was closer in {sum(lead > 0 for lead in eight)} of {len(eight)}, and" in page
+    assert min(eight) < -1 < -0.5 < min(more)
+    assert "In 8 steps or less, fewer steps [can be closer](docs/few-steps.md)." in README
 
 
 def test_the_table_of_solvers_that_add_noise_says_what_its_record_says():
@@ -340,19 +373,17 @@ def test_the_table_of_solvers_that_add_noise_says_what_its_record_says():
 def test_readme_says_how_other_caches_compare():
     written = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))
     rows = written["at_speed"](2.0).splitlines()[2:]
-    leads = []
-    for column in (1, 3):  # emoji-unet at guidance 7.5, emoji-mmdit at 7
-        table = {row.split("`")[1]: row.split(" | ")[1 + column].strip("| ") for row in rows}
-        at_two = {kind: float(cell.split()[0]) for kind, cell in table.items() if cell and " at " not in cell}
-        others = at_two.keys() - {"auto", "fewer-steps"}
-        leads.append({other: at_two[other] - at_two["auto"] for other in others})
-    assert max(leads[0].values()) < 0
     packages = {row.split("`")[1] for row in rows} - {"auto", "fewer-steps"}
-    assert {"deepcache", "cache-dit", "easycache"} < packages
-    assert f"Of {len(packages)} [other caches](docs/rivals.md)" in README
-    (closer,) = [(other, lead) for other, lead in leads[1].items() if lead > 0]
-    assert closer[0] == "easycache"
-    assert "only EasyCache was closer at 2×, on one of two models." in README
+    assert {"taylorseer", "deepcache", "cache-dit", "easycache"} < packages
+    assert f"Of DeepCache, cache-dit, TaylorSeer and [{len(packages) - 3} others](docs/rivals.md)" in README
+    closer = {
+        (scene[0], name.split()[0])
+        for scene, records in written["records_of"](written["DRAWN"]).items()
+        for name, dB in written["leads"](records).items()
+        if dB > written["NOISE"] and not name.startswith("fewer-steps")
+    }
+    assert closer == {("emoji-mmdit", "easycache")}
+    assert "only EasyCache was closer at the same speed, on one of two small models." in README
 
 
 @pytest.mark.usefixtures("large_grids_alone")
@@ -374,7 +405,7 @@ def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     config = settings_for(unet, 2.0, 128, 128, 30, 5.0, follows_steps=True)
     signs = signs_of(plan_generation(config, 30), config.merges, is_unet=True)
     assert set(signs) == {"D", "f"}
-    assert "On CPUs it also merges similar tokens; on fast GPUs this saves too little time." in README
+    assert "On fast GPUs merging does not pay, and all of the speed comes from skipping." in README
 
 
 def test_the_page_of_the_third_model_says_what_its_record_says():

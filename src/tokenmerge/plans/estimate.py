@@ -20,12 +20,11 @@ from tokenmerge.plans.policy import ESTIMATE
 _LEAST = 1e-7  # a squared error that nobody sees
 _TINY = 1e-6
 # What the PSNR to the dense picture means, from so many dB on.
-LOOKS_DIFFERENT = 25  # below it
 _LOOKS = (
     (40, "hard to tell apart"),
     (35, "small details differ"),
     (30, "larger details differ"),
-    (LOOKS_DIFFERENT, "many details differ"),
+    (25, "many details differ"),
 )
 
 
@@ -191,7 +190,7 @@ class Tolerance:
     ) -> None:
         self._facts, self._min_psnr = facts, min_psnr
         wanted = plan_for(facts, speedup)
-        self._speedup, self._complete = wanted.speedup, _complete(wanted.config, facts.steps)
+        self._speedup, self._complete = wanted.speedup, len(wanted.config.reuse.steps_of(facts.steps).full)
         plans = [plan for plan in plans_of(facts) if plan.speedup <= wanted.speedup]
         first = next((plan for plan in reversed(plans) if self._keeps(psnr_of(plan.harm))), plans[0])
         merging = dataclasses.replace(first.config, reuse=StepReuse())
@@ -218,7 +217,7 @@ class Tolerance:
         """Yield settings that keep the tolerance, the fastest first; at last, those that are dense now."""
         for config in self._plans:
             config = self._joined(config.reuse, done)
-            fits = _complete(config, self._facts.steps) >= self._complete
+            fits = len(config.reuse.steps_of(self._facts.steps).full) >= self._complete
             fits = fits and speedup_of(self._facts, config) <= self._speedup + 1e-9
             if fits and self._keeps(estimate_closeness(self._facts, config, shown).psnr):
                 yield config
@@ -243,7 +242,3 @@ class Tolerance:
     def _keeps(self, psnr: float) -> bool:
         """Return whether so much is expected that the picture probably reaches the tolerance."""
         return psnr - ESTIMATE["margin"] >= self._min_psnr
-
-
-def _complete(config: ToMeConfig, steps: int) -> int:
-    return len(config.reuse.steps_of(steps).full)

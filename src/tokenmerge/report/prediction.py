@@ -103,7 +103,7 @@ class Report(Tabled):
                 str(row.level),
                 " + ".join(" × ".join(map(str, grid)) for grid in (row.grid, *row.references)),
                 f"{row.tokens} → {row.merged_tokens}",
-                row.merged,
+                row.layers,
                 *gflops(row.flops_dense, row.flops_merged),
             )
             for row in self.joined_rows()
@@ -123,8 +123,9 @@ class Report(Tabled):
         columns = range(len(header)) if self.rows else (0, 5, 6)
         cells = [tuple(line[column] for column in columns) for line in (header, *lines)]
         of_two = " (with guidance, one picture is two samples)" * (self.batch % 2 == 0)
+        levels = ["level: 1 has the most tokens; at 2, a grid is half as wide"] * bool(self.rows)
         counted = f"GFLOPs: of one call of the model, on a batch of {self.batch}{of_two}"
-        return TextTable("\n".join(title), cells, (*self.notes, counted))
+        return TextTable("\n".join(title), cells, (*self.notes, *levels, counted))
 
 
 def saved(dense: int, merged: int) -> str:

@@ -28,6 +28,7 @@ class Conditions:
     pictures: int | None = None  # number of pictures that a call of the denoiser draws; None: unknown
     guidance: float | None = None  # scale of classifier-free guidance, 1 for none; None: unknown
     merging_pays: bool = False  # whether merging saves time here; if not, the default method does not merge
+    gone: str = ""  # why the models no longer merge; empty: they do
     worst_step: int | None = None  # index of the step of the last run that probably errs most; None: unknown
     # Further facts about the run, each under its heading; empty ones are left out.
     remarks: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -40,19 +41,22 @@ def summary(
 
     ``report`` has the counts at the size and steps of the last run, or the default ones; None: unknown.
     """
-    lines = [title(config, conditions)]
+    lines = [title(config, conditions), *[f"  {conditions.gone}"] * bool(conditions.gone)]
     if run is not None:
         setting = _setting(conditions, run, run.steps, run.kinds.total() or None)
         lines.append(f"  last run: {setting}" + f", {run.seconds:.1f} s of denoising" * bool(run.kinds))
+    elif conditions.gone:
+        return lines
     elif report is not None:
-        lines.append(
-            f"  no run yet; an example, for the defaults: {_setting(conditions, report, report.steps)}"
-        )
+        example = _setting(conditions, report, report.steps)
+        lines.append(f"  no run yet; an example, for the defaults: {example}")
         lines.append("  for yours: print(patch.report(height=…, width=…, steps=…))")
     if report is not None:
         share = saved(report.flops_dense, report.flops)
         lines.append(f"  counted: {report.speedup:.2f}× ({share} of the operations saved)")
     lines += [f"  {heading}: {text}" for heading, text in conditions.remarks.items() if text]
+    if conditions.gone:
+        return lines
     if report is not None and report.plan:
         lines.append(f"  plan: {report.plan}")
         if conditions.worst_step is not None:
@@ -90,8 +94,7 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     if not rows:
         return "no block merges at this size; patch.report() says why"
     most = max(rows, key=lambda row: row.tokens)
-    merged = ", ".join(dict.fromkeys(row.merged for row in rows))
-    merged = merged.replace("attn1", "self-attention").replace("attn2", "cross-attention")
+    merged = ", ".join(dict.fromkeys(row.layers for row in rows))
     of_all = f"{len(rows)} of {len(conditions.denoiser.blocks)} blocks"
     parts = "" if merged == "whole block" else f"{merged} of "
     what = f"{most.tokens} → {most.merged_tokens} tokens in {parts}{of_all}"
@@ -120,9 +123,8 @@ def _setting(conditions: Conditions, of: Report | RunLog, steps: int | None, don
 
 def _kept(conditions: Conditions, report: Report) -> str:
     dtype = str(dtype_of(conditions.denoiser.root)).removeprefix("torch.")
-    return (
-        f"cache between steps: {f'{in_words(report.kept_bytes)} ({dtype})' if report.kept_bytes else 'none'}"
-    )
+    kept = f"{in_words(report.kept_bytes)} ({dtype})" if report.kept_bytes else "none"
+    return f"cache between steps: {kept}"
 
 
 def in_words(size: int) -> str:
@@ -136,7 +138,7 @@ def in_words(size: int) -> str:
 
 _NOTES_ON_STEPS = (
     "tokens: of the largest block that merged, before and after; blocks: calls of blocks that merged",
-    "change: of the model's output since the step before; where it is small, skipping loses little",
+    "change: of the output since the step before, in percent of its size; where small, skipping loses little",
 )
 
 
@@ -173,6 +175,6 @@ class RunSteps(Tabled, Sequence[StepRow]):
             )
             for row in self.rows
         ]
-        seconds = sum(row.seconds for row in self.rows)
-        title = f"{len(self.rows)} step{'s' * (len(self.rows) != 1)}, {seconds:.2f} s in the model"
+        count, seconds = len(self.rows), sum(row.seconds for row in self.rows)
+        title = f"{count} step{'s' * (count != 1)}, {seconds:.2f} s in the model"
         return TextTable(title, [header, *lines], (*legend(self.plan), *_NOTES_ON_STEPS))

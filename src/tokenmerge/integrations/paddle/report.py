@@ -36,7 +36,7 @@ class PaddleReport:
             tokens = f"{row.tokens} → {row.merged_tokens}"
             flops = f"{row.flops_dense / 1e9:.2f} → {row.flops_merged / 1e9:.2f}"
             grid = f"{row.grid[0]} × {row.grid[1]}"
-            lines.append((f"{row.model}: {row.path}", str(row.level), grid, tokens, row.merged, flops))
+            lines.append((f"{row.model}: {row.path}", str(row.level), grid, tokens, row.layers, flops))
         title = f"sample {self.height} × {self.width}, batch {self.batch}"
         return str(TextTable(title, lines, self.notes))
 

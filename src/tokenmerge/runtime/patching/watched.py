@@ -91,7 +91,7 @@ def look(
         kinds += [f"step ({config.reuse.given})"] * any(_meets(path, skipped) for path in seen)
         state.warn_once(
             f"{name}: {who} may not see every {' and every '.join(kinds)}; the default method leaves alone "
-            "what such code looks at: apply_token_merging(pipe, speedup=2.0)",
+            "what such code looks at: apply_token_merging(pipe, speedup=2.0)"
         )
         return Kept(config)
     dense = {path for path in merged if _meets(path, found)}

@@ -25,7 +25,7 @@ def generate(
 ) -> None:
     """Draw pictures with and without tokenmerge from the same seeds, and compare them.
 
-    This prints times, speed-up and closeness. It writes the pictures, comparison.png with both side by side,
+    This prints times, speed-up and closeness. It writes the pictures, comparison.png with all of them,
     and run.json. Calls with and without tokenmerge take turns, and the time is the median.
     """
     quiet_libraries("tokenmerge generate")
