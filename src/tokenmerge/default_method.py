@@ -23,7 +23,7 @@ from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import Attention, fewest_tokens
 from tokenmerge.plans import ROUNDING, Facts, Schedule, facts_of, plan_for
 from tokenmerge.plans.choose import Plan
-from tokenmerge.plans.estimate import Tolerance, looks, psnr_of
+from tokenmerge.plans.estimate import Tolerance, expected, looks, psnr_of
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 from tokenmerge.runtime.steps.scheduler import next_schedule
@@ -39,17 +39,13 @@ Change = Callable[[ToMeConfig], ToMeConfig]
 check_min_psnr = optional(number("a PSNR in dB from 1 to 100, such as 30", lambda value: 1 <= value <= 100))
 
 
-def _unchanged(config: ToMeConfig) -> ToMeConfig:
-    return config
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class DefaultMethod:
     """The default method for one pipeline or model; a ConfigError says that a number is out of range."""
 
     speedup: float  # dense operations divided by those of the generation, ≥ 1, as they are counted
     facts: Facts  # about the model, for the default size and number of steps
-    change: Change = _unchanged  # changes the settings after these were chosen
+    change: Change = lambda config: config  # changes the settings after these were chosen
     min_psnr: float | None = None  # lowest PSNR to the dense picture in dB, > 0; None: speed-up alone decides
 
     def __post_init__(self) -> None:
@@ -126,9 +122,9 @@ class DefaultMethod:
             return f"min_psnr={self.min_psnr:g}: this generation is dense, as no plan is so close; lower it"
         highest = plan_for(facts, math.inf).speedup
         if highest + ROUNDING >= self.speedup:
-            psnr = psnr_of(self.plan(facts).harm)
-            told = f"speedup={self.speedup:g}: expect about {psnr:.0f} dB, a picture that looks different"
-            differs = looks(psnr) == looks(0) and facts.follows_steps and self.min_psnr is None
+            harm = self.plan(facts).harm
+            told = f"speedup={self.speedup:g}: expect {expected(harm)}, a picture that looks different"
+            differs = looks(psnr_of(harm)) == looks(0) and facts.follows_steps and self.min_psnr is None
             return f"{told}; lower it, or take more steps" if differs else ""
         size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))
         where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {size} tokens"

@@ -20,7 +20,7 @@ from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import Attention, fewest_tokens
 from tokenmerge.plans import Estimate, Facts
 from tokenmerge.plans.choose import merging_pays
-from tokenmerge.plans.estimate import estimate_closeness, psnr_of
+from tokenmerge.plans.estimate import estimate_closeness, expected
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.report.notes import signs_of
@@ -295,7 +295,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             told = ["" if guidance is None else f"the plan is that of guidance {guidance:g}"]
             if self._default is not None:
                 harm = self._default.plan(self._facts_at(height, width, steps, guidance)).harm
-                told.append(f"expected: about {psnr_of(harm):.0f} dB to the dense picture")
+                told.append(f"expected: {expected(harm)} to the dense picture")
             told.append(slower := hardly_faster(report, self._fewest_tokens) or "")
             report = dataclasses.replace(report, notes=(*report.notes, *filter(None, told)))
             self._counted = key, report, slower
@@ -368,9 +368,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         own = run is not None and default is None and error is None
         remarks = {"estimated": str(error or ""), "closeness": "no estimate; only speedup= has one" * own}
         if facts is not None and default is not None and facts.follows_steps:
-            expected = f"about {psnr_of(default.plan(facts).harm):.0f} dB to the dense picture"
-            remarks["expected"] = "" if run or default.min_psnr else expected
-            remarks["warning"] = default.shortfall(facts)
+            told = f"{expected(default.plan(facts).harm)} to the dense picture"
+            remarks["expected"] = "" if run or default.min_psnr else told
+            remarks["warning"] = "" if self._state.kept.note else default.shortfall(facts)
             if default.min_psnr is not None:
                 remarks[f"min_psnr {default.min_psnr:g}"] = self._tolerated(default, facts, error)
         return remarks

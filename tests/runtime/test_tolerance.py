@@ -150,12 +150,9 @@ def test_the_summary_says_what_a_tolerance_cost():
     with apply(pipe, 30) as patch:
         pipe((0, 1))
         found, above = str(patch), patch.estimate.psnr >= 30
-    due = f"the estimate is {'above' if above else 'below'} it; the aim was 36 dB"
+    due = f"the estimate is {'above' if above else 'below'} it. To be safe, it aims at 36 dB"
     counted, cost, fixed = map(float, re.findall(r"(\d\.\d\d)×", found))
-    assert (
-        f"min_psnr 30: {due}, 6 more to be safe; this cost speed: {cost:.2f}× in place of {fixed:.2f}×"
-        in found
-    )
+    assert f"min_psnr 30: {due}. This cost speed: {cost:.2f}× in place of {fixed:.2f}×" in found
     assert counted == cost < fixed
 
 
@@ -286,4 +283,4 @@ def test_a_tolerance_that_asks_for_little_costs_nothing():
     pipe = Unet()
     with apply(pipe, 1) as patch:
         pipe((0, 1))
-        assert "; the aim was 7 dB, 6 more to be safe; no step was added\n" in str(patch)
+        assert ". To be safe, it aims at 7 dB. No step was added\n" in str(patch)

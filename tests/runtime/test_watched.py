@@ -98,6 +98,7 @@ def test_a_controller_counts_every_step(pipe, speedup, patched_first):
     assert all(torch.equal(picture, dense) for picture in pictures)
     assert str(patch).count("left alone: what Controller at ") == 1
     assert "12 steps" in str(patch)
+    assert "\n  warning: " not in str(patch)  # its pictures are the dense ones
     assert state_of(pipe.unet).last_run.kinds == {"unmerged": 12}
     assert "0.0 % of the operations saved" in str(patch)
     assert controller.steps == 2 * STEPS  # no report has called it
@@ -338,7 +339,6 @@ def hosts_copy(unet: Any) -> Any:
     return copied
 
 
-@pytest.mark.filterwarnings("ignore:.*the picture may look different")  # guidance is unknown
 @pytest.mark.parametrize("where", ["attn", "", "all"])
 @pytest.mark.parametrize("speedup", [2.0, 3.0])
 def test_blocks_of_a_transformer(where, speedup):

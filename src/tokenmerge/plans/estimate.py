@@ -19,8 +19,7 @@ from tokenmerge.plans.policy import ESTIMATE
 
 _LEAST = 1e-7  # a squared error that nobody sees
 _TINY = 1e-6
-# What the PSNR to the dense picture means, from so many dB on.
-_LOOKS = (
+_LOOKS = (  # from so many dB to the dense picture on
     (40, "hard to tell apart"),
     (35, "small details differ"),
     (30, "larger details differ"),
@@ -73,6 +72,11 @@ def looks(psnr: float) -> str:
 def psnr_of(squared: float) -> float:
     """Return the PSNR in dB of a mean squared error of the picture."""
     return -10 * math.log10(squared + _LEAST)
+
+
+def expected(harm: float) -> str:
+    """Return in words how close a picture with this expected squared error is, such as ``"about 24 dB"``."""
+    return f"about {psnr_of(harm):.0f} dB" if psnr_of(harm) >= 10 else "below 10 dB"
 
 
 def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estimate:

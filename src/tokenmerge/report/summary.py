@@ -30,8 +30,7 @@ class Conditions:
     merging_pays: bool = False  # whether merging saves time here; if not, the default method does not merge
     gone: str = ""  # why the models no longer merge; empty: they do
     worst_step: int | None = None  # index of the step of the last run that probably errs most; None: unknown
-    # Further facts about the run, each under its heading; empty ones are left out.
-    remarks: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    remarks: Mapping[str, str] = dataclasses.field(default_factory=dict)  # further ones, by heading
 
 
 def summary(

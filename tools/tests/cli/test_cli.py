@@ -202,7 +202,7 @@ def test_inspect_prints_the_report_and_cuts_nothing(folder, capsys):
         "up_blocks.1.attentions.1.transformer_blocks.0",
         "16 × 32",
         "512 → 256",
-        "attn1",
+        "self-attention",
         "whole model",
         "note: 4 blocks stay dense at level 2",
     ):

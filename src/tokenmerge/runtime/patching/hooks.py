@@ -201,11 +201,11 @@ def _config_of(call: _Call) -> ToMeConfig:
                 memory.tolerance.follow(step.done, shown_by([log for log in logs if log is not None]))
             memory.config = memory.log.config = memory.tolerance.config
         return memory.config
-    config, tolerance = state.config, None
+    config, tolerance, told = state.config, None, ""
     if step is not None and state.default is not None:
         default, grid, generation = state.default, state.threads.value.grid.shapes[0], step.generation
         facts = default.facts_at(grid, step.steps, guidance_scale(call.pipe), generation.schedule)
-        state.warn_once(default.shortfall(facts))
+        told = default.shortfall(facts)
         if default not in generation.tolerances:  # the pipeline's models share it
             generation.tolerances[default] = default.tolerance(facts)
         tolerance = generation.tolerances[default]
@@ -225,6 +225,7 @@ def _config_of(call: _Call) -> ToMeConfig:
             config = config if step is None else state.kept.config
         if step is not None:
             warn_where_nothing_is_saved(state, config, step)
+    state.warn_once("" if state.kept.note else told)  # a model that is left alone runs on all tokens
     memory.config = config
     return config
 
