@@ -31,7 +31,7 @@ from tokenmerge_tools.closeness import psnr
 from tokenmerge_tools.export.run import ExportOptions, export
 from tokenmerge_tools.method_spec import merging_alone
 from tokenmerge_tools.pipelines.loading import twin
-from tokenmerge_tools.sheets import as_tensor, difference, difference_gain, enlarge, sheet
+from tokenmerge_tools.sheets import as_tensor, enlarge, sheet
 
 DOCS = Path(__file__).parent
 MODEL = "emoji-unet"
@@ -279,14 +279,8 @@ def exported() -> None:
             f"of the picture {apart} of 255"
         )
         rows.append((own, other, caption))
-    gain = min(difference_gain(own, other) for own, other, _ in rows)
-    columns = [("PyTorch", ""), ("ONNX Runtime", "the exported model"), ("difference", f"x {gain}")]
-    save(
-        "export",
-        sample_sheet(
-            columns, [([own, other, difference(own, other, gain)], text) for own, other, text in rows]
-        ),
-    )
+    columns = [("PyTorch", ""), ("ONNX Runtime", "the exported model")]
+    save("export", sample_sheet(columns, [([own, other], text) for own, other, text in rows]))
 
 
 # --- playground -----------------------------------------------------------------------------------------

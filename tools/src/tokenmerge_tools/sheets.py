@@ -1,8 +1,7 @@
-"""Draws comparisons (dense, merged, in fewer steps, and differences) and sheets of samples."""
+"""Draws comparisons (dense, merged, in fewer steps, and where they differ) and sheets of samples."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +11,6 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 _SMALLEST_SIDE = 320  # pixels; smaller pictures are enlarged
-_GAINS = (1, 2, 4, 8, 16, 32, 64)
 _MARGIN = 24
 _GAP = 16
 _PAPER = (255, 255, 255)
@@ -23,34 +21,37 @@ _FRAME = (212, 212, 216)
 Row = tuple[Sequence[Image.Image | None], str | Sequence[str]]  # panels of a sheet, and their captions
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """A dense and a merged picture of the same size, which make one row of a comparison."""
+def comparison(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image.Image:
+    """Draw pictures side by side, the dense one first, and below each where they differ most, enlarged.
 
-    dense: Image.Image
-    merged: Image.Image
-    fewer: Image.Image | None = None  # dense, in fewer steps that take as long; all rows have one, or none
-    captions: Sequence[str] = ()  # a text below each picture
-
-
-def comparison(rows: Sequence[Pair], *, dense: str = "", merged: str = "", fewer: str = "") -> Image.Image:
-    """Draw for each row: dense, with tokenmerge and in fewer steps, if any; and their differences below.
-
-    All pictures have the same size. The texts are the small print below the titles of their columns.
+    All pictures have the same size. ``columns`` are as those of a sheet.
     """
-    gain = min(difference_gain(row.dense, row.merged) for row in rows)
-    columns = [("dense", dense), ("with tokenmerge", merged), ("fewer steps", fewer)][
-        : 2 + bool(rows[0].fewer)
-    ]
-    factor = max(1, -(-_SMALLEST_SIDE // min(rows[0].dense.size)))
     lines: list[Row] = []
-    for row in rows:
-        others = [other for other in (row.merged, row.fewer) if other is not None]
-        lost = [difference(row.dense, other, gain) for other in others]
-        lines.append(([enlarge(picture, factor) for picture in (row.dense, *others)], row.captions))
-        below = f"difference to dense, {gain} times brighter than it is"
-        lines.append(([None, *(enlarge(picture, factor) for picture in lost)], [below] * len(lost)))
+    for panels, captions in rows:
+        pictures = [panel for panel in panels if panel is not None]
+        factor = max(1, -(-_SMALLEST_SIDE // min(pictures[0].size)))
+        part = most_different(*pictures)
+        lines.append(([enlarge(picture, factor) for picture in pictures], captions))
+        size = factor * pictures[0].width, factor * pictures[0].height
+        closer = [picture.crop(part).resize(size, Image.Resampling.NEAREST) for picture in pictures]
+        lines.append((closer, "the part in which they differ most, enlarged"))
     return sheet(columns, lines)
+
+
+def most_different(dense: Image.Image, *others: Image.Image) -> tuple[int, int, int, int]:
+    """Return the part in which pictures differ most from the first: (left, top, right, bottom) in pixels.
+
+    It has half of their width and height.
+    """
+    lost = sum(np.abs(_pixels(other) - _pixels(dense)).sum(axis=2) for other in others)
+    width, height = ((side + 1) // 2 for side in dense.size)
+    places = [
+        (left, top)
+        for top in range(0, dense.height - height + 1, max(1, height // 4))
+        for left in range(0, dense.width - width + 1, max(1, width // 4))
+    ]
+    left, top = max(places, key=lambda place: lost[place[1] :, place[0] :][:height, :width].sum())
+    return left, top, left + width, top + height
 
 
 def as_tensor(pictures: Sequence[Image.Image]) -> Tensor:
@@ -97,18 +98,6 @@ def sheet(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image.Imag
             words = _shortened(text, small_font, room)
             pen.text((left, top + height + 6), words, font=small_font, fill=_SOFT_INK)
     return canvas
-
-
-def difference(dense: Image.Image, merged: Image.Image, gain: int) -> Image.Image:
-    """Draw the absolute difference times ``gain``, clipped at white. Equal pixels are black."""
-    apart = np.abs(_pixels(merged) - _pixels(dense)) * gain
-    return Image.fromarray(np.minimum(apart, 255).astype(np.uint8))
-
-
-def difference_gain(dense: Image.Image, merged: Image.Image) -> int:
-    """Return the largest power of two, up to 64, with which at most 1 % of the difference is clipped."""
-    high = float(np.percentile(np.abs(_pixels(merged) - _pixels(dense)), 99))
-    return max((gain for gain in _GAINS if high * gain <= 255), default=1)
 
 
 def enlarge(picture: Image.Image, factor: int) -> Image.Image:

@@ -93,7 +93,7 @@ def test_generate_says_in_about_ten_lines_what_it_drew_and_writes_a_folder(folde
         "dB to dense: ",
         " every step ran whole",
         "tokens merged to",
-        "one run each; --repeat 3 gives figures to rely on",
+        "One run each; --repeat 3 gives figures to rely on",
         f"Pictures:    {out}",
     ):
         assert words in text

@@ -119,32 +119,31 @@ def say_what(options: GenerateOptions) -> None:
 def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     """Write a few lines about a run for somebody who sees the first one."""
     names = {"dense": f"dense, {options.steps} steps", "tokenmerge": "with tokenmerge"}
-    close = {"tokenmerge": _close_to_dense(result) if result.psnr else ""}
+    close = {"dense": "the unchanged model", "tokenmerge": _close_to_dense(result) if result.psnr else ""}
     rows = [(names[name], median(result.seconds(name)), close.get(name, "")) for name in result.names]
     if (lost := result.fewer_psnr) is not None:
         close_to = f"{lost:.1f} dB to dense: {looks(lost)}"
         rows.append((f"dense, {result.fewer_steps} steps", result.fewer_seconds, close_to))
     lines = [""]
     for name, seconds, closeness in rows:
-        gain = f"{rows[0][1] / seconds:.1f}×" if name != rows[0][0] else ""
+        gain = f"{rows[0][1] / seconds:.1f}×" if name != rows[0][0] else "    "
         lines.append("  ".join((f"  {name:<16}", f"{_seconds(seconds):>7}", gain, closeness)).rstrip())
-    many = f"medians of {options.repeat} timed runs each"
-    about = many if options.repeat > 1 else "one run each; --repeat 3 gives figures to rely on"
-    if result.fewer_psnr is not None:
-        about += f"; {result.fewer_steps} steps were expected to take as long"
+    once = "One run each; --repeat 3 gives figures to rely on."
+    speedup = f"{result.report.speedup:.2f}× by operations"
     lines += [
-        f"  ({about})",
-        "  (40 dB: hard to tell apart; 35, 30, 25 dB: small, larger, many details differ)",
+        f"  {once if options.repeat == 1 else f'Medians of {options.repeat} timed runs each.'}",
+        "  40 dB: hard to tell apart; 35, 30, 25 dB: small, larger, many details differ.",
         "",
     ]
     finite = [value for value in result.psnr if math.isfinite(value)]
     if result.fewer_psnr is not None and finite:
         lead = sum(finite) / len(finite) - result.fewer_psnr
-        lines.append(f"  Closer:      {'tokenmerge' if lead > 0 else 'fewer steps'}, by {abs(lead):.1f} dB")
+        closer = f"{'tokenmerge' if lead > 0 else 'fewer steps'}, by {abs(lead):.1f} dB"
+        lines.append(f"  Closer:      {closer}; {result.fewer_steps} steps were expected to take as long")
     cache = f"{in_words(result.report.kept_bytes)} of cache" if result.report.kept_bytes else "no cache"
     ran, merged = _what_ran(result, options.steps)
     lines += [
-        f"  Counted:     {result.report.speedup:.2f}× by operations, without text encoder and decoder",
+        f"  Counted:     {speedup}, without text encoder and decoder, which gain nothing",
         f"               {ran}",
         f"               {merged}; {cache}",
     ]

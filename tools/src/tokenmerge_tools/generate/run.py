@@ -34,7 +34,7 @@ from tokenmerge_tools.pipelines.loading import require_diffusers
 from tokenmerge_tools.pipelines.meta_model import checked_source
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype, scheduler_class_name
-from tokenmerge_tools.sheets import Pair, as_tensor, comparison
+from tokenmerge_tools.sheets import as_tensor, comparison
 from tokenmerge_tools.timing import Measurement, peak_memory_meaning
 from tokenmerge_tools.variants import contexts
 
@@ -277,8 +277,8 @@ class _Generating:
 
     def _compare(self, dense: list[Image], merged: list[Image]) -> None:
         """Measure how close the pictures are, and write them side by side with those of fewer steps."""
-        captions, fewer = [[f"seed {seed}"] for seed in self.call.seeds], self._draw_fewer(len(dense))
-        result = self.result
+        fewer = self._draw_fewer(len(dense))
+        captions, result = [[f"seed {seed}"] for seed in self.call.seeds], self.result
         try:
             found = []
             for pictures in filter(None, (merged, fewer)):
@@ -292,16 +292,28 @@ class _Generating:
             result.fewer_psnr = lost if math.isfinite(lost) else None
         except MissingExtraError as error:
             self.result.notes.append(str(error))
-        width, height = self.options.size or (0, 0)
-        of_fewer = "" if result.fewer_psnr is None else f", {result.fewer_psnr:.1f} dB to dense"
-        of_merged = f", {sum(result.psnr) / len(dense):.1f} dB to dense" if result.psnr else ""
-        others: list[Any] = [*fewer] or [None] * len(dense)
+        mean = sum(result.psnr) / len(dense) if result.psnr else None
+        asked = self.options.merging.argument or self.options.merging.title
+        columns = [
+            ("dense", result.seconds("dense")[0], f"the unchanged model, {self.options.steps} steps"),
+            ("tokenmerge", result.seconds("tokenmerge")[0], asked + _to_dense(mean)),
+            (
+                "fewer steps",
+                result.fewer_seconds,
+                f"the unchanged model, {result.fewer_steps} steps{_to_dense(result.fewer_psnr)}",
+            ),
+        ][: 2 + bool(fewer)]
+        rows = zip(*filter(None, (dense, merged, fewer)), strict=True)
         picture = comparison(
-            list(map(Pair, dense, merged, others, captions)),
-            dense=f"{width} x {height}, {self.options.steps} steps, {result.seconds('dense')[0]:.1f} s",
-            merged=f"{self.options.merging.title}, {result.seconds('tokenmerge')[0]:.1f} s{of_merged}",
-            fewer=f"dense, {result.fewer_steps} steps, {result.fewer_seconds:.1f} s{of_fewer}",
+            [(f"{name}, {seconds:.1f} s", text) for name, seconds, text in columns],
+            list(zip(rows, captions if len(dense) > 1 else [""], strict=True)),
         )
         path = self.result.folder / "comparison.png"
         write_atomically(path, picture.save)
         self.on_comparison(path)
+
+
+def _to_dense(psnr_db: float | None) -> str:
+    if psnr_db is None:
+        return ""
+    return f": {psnr_db:.1f} dB to dense" if math.isfinite(psnr_db) else ": the same as dense"
