@@ -47,8 +47,8 @@ def test_before_a_run_it_counts_the_default_size_and_number_of_steps(pipe):
     sample, scale = pipe.unet.config.sample_size, pipe.vae_scale_factor
     size = f"{sample * scale} × {sample * scale} px, 50 steps, guidance 7.5"
     assert str(patch).splitlines()[1:3] == [
-        f"  no run yet; an example, for the defaults: {size}",
-        "  for yours: print(patch.report(height=…, width=…, steps=…))",
+        f"  no run yet; with the defaults of the pipeline: {size}",
+        "  for others: print(patch.report(height=…, width=…, steps=…))",
     ]
 
 
@@ -102,7 +102,7 @@ def test_the_plan_of_another_guidance_can_be_shown_before_and_after_a_run(pipe):
         report = patch.report(**size, guidance=guidance)
         assert report.plan == predict(pipe, wanted, side, side, steps=12).plan
         assert f"note: the plan is that of guidance {guidance:g}" in str(report).splitlines()
-        assert re.search(r"\nnote: expected: about \d\d dB to the dense picture\n", str(report))
+        assert re.search(r"\nnote: typical for this plan: about \d\d dB to the dense picture\n", str(report))
         plans[guidance] = report.plan
     assert plans[1.5] != plans[7.5]
     assert patch.report(**size).plan == plans[7.5]  # the pipeline's default
@@ -168,7 +168,8 @@ def test_an_interrupted_run_says_how_far_it_came(pipe):
 def test_settings_that_do_not_follow_the_steps_tell_the_number_of_steps(pipe):
     patch = apply_token_merging(pipe, ToMeConfig(ratio=0.5))
     generate(pipe, steps=3)
-    assert last_run(patch) == "  last run: 64 × 64 px, 3 steps, guidance 7.5"
+    said = r"  last run: 64 × 64 px, 3 steps, guidance 7\.5, \d+\.\d s of denoising"
+    assert re.fullmatch(said, last_run(patch))
 
 
 def test_what_the_default_method_does_at_the_guidance_of_the_run_is_counted(pipe):
@@ -188,6 +189,35 @@ def test_the_seconds_are_those_from_the_first_call_to_the_last(pipe, monkeypatch
     assert last_run(patch).endswith(
         ", 4 steps, guidance 7.5, 4.0 s of denoising"
     )  # the clock is read at the start and after each call
+
+
+def test_the_seconds_of_merging_alone_are_those_of_one_generation(pipe, monkeypatch):
+    """Each call has a log of its own there, which reads the clock as it begins."""
+    clock = iter(range(100))
+    monkeypatch.setattr("tokenmerge.runtime.memory.run_log.time.perf_counter", lambda: next(clock))
+    patch = apply_token_merging(pipe, ratio=0.5)
+    for _ in range(2):
+        generate(pipe, steps=4)
+        assert last_run(patch).endswith(", 4 steps, guidance 7.5, 7.0 s of denoising")
+    model = hosts.unet()
+    alone = apply_token_merging(model, ratio=0.5)
+    hosts.call(model, **hosts.inputs())
+    assert " s of denoising" not in last_run(alone)  # who calls a model alone is not known
+
+
+def test_an_unknown_argument_of_the_report_is_refused_with_the_one_that_is_meant(pipe):
+    patch = apply_token_merging(pipe, SKIPS)
+    for name, meant in (
+        ("num_inference_steps", "steps"),
+        ("guidance_scale", "guidance"),
+        ("hieght", "height"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"{name}: patch\.report takes .*, got {name}=5; did you mean '{meant}'"
+        ):
+            patch.report(**{name: 5})
+    with pytest.raises(TypeError, match=r"size: patch\.report takes .*references, got size=5$"):
+        patch.report(size=5)
 
 
 @pytest.mark.slow
@@ -240,7 +270,7 @@ def test_a_vision_transformer():
     patch = apply_token_merging(vits.vit(), ViTConfig(r=1))
     assert "of the operations saved" in repr(patch)
     assert patch.report(batch=3).batch == 3
-    with pytest.raises(ConfigError, match="steps: a vision transformer has no denoising steps, got 5"):
+    with pytest.raises(ConfigError, match="steps: a vision transformer has no steps, got 5"):
         patch.report(steps=5)
     with pytest.raises(ConfigError, match=r"guidance: .* has no guidance, got 7\.5"):
         patch.report(guidance=7.5)
@@ -386,7 +416,8 @@ def test_half_a_size_is_completed_by_the_last_run_or_refused(pipe):
 def test_a_speedup_of_1_gives_the_dense_picture(pipe):
     patch = apply_token_merging(pipe, speedup=1.0)
     generate(pipe, steps=3)
-    assert last_run(patch) == "  last run: 3 steps, guidance 7.5"
+    said = r"  last run: 3 steps, guidance 7\.5, \d+\.\d s of denoising"
+    assert re.fullmatch(said, last_run(patch))
     assert "  estimated: the dense picture itself: nothing was skipped or merged\n" in str(patch)
     patch.remove()
 

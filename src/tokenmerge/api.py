@@ -202,7 +202,7 @@ def _asked(
     if not follows and default.speedup > 1 and not default.widest.merges:
         raise NothingToMergeError(
             "nothing to merge: a model alone has no steps to skip, and merging its tokens would save no time "
-            "here; pass the pipeline, or write apply_token_merging(model, ratio=0.5)"
+            "at its default size; pass the pipeline, or write apply_token_merging(model, ratio=0.5)"
         )
     return _Asked(default.widest, default.name, hosts=hosts, default=default if follows else None)
 

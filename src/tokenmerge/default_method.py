@@ -134,10 +134,6 @@ class DefaultMethod:
             most, lower = f"at most {highest:.2f}× can be reached {where}", ", or a lower speed-up"
         return f"speedup={self.speedup:g}: {most}; take more steps or a larger picture{lower}"
 
-    def without_reuse(self) -> DefaultMethod:
-        """Return the same without step reuse."""
-        return dataclasses.replace(self, facts=dataclasses.replace(self.facts, can_skip=False))
-
     @property
     def name(self) -> str:
         """Its name in texts, such as ``"speed-up 2"`` or ``"speed-up 3, min_psnr 35"``."""

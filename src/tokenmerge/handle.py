@@ -14,7 +14,7 @@ from torch import nn
 from tokenmerge.config import ToMeConfig, to_metadata
 from tokenmerge.config.checks import check_counts, integer, number, optional
 from tokenmerge.default_method import DefaultMethod
-from tokenmerge.errors import ConfigError, shown, why
+from tokenmerge.errors import ConfigError, nearest_of, shown, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import Attention, fewest_tokens
@@ -39,6 +39,7 @@ AnyReport = TypeVar("AnyReport")
 AnyRecord = TypeVar("AnyRecord")
 Given = int | None  # an argument; None: left out
 Sizes = Sequence[tuple[int, int]] | None
+_OF_REPORT = ("height", "width", "steps", "guidance", "batch", "references")
 
 
 class Patch(Generic[AnyReport, AnyRecord]):
@@ -65,14 +66,15 @@ class Patch(Generic[AnyReport, AnyRecord]):
         guidance: float | None = None,
         batch: int | None = None,
         references: Sequence[tuple[int, int]] | None = None,
+        **unknown: object,
     ) -> AnyReport:
         """Count what merging does to each block, and what it saves.
 
         Arguments left out are those of the last run. Before the first run, they are the model's default size,
         the batch of one picture, and the default number of steps of the pipeline.
 
-        The report counts operations. On few tokens, merged attention can save operations and still take
-        longer than dense attention. A note names such blocks, by timings on a GPU that are made once.
+        Operations are counted, not timed. A note names blocks whose merged attention would hardly be faster
+        than dense attention, by timings on a GPU that are made once.
 
         Args:
             height: height of the picture in pixels, as in a call of the pipeline. For a model without its
@@ -83,11 +85,16 @@ class Patch(Generic[AnyReport, AnyRecord]):
             batch: batch size of a call of the model, ≥ 1. Guidance usually makes it 2 for one picture.
             references: (height, width) of each reference picture that an editing model reads in the sequence
                 of the sample, likewise. Before the first run, the default is none.
+            unknown: arguments of other names, which are refused.
 
         Raises:
             ConfigError: a number is out of range, or the model has no default size and none is given.
             NothingToMergeError: no token would merge at this size.
+            TypeError: there is no argument of a name that was given.
         """
+        for name in unknown:
+            takes = f"patch.report takes {', '.join(_OF_REPORT)}, got {name}={shown(unknown[name])}"
+            raise TypeError(f"{name}: {takes}{nearest_of(name, _OF_REPORT)}")
         return self._report(height, width, steps, guidance, batch, references)
 
     def _report(
@@ -98,8 +105,8 @@ class Patch(Generic[AnyReport, AnyRecord]):
     def metadata(self) -> str:
         """Return the settings as one line for the parameters of a picture.
 
-        The line is ``Token merging: speed-up 2, {…}``. The text after the colon is all that is needed to
-        apply the same settings again on any machine. :func:`tokenmerge.config.read_metadata` reads the line.
+        The line is ``Token merging: speed-up 2, {…}``. :func:`tokenmerge.config.read_metadata` reads it, to
+        apply the same settings again on any machine.
 
         Raises:
             ConfigError: the model is a vision transformer.
@@ -134,8 +141,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
         """Record what each denoising step does from now on, for :attr:`steps`.
 
         Recording keeps the model's last result and compares the next one with it, without waiting for the
-        device. A model that does not record has no extra cost. Blocks that were compiled separately are
-        compiled again. :meth:`remove` ends the recording.
+        device. Blocks that were compiled separately are compiled again. :meth:`remove` ends the recording.
 
         Args:
             on: whether to record. False drops what was recorded.
@@ -185,10 +191,9 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
         FLUX and similar models get the positions of their tokens as values of ``img_ids``, which are unknown
         while ``torch.compile`` traces the whole model into one graph. Call this before the first call with a
-        new size, which needs no new graph with ``dynamic=True``. A model that is not one graph reads the
-        values, and uses this size only if they are not the rows and columns of one picture. Other models
-        ignore it: they read their grid from the sample's shape. A compiled model cannot tell apart two sizes
-        with the same number of tokens, such as 512 × 1024 and 1024 × 512 pixels.
+        new size, which needs no new graph with ``dynamic=True``. A model that is not one graph uses this
+        size only if the values are not the rows and columns of one picture. Other models ignore it. A
+        compiled model cannot tell apart 512 × 1024 and 1024 × 512 pixels.
 
         Args:
             height: height of the picture, in the unit of :meth:`report`. In latents, it must be a multiple of
@@ -208,9 +213,8 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
     @contextlib.contextmanager
     def record(self) -> Iterator[dict[str, AnyRecord]]:
-        """Within the context, record the last plan of each merging block, by the block's path.
+        """Within the context, record the last plan of each merging block of the denoiser, by its path.
 
-        Only the blocks of the denoiser are recorded, or those of the first ControlNet if no denoiser merges.
         For a layer of a vision transformer, the record says which input tokens its output tokens stand for.
         """
         before, latest = self._state.record, dict[str, AnyRecord]()
@@ -295,7 +299,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             told = ["" if guidance is None else f"the plan is that of guidance {guidance:g}"]
             if self._default is not None:
                 harm = self._default.plan(self._facts_at(height, width, steps, guidance)).harm
-                told.append(f"expected: {expected(harm)} to the dense picture")
+                told.append(f"typical for this plan: {expected(harm)} to the dense picture")
             told.append(slower := hardly_faster(report, self._fewest_tokens) or "")
             report = dataclasses.replace(report, notes=(*report.notes, *filter(None, told)))
             self._counted = key, report, slower
@@ -431,13 +435,10 @@ class EncoderPatch(Patch[ViTReport, RecordedTokens]):
     def _report(
         self, height: Given, width: Given, steps: Given, guidance: Any, batch: Given, references: Sizes
     ) -> ViTReport:
-        for name, given, why_not in (
-            ("steps", steps, "has no denoising steps"),
-            ("guidance", guidance, "has no guidance"),
-            ("references", references or None, "reads one picture"),
-        ):
+        for name, given in {"steps": steps, "guidance": guidance, "references": references or None}.items():
             if given is not None:
-                raise ConfigError(f"{name}: a vision transformer {why_not}, got {shown(given)}; leave it out")
+                refused = f"a vision transformer has no {name}, got {shown(given)}"
+                raise ConfigError(f"{name}: {refused}; leave it out")
         return predict_vit(self._model, self.config, height, width, 1 if batch is None else batch)
 
     def __repr__(self) -> str:

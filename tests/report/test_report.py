@@ -162,7 +162,7 @@ def test_the_table():
     assert "256 → 128" in lines[2]
     assert "self-attention" in lines[2]
     assert lines[-4].startswith("whole model")
-    assert lines[-2] == "note: level: 1 has the most tokens; at 2, a grid is half as wide"
+    assert lines[-2] == "note: level: 1 has the most tokens; at 4, a grid is a quarter as wide"
     assert lines[-3] == "note: 4 blocks stay dense at level 2: max_downsample=1"
     one_call = "note: GFLOPs: of one call of the model, on a batch of"
     assert lines[-1] == f"{one_call} 2 (with guidance, one picture is two samples)"
@@ -346,9 +346,9 @@ def test_a_known_number_of_steps_gives_the_plan():
 def test_the_report_has_these_notes_and_those_on_small_grids(config):
     notes = predict(hosts.unet(), config).notes
     assert set(notes_on_steps(config)) < set(notes)
-    assert ("4 blocks stay dense: fewer than 200 tokens (min_tokens), or none to remove" in notes) == bool(
-        config.min_tokens
-    )
+    assert (
+        "4 blocks stay dense: fewer than 200 tokens (min_tokens), or the ratio removes none" in notes
+    ) == bool(config.min_tokens)
 
 
 def test_levels_are_counted_with_their_own_settings():

@@ -372,3 +372,18 @@ def test_the_table_says_it_all(pipe):
     assert lines[6] == "note: M in 2 steps: the whole model runs, on merged tokens"
     assert "<table>" in patch.steps._repr_html_()
     assert patch.steps.to_dicts()[3]["kind"] == patch.steps[3].kind == "unmerged"
+
+
+def test_what_is_alike_in_all_steps_stands_in_the_title(pipe):
+    patch = apply_token_merging(pipe, ratio=0.5)
+    patch.record_steps()
+    draw(pipe, 4)
+    first, lines = patch.steps[0], str(patch.steps).splitlines()
+    merged = f"each merges {first.tokens} → {first.tokens // 2} tokens, in {first.blocks} block calls"
+    assert lines[0].endswith(f" s in the model; {merged}")
+    assert lines[1].split() == ["step", "plan", "change", "seconds"]
+    assert not any(line.startswith("note: tokens:") for line in lines)
+    patch = apply_token_merging(pipe, ToMeConfig(ratio=0, reuse=StepReuse(every=2)))
+    patch.record_steps()
+    draw(pipe, 4)
+    assert re.fullmatch(r"4 steps, \d\.\d\d s in the model", str(patch.steps).splitlines()[0])

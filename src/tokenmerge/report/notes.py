@@ -77,9 +77,9 @@ def notes_on_blocks(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeCo
             f"ratio={config.ratio:g} for the picture being made, reference_ratio={config.reference_ratio:g} "
             "for its reference pictures"
         )
-    if too_small and config.min_tokens:
-        why_small = f"fewer than {config.min_tokens} tokens (min_tokens), or none to remove"
-        notes.append(f"{_stay_dense(len(too_small))}: {why_small}")
+    if too_small and (fewest := config.min_tokens):
+        stay = _stay_dense(len(too_small))
+        notes.append(f"{stay}: fewer than {fewest} tokens (min_tokens), or the ratio removes none")
     else:
         notes += [
             f"{path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx}, "

@@ -123,7 +123,7 @@ class Report(Tabled):
         columns = range(len(header)) if self.rows else (0, 5, 6)
         cells = [tuple(line[column] for column in columns) for line in (header, *lines)]
         of_two = " (with guidance, one picture is two samples)" * (self.batch % 2 == 0)
-        levels = ["level: 1 has the most tokens; at 2, a grid is half as wide"] * bool(self.rows)
+        levels = ["level: 1 has the most tokens; at 4, a grid is a quarter as wide"] * bool(self.rows)
         counted = f"GFLOPs: of one call of the model, on a batch of {self.batch}{of_two}"
         return TextTable("\n".join(title), cells, (*self.notes, *levels, counted))
 
@@ -201,7 +201,7 @@ def predict(
             f"{width} ({reason_of(error)}); pass the height and width that it is called with"
         ) from error
     rows = tuple(chain.from_iterable(report.rows for report in reports))
-    kept = sum(report.kept_bytes for report in reports)
+    kept, is_unet = sum(report.kept_bytes for report in reports), bool(merging[0].deep_stages)
     # If nothing merges, there is nothing to correct.
     described = config if rows else dataclasses.replace(config, correction=Correction())
     notes = [
@@ -220,9 +220,7 @@ def predict(
         kept_bytes=kept,
         flops_mean=sum(report.flops for report in reports) if steps else None,
         scale=latent_scale(pipe_or_model),
-        plan=signs_of(plan_generation(described, steps), bool(rows), bool(merging[0].deep_stages))
-        if steps
-        else "",
+        plan=signs_of(plan_generation(described, steps), bool(rows), is_unet) if steps else "",
     )
 
 
@@ -251,10 +249,10 @@ def hardly_faster(report: Report, fewest_tokens: Callable[[], int]) -> str | Non
     what = f"{blocks} block{'s merge' if blocks > 1 else ' merges'} attention on {tokens} tokens"
     if fewest > most:
         return f"{what}; merged attention was timed on this device, and saved hardly any time on all grids"
-    return (
-        f"{what}, where it saves hardly any time: on this device it pays from {fewest} tokens on; "
-        f"min_tokens={fewest} leaves smaller grids dense"
+    instead = (
+        f"on this device it pays from {fewest} tokens on; min_tokens={fewest} leaves smaller grids dense"
     )
+    return f"{what}, where it saves hardly any time: {instead}"
 
 
 def _names(hosts: Sequence[Host]) -> str:

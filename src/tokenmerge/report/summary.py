@@ -43,13 +43,13 @@ def summary(
     lines = [title(config, conditions), *[f"  {conditions.gone}"] * bool(conditions.gone)]
     if run is not None:
         setting = _setting(conditions, run, run.steps, run.kinds.total() or None)
-        lines.append(f"  last run: {setting}" + f", {run.seconds:.1f} s of denoising" * bool(run.kinds))
+        lines.append(f"  last run: {setting}" + f", {run.seconds:.1f} s of denoising" * bool(run.steps))
     elif conditions.gone:
         return lines
     elif report is not None:
         example = _setting(conditions, report, report.steps)
-        lines.append(f"  no run yet; an example, for the defaults: {example}")
-        lines.append("  for yours: print(patch.report(height=…, width=…, steps=…))")
+        lines.append(f"  no run yet; with the defaults of the pipeline: {example}")
+        lines.append("  for others: print(patch.report(height=…, width=…, steps=…))")
     if report is not None:
         share = saved(report.flops_dense, report.flops)
         lines.append(f"  counted: {report.speedup:.2f}× ({share} of the operations saved)")
@@ -62,11 +62,12 @@ def summary(
             lines.append(f"        {'^':>{conditions.worst_step + 1}} probably the largest error")
         lines += [f"        {line}" for line in legend(report.plan)]
     elif config.reuse.on:
-        lines.append(
-            f"  step reuse: 1 of {config.reuse.every:g} steps is complete; the others skip parts of it"
-        )
+        every = f"{config.reuse.every:g}"
+        lines.append(f"  step reuse: 1 of {every} steps is complete; the others skip parts of it")
     if report is not None:
-        lines += [f"  merging: {_merging(config, conditions, report)}", f"  {_kept(conditions, report)}"]
+        dtype = str(dtype_of(conditions.denoiser.root)).removeprefix("torch.")
+        kept = f"{in_words(report.kept_bytes)} ({dtype})" if report.kept_bytes else "none"
+        lines += [f"  merging: {_merging(config, conditions, report)}", f"  cache between steps: {kept}"]
     return lines
 
 
@@ -120,12 +121,6 @@ def _setting(conditions: Conditions, of: Report | RunLog, steps: int | None, don
     return ", ".join(words)
 
 
-def _kept(conditions: Conditions, report: Report) -> str:
-    dtype = str(dtype_of(conditions.denoiser.root)).removeprefix("torch.")
-    kept = f"{in_words(report.kept_bytes)} ({dtype})" if report.kept_bytes else "none"
-    return f"cache between steps: {kept}"
-
-
 def in_words(size: int) -> str:
     """Return a number of bytes as text.
 
@@ -135,9 +130,11 @@ def in_words(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-_NOTES_ON_STEPS = (
-    "tokens: of the largest block that merged, before and after; blocks: calls of blocks that merged",
-    "change: of the output since the step before, in percent of its size; where small, skipping loses little",
+_NOTE_ON_TOKENS = (
+    "tokens: of the largest block that merged, before and after; blocks: calls of blocks that merged"
+)
+_NOTE_ON_CHANGES = (
+    "change: of the output since the step before, in percent of its size, where the whole model ran"
 )
 
 
@@ -162,18 +159,19 @@ class RunSteps(Tabled, Sequence[StepRow]):
         return [dataclasses.asdict(row) for row in self.rows]
 
     def _table(self) -> TextTable:
-        header = ("step", "plan" if self.plan else "kind", "tokens", "blocks", "change", "seconds")
-        lines = [
-            (
-                str(row.step),
-                self.plan[row.step : row.step + 1] if self.plan else row.kind,
-                "" if row.tokens is None else f"{row.tokens} → {row.merged_tokens}",
-                str(row.blocks),
-                "" if row.change is None or row.kind == "reused" else f"{100 * row.change:.1f} %",
-                f"{row.seconds:.3f}",
-            )
-            for row in self.rows
-        ]
-        count, seconds = len(self.rows), sum(row.seconds for row in self.rows)
-        title = f"{count} step{'s' * (count != 1)}, {seconds:.2f} s in the model"
-        return TextTable(title, [header, *lines], (*legend(self.plan), *_NOTES_ON_STEPS))
+        rows, plan = self.rows, self.plan
+        tokens = ["" if row.tokens is None else f"{row.tokens} → {row.merged_tokens}" for row in rows]
+        blocks, seconds = [str(row.blocks) for row in rows], [row.seconds for row in rows]
+        changes = [None if row.kind == "reused" else row.change for row in rows]
+        alike = len({*zip(tokens, blocks, strict=True)}) == 1
+        columns = {
+            "step": [str(row.step) for row in rows],
+            "plan" if plan else "kind": [plan[row.step : row.step + 1] if plan else row.kind for row in rows],
+            **({} if alike else {"tokens": tokens, "blocks": blocks}),
+            "change": ["" if change is None else f"{100 * change:.1f} %" for change in changes],
+            "seconds": [f"{one:.3f}" for one in seconds],
+        }
+        title = f"{len(rows)} step{'s' * (len(rows) != 1)}, {sum(seconds):.2f} s in the model"
+        title += f"; each merges {tokens[0]} tokens, in {blocks[0]} block calls" * (alike and bool(tokens[0]))
+        notes = (*legend(plan), *[_NOTE_ON_TOKENS] * (not alike), _NOTE_ON_CHANGES)
+        return TextTable(title, [(*columns,), *zip(*columns.values(), strict=True)], notes)

@@ -78,7 +78,9 @@ class Settings:
             why = f"{cache.name} skips whole steps; keep one of the nodes"
         if config.reuse.on and why:
             config = dataclasses.replace(config, reuse=StepReuse())
-            default = default and default.without_reuse()
+            if default is not None:
+                facts = dataclasses.replace(default.facts, can_skip=False)
+                default = dataclasses.replace(default, facts=facts)
             notes.append(f"No part of the model is skipped, since {why}.")
         if attention:
             notes.append(f"Self-attention that {attention} replaced stays dense.")

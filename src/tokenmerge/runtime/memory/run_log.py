@@ -84,7 +84,7 @@ class RunLog:
     seconds: float = 0.0  # to the end of the last call, whose operations an accelerator may still run
 
     def __post_init__(self) -> None:
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
         sizes = [(rows * self.patch, columns * self.patch) for _, rows, columns in self.grids]
         size: tuple[int | None, int | None] = sizes[0] if sizes else (None, None)
         self.height, self.width = size  # of the sample (for latent diffusion, of the latents)
@@ -92,7 +92,7 @@ class RunLog:
 
     def note_end(self) -> None:
         """Note the time at the end of a call."""
-        self.seconds = time.perf_counter() - self._began
+        self.seconds = time.perf_counter() - self.began
 
     def note_forecast(
         self, decision: Decision, copies: int, part: str, before: Residual | None, truth: Tensor

@@ -107,10 +107,11 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     state: ModelState = root.__dict__[STATE]
     thread = state.threads.value
     context, memory = thread.context, thread.memory
+    if memory.log is not None and not torch.compiler.is_compiling():
+        memory.log.note_end()
     if state.follows_steps:
         finish_run(thread)
         assert memory.log is not None
-        memory.log.note_end()
         if context.decision.caches:
             memory.log.note_output(context.decision, context.guidance_copies, memory.tracker, result)
         if memory.tracker.is_last:
@@ -219,7 +220,7 @@ def _config_of(call: _Call) -> ToMeConfig:
         if memory.config is None or memory.timesteps is not timesteps:  # a generation begins
             grids = state.threads.value.grid.shapes if state.merges else None
             state.keep(look(state, call.root, pipe, config, grids), memory)
-            memory.timesteps = timesteps
+            memory.timesteps, memory.log = timesteps, None
             # What others look at takes no part in a tolerance.
             memory.tolerance = tolerance if state.kept.config is config else None
             config = config if step is None else state.kept.config
@@ -276,7 +277,9 @@ def _note_call(call: _Call, config: ToMeConfig, decision: Decision, merges: bool
         guidance = guidance_scale(call.pipe)
         levels = None if step is None else noise_levels(call.scheduler, step)
         schedule = Schedule() if step is None else step.generation.schedule
-        memory.log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels, schedule)
+        log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels, schedule)
+        log.began = log.began if memory.log is None else memory.log.began  # of this generation's first call
+        memory.log = log
     state.last_run = memory.log
     memory.log.sample = sample if decision.caches and isinstance(sample, Tensor) else None
     kind: StepKind = "reused"
