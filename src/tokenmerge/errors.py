@@ -62,7 +62,7 @@ def shown(value: object) -> str:
 def nearest_of(name: str, known: Collection[str]) -> str:
     """Return the end of a message about an unknown name: the known one that it is like or has; or nothing."""
     within = [own for own in known if own in name]  # such as "steps" in "num_inference_steps"
-    near = within or difflib.get_close_matches(name, [*known], 1)
+    near = difflib.get_close_matches(name, [*known], 1) or within
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
