@@ -96,7 +96,7 @@ def table(lines: list[dict[str, Any]]) -> str:
     ]
     prompts = "1 prompt" if len(lines) == 1 else f"{len(lines)} prompts"
     where = f"{SIZE} × {SIZE} pixels, {STEPS} steps, guidance {GUIDANCE:g}"
-    note = f"*The small bundled model `{MODEL}` on one CPU thread: {where}; mean and range of {prompts}.*"
+    note = f"*The small `{MODEL}` on one CPU thread: {where}; mean and range of {prompts}.*"
     return "\n".join([*heads, *rows(lines), "", note, ""])
 
 

@@ -20,7 +20,7 @@ KEY = "drawn with"
 PAGES = (Path(__file__).parent.parent / "README.md", *map(PICTURE.with_name, ("index.md", "quickstart.md")))
 BLOCK = re.compile(r"(<!-- (caption|printed): .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 CAPTION = """\
-*"{prompt}", from one seed, by a small bundled model on a CPU. PSNR, in dB, says how close two pictures are.*
+*"{prompt}", from one seed, by a small bundled model on a CPU. The frame shows where they differ most.*
 """
 
 
@@ -48,8 +48,8 @@ def printed(run: dict, short: bool) -> str:
     if short:
         lines = [*(line for line in lines if not line.startswith(("  merging:", "  cache "))), "  …"]
     note = (
-        f"*Its true closeness is {psnr:.1f} dB. Estimates are rough: on the bundled models, 9 of 10 were within 7 dB "
-        "of the truth; on [a small FLUX]({docs}methods/estimate.md), only half.*"
+        f"*The truth is {psnr:.1f} dB. On the bundled models, 9 of 10 estimates were within 7 dB of it. "
+        "On [a small FLUX]({docs}methods/estimate.md), half were.*"
     )
     return "\n".join(("```text", *lines, "```", "", note, ""))
 

@@ -47,8 +47,8 @@ def test_before_a_run_it_counts_the_default_size_and_number_of_steps(pipe):
     sample, scale = pipe.unet.config.sample_size, pipe.vae_scale_factor
     size = f"{sample * scale} × {sample * scale} px, 50 steps, guidance 7.5"
     assert str(patch).splitlines()[1:3] == [
-        f"  no run yet; with the defaults of the pipeline: {size}",
-        "  for others: print(patch.report(height=…, width=…, steps=…))",
+        f"  no run yet; an example, at the defaults of the pipeline: {size}",
+        "  other sizes and steps have other plans: print(patch.report(height=…, width=…, steps=…))",
     ]
 
 
@@ -102,7 +102,7 @@ def test_the_plan_of_another_guidance_can_be_shown_before_and_after_a_run(pipe):
         report = patch.report(**size, guidance=guidance)
         assert report.plan == predict(pipe, wanted, side, side, steps=12).plan
         assert f"note: the plan is that of guidance {guidance:g}" in str(report).splitlines()
-        assert re.search(r"\nnote: typical for this plan: about \d\d dB to the dense picture\n", str(report))
+        assert re.search(r"\nnote: estimated before a run: about \d\d dB to the dense picture\n", str(report))
         plans[guidance] = report.plan
     assert plans[1.5] != plans[7.5]
     assert patch.report(**size).plan == plans[7.5]  # the pipeline's default

@@ -86,7 +86,7 @@ def apply_token_merging(
     min_psnr: float | None = None,
     **unknown: object,
 ) -> Patch[Any, Any]:
-    """Patch a diffusion model or a vision transformer in place, so that it merges tokens.
+    """Patch a diffusion model or a vision transformer in place, so that it skips work and merges tokens.
 
     If an error is raised, the model stays as it was.
 

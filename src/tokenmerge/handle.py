@@ -247,10 +247,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         """Record what each denoising step does, see :meth:`Patch.record_steps`."""
         state: ModelState = self._state
         if state_of(self._denoiser.root) is not state:
-            raise ConfigError(
-                "record_steps: this patch was removed, or another one took its place; apply token merging "
-                "again, and record with the handle that it returns"
-            )
+            gone = "this patch was removed, or another one took its place"
+            raise ConfigError(f"record_steps: {gone}; apply token merging again, and use its handle")
         refuse_in_use([self._denoiser.root])
         state.recorder = StepRecorder() if on else None
 
@@ -263,8 +261,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if recorder.last is None:
             raise ConfigError(
                 "steps: no step was recorded yet; generate first. In a loop of your own, call "
-                "patch.at_step(i, steps) before each step, or apply token merging to the pipeline that runs. "
-                "A model that is compiled into one graph records none: compile its blocks"
+                "patch.at_step(i, steps) before each step. Of a model that is one graph, compile its blocks"
             )
         rows, run, plan = recorder.last.rows(), self._state.last_run, ""
         if run is not None and run.steps:
@@ -299,7 +296,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             told = ["" if guidance is None else f"the plan is that of guidance {guidance:g}"]
             if self._default is not None:
                 harm = self._default.plan(self._facts_at(height, width, steps, guidance)).harm
-                told.append(f"typical for this plan: {expected(harm)} to the dense picture")
+                told.append(f"estimated before a run: {expected(harm)} to the dense picture")
             told.append(slower := hardly_faster(report, self._fewest_tokens) or "")
             report = dataclasses.replace(report, notes=(*report.notes, *filter(None, told)))
             self._counted = key, report, slower
@@ -373,7 +370,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         remarks = {"estimated": str(error or ""), "closeness": "no estimate; only speedup= has one" * own}
         if facts is not None and default is not None and facts.follows_steps:
             told = f"{expected(default.plan(facts).harm)} to the dense picture"
-            remarks["expected"] = "" if run or default.min_psnr else told
+            remarks["estimated before a run"] = "" if run or default.min_psnr else told
             remarks["warning"] = "" if self._state.kept.note else default.shortfall(facts)
             if default.min_psnr is not None:
                 remarks[f"min_psnr {default.min_psnr:g}"] = self._tolerated(default, facts, error)
@@ -383,10 +380,10 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         """Say what the tolerance of the default method adds to a run, or what it cost in the last one."""
         plan, margin, wanted = default.plan(facts), ESTIMATE["margin"], default.min_psnr or 0.0
         if error is None:
-            more = default.settings(facts) != default.change(plan.config)
-            begins = f"begins with more complete steps than speedup={default.speedup:g} needs, and "
+            slower = default.settings(facts) != default.change(plan.config)
+            begins = f"begins slower than speedup={default.speedup:g}, and " * slower
             aim = f"{wanted + margin:g} dB, {margin:g} more to be safe"
-            return f"a run {begins * more}adds complete steps while its estimate is below {aim}"
+            return f"a run {begins}adds complete steps while its estimate is below {aim}"
         reached = "above" if error.psnr >= wanted else "below"
         ran, due = (f"{speedup:.2f}×" for speedup in (self.report().speedup, plan.speedup))
         cost = "No step was added" if ran == due else f"This cost speed: {ran} in place of {due}"

@@ -346,9 +346,7 @@ def test_a_known_number_of_steps_gives_the_plan():
 def test_the_report_has_these_notes_and_those_on_small_grids(config):
     notes = predict(hosts.unet(), config).notes
     assert set(notes_on_steps(config)) < set(notes)
-    assert (
-        "4 blocks stay dense: fewer than 200 tokens (min_tokens), or the ratio removes none" in notes
-    ) == bool(config.min_tokens)
+    assert ("4 blocks stay dense: too few tokens there (min_tokens=200)" in notes) == bool(config.min_tokens)
 
 
 def test_levels_are_counted_with_their_own_settings():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from tokenmerge_tools.sheets import comparison, most_different
 
@@ -48,10 +48,14 @@ def test_the_part_that_differs_stands_below_the_enlarged_pictures():
     lefts = [24 + column * (320 + 16) for column in range(3)]
     panels = {(top, left): pixels[top : top + 320, left : left + 320] for top in tops for left in lefts}
     part = most_different(*rows[1][0])
+    box = [10 * side for side in part]
     for left, panel in zip(lefts, rows[1][0], strict=True):
-        for top, shown in ((tops[2], panel), (tops[3], panel.crop(part))):
-            large = np.asarray(shown.resize((320, 320), Image.Resampling.NEAREST))
-            assert np.array_equal(panels[top, left], large)
+        large, closer = (
+            shown.resize((320, 320), Image.Resampling.NEAREST) for shown in (panel, panel.crop(part))
+        )
+        ImageDraw.Draw(large).rectangle(box, outline="red", width=2)
+        assert np.array_equal(panels[tops[2], left], np.asarray(large))
+        assert np.array_equal(panels[tops[3], left], np.asarray(closer))
     assert drawn.size == (lefts[2] + 320 + 24, tops[3] + 320 + 30 + 24)
 
 

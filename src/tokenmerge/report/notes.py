@@ -77,9 +77,8 @@ def notes_on_blocks(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeCo
             f"ratio={config.ratio:g} for the picture being made, reference_ratio={config.reference_ratio:g} "
             "for its reference pictures"
         )
-    if too_small and (fewest := config.min_tokens):
-        stay = _stay_dense(len(too_small))
-        notes.append(f"{stay}: fewer than {fewest} tokens (min_tokens), or the ratio removes none")
+    if too_small and config.min_tokens:
+        notes.append(f"{_stay_dense(len(too_small))}: too few tokens there (min_tokens={config.min_tokens})")
     else:
         notes += [
             f"{path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx}, "

@@ -48,11 +48,15 @@ def summary(
         return lines
     elif report is not None:
         example = _setting(conditions, report, report.steps)
-        lines.append(f"  no run yet; with the defaults of the pipeline: {example}")
-        lines.append("  for others: print(patch.report(height=…, width=…, steps=…))")
+        lines.append(f"  no run yet; an example, at the defaults of the pipeline: {example}")
+        lines.append(
+            "  other sizes and steps have other plans: print(patch.report(height=…, width=…, steps=…))"
+        )
     if report is not None:
         share = saved(report.flops_dense, report.flops)
-        lines.append(f"  counted: {report.speedup:.2f}× ({share} of the operations saved)")
+        lines.append(
+            f"  counted: {report.speedup:.2f}× ({share} of the operations saved; the clock mostly shows less)"
+        )
     lines += [f"  {heading}: {text}" for heading, text in conditions.remarks.items() if text]
     if conditions.gone:
         return lines
@@ -62,8 +66,9 @@ def summary(
             lines.append(f"        {'^':>{conditions.worst_step + 1}} probably the largest error")
         lines += [f"        {line}" for line in legend(report.plan)]
     elif config.reuse.on:
-        every = f"{config.reuse.every:g}"
-        lines.append(f"  step reuse: 1 of {every} steps is complete; the others skip parts of it")
+        lines.append(f"  step reuse: 1 of {config.reuse.every:g} steps is complete; the others skip parts")
+    elif is_default(conditions.method) and run is not None:
+        lines.append("  plan: every step runs the whole model")
     if report is not None:
         dtype = str(dtype_of(conditions.denoiser.root)).removeprefix("torch.")
         kept = f"{in_words(report.kept_bytes)} ({dtype})" if report.kept_bytes else "none"

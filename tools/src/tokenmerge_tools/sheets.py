@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ Row = tuple[Sequence[Image.Image | None], str | Sequence[str]]  # panels of a sh
 
 
 def comparison(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image.Image:
-    """Draw pictures side by side, the dense one first, and below each where they differ most, enlarged.
+    """Draw pictures side by side, the dense one first, and below each the part in which they differ most.
 
     All pictures have the same size. ``columns`` are as those of a sheet.
     """
@@ -31,10 +32,13 @@ def comparison(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image
         pictures = [panel for panel in panels if panel is not None]
         factor = max(1, -(-_SMALLEST_SIDE // min(pictures[0].size)))
         part = most_different(*pictures)
-        lines.append(([enlarge(picture, factor) for picture in pictures], captions))
+        shown = [enlarge(picture, factor) for picture in pictures]
+        for one in shown:
+            ImageDraw.Draw(one).rectangle([factor * side for side in part], outline="red", width=2)
+        lines.append((shown, captions))
         size = factor * pictures[0].width, factor * pictures[0].height
         closer = [picture.crop(part).resize(size, Image.Resampling.NEAREST) for picture in pictures]
-        lines.append((closer, "the part in which they differ most, enlarged"))
+        lines.append((closer, "where they differ most, enlarged"))
     return sheet(columns, lines)
 
 
@@ -45,12 +49,11 @@ def most_different(dense: Image.Image, *others: Image.Image) -> tuple[int, int, 
     """
     lost = sum(np.abs(_pixels(other) - _pixels(dense)).sum(axis=2) for other in others)
     width, height = ((side + 1) // 2 for side in dense.size)
-    places = [
-        (left, top)
-        for top in range(0, dense.height - height + 1, max(1, height // 4))
-        for left in range(0, dense.width - width + 1, max(1, width // 4))
-    ]
-    left, top = max(places, key=lambda place: lost[place[1] :, place[0] :][:height, :width].sum())
+    lefts = range(0, dense.width - width + 1, max(1, width // 4))
+    tops = range(0, dense.height - height + 1, max(1, height // 4))
+    left, top = max(
+        product(lefts, tops), key=lambda place: lost[place[1] :, place[0] :][:height, :width].sum()
+    )
     return left, top, left + width, top + height
 
 

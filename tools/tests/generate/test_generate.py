@@ -132,7 +132,7 @@ def test_as_many_dense_steps_as_take_the_same_time_stand_beside_them(folder, tmp
     assert f"  {result.fewer_psnr:.1f} dB to dense: " in line
     gain = result.psnr[0] - result.fewer_psnr
     closer = "tokenmerge" if gain > 0 else "fewer steps"
-    told = f"; {steps} steps were expected to take as long"
+    told = f", beside {steps} steps, expected to take as long"
     assert f"  Closer:      {closer}, by {abs(gain):.1f} dB{told}" in text
     monkeypatch.setattr(Result, "share_of_work", 1 / 1.1)
     assert generate(options(folder, tmp_path / "two")).fewer_psnr is None  # too little was saved for one step

@@ -292,28 +292,26 @@ class _Generating:
             result.fewer_psnr = lost if math.isfinite(lost) else None
         except MissingExtraError as error:
             self.result.notes.append(str(error))
-        mean = sum(result.psnr) / len(dense) if result.psnr else None
-        asked = self.options.merging.argument or self.options.merging.title
-        columns = [
-            ("dense", result.seconds("dense")[0], f"the unchanged model, {self.options.steps} steps"),
-            ("tokenmerge", result.seconds("tokenmerge")[0], asked + _to_dense(mean)),
-            (
-                "fewer steps",
-                result.fewer_seconds,
-                f"the unchanged model, {result.fewer_steps} steps{_to_dense(result.fewer_psnr)}",
-            ),
-        ][: 2 + bool(fewer)]
-        rows = zip(*filter(None, (dense, merged, fewer)), strict=True)
-        picture = comparison(
-            [(f"{name}, {seconds:.1f} s", text) for name, seconds, text in columns],
-            list(zip(rows, captions if len(dense) > 1 else [""], strict=True)),
+        mean, unchanged = (
+            sum(result.psnr) / len(dense) if result.psnr else None,
+            "the unchanged model, {} steps",
         )
+        asked, few = self.options.merging.argument or self.options.merging.title, result.fewer_steps
+        first, took = result.seconds("dense")[0], result.seconds("tokenmerge")[0]
+        titles = [
+            (f"dense, {first:.1f} s", unchanged.format(self.options.steps)),
+            (f"tokenmerge, {took:.1f} s ({first / took:.1f}×)", asked + _to_dense(mean)),
+        ]
+        if took := result.fewer_seconds:
+            close = unchanged.format(few) + _to_dense(result.fewer_psnr)
+            titles.append((f"fewer steps, {took:.1f} s ({first / took:.1f}×)", close))
+        rows = zip(*filter(None, (dense, merged, fewer)), strict=True)
+        picture = comparison(titles, list(zip(rows, captions if len(dense) > 1 else [""], strict=True)))
         path = self.result.folder / "comparison.png"
         write_atomically(path, picture.save)
         self.on_comparison(path)
 
 
 def _to_dense(psnr_db: float | None) -> str:
-    if psnr_db is None:
-        return ""
-    return f": {psnr_db:.1f} dB to dense" if math.isfinite(psnr_db) else ": the same as dense"
+    close = "" if psnr_db is None else f": {psnr_db:.1f} dB to dense"
+    return ": the same as dense" if psnr_db == math.inf else close
