@@ -142,7 +142,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     cache = f"{in_words(result.report.kept_bytes)} of cache" if result.report.kept_bytes else "no cache"
     ran, merged = _what_ran(result, options.steps)
     lines += [
-        f"  Counted:     {result.report.speedup:.2f}× by operations of the denoiser; the clock shows less",
+        f"  Counted:     {result.report.speedup:.2f}× by operations; the clock mostly shows less",
         f"               {ran}",
         f"               {merged}; {cache}",
     ]
