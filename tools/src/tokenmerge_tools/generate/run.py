@@ -300,11 +300,11 @@ class _Generating:
         first, took = result.seconds("dense")[0], result.seconds("tokenmerge")[0]
         titles = [
             (f"dense, {first:.1f} s", unchanged.format(self.options.steps)),
-            (f"tokenmerge, {took:.1f} s ({first / took:.1f}×)", asked + _to_dense(mean)),
+            (f"tokenmerge, {took:.1f} s ({first / took:.1f}x)", asked + _to_dense(mean)),
         ]
         if took := result.fewer_seconds:
             close = unchanged.format(few) + _to_dense(result.fewer_psnr)
-            titles.append((f"fewer steps, {took:.1f} s ({first / took:.1f}×)", close))
+            titles.append((f"fewer steps, {took:.1f} s ({first / took:.1f}x)", close))
         rows = zip(*filter(None, (dense, merged, fewer)), strict=True)
         picture = comparison(titles, list(zip(rows, captions if len(dense) > 1 else [""], strict=True)))
         path = self.result.folder / "comparison.png"
