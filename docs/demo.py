@@ -48,8 +48,8 @@ def printed(run: dict, short: bool) -> str:
     if short:
         lines = [*(line for line in lines if not line.startswith(("  merging:", "  cache "))), "  …"]
     note = (
-        f"*The truth is {psnr:.1f} dB. On the bundled models, 9 of 10 estimates were within 7 dB of it. "
-        "On [a small FLUX]({docs}methods/estimate.md), half were.*"
+        f"*It has {psnr:.1f} dB. On the bundled models, 9 of 10 estimates were within 7 dB of the truth, "
+        "on [a small FLUX]({docs}methods/estimate.md) half of them.*"
     )
     return "\n".join(("```text", *lines, "```", "", note, ""))
 

@@ -131,7 +131,8 @@ def test_a_picture_that_probably_looks_different_is_told(fast):
     told = "speedup=2.5: expect below 10 dB, a picture that looks different; lower it, or take more steps"
     with pytest.warns(UserWarning, match=told):
         run(pipe, 7)
-    assert f"\n  warning: {told}\n" in str(patch)
+    assert "warning" not in str(patch)  # the estimate of the run takes its place
+    assert "\n  estimated: " in str(patch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(pipe, 50)
@@ -157,8 +158,7 @@ def test_a_ratio_has_no_estimate(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe, ToMeConfig(ratio=0.5, reuse=StepReuse(every=2)))
     run(pipe, 12)
-    with pytest.raises(ConfigError, match="estimate: only the default method has one; write apply_token"):
-        print(patch.estimate)
+    assert patch.estimate is None
     assert "\n  closeness: no estimate; only speedup= has one\n" in str(patch)
 
 
@@ -215,9 +215,8 @@ def test_where_nothing_merges_and_steps_run_less_the_report_says_so(monkeypatch)
     assert not patch.report().rows
     assert patch.report().flops_merged == patch.report().flops_dense
     assert "those of a step" not in str(patch.report())  # it has the mean alone
-    assert re.search(r"\n +GFLOPs +saved\nmean over 20 steps ", str(patch.report()))
-    assert "\nmean over " in str(patch.report())
-    assert "one complete step" not in str(patch.report())  # it costs as much as dense
+    rows = r"\none D step .* 0\.0 %\none · step .* [89]\d\.\d %\nmean over 20 steps .* 5\d\.\d %\n"
+    assert re.search(rf"\n +GFLOPs +saved{rows}", str(patch.report()))
     assert "correction.every" not in str(patch.report())
 
 
@@ -306,8 +305,7 @@ def test_perturbed_attention_guidance_is_not_asked_for_sizes(fast):
 def test_the_handle_estimates_how_close_the_last_picture_is(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe, speedup=1.5)
-    with pytest.raises(ConfigError, match="estimate: nothing was generated yet; generate first"):
-        print(patch.estimate)
+    assert patch.estimate is None
     assert "estimated: " not in str(patch)
     run(pipe, 12)
     assert patch.estimate.worst_step in range(12)

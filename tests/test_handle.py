@@ -46,10 +46,14 @@ def test_before_a_run_it_counts_the_default_size_and_number_of_steps(pipe):
     assert "last run" not in str(patch)
     sample, scale = pipe.unet.config.sample_size, pipe.vae_scale_factor
     size = f"{sample * scale} × {sample * scale} px, 50 steps, guidance 7.5"
-    assert str(patch).splitlines()[1:3] == [
-        f"  no run yet; an example, at the defaults of the pipeline: {size}",
-        "  other sizes and steps have other plans: print(patch.report(height=…, width=…, steps=…))",
-    ]
+    first = f"  no run yet; at the defaults of the pipeline, {size}, it would be:"
+    assert str(patch).splitlines()[1] == first
+    assert "see the plan" not in str(patch)
+    default = str(apply_token_merging(pipe, speedup=2.0)).splitlines()
+    assert default[1] == first
+    assert default[-1].startswith("  cache between steps: ")
+    assert default[-2] == "  see the plan for yours: print(patch.report(height=…, width=…, steps=…))"
+    assert not any(line.startswith("  plan: ") for line in default)  # that of another size is another one
 
 
 def test_it_names_the_ratio_that_was_given_and_no_other_number(pipe):

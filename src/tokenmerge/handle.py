@@ -114,15 +114,16 @@ class Patch(Generic[AnyReport, AnyRecord]):
         raise ConfigError("metadata: a vision transformer draws no pictures; leave the call out")
 
     @property
-    def estimate(self) -> Estimate:
+    def estimate(self) -> Estimate | None:
         """How close the picture of the last generation probably is to the dense one of the same seed.
 
         It comes from what the plan expects and from how wrong the forecasts of step reuse would have been in
         the steps that knew the truth. Of a batch, the worst picture counts. Reading it waits for the device.
-        Its ``psnr`` is infinite where nothing was skipped or merged.
+        Its ``psnr`` is infinite where nothing was skipped or merged. It is None before the first generation,
+        and where the settings are not those of the default method.
 
         Raises:
-            ConfigError: nothing was generated yet, or the settings are not those of the default method.
+            ConfigError: the model is a vision transformer.
         """
         raise ConfigError("estimate: a vision transformer draws no pictures; leave it out")
 
@@ -294,7 +295,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if self._counted is None or self._counted[0] != key:
             report = predict(self._model, config, height, width, batch, steps, references, dense)
             told = ["" if guidance is None else f"the plan is that of guidance {guidance:g}"]
-            if self._default is not None:
+            if self._default is not None and (run is None or config is not run.config):
                 harm = self._default.plan(self._facts_at(height, width, steps, guidance)).harm
                 told.append(f"estimated before a run: {expected(harm)} to the dense picture")
             told.append(slower := hardly_faster(report, self._fewest_tokens) or "")
@@ -319,9 +320,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             notes["not counted"] = why(error)
         pipe = self._model if getattr(self._model, "scheduler", None) is not None else None
         why_gone = {None: "removed: the model is as before", self._state: ""}
-        run, facts, estimate = self._state.last_run, None, self._estimate()
+        run, facts, estimate = self._state.last_run, None, self.estimate
         if report is not None and self._default is not None:
-            facts = self._facts_at(report.height, report.width, report.steps)
+            facts = self._facts_at(report.height, report.width, report.steps if run is None else run.steps)
         conditions = Conditions(
             models=tuple(type(model).__name__ for model in self._states),
             method=self._state.method,
@@ -343,15 +344,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         return self._state.kept.config if run is None else run.config
 
     @property
-    def estimate(self) -> Estimate:
+    def estimate(self) -> Estimate | None:
         """How close the last picture probably is to the dense one, see :attr:`Patch.estimate`."""
-        if (found := self._estimate()) is not None:
-            return found
-        ran = self._state.last_run is not None and self._default is None
-        only = "only the default method has one; write apply_token_merging(pipe, speedup=2.0)"
-        raise ConfigError(f"estimate: {only if ran else 'nothing was generated yet; generate first'}")
-
-    def _estimate(self) -> Estimate | None:
         run = self._state.last_run
         if run is None or not run.steps:
             return None
@@ -371,7 +365,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if facts is not None and default is not None and facts.follows_steps:
             told = f"{expected(default.plan(facts).harm)} to the dense picture"
             remarks["estimated before a run"] = "" if run or default.min_psnr else told
-            remarks["warning"] = "" if self._state.kept.note else default.shortfall(facts)
+            told = "" if self._state.kept.note else default.shortfall(facts)
+            remarks["warning"] = "" if run and ": expect" in told else told  # the estimate says it now
             if default.min_psnr is not None:
                 remarks[f"min_psnr {default.min_psnr:g}"] = self._tolerated(default, facts, error)
         return remarks

@@ -303,7 +303,7 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
         ),
         (presets.sdtm(), "from 80 % of the steps on: ratio=0.34"),
         (presets.sdtm(), "from 40 % of the steps on: planner=tome"),
-        (presets.sdtm(), "tokens and operations are those of the step that merges most"),
+        (presets.sdtm(), "tokens and operations of blocks are those of the step that merges most"),
         (presets.toma(), "a plan is used for 5 steps"),
         (presets.toma(), "consecutive blocks with the same token grid merge the same tokens"),
         (presets.ibtm(), "the planner 'tome' runs until the first guided step"),

@@ -356,7 +356,7 @@ def test_the_table_says_it_all(pipe):
     draw(pipe, 4)
     lines = str(patch.steps).splitlines()
     assert re.fullmatch(r"4 steps, \d\.\d\d s in the model", lines[0])
-    assert lines[1].split() == ["step", "plan", "tokens", "blocks", "change", "seconds"]
+    assert lines[1].split() == ["step", "plan", "tokens", "blocks", "seconds"]
     side = 64 // pipe.vae_scale_factor
     first = patch.steps.rows[0]
     assert lines[2].split()[:6] == [
@@ -379,9 +379,9 @@ def test_what_is_alike_in_all_steps_stands_in_the_title(pipe):
     patch.record_steps()
     draw(pipe, 4)
     first, lines = patch.steps[0], str(patch.steps).splitlines()
-    merged = f"each merges {first.tokens} → {first.tokens // 2} tokens, in {first.blocks} block calls"
+    merged = f"each merges {first.tokens} → {first.tokens // 2} tokens, in {first.blocks} calls of blocks"
     assert lines[0].endswith(f" s in the model; {merged}")
-    assert lines[1].split() == ["step", "plan", "change", "seconds"]
+    assert lines[1].split() == ["step", "plan", "seconds"]
     assert not any(line.startswith("note: tokens:") for line in lines)
     patch = apply_token_merging(pipe, ToMeConfig(ratio=0, reuse=StepReuse(every=2)))
     patch.record_steps()

@@ -327,11 +327,21 @@ def test_two_pages_say_how_close_plans_without_merging_are(monkeypatch):
     assert len(leads) == 6
     span = f"{min(leads)} to {max(leads)} dB"
     cells = re.findall(r"([\d.]+) \(([\d.]+)\)", row)
-    in_readme = [
-        " | ".join(f"{float(psnr):.0f} dB" for pair in cells[at : at + 2] for psnr in pair) for at in (0, 2)
-    ]
-    assert f"\n| UNet (7.5, not 7) | {in_readme[0]} |\n| SD3 | {in_readme[1]} |\n" in README
-    assert f"\n| FLUX, unguided | {ours:.0f} dB | {fewer:.0f} dB | | |\n" in README
+    rows = {
+        "UNet, 128 px": [float(psnr) for pair in cells[:2] for psnr in pair],
+        "UNet, 256 px": [
+            statistics.mean(line["psnr"][own]["2"] for line in found),
+            statistics.mean(line["fewer steps"]["2"][1] for line in found),
+        ],
+        "SD3, 128 px": [float(psnr) for pair in cells[2:] for psnr in pair],
+        "FLUX, 256 px, unguided": [ours, fewer],
+    }
+    for name, values in rows.items():
+        made = " | ".join(f"{psnr:.0f} dB" for psnr in values)
+        made = {"UNet, 256 px": f"| | {made} |", "FLUX, 256 px, unguided": f"{made} | | |"}.get(
+            name, f"{made} |"
+        )
+        assert f"\n| {name} | {made}\n" in README
     assert (
         f"closer by {span} on three small models: by {round(min(small))} to "
         f"{round(max(small))} dB in this table, by {round(large)} dB on `emoji-unet` at 256 px "
@@ -382,7 +392,7 @@ def test_readme_says_how_other_caches_compare():
     others = (
         f"{len(packages) - 3} others was closer at the same speed, with [two exceptions](docs/rivals.md)."
     )
-    assert f"none of DeepCache, cache-dit, TaylorSeer and {others}" in README
+    assert f"None of DeepCache, cache-dit, TaylorSeer and {others}" in README
     closer = {
         (scene[0], name.split()[0])
         for scene, records in written["records_of"](written["DRAWN"]).items()
@@ -416,7 +426,7 @@ def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     config = settings_for(unet, 2.0, 128, 128, 30, 5.0, follows_steps=True)
     signs = signs_of(plan_generation(config, 30), config.merges, is_unet=True)
     assert set(signs) == {"D", "f"}
-    assert "On a GPU as fast as an H100 nothing merges." in README
+    assert "On a GPU as fast as an H100 no tokens merge." in README
 
 
 def test_the_page_of_the_third_model_says_what_its_record_says():

@@ -177,12 +177,14 @@ def patched(host: Host, config: ToMeConfig, kept: Kept) -> Iterator[ModelState]:
         restore(host.root)
 
 
-def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments, kept: Kept) -> int:
-    """Count the operations of a call of an unpatched model, averaged over the steps of a generation."""
+def flops_of_steps(
+    host: Host, config: ToMeConfig, steps: int, arguments: Arguments, kept: Kept
+) -> tuple[int, ...]:
+    """Count the operations of a call of an unpatched model in each step of a generation."""
     name = type(host.root).__name__
     counts: dict[tuple[object, ...], int] = {}
     kind: tuple[object, ...] = ()
-    total = 0
+    found = []
     with patched(host, config, kept) as state:
 
         def stop_if_known(root: nn.Module, args: tuple) -> None:
@@ -196,8 +198,8 @@ def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments,
             state.pipeline.set_step(index, steps)
             with contextlib.suppress(_Known):
                 counts[kind] = count_flops(host.root, arguments())[name]  # the call sets ``kind`` first
-            total += counts[kind]
-    return round(total / steps)
+            found.append(counts[kind])
+    return tuple(found)
 
 
 class _Known(Exception):

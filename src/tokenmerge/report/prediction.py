@@ -19,7 +19,7 @@ from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners.calibration import SIDES
 from tokenmerge.plans.generation import plan_generation
-from tokenmerge.report.flops import count_flops, kept_bytes, mean_flops, merging_most, patched, weightless
+from tokenmerge.report.flops import count_flops, flops_of_steps, kept_bytes, merging_most, patched, weightless
 from tokenmerge.report.notes import legend, merged_parts, notes_on_blocks, notes_on_steps, signs_of
 from tokenmerge.runtime.memory.state import Kept, RecordedPlan
 from tokenmerge.runtime.patching.patch import check_host, hosts_that_merge
@@ -46,6 +46,7 @@ class Report(Tabled):
         kept_bytes: bytes cached between steps: corrections, residuals and plans.
         steps: number of steps that ``flops_mean`` is averaged over.
         flops_mean: operations with merging, averaged over these steps; None: all alike, or no number given.
+        flops_of_steps: operations of each of these steps. Empty: likewise.
         plan: one sign for each of these steps, such as ``"MMffMM"``. Empty: likewise.
         scale: pixels per position of the sample along a side; None: unknown.
     """
@@ -61,6 +62,7 @@ class Report(Tabled):
     kept_bytes: int = 0
     steps: int | None = None
     flops_mean: int | None = None
+    flops_of_steps: tuple[int, ...] = ()
     plan: str = ""
     scale: int | None = None
 
@@ -108,12 +110,13 @@ class Report(Tabled):
             )
             for row in self.joined_rows()
         ]
-        whole = "whole model" if self.flops_mean is None else "whole model, one complete step"
-        if lines or self.flops_mean is None:
-            lines.append((whole, "", "", "", "", *gflops(self.flops_dense, self.flops_merged)))
+        totals = {} if self.flops_mean is not None else {"whole model": self.flops_merged}
+        for sign in dict.fromkeys(self.plan):
+            own = [one for one, step in zip(self.flops_of_steps, self.plan, strict=True) if step == sign]
+            totals[f"one {sign} step{', in the mean' * (len({*own}) > 1)}"] = round(sum(own) / len(own))
         if self.flops_mean is not None:
-            mean = gflops(self.flops_dense, self.flops_mean)
-            lines.append((f"mean over {self.steps} steps", "", "", "", "", *mean))
+            totals[f"mean over {self.steps} steps"] = self.flops_mean
+        lines += [(name, "", "", "", "", *gflops(self.flops_dense, own)) for name, own in totals.items()]
         size = f"{self.width} × {self.height} latents"
         if self.scale:
             size = f"{self.width * self.scale} × {self.height * self.scale} px ({size})"
@@ -219,6 +222,7 @@ def predict(
         notes=tuple(notes),
         kept_bytes=kept,
         flops_mean=sum(report.flops for report in reports) if steps else None,
+        flops_of_steps=tuple(map(sum, zip(*(report.flops_of_steps for report in reports), strict=True))),
         scale=latent_scale(pipe_or_model),
         plan=signs_of(plan_generation(described, steps), bool(rows), is_unet) if steps else "",
     )
@@ -313,6 +317,7 @@ def _predict_host(
                 )
             )
     free = [block for block in copied.blocks if block.path not in kept.dense]
+    of_steps = flops_of_steps(copied, config, steps, arguments, kept) if steps else ()
     return Report(
         name,
         *size,
@@ -322,5 +327,6 @@ def _predict_host(
         notes=(*notes_on_blocks(free, rows, config), *host.limits),
         kept_bytes=kept_bytes(copied, config, arguments, kept),
         steps=steps,
-        flops_mean=mean_flops(copied, config, steps, arguments, kept) if steps else None,
+        flops_mean=round(sum(of_steps) / len(of_steps)) if of_steps else None,
+        flops_of_steps=of_steps,
     )

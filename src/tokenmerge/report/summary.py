@@ -48,31 +48,30 @@ def summary(
         return lines
     elif report is not None:
         example = _setting(conditions, report, report.steps)
-        lines.append(f"  no run yet; an example, at the defaults of the pipeline: {example}")
-        lines.append(
-            "  other sizes and steps have other plans: print(patch.report(height=…, width=…, steps=…))"
-        )
+        lines.append(f"  no run yet; at the defaults of the pipeline, {example}, it would be:")
     if report is not None:
-        share = saved(report.flops_dense, report.flops)
-        lines.append(
-            f"  counted: {report.speedup:.2f}× ({share} of the operations saved; the clock mostly shows less)"
-        )
+        share = f"{saved(report.flops_dense, report.flops)} of the operations saved"
+        share += "; the clock mostly shows less" * (report.speedup > 1)
+        lines.append(f"  counted: {report.speedup:.2f}× ({share})")
     lines += [f"  {heading}: {text}" for heading, text in conditions.remarks.items() if text]
     if conditions.gone:
         return lines
-    if report is not None and report.plan:
+    if example := run is None and is_default(conditions.method):  # other sizes and steps have other plans
+        lines.append("  see the plan for yours: print(patch.report(height=…, width=…, steps=…))")
+    elif report is not None and report.plan:
         lines.append(f"  plan: {report.plan}")
         if conditions.worst_step is not None:
             lines.append(f"        {'^':>{conditions.worst_step + 1}} probably the largest error")
         lines += [f"        {line}" for line in legend(report.plan)]
     elif config.reuse.on:
         lines.append(f"  step reuse: 1 of {config.reuse.every:g} steps is complete; the others skip parts")
-    elif is_default(conditions.method) and run is not None:
+    elif is_default(conditions.method):
         lines.append("  plan: every step runs the whole model")
     if report is not None:
         dtype = str(dtype_of(conditions.denoiser.root)).removeprefix("torch.")
         kept = f"{in_words(report.kept_bytes)} ({dtype})" if report.kept_bytes else "none"
-        lines += [f"  merging: {_merging(config, conditions, report)}", f"  cache between steps: {kept}"]
+        lines += [f"  merging: {_merging(config, conditions, report)}"] * (not example)
+        lines.append(f"  cache between steps: {kept}")
     return lines
 
 
@@ -138,9 +137,6 @@ def in_words(size: int) -> str:
 _NOTE_ON_TOKENS = (
     "tokens: of the largest block that merged, before and after; blocks: calls of blocks that merged"
 )
-_NOTE_ON_CHANGES = (
-    "change: of the output since the step before, in percent of its size, where the whole model ran"
-)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -167,16 +163,16 @@ class RunSteps(Tabled, Sequence[StepRow]):
         rows, plan = self.rows, self.plan
         tokens = ["" if row.tokens is None else f"{row.tokens} → {row.merged_tokens}" for row in rows]
         blocks, seconds = [str(row.blocks) for row in rows], [row.seconds for row in rows]
-        changes = [None if row.kind == "reused" else row.change for row in rows]
         alike = len({*zip(tokens, blocks, strict=True)}) == 1
         columns = {
             "step": [str(row.step) for row in rows],
             "plan" if plan else "kind": [plan[row.step : row.step + 1] if plan else row.kind for row in rows],
             **({} if alike else {"tokens": tokens, "blocks": blocks}),
-            "change": ["" if change is None else f"{100 * change:.1f} %" for change in changes],
             "seconds": [f"{one:.3f}" for one in seconds],
         }
         title = f"{len(rows)} step{'s' * (len(rows) != 1)}, {sum(seconds):.2f} s in the model"
-        title += f"; each merges {tokens[0]} tokens, in {blocks[0]} block calls" * (alike and bool(tokens[0]))
-        notes = (*legend(plan), *[_NOTE_ON_TOKENS] * (not alike), _NOTE_ON_CHANGES)
+        title += f"; each merges {tokens[0]} tokens, in {blocks[0]} calls of blocks" * (
+            alike and bool(tokens[0])
+        )
+        notes = (*legend(plan), *[_NOTE_ON_TOKENS] * (not alike))
         return TextTable(title, [(*columns,), *zip(*columns.values(), strict=True)], notes)

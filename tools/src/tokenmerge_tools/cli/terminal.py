@@ -128,25 +128,25 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     for name, seconds, closeness in rows:
         gain = f"{rows[0][1] / seconds:.1f}×" if name != rows[0][0] else "    "
         lines.append("  ".join((f"  {name:<16}", f"{_seconds(seconds):>7}", gain, closeness)).rstrip())
-    once, many = "One run each; --repeat 3 gives figures to rely on.", "Medians of {} timed runs each."
-    lines += [
-        "  40 dB: hard to tell apart; 35 dB: small details differ; 30 dB: larger ones; 25 dB: many.",
-        f"  {(once if options.repeat == 1 else many).format(options.repeat)}",
-        "",
-    ]
     finite = [value for value in result.psnr if math.isfinite(value)]
     if result.fewer_psnr is not None and finite:
-        lead = sum(finite) / len(finite) - result.fewer_psnr
-        closer = f"{'tokenmerge' if lead > 0 else 'fewer steps'}, by {abs(lead):.1f} dB"
-        lines.append(f"  Closer:      {closer}, beside {result.fewer_steps} steps, expected to take as long")
-    cache = f"{in_words(result.report.kept_bytes)} of cache" if result.report.kept_bytes else "no cache"
+        lead, few = sum(finite) / len(finite) - result.fewer_psnr, f"{result.fewer_steps} dense steps"
+        first, second = ("tokenmerge", few) if lead > 0 else (few, "tokenmerge")
+        lines += ["", f"  {abs(lead):.1f} dB closer: {first}, beside {second}, in about the same time"]
+    once, many = "One run each; --repeat 3 gives figures to rely on.", "Medians of {} timed runs each."
+    lines += [
+        "",
+        f"  {(once if options.repeat == 1 else many).format(options.repeat)}",
+        "  40 dB: hard to tell apart; 35 dB: small details differ; 30 dB: larger ones; 25 dB: many.",
+        "",
+    ]
     ran, merged = _what_ran(result, options.steps)
     lines += [
         f"  Counted:     {result.report.speedup:.2f}× by operations; the clock mostly shows less",
         f"               {ran}",
-        f"               {merged}; {cache}",
+        f"               {merged}; cache: {in_words(result.report.kept_bytes)}",
     ]
-    found = f"; measured: {sum(finite) / len(finite):.1f} dB" if finite else ""
+    found = f"; it is {sum(finite) / len(finite):.1f} dB" if finite else ""
     for line in result.summary.splitlines():
         if line.startswith("  estimated: ") and "(" in line:
             guess = line.removeprefix("  estimated: ").partition(" to the dense")[0]
