@@ -154,6 +154,20 @@ def test_before_a_run_the_handle_says_how_close_the_picture_probably_is(fast):
     assert "estimated" not in str(apply_token_merging(pipe, speedup=3.0, min_psnr=30))
 
 
+def test_after_a_run_the_handle_tells_of_that_run(fast):
+    pipe = pipeline(unet=hosts.unet())
+    patch = apply_token_merging(pipe, speedup=30.0)
+    with pytest.warns(UserWarning, match="speedup=30: .* 2 steps"):
+        run(pipe, 2)
+    assert re.search(r"\n  warning: speedup=30: .* in 2 steps", str(patch))  # and not of the default 50
+    assert "\n  plan: every step runs the whole model\n" in str(patch)
+    patch = apply_token_merging(pipe, speedup=2.0)
+    assert "\nnote: estimated before a run: " in str(patch.report())
+    run(pipe, 12)
+    assert "estimated before a run" not in str(patch.report())  # the run has an estimate of its own
+    assert "\nnote: estimated before a run: " in str(patch.report(steps=30))
+
+
 def test_a_ratio_has_no_estimate(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe, ToMeConfig(ratio=0.5, reuse=StepReuse(every=2)))
