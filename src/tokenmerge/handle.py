@@ -262,7 +262,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if recorder.last is None:
             raise ConfigError(
                 "steps: no step was recorded yet; generate first. In a loop of your own, call "
-                "patch.at_step(i, steps) before each step. Of a model that is one graph, compile its blocks"
+                "patch.at_step(i, steps) before each step. If the model is compiled, compile only its blocks"
             )
         rows, run, plan = recorder.last.rows(), self._state.last_run, ""
         if run is not None and run.steps:

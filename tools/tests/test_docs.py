@@ -337,11 +337,10 @@ def test_two_pages_say_how_close_plans_without_merging_are(monkeypatch):
         "FLUX, 256 px, unguided": [ours, fewer],
     }
     for name, values in rows.items():
-        made = " | ".join(f"{psnr:.0f} dB" for psnr in values)
-        made = {"UNet, 256 px": f"| | {made} |", "FLUX, 256 px, unguided": f"{made} | | |"}.get(
-            name, f"{made} |"
-        )
-        assert f"\n| {name} | {made}\n" in README
+        pairs = zip(values[::2], values[1::2], strict=True)
+        made = " | ".join(f"{psnr:.0f} dB ({steps:.0f} dB)" for psnr, steps in pairs)
+        row = {"UNet, 256 px": f"| | {made} |", "FLUX, 256 px, unguided": f"| {made} | |"}
+        assert f"\n| {name} {row.get(name, f'| {made} |')}\n" in README
     assert (
         f"closer by {span} on three small models: by {round(min(small))} to "
         f"{round(max(small))} dB in this table, by {round(large)} dB on `emoji-unet` at 256 px "
@@ -426,7 +425,7 @@ def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     config = settings_for(unet, 2.0, 128, 128, 30, 5.0, follows_steps=True)
     signs = signs_of(plan_generation(config, 30), config.merges, is_unet=True)
     assert set(signs) == {"D", "f"}
-    assert "On a GPU as fast as an H100 no tokens merge." in README
+    assert "On a GPU as fast as an H100 no tokens merge," in README
 
 
 def test_the_page_of_the_third_model_says_what_its_record_says():

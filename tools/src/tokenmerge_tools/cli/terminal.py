@@ -130,9 +130,9 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
         lines.append("  ".join((f"  {name:<16}", f"{_seconds(seconds):>7}", gain, closeness)).rstrip())
     finite = [value for value in result.psnr if math.isfinite(value)]
     if result.fewer_psnr is not None and finite:
-        lead, few = sum(finite) / len(finite) - result.fewer_psnr, f"{result.fewer_steps} dense steps"
-        first, second = ("tokenmerge", few) if lead > 0 else (few, "tokenmerge")
-        lines += ["", f"  {abs(lead):.1f} dB closer: {first}, beside {second}, in about the same time"]
+        lead, own = sum(finite) / len(finite) - result.fewer_psnr, _seconds(rows[1][1])
+        both = [f"tokenmerge in {own}", f"{result.fewer_steps} dense steps in {_seconds(rows[-1][1])}"]
+        lines += ["", f"  {abs(lead):.1f} dB closer: {', beside '.join(both if lead > 0 else both[::-1])}"]
     once, many = "One run each; --repeat 3 gives figures to rely on.", "Medians of {} timed runs each."
     lines += [
         "",
