@@ -48,7 +48,7 @@ def printed(run: dict, short: bool) -> str:
     if short:
         lines = [*(line for line in lines if not line.startswith(("  merging:", "  cache "))), "  …"]
     note = (
-        f"*It has {psnr:.1f} dB. On the bundled models, 9 of 10 estimates were within 7 dB of the truth, "
+        f"*The picture has {psnr:.1f} dB. On the bundled models, 9 of 10 estimates were within 7 dB of the truth, "
         "on [a small FLUX]({docs}methods/estimate.md) half of them.*"
     )
     return "\n".join(("```text", *lines, "```", "", note, ""))

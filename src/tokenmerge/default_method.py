@@ -116,7 +116,7 @@ class DefaultMethod:
         """Return the plan of one generation, before ``change``."""
         return plan_for(facts, self.speedup)
 
-    def shortfall(self, facts: Facts) -> str:
+    def shortfall(self, facts: Facts, closeness: bool = True) -> str:
         """Return what the generation does not reach, in speed or in closeness; empty: it reaches all."""
         if self.min_psnr is not None and not (config := self.settings(facts)).merges and not config.reuse.on:
             return f"min_psnr={self.min_psnr:g}: this generation is dense, as no plan is so close; lower it"
@@ -125,7 +125,7 @@ class DefaultMethod:
             harm = self.plan(facts).harm
             told = f"speedup={self.speedup:g}: expect {expected(harm)}, a picture that looks different"
             differs = looks(psnr_of(harm)) == looks(0) and facts.follows_steps and self.min_psnr is None
-            return f"{told}; lower it, or take more steps" if differs else ""
+            return f"{told}; lower it, or take more steps" if differs and closeness else ""
         size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))
         where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {size} tokens"
         if highest < 1 + ROUNDING:
@@ -197,7 +197,7 @@ class TunedMethod(DefaultMethod):
         plan = super().plan(facts)
         return plan if self.differences(facts) else dataclasses.replace(plan, config=self.found)
 
-    def shortfall(self, facts: Facts) -> str:
+    def shortfall(self, facts: Facts, closeness: bool = True) -> str:
         """Return how the generation differs from those of the plan; empty: it does not."""
         differences = self.differences(facts)
         return self.found_for.warning(differences, self.speedup) if differences else ""

@@ -365,8 +365,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if facts is not None and default is not None and facts.follows_steps:
             told = f"{expected(default.plan(facts).harm)} to the dense picture"
             remarks["estimated before a run"] = "" if run or default.min_psnr else told
-            told = "" if self._state.kept.note else default.shortfall(facts)
-            remarks["warning"] = "" if run and ": expect" in told else told  # the estimate says it now
+            told = default.shortfall(facts, closeness=run is None)  # a run has an estimate of its own
+            remarks["warning"] = "" if self._state.kept.note else told
             if default.min_psnr is not None:
                 remarks[f"min_psnr {default.min_psnr:g}"] = self._tolerated(default, facts, error)
         return remarks

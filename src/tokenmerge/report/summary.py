@@ -56,7 +56,7 @@ def summary(
     lines += [f"  {heading}: {text}" for heading, text in conditions.remarks.items() if text]
     if conditions.gone:
         return lines
-    if example := run is None and is_default(conditions.method):  # other sizes and steps have other plans
+    if first := run is None and is_default(conditions.method):  # other sizes and steps have other plans
         lines.append("  see the plan for yours: print(patch.report(height=…, width=…, steps=…))")
     elif report is not None and report.plan:
         lines.append(f"  plan: {report.plan}")
@@ -70,7 +70,7 @@ def summary(
     if report is not None:
         dtype = str(dtype_of(conditions.denoiser.root)).removeprefix("torch.")
         kept = f"{in_words(report.kept_bytes)} ({dtype})" if report.kept_bytes else "none"
-        lines += [f"  merging: {_merging(config, conditions, report)}"] * (not example)
+        lines += [f"  merging: {_merging(config, conditions, report)}"] * (not first)
         lines.append(f"  cache between steps: {kept}")
     return lines
 
