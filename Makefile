@@ -24,7 +24,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --num
 
 # On one thread, as the table of README: the times of several vary more, most of all on a busy machine.
 demo: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/tokenmerge generate "a castle on a light blue background" --size 256 --steps 20 \
+	OMP_NUM_THREADS=1 $(BIN)/tokenmerge generate "a fox on a light blue background" --size 256 --steps 20 \
 		--repeat 1 --out outputs/demo
 
 # The picture of the documentation, from what `make demo` drew.

@@ -6,9 +6,10 @@ How many of each fit into a speed depends on the model: the finest level is 5 % 
 operations, and runs on the small bundled one. Prompts, seeds, size, steps and guidance are those of
 readme.py. Beside the plans are as many steps of the unchanged model as have the same operations.
 
-    # 15 minutes
-    python benchmarks/plans_without_merging.py measure --out benchmarks/plans_without_merging_cpu.jsonl
-    python benchmarks/plans_without_merging.py write benchmarks/plans_without_merging_cpu.jsonl  # results.md
+    # 45 minutes; begun again, it goes on after the last prompt in the record
+    OUT=benchmarks/plans_without_merging_cpu.jsonl
+    OMP_NUM_THREADS=1 python benchmarks/plans_without_merging.py measure --prompts 12 --out $OUT
+    python benchmarks/plans_without_merging.py write $OUT  # README.md and results.md
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import rivals
 import torch
 from diffusers import DiffusionPipeline
-from readme import GUIDANCE, MODEL, PROMPTS, SEED, SIZE, SPEEDUPS, STEPS, Lines, beside, draw, main
+from readme import GUIDANCE, MODEL, PROMPTS, SEED, SIZE, SPEEDUPS, STEPS, Lines, beside, draw, main, read
 
 from tokenmerge import ToMeConfig
 from tokenmerge.default_method import settings_for
@@ -33,8 +35,12 @@ from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 # What a plan is made for: name, geometry, and sides of the picture in latents.
 MODELS = {"SDXL, 1024 px": ("sdxl", 128), "SD 1.5, 512 px": ("sd15", 64)}
 OWN = f"`{MODEL}`, {SIZE} px"
-PAGE = Path(__file__).parent.parent / "docs" / "results.md"
-BLOCK = re.compile(r"(<!-- plans without merging: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
+README = Path(__file__).parent.parent / "README.md"
+PAGE = README.parent / "docs" / "results.md"
+HOLDOUT = Path(__file__).with_name("holdout_cpu.jsonl")
+BLOCK = re.compile(r"(<!-- ?(plans without merging|closeness):.*?-->\n).*?(<!-- ?end ?-->)", flags=re.DOTALL)
+# Steps of the unchanged model that take as long as 20 of a small transformer at 1.5×, 2× and 3×.
+FEWER = (13, 10, 6)
 
 
 def plans(pipe: DiffusionPipeline) -> dict[str, dict[float, ToMeConfig]]:
@@ -62,7 +68,10 @@ def measure(out: Path, prompts: int) -> None:
     pipe = DiffusionPipeline.from_pretrained(demo.path(MODEL))
     pipe.set_progress_bar_config(disable=True)
     made = plans(pipe)
+    done = len(read(out)) if out.exists() else 0
     for number, (glyph, background) in enumerate(choose_prompts(prompts, seed=PROMPTS)):
+        if number < done:
+            continue
         prompt, seed = caption(read_glyphs()[glyph].name, background), SEED + number
         dense, _ = draw(pipe, prompt, seed)
         line: dict[str, Any] = {"prompt": prompt, "seed": seed, "psnr": {}, "fewer steps": {}}
@@ -91,10 +100,57 @@ def table(lines: Lines) -> str:
     return "\n".join([*rows, f"| none: fewer steps | {' | '.join(cells)} |", ""])
 
 
+def readme_table(lines: Lines) -> str:
+    """Return the table of README.md: three small models, each beside fewer steps."""
+    flux = [line for line in read(HOLDOUT) if line["size"] == 256]
+    drawn = rivals.records_of(rivals.DRAWN)
+
+    def of_flux(method: str, setting: float) -> float:
+        return statistics.mean(
+            line["psnr"] for line in flux if (line["method"], line["setting"]) == (method, setting)
+        )
+
+    def of_sd3(guidance: float, variant: str, setting: float) -> float:
+        (found,) = (
+            record.figures["psnr"]
+            for record in drawn["emoji-mmdit", guidance]
+            if record.variant == variant and [*record.settings.values()] == [setting]
+        )
+        return float(found)
+
+    def of_unet(plan: str, speedup: float) -> tuple[float, ...]:
+        key = f"{speedup:g}"
+        pairs = [(line["psnr"][plan][key], line["fewer steps"][key][1]) for line in lines]
+        return tuple(map(statistics.mean, zip(*pairs, strict=True)))
+
+    pairs = [*zip(SPEEDUPS, FEWER, strict=True)]
+    rows = {
+        "FLUX": [(of_flux("tokenmerge", one), of_flux("dense", steps)) for one, steps in pairs],
+        **{
+            f"{plan.split(',')[0]}, guidance {GUIDANCE:g}": [of_unet(plan, one) for one in SPEEDUPS]
+            for plan in MODELS
+        },
+        **{
+            f"SD3, guidance {guidance:g}": [
+                (of_sd3(guidance, "auto", one), of_sd3(guidance, "fewer-steps", steps))
+                for one, steps in pairs
+            ]
+            for guidance in (3.0, 7.0)
+        },
+    }
+    made = ["| a small model like | `speedup=1.5` | `2.0` | `3.0` |", "|---|---:|---:|---:|"]
+    for name, values in rows.items():
+        cells = " | ".join(f"**{own:.0f} dB** ({fewer:.0f})" for own, fewer in values)
+        made.append(f"| {name} | {cells} |")
+    return "\n".join([*made, ""])
+
+
 def write(lines: Lines) -> None:
-    """Write the table into docs/results.md."""
-    made, text = table(lines), PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(BLOCK.sub(lambda found: found[1] + made + found[2], text), encoding="utf-8")
+    """Write the tables into README.md and docs/results.md."""
+    made = {"plans without merging": table(lines), "closeness": readme_table(lines)}
+    for page in (README, PAGE):
+        text = page.read_text(encoding="utf-8")
+        page.write_text(BLOCK.sub(lambda found: found[1] + made[found[2]] + found[3], text), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -146,7 +146,11 @@ def main(
     if options.command == "measure":
         measure(options.out, options.prompts)
     else:
-        write([json.loads(line) for line in options.record.read_text(encoding="utf-8").splitlines()])
+        write(read(options.record))
+
+
+def read(record: Path) -> Lines:
+    return [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

@@ -162,10 +162,10 @@ def test_after_a_run_the_handle_tells_of_that_run(fast):
     assert re.search(r"\n  warning: speedup=30: .* in 2 steps", str(patch))  # and not of the default 50
     assert "\n  plan: every step runs the whole model\n" in str(patch)
     patch = apply_token_merging(pipe, speedup=2.0)
-    assert "\nnote: estimated before a run: " in str(patch.report())
+    assert "\nestimated before a run: " in str(patch.report())
     run(pipe, 12)
     assert "estimated before a run" not in str(patch.report())  # the run has an estimate of its own
-    assert "\nnote: estimated before a run: " in str(patch.report(steps=30))
+    assert "\nestimated before a run: " in str(patch.report(steps=30))
 
 
 def test_a_ratio_has_no_estimate(fast):

@@ -106,7 +106,7 @@ def test_the_plan_of_another_guidance_can_be_shown_before_and_after_a_run(pipe):
         report = patch.report(**size, guidance=guidance)
         assert report.plan == predict(pipe, wanted, side, side, steps=12).plan
         assert f"note: the plan is that of guidance {guidance:g}" in str(report).splitlines()
-        assert re.search(r"\nnote: estimated before a run: about \d\d dB to the dense picture\n", str(report))
+        assert re.search(r"\nestimated before a run: about \d\d dB to the dense picture\nplan: ", str(report))
         plans[guidance] = report.plan
     assert plans[1.5] != plans[7.5]
     assert patch.report(**size).plan == plans[7.5]  # the pipeline's default

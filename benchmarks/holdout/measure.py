@@ -39,7 +39,7 @@ MODEL = Path(__file__).parent / "photo-flux"
 STEPS = 20
 NAMES = ("cat", "coffee", "rocket", "gravel")
 CALIBRATION = "astronaut"  # the picture that MagCache learns its ratios on
-FEWER = (15, 13, 10, 8, 7)  # dense steps: 1.33×, 1.54×, 2×, 2.5× and 2.86×
+FEWER = (15, 13, 10, 8, 7, 6)  # dense steps: 1.33×, 1.54×, 2×, 2.5×, 2.86× and 3.33×
 SPEEDS = (1.3, 1.5, 2.0, 2.5, 3.0)
 # Settings of diffusers' caches: the documented default, and weaker and stronger ones.
 THRESHOLDS = {

@@ -297,7 +297,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             told = ["" if guidance is None else f"the plan is that of guidance {guidance:g}"]
             if self._default is not None and (run is None or config is not run.config):
                 harm = self._default.plan(self._facts_at(height, width, steps, guidance)).harm
-                told.append(f"estimated before a run: {expected(harm)} to the dense picture")
+                report = dataclasses.replace(report, estimated=f"{expected(harm)} to the dense picture")
             told.append(slower := hardly_faster(report, self._fewest_tokens) or "")
             report = dataclasses.replace(report, notes=(*report.notes, *filter(None, told)))
             self._counted = key, report, slower

@@ -54,10 +54,10 @@ class Estimate:
     worst_step: int | None = None
 
     def __str__(self) -> str:
-        low, high = self.psnr - self.within, self.psnr + self.within
+        low, psnr, high = self.psnr - self.within, self.psnr, self.psnr + self.within
         if math.isinf(self.psnr):
             return "the dense picture itself: nothing was skipped or merged"
-        return f'{self.psnr:.0f} dB ({low:.0f} to {high:.0f}) to the dense picture, "{looks(self.psnr)}"'
+        return f'{psnr:.0f} dB ({low:.0f} to {high:.0f}) to the dense picture: probably "{looks(psnr)}"'
 
 
 def looks(psnr: float) -> str:

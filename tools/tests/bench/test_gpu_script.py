@@ -164,15 +164,21 @@ def test_an_unknown_part_is_an_error(run: Any, capsys: pytest.CaptureFixture[str
 
 def test_the_first_lines_of_readme_say_what_the_records_say(gpu: ModuleType) -> None:
     found = gpu.speedups(*gpu.CARDS["NVIDIA H200"])
-    flux, sdxl = (found[f"{model} 1024, generation"] for model in ("flux", "sdxl"))
     readme, page = (
         path.read_text(encoding="utf-8") for path in (SCRIPT.parent.parent / "README.md", gpu.PAGE)
     )
-    heads = "unchanged | faster with `speedup=2.0` | extra memory"
-    assert f"| denoising on an NVIDIA H200, 1024 × 1024 pixels | {heads} |" in readme
-    for model, own in {"FLUX.1, 28 steps": flux, "SDXL, 30 steps, guidance 3": sdxl}.items():
-        more = re.search(rf"^\| {model.split(', ')[0]}, 1024 px.* (\d+ MB) \|$", page, flags=re.MULTILINE)[1]
-        rounds = [f"{one:.1f}" for one in sorted(own["speed-up 2"].speedups)]
-        vary = "" if rounds[0] == rounds[-1] else f" ({rounds[0]} to {rounds[-1]})"
-        gain = f"{own['speed-up 2'].speedup:.1f}×{vary}"
-        assert f"\n| {model} | {own['dense'].ms / 1000:.1f} s | {gain} | {more} |\n" in readme
+    heads = "unchanged | `speedup=1.5` | `2.0` | `3.0` | extra memory at `2.0`"
+    assert f"| on an NVIDIA H200 | {heads} |" in readme
+    names = {
+        "flux 1024": "FLUX.1, 1024 px, 28 steps",
+        "sdxl 1024": "SDXL, 1024 px, 30 steps",
+        "sd15 512": "SD 1.5, 512 px, 20 steps",
+        "sd3 1024": "SD3, 1024 px, 28 steps",
+    }
+    for model, name in names.items():
+        own = found[f"{model}, generation"]
+        more = re.search(rf"^\| {name} .* (\d+ MB) \|$", page, flags=re.MULTILINE)[1]
+        dense = own["dense"].ms / 1000
+        seconds = [dense, *(dense / own[f"speed-up {speedup}"].speedup for speedup in ("1.5", "2", "3"))]
+        cells = [f"{one:.{1 if dense > 2 else 2}f} s" for one in seconds]
+        assert f"\n| {name} | {' | '.join(cells)} | {more} |\n" in readme

@@ -131,11 +131,11 @@ def test_settings_of_a_file_are_named_by_the_file(folder, tmp_path, capsys):
 
 
 def test_progress_is_printed_without_a_terminal_too(capsys):
-    seconds = iter([0, 1, 11, 12, 30])
-    move = terminal._in_lines("steps", lambda: next(seconds))
-    for done in (1, 2):
-        move(Progress("dense", done, 20))
-    assert capsys.readouterr().err == "dense: 2 of 20 steps done\n"
+    now = [0]
+    move = terminal._in_lines("steps", lambda: now[0])
+    for now[0], done in ((1, 1), (31, 2), (60, 3), (60, 4)):
+        move(Progress("dense", done, 4))
+    assert capsys.readouterr().err == "dense: 2 of 4 steps done\ndense: 4 of 4 steps done\n"
 
 
 def test_every_option_of_generate_reaches_the_options(monkeypatch, folder):

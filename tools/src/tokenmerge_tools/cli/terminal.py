@@ -32,7 +32,7 @@ from tokenmerge_tools.reporting.tables import Table as PlainTable
 
 # Pipes and files have no width, so tables are as wide as their content.
 _NO_EDGE = 10_000
-_SECONDS_BETWEEN_LINES = 10
+_SECONDS_BETWEEN_LINES = 30
 
 
 def show(plain: PlainTable, *lines: str) -> None:
@@ -83,12 +83,12 @@ def progress_bars(unit: str) -> Iterator[Callable[[Progress], None]]:
 
 
 def _in_lines(unit: str, clock: Callable[[], float] = time.monotonic) -> Callable[[Progress], None]:
-    """Return a function that prints the progress on stderr, at most one line in ten seconds."""
+    """Return a function that prints the progress on stderr: when a part is done, and after half a minute."""
     last = clock()
 
     def move(progress: Progress) -> None:
         nonlocal last
-        if clock() - last >= _SECONDS_BETWEEN_LINES:
+        if progress.done == progress.total or clock() - last >= _SECONDS_BETWEEN_LINES:
             last = clock()
             say(f"{progress.part}: {progress.done} of {progress.total} {unit} done")
 
