@@ -326,7 +326,8 @@ def test_the_handle_estimates_how_close_the_last_picture_is(fast):
     assert f"  estimated: {patch.estimate}" in str(patch)
     plan, caret = str(patch).partition("  plan: ")[2].splitlines()[:2]
     assert len(plan) == 12
-    assert caret.removeprefix(" " * 8) == f"{' ' * patch.estimate.worst_step}^ probably the largest error"
+    worst = patch.estimate.worst_step
+    assert caret.removeprefix(" " * 8) == f"{' ' * worst}^ step {worst}: probably the largest error"
     apply_token_merging(pipe, ToMeConfig(reuse=StepReuse(every=2)))
     run(pipe, 12)
     assert patch.estimate.psnr > 0  # that of its own last run

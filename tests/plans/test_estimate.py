@@ -114,11 +114,13 @@ def test_errors_grow_with_the_distance_and_fall_with_the_noise():
 def test_short_generations_have_an_estimate(steps):
     found = estimate_closeness(dataclasses.replace(UNET, steps=steps), CONFIG, Shown())
     assert math.isfinite(found.psnr)
-    assert " to the dense picture, " in str(found)
+    assert " to the dense picture: " in str(found)
 
 
 def test_the_estimate_is_printed_with_its_range_and_in_words():
-    assert str(Estimate(35.4, 7.0, 6)) == '35 dB (28 to 42) to the dense picture, "small details differ"'
+    words = '"many details differ" to "hard to tell apart"'
+    assert str(Estimate(35.4, 7.0, 6)) == f"35 dB (28 to 42) to the dense picture: {words}"
+    assert str(Estimate(50.0, 7.0)) == '50 dB (43 to 57) to the dense picture: "hard to tell apart"'
 
 
 @pytest.mark.parametrize("noise", [1.0, 2.0])

@@ -379,11 +379,9 @@ def test_readme_says_how_other_caches_compare():
     rows = written["at_speed"](2.0).splitlines()[2:]
     packages = {row.split("`")[1] for row in rows} - {"auto", "fewer-steps"}
     assert {"taylorseer", "deepcache", "cache-dit", "easycache"} < packages
-    others = f"DeepCache, cache-dit, TaylorSeer and {len(packages) - 3} others were not"
-    exceptions = (
-        "EasyCache on the small SD3 at guidance 7, and the first-block cache at 1.35× on a small FLUX."
-    )
-    assert f"At the same speed, {others}, [with two exceptions](docs/rivals.md): {exceptions}" in README
+    others = f"closer than DeepCache, cache-dit, TaylorSeer and {len(packages) - 3} others"
+    exceptions = "EasyCache on SD3 at guidance 7, and the first-block cache on FLUX at 1.35×."
+    assert f"{others}, with [two exceptions](docs/rivals.md): {exceptions}" in README
     closer = {
         (scene[0], name.split()[0])
         for scene, records in written["records_of"](written["DRAWN"]).items()
@@ -417,7 +415,7 @@ def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     config = settings_for(unet, 2.0, 128, 128, 30, 5.0, follows_steps=True)
     signs = signs_of(plan_generation(config, 30), config.merges, is_unet=True)
     assert set(signs) == {"D", "f"}
-    assert "No tokens merge, since that saves no time on such a card." in README
+    assert "No tokens merge there. An [H100]" in README
 
 
 def test_the_page_of_the_third_model_says_what_its_record_says():

@@ -54,10 +54,11 @@ class Estimate:
     worst_step: int | None = None
 
     def __str__(self) -> str:
-        low, psnr, high = self.psnr - self.within, self.psnr, self.psnr + self.within
+        low, high = self.psnr - self.within, self.psnr + self.within
         if math.isinf(self.psnr):
             return "the dense picture itself: nothing was skipped or merged"
-        return f'{psnr:.0f} dB ({low:.0f} to {high:.0f}) to the dense picture: probably "{looks(psnr)}"'
+        words = " to ".join(dict.fromkeys(f'"{looks(one)}"' for one in (low, high)))
+        return f"{self.psnr:.0f} dB ({low:.0f} to {high:.0f}) to the dense picture: {words}"
 
 
 def looks(psnr: float) -> str:

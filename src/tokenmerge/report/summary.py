@@ -61,7 +61,8 @@ def summary(
     elif report is not None and report.plan:
         lines.append(f"  plan: {report.plan}")
         if conditions.worst_step is not None:
-            lines.append(f"        {'^':>{conditions.worst_step + 1}} probably the largest error")
+            worst = conditions.worst_step
+            lines.append(f"        {'^':>{worst + 1}} step {worst}: probably the largest error")
         lines += [f"        {line}" for line in legend(report.plan)]
     elif config.reuse.on:
         lines.append(f"  step reuse: 1 of {config.reuse.every:g} steps is complete; the others skip parts")
@@ -134,9 +135,7 @@ def in_words(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-_NOTE_ON_TOKENS = (
-    "tokens: of the largest block that merged, before and after; blocks: calls of blocks that merged"
-)
+_NOTE_ON_TOKENS = "tokens: of the largest block that merged; blocks: calls of blocks that merged"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -130,14 +130,15 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
         lines.append("  ".join((f"  {name:<16}", f"{_seconds(seconds):>7}", gain, closeness)).rstrip())
     finite = [value for value in result.psnr if math.isfinite(value)]
     if result.fewer_psnr is not None and finite:
-        lead, own = sum(finite) / len(finite) - result.fewer_psnr, _seconds(rows[1][1])
-        both = [f"tokenmerge in {own}", f"{result.fewer_steps} dense steps in {_seconds(rows[-1][1])}"]
+        lead = round(sum(finite) / len(finite), 1) - round(result.fewer_psnr, 1)  # as printed above
+        own, fewer = (_seconds(rows[place][1]) for place in (1, -1))
+        both = [f"tokenmerge in {own}", f"{result.fewer_steps} dense steps in {fewer}"]
         lines += ["", f"  {abs(lead):.1f} dB closer: {', beside '.join(both if lead > 0 else both[::-1])}"]
     once, many = "One run each; --repeat 3 gives figures to rely on.", "Medians of {} timed runs each."
     lines += [
         "",
         f"  {(once if options.repeat == 1 else many).format(options.repeat)}",
-        "  40 dB: hard to tell apart; 35 dB: small details differ; 30 dB: larger ones; 25 dB: many.",
+        "  From 40 dB on: hard to tell apart; 35: small details differ; 30: larger ones; 25: many.",
         "",
     ]
     ran, merged = _what_ran(result, options.steps)
@@ -153,9 +154,8 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
             lines.append(f"  Estimated:   {guess}, without seeing the dense picture{found}")
         if line.startswith(("  warning", "  min_psnr")):
             lines.append(line)
-    lines.append("")
-    if options.model in demo.NAMES:
-        lines.append('  Your model:  tokenmerge generate "a castle" --model owner/name')
+    example = '  Your model:  tokenmerge generate "a castle" --model owner/name'
+    lines += ["", *[example] * (options.model in demo.NAMES)]
     if argument := options.merging.argument:
         tolerance = "" if options.min_psnr is None else f", min_psnr={options.min_psnr:g}"
         lines.append(f"  In Python:   tokenmerge.apply_token_merging(pipe, {argument}{tolerance})")
