@@ -295,13 +295,15 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if self._counted is None or self._counted[0] != key:
             report = predict(self._model, config, height, width, batch, steps, references, dense)
             told = ["" if guidance is None else f"the plan is that of guidance {guidance:g}"]
-            if self._default is not None and (run is None or config is not run.config):
-                harm = self._default.plan(self._facts_at(height, width, steps, guidance)).harm
-                report = dataclasses.replace(report, estimated=f"{expected(harm)} to the dense picture")
             told.append(slower := hardly_faster(report, self._fewest_tokens) or "")
             report = dataclasses.replace(report, notes=(*report.notes, *filter(None, told)))
             self._counted = key, report, slower
-        return self._counted[1]
+        estimate = None if self._default is None else self.estimate
+        closeness = "" if estimate is None else f"estimated: {estimate}"
+        if self._default is not None and (run is None or config is not run.config):
+            harm = self._default.plan(self._facts_at(height, width, steps, guidance)).harm
+            closeness = f"estimated before a run: {expected(harm)} to the dense picture"
+        return dataclasses.replace(self._counted[1], estimated=closeness)
 
     def _fewest_tokens(self) -> int:
         """Return the fewest tokens for which merged attention is faster, on the device of the denoiser."""

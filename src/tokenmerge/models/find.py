@@ -131,6 +131,4 @@ def _wrapped(model: Any) -> Any:
         )
     if is_a(model, "DistributedDataParallel"):
         return model.module
-    if is_a(model, "PeftModel"):
-        return model.get_base_model()
-    return None
+    return model.get_base_model() if is_a(model, "PeftModel") else None

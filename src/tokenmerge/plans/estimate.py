@@ -57,8 +57,8 @@ class Estimate:
         low, high = self.psnr - self.within, self.psnr + self.within
         if math.isinf(self.psnr):
             return "the dense picture itself: nothing was skipped or merged"
-        words = " to ".join(dict.fromkeys(f'"{looks(one)}"' for one in (low, high)))
-        return f"{self.psnr:.0f} dB ({low:.0f} to {high:.0f}) to the dense picture: {words}"
+        most = f"(most pictures: {low:.0f} to {high:.0f})"
+        return f'{self.psnr:.0f} dB {most} to the dense picture: probably "{looks(self.psnr)}"'
 
 
 def looks(psnr: float) -> str:

@@ -43,7 +43,7 @@ class Report(Tabled):
         flops_dense: operations of the whole model without merging.
         flops_merged: operations with merging, in the step that merges most.
         notes: which blocks stay dense and why, and what changes over the denoising steps.
-        estimated: how close the picture of a run probably is. Empty: there is no estimate.
+        estimated: how close the picture probably is, with its heading. Empty: there is no estimate.
         kept_bytes: bytes cached between steps: corrections, residuals and plans.
         steps: number of steps that ``flops_mean`` is averaged over.
         flops_mean: operations with merging, averaged over these steps; None: all alike, or no number given.
@@ -122,7 +122,7 @@ class Report(Tabled):
             size = f"{self.width * self.scale} × {self.height * self.scale} px ({size})"
         size += f", {self.steps} steps" if self.steps else ""
         title = [f"{self.model}: {size}, a speed-up of {self.speedup:.2f}× as counted"]
-        title += [f"estimated before a run: {self.estimated}"] * bool(self.estimated)
+        title += [self.estimated] * bool(self.estimated)
         title += [f"plan: {self.plan}"] * bool(self.plan) + [f"      {line}" for line in legend(self.plan)]
         columns = range(len(header)) if self.rows else (0, 5, 6)
         cells = [tuple(line[column] for column in columns) for line in (header, *lines)]

@@ -62,7 +62,7 @@ def summary(
         lines.append(f"  plan: {report.plan}")
         if conditions.worst_step is not None:
             worst = conditions.worst_step
-            lines.append(f"        {'^':>{worst + 1}} step {worst}: probably the largest error")
+            lines.append(f"        {'^':>{worst + 1}} step {worst} (from 0): probably the largest error")
         lines += [f"        {line}" for line in legend(report.plan)]
     elif config.reuse.on:
         lines.append(f"  step reuse: 1 of {config.reuse.every:g} steps is complete; the others skip parts")
