@@ -20,7 +20,7 @@ KEY = "drawn with"
 PAGES = (Path(__file__).parent.parent / "README.md", *map(PICTURE.with_name, ("index.md", "quickstart.md")))
 BLOCK = re.compile(r"(<!-- ?(caption|printed):.*?-->\n).*?(<!-- ?end ?-->)", flags=re.DOTALL)
 CAPTION = """\
-*"{prompt}" by a small bundled model on a CPU. The frame shows where they differ most from dense.*
+*"{prompt}" by a small bundled model on a CPU. The frame shows where they differ most from dense, the unchanged model.*
 """
 
 

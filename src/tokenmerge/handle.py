@@ -365,8 +365,6 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         own = run is not None and default is None and error is None
         remarks = {"estimated": str(error or ""), "closeness": "no estimate; only speedup= has one" * own}
         if facts is not None and default is not None and facts.follows_steps:
-            told = f"{expected(default.plan(facts).harm)} to the dense picture"
-            remarks["estimated before a run"] = "" if run or default.min_psnr else told
             told = default.shortfall(facts, closeness=run is None)  # a run has an estimate of its own
             remarks["warning"] = "" if self._state.kept.note else told
             if default.min_psnr is not None:
@@ -384,7 +382,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         reached = "above" if error.psnr >= wanted else "below"
         ran, due = (f"{speedup:.2f}×" for speedup in (self.report().speedup, plan.speedup))
         cost = "No step was added" if ran == due else f"This cost speed: {ran} in place of {due}"
-        return f"the estimate is {reached} it. To be safe, it aims at {wanted + margin:g} dB. {cost}"
+        aims = f"To be safe, its plan aims at {wanted + margin:g} dB"
+        return f"the estimate of the run is {reached} {wanted:g} dB. {aims}. {cost}"
 
     def _pictures(self, pipe: Any) -> int | None:
         """Return how many pictures a call draws; None: unknown."""

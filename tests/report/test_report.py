@@ -164,6 +164,9 @@ def test_the_table():
     assert lines[-4].startswith("whole model")
     assert lines[-2] == "note: level: 1 has the most tokens; at 4, a grid is a quarter as wide"
     assert lines[-3] == "note: 4 blocks stay dense at level 2: max_downsample=1"
+    few = str(predict(hosts.unet(), ToMeConfig(ratio=0.5, max_downsample=2, min_tokens=200)))
+    assert "4 blocks stay dense: too few tokens there" in few
+    assert "note: level" not in few  # none but the first is named
     one_call = "note: GFLOPs: of one call of the model, on a batch of"
     assert lines[-1] == f"{one_call} 2 (with guidance, one picture is two samples)"
     assert str(predict(hosts.unet(), HALF, batch=1)).splitlines()[-1] == f"{one_call} 1"

@@ -354,7 +354,10 @@ def test_two_pages_say_how_close_short_generations_are(monkeypatch):
     assert in_more in " ".join(page.split())
     assert f"In 8 steps it was closer in {sum(lead > 0 for lead in eight)} of {len(eight)}, and" in page
     assert min(eight) < -1 < -0.5 < min(more)
-    assert "**In 8 steps or fewer**, one step less [can be closer](docs/few-steps.md)." in README
+    assert (
+        "**In 8 steps or fewer**, the unchanged model in one step less [can be closer](docs/few-steps.md)."
+        in README
+    )
 
 
 def test_the_table_of_solvers_that_add_noise_says_what_its_record_says():
@@ -415,7 +418,7 @@ def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     config = settings_for(unet, 2.0, 128, 128, 30, 5.0, follows_steps=True)
     signs = signs_of(plan_generation(config, 30), config.merges, is_unet=True)
     assert set(signs) == {"D", "f"}
-    assert "No tokens merge there. An [H100]" in README
+    assert "No tokens merge, as on an H200." in README
 
 
 def test_the_page_of_the_third_model_says_what_its_record_says():

@@ -53,7 +53,8 @@ def test_the_part_that_differs_stands_below_the_enlarged_pictures():
         large, closer = (
             shown.resize((320, 320), Image.Resampling.NEAREST) for shown in (panel, panel.crop(part))
         )
-        ImageDraw.Draw(large).rectangle(box, outline="red", width=2)
+        for colour, width in (("black", 4), ("white", 2)):
+            ImageDraw.Draw(large).rectangle(box, outline=colour, width=width)
         assert np.array_equal(panels[tops[2], left], np.asarray(large))
         assert np.array_equal(panels[tops[3], left], np.asarray(closer))
     assert drawn.size == (lefts[2] + 320 + 24, tops[3] + 320 + 30 + 24)

@@ -127,7 +127,8 @@ class Report(Tabled):
         columns = range(len(header)) if self.rows else (0, 5, 6)
         cells = [tuple(line[column] for column in columns) for line in (header, *lines)]
         of_two = " (with guidance, one picture is two samples)" * (self.batch % 2 == 0)
-        levels = ["level: 1 has the most tokens; at 4, a grid is a quarter as wide"] * bool(self.rows)
+        levels = ["level: 1 has the most tokens; at 4, a grid is a quarter as wide"]
+        levels *= any(row.level > 1 for row in self.rows) or "level" in "".join(self.notes)
         counted = f"GFLOPs: of one call of the model, on a batch of {self.batch}{of_two}"
         return TextTable("\n".join(title), cells, (*self.notes, *levels, counted))
 

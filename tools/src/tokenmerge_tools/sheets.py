@@ -34,10 +34,10 @@ def comparison(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image
         part = most_different(*pictures)
         shown = [enlarge(picture, factor) for picture in pictures]
         for one in shown:
-            ImageDraw.Draw(one).rectangle([factor * side for side in part], outline="red", width=2)
+            for colour, width in (("black", 4), ("white", 2)):  # seen on any ground
+                ImageDraw.Draw(one).rectangle([factor * side for side in part], outline=colour, width=width)
         lines.append((shown, captions))
-        size = factor * pictures[0].width, factor * pictures[0].height
-        closer = [picture.crop(part).resize(size, Image.Resampling.NEAREST) for picture in pictures]
+        closer = [picture.crop(part).resize(shown[0].size, Image.Resampling.NEAREST) for picture in pictures]
         lines.append((closer, "where they differ most from dense, enlarged"))
     return sheet(columns, lines)
 
