@@ -127,7 +127,9 @@ def readme_table(lines: Lines) -> str:
     rows = {
         "FLUX": [(of_flux("tokenmerge", one), of_flux("dense", steps)) for one, steps in pairs],
         **{
-            f"{plan.split(',')[0]}, guidance {GUIDANCE:g}": [of_unet(plan, one) for one in SPEEDUPS]
+            f"UNet, plan of {plan.split(',')[0]}, guidance {GUIDANCE:g}": [
+                of_unet(plan, one) for one in SPEEDUPS
+            ]
             for plan in MODELS
         },
         **{
@@ -138,7 +140,7 @@ def readme_table(lines: Lines) -> str:
             for guidance in (3.0, 7.0)
         },
     }
-    made = ["| a small model like | `speedup=1.5` | `2.0` | `3.0` |", "|---|---:|---:|---:|"]
+    made = ["| small model | `speedup=1.5` | `2.0` | `3.0` |", "|---|---:|---:|---:|"]
     for name, values in rows.items():
         cells = " | ".join(f"**{own:.0f} dB** ({fewer:.0f})" for own, fewer in values)
         made.append(f"| {name} | {cells} |")
