@@ -39,7 +39,7 @@ README = Path(__file__).parent.parent / "README.md"
 PAGE = README.parent / "docs" / "results.md"
 HOLDOUT = Path(__file__).with_name("holdout_cpu.jsonl")
 BLOCK = re.compile(r"(<!-- ?(plans without merging|closeness):.*?-->\n).*?(<!-- ?end ?-->)", flags=re.DOTALL)
-# Steps of the unchanged model that take as long as 20 of a small transformer at 1.5×, 2× and 3×.
+# Steps of the unchanged model with the operations of 20 steps of a small transformer at 1.5×, 2× and 3×.
 FEWER = (13, 10, 6)
 
 
@@ -101,7 +101,7 @@ def table(lines: Lines) -> str:
 
 
 def readme_table(lines: Lines) -> str:
-    """Return the table of README.md: three small models, each beside fewer steps."""
+    """Return the table of README.md: three small models, each beside fewer steps with as many operations."""
     flux = [line for line in read(HOLDOUT) if line["size"] == 256]
     drawn = rivals.records_of(rivals.DRAWN)
 

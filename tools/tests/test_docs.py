@@ -418,7 +418,7 @@ def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     config = settings_for(unet, 2.0, 128, 128, 30, 5.0, follows_steps=True)
     signs = signs_of(plan_generation(config, 30), config.merges, is_unet=True)
     assert set(signs) == {"D", "f"}
-    assert "No tokens merge, as on an H200." in README
+    assert "on a CPU, but not on an H100." in README
 
 
 def test_the_page_of_the_third_model_says_what_its_record_says():
