@@ -107,7 +107,7 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     state: ModelState = root.__dict__[STATE]
     thread = state.threads.value
     context, memory = thread.context, thread.memory
-    if memory.log is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and memory.log is not None:
         memory.log.note_end()
     if state.follows_steps:
         finish_run(thread)
