@@ -165,7 +165,7 @@ def test_after_a_run_the_handle_tells_of_that_run(fast):
     patch = apply_token_merging(pipe, speedup=2.0)
     assert "\nestimated before a run: " in str(patch.report())
     run(pipe, 12)
-    assert str(patch.report()).splitlines()[1] == f"estimated: {patch.estimate}"  # that of the run
+    assert str(patch.report()).splitlines()[2] == f"estimated: {patch.estimate}"  # that of the run
     assert "\nestimated before a run: " in str(patch.report(steps=30))
 
 
@@ -183,7 +183,7 @@ def test_a_removed_patch_says_so(fast):
     patch.remove()
     assert (
         str(patch)
-        == "tokenmerge in UNet2DConditionModel: aims at speed-up 2\n  removed: the model is as before"
+        == "tokenmerge in UNet2DConditionModel: aimed at speed-up 2\n  removed: the model is as before"
     )
 
 
@@ -323,12 +323,7 @@ def test_the_handle_estimates_how_close_the_last_picture_is(fast):
     assert patch.estimate is None
     assert "estimated: " not in str(patch)
     run(pipe, 12)
-    assert patch.estimate.worst_step in range(12)
     assert f"  estimated: {patch.estimate}" in str(patch)
-    plan, caret = str(patch).partition("  plan: ")[2].splitlines()[:2]
-    assert len(plan) == 12
-    worst = patch.estimate.worst_step
-    assert caret.removeprefix(" " * 8) == f"{' ' * worst}^ step {worst} (from 0): probably the largest error"
     apply_token_merging(pipe, ToMeConfig(reuse=StepReuse(every=2)))
     run(pipe, 12)
     assert patch.estimate.psnr > 0  # that of its own last run
@@ -354,8 +349,8 @@ def test_before_a_run_the_handle_says_that_a_tolerance_slows_it_down(fast):
     run(pipe, 12)
     assert why not in str(patch)
     assert why not in str(apply_token_merging(pipe, speedup=3.0))
-    line = f"\n  min_psnr 1: a run {why} 7 dB, 6 more to be safe\n"
-    assert line in str(apply_token_merging(pipe, speedup=3.0, min_psnr=1))
+    line = f"\n  min_psnr 1: a run {why} 7 dB, 6 more to be safe"
+    assert str(apply_token_merging(pipe, speedup=3.0, min_psnr=1)).endswith(line)
     # Slower than asked, but not because of the tolerance.
     assert more not in str(apply_token_merging(pipe, speedup=3.0, min_psnr=1, until=0.5))
 
@@ -373,7 +368,7 @@ def test_the_handle_says_what_is_out_of_reach(fast):
     pipe = pipeline(transformer=model_of(FAMILIES["SD3Transformer2DModel"]))
     told = str(apply_token_merging(pipe, speedup=50))
     assert re.search(
-        r"speed-up 50\n.*\n.*(?:\n.*)*\n  warning: speedup=50: at most \d+\.\d+× can be reached in \d+ steps",
+        r"speed-up 50\n.*\n.*\n  warning: speedup=50: at most \d+\.\d+× can be reached in \d+ steps",
         told,
     )
     assert "warning" not in str(apply_token_merging(pipe, speedup=1.5))

@@ -46,14 +46,13 @@ def test_before_a_run_it_counts_the_default_size_and_number_of_steps(pipe):
     assert "last run" not in str(patch)
     sample, scale = pipe.unet.config.sample_size, pipe.vae_scale_factor
     size = f"{sample * scale} × {sample * scale} px, 50 steps, guidance 7.5"
-    first = f"  no run yet; at the defaults of the pipeline, {size}, it would be:"
+    first = f"  no run yet; with the pipeline's defaults, {size}:"
     assert str(patch).splitlines()[1] == first
-    assert "see the plan" not in str(patch)
     default = str(apply_token_merging(pipe, speedup=2.0)).splitlines()
-    assert default[1] == first
-    assert default[-1].startswith("  cache between steps: ")
-    assert default[-2] == "  see the plan for yours: print(patch.report(height=…, width=…, steps=…))"
-    assert not any(line.startswith("  plan: ") for line in default)  # that of another size is another one
+    gains = r" 5\d\.\d % of the operations saved, \d\.\d MB cached"
+    assert re.fullmatch(f"{re.escape(first)}{gains}", default[1])
+    # Other sizes and steps have other plans.
+    assert default[2:] == ["  for yours: print(patch.report(height=…, width=…, steps=…))"]
 
 
 def test_it_names_the_ratio_that_was_given_and_no_other_number(pipe):
@@ -389,13 +388,43 @@ def test_a_report_of_no_steps_is_refused(pipe):
     patch.remove()
 
 
+def test_in_few_steps_it_names_fewer_steps_and_a_picture_far_from_dense_has_advice(pipe):
+    patch = apply_token_merging(pipe, speedup=1.5)
+    for steps in (8, 9):
+        generate(pipe, steps=steps)
+        said = f"\n  few steps: {steps - 1} steps without tokenmerge can be closer\n"
+        assert (said in str(patch)) == (steps == 8)
+    apply_token_merging(pipe, speedup=1.0)
+    generate(pipe, steps=8)
+    assert "few steps" not in str(patch)  # it is dense
+    for speedup, far in ((1.1, False), (8.0, True)):
+        patch = apply_token_merging(pipe, speedup=speedup)
+        generate(pipe, steps=12)
+        assert (patch.estimate.psnr < 30) == far
+        assert ("\n  for a closer picture: a lower speedup, or more steps\n" in str(patch)) == far
+    patch.remove()
+
+
+def test_a_report_says_what_a_tolerance_costs(pipe):
+    patch = apply_token_merging(pipe, speedup=2.0, min_psnr=60)
+    before = str(patch.report(height=64, width=64, steps=12))
+    assert re.search(r"\nestimated before a run: .*\nmin_psnr 60: a run .* is below 66 dB", before)
+    with pytest.warns(UserWarning, match="min_psnr"):
+        generate(pipe, steps=12)
+    (line,) = (line for line in str(patch).splitlines() if line.startswith("  min_psnr 60: the estimate"))
+    assert line.strip() in str(patch.report()).splitlines()
+    patch.remove()
+
+
 def test_a_removed_patch_keeps_what_its_last_run_did(pipe):
     patch = apply_token_merging(pipe, speedup=2.0)
     generate(pipe, steps=12)
     before = str(patch).splitlines()
     patch.remove()
     assert [line.split(":")[0] for line in before[1:4]] == ["  last run", "  counted", "  estimated"]
-    assert str(patch).splitlines() == [before[0], "  removed: the model is as before", *before[1:4]]
+    title = before[0].replace(": aims at ", ": aimed at ")
+    assert title != before[0]
+    assert str(patch).splitlines() == [title, "  removed: the model is as before", *before[1:4]]
 
 
 def test_of_one_step_it_says_one_step(pipe):

@@ -298,12 +298,17 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             told.append(slower := hardly_faster(report, self._fewest_tokens) or "")
             report = dataclasses.replace(report, notes=(*report.notes, *filter(None, told)))
             self._counted = key, report, slower
-        estimate = None if self._default is None else self.estimate
-        closeness = "" if estimate is None else f"estimated: {estimate}"
-        if self._default is not None and (run is None or config is not run.config):
-            harm = self._default.plan(self._facts_at(height, width, steps, guidance)).harm
-            closeness = f"estimated before a run: {expected(harm)} to the dense picture"
-        return dataclasses.replace(self._counted[1], estimated=closeness)
+        report, default = self._counted[1], self._default
+        if default is None:
+            return report
+        facts, error = self._facts_at(height, width, steps, guidance), self.estimate
+        text = "" if error is None else f"estimated: {error}"
+        if run is None or config is not run.config:
+            error, harm = None, default.plan(facts).harm
+            text = f"estimated before a run: {expected(harm)} to the dense picture"
+        if default.min_psnr is not None:
+            text += f"\nmin_psnr {default.min_psnr:g}: {self._tolerated(default, facts, error, report)}"
+        return dataclasses.replace(report, estimated=text)
 
     def _fewest_tokens(self) -> int:
         """Return the fewest tokens for which merged attention is faster, on the device of the denoiser."""
@@ -334,8 +339,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             guidance=default_guidance(pipe) if run is None else run.guidance,
             merging_pays=facts is not None and merging_pays(facts),
             gone=why_gone.get(state_of(self._denoiser.root), "replaced by a later call"),
-            worst_step=None if estimate is None else estimate.worst_step,
-            remarks={**self._remarks(facts, estimate), **notes},
+            remarks={**self._remarks(facts, estimate, report), **notes},
         )
         return "\n".join(summary(self._in_force, conditions, report, run))
 
@@ -359,7 +363,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         facts = self._facts_at(run.height, run.width, run.steps)
         return estimate_closeness(facts, config, shown_by([run]))
 
-    def _remarks(self, facts: Facts | None, error: Estimate | None) -> dict[str, str]:
+    def _remarks(self, facts: Facts | None, error: Estimate | None, report: Report | None) -> dict[str, str]:
         """Return how close the picture is, and what the default method added or did not reach, by heading."""
         run, default = self._state.last_run, self._default
         own = run is not None and default is None and error is None
@@ -367,11 +371,15 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if facts is not None and default is not None and facts.follows_steps:
             told = default.shortfall(facts, closeness=run is None)  # a run has an estimate of its own
             remarks["warning"] = "" if self._state.kept.note else told
-            if default.min_psnr is not None:
-                remarks[f"min_psnr {default.min_psnr:g}"] = self._tolerated(default, facts, error)
+            if default.min_psnr is not None and report is not None:
+                remarks[f"min_psnr {default.min_psnr:g}"] = self._tolerated(default, facts, error, report)
+            if error and facts.steps <= 8 and math.isfinite(error.psnr):  # short_generations_cpu.jsonl
+                remarks["few steps"] = f"{facts.steps - 1} steps without tokenmerge can be closer"
+            elif error and error.psnr < 30:  # many details differ
+                remarks["for a closer picture"] = "a lower speedup, or more steps"
         return remarks
 
-    def _tolerated(self, default: DefaultMethod, facts: Facts, error: Estimate | None) -> str:
+    def _tolerated(self, default: DefaultMethod, facts: Facts, error: Estimate | None, report: Report) -> str:
         """Say what the tolerance of the default method adds to a run, or what it cost in the last one."""
         plan, margin, wanted = default.plan(facts), ESTIMATE["margin"], default.min_psnr or 0.0
         if error is None:
@@ -380,7 +388,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             aim = f"{wanted + margin:g} dB, {margin:g} more to be safe"
             return f"a run {begins}adds complete steps while its estimate is below {aim}"
         reached = "above" if error.psnr >= wanted else "below"
-        ran, due = (f"{speedup:.2f}×" for speedup in (self.report().speedup, plan.speedup))
+        ran, due = (f"{speedup:.2f}×" for speedup in (report.speedup, plan.speedup))
         cost = "No step was added" if ran == due else f"This cost speed: {ran} in place of {due}"
         aims = f"To be safe, its plan aims at {wanted + margin:g} dB"
         return f"the estimate of the run is {reached} {wanted:g} dB. {aims}. {cost}"

@@ -157,15 +157,17 @@ def test_an_ip_adapter():
 def test_the_table():
     text = str(predict(hosts.unet(), HALF))
     lines = text.splitlines()
-    assert lines[0] == "UNet2DConditionModel: 16 × 16 latents, a speed-up of 1.09× as counted"
-    assert lines[1].split() == ["block", "level", "grid", "tokens", "merged", "GFLOPs", "saved"]
-    assert "256 → 128" in lines[2]
-    assert "self-attention" in lines[2]
+    assert lines[0] == "UNet2DConditionModel: 16 × 16 latents"
+    assert re.fullmatch(r"counted: 1\.09× \([78]\.\d % of the operations saved\)", lines[1])
+    assert lines[2].split() == ["block", "level", "grid", "tokens", "merged", "GFLOPs", "saved"]
+    assert "256 → 128" in lines[3]
+    assert "self-attention" in lines[3]
     assert lines[-4].startswith("whole model")
+    assert re.search(r"^all other layers .*  0\.0 %$", lines[-5])  # merging changes none of them
     assert lines[-2] == "note: level: 1 has the most tokens; at 4, a grid is a quarter as wide"
     assert lines[-3] == "note: 4 blocks stay dense at level 2: max_downsample=1"
     few = str(predict(hosts.unet(), ToMeConfig(ratio=0.5, max_downsample=2, min_tokens=200)))
-    assert "4 blocks stay dense: too few tokens there" in few
+    assert "4 blocks stay dense: fewer than min_tokens=" in few
     assert "note: level" not in few  # none but the first is named
     one_call = "note: GFLOPs: of one call of the model, on a batch of"
     assert lines[-1] == f"{one_call} 2 (with guidance, one picture is two samples)"
@@ -306,9 +308,8 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
         ),
         (presets.sdtm(), "from 80 % of the steps on: ratio=0.34"),
         (presets.sdtm(), "from 40 % of the steps on: planner=tome"),
-        (presets.sdtm(), "tokens and operations of blocks are those of the step that merges most"),
+        (presets.sdtm(), "the rows of blocks are those of the step that merges most"),
         (presets.toma(), "a plan is used for 5 steps"),
-        (presets.toma(), "consecutive blocks with the same token grid merge the same tokens"),
         (presets.ibtm(), "the planner 'tome' runs until the first guided step"),
         (ToMeConfig(correction=Correction(every=4)), "1 of 4 complete steps merges nothing"),
         (ToMeConfig(plans=PlanSharing(every=4)), "a plan is used for 4 steps"),
@@ -336,10 +337,10 @@ def test_a_known_number_of_steps_gives_the_plan():
     assert set(notes_on_steps(config, 6)) < set(report.notes)
     assert not any("1 of" in note or "run all blocks" in note for note in report.notes)
     lines = str(report).splitlines()
-    assert lines[0].endswith(f", a speed-up of {report.speedup:.2f}× as counted")
-    assert lines[1:3] == ["plan: DDf··D", "      D in 3 steps: the whole model runs, and no token merges"]
+    assert lines[1].startswith(f"counted: {report.speedup:.2f}× (")
+    assert lines[2:4] == ["plan: DDf··D", "      D in 3 steps: the whole model runs, and no token merges"]
     assert predict(SimpleNamespace(unet=hosts.unet(), vae_scale_factor=8), HALF).scale == 8
-    assert ": 192 × 128 px (24 × 16 latents), 6 steps, " in str(
+    assert ": 192 × 128 px (24 × 16 latents), 6 steps\n" in str(
         dataclasses.replace(report, width=24, scale=8)
     )
     assert predict(hosts.unet(), config).plan == ""
@@ -349,7 +350,7 @@ def test_a_known_number_of_steps_gives_the_plan():
 def test_the_report_has_these_notes_and_those_on_small_grids(config):
     notes = predict(hosts.unet(), config).notes
     assert set(notes_on_steps(config)) < set(notes)
-    assert ("4 blocks stay dense: too few tokens there (min_tokens=200)" in notes) == bool(config.min_tokens)
+    assert ("4 blocks stay dense: fewer than min_tokens=200 tokens" in notes) == bool(config.min_tokens)
 
 
 def test_levels_are_counted_with_their_own_settings():
@@ -376,9 +377,10 @@ def test_html_has_the_cells_and_notes_of_the_text():
     shown = report._repr_html_()
     cells = [html.unescape(cell) for cell in re.findall(r"<t[hd]>(.*?)</t[hd]>", shown)]
     text = str(report).split("\nnote: ")
-    assert "".join(" ".join(cells).split()) == "".join(text[0].partition("\n")[2].split())
+    table = text[0].split("\n", 2)[2]  # its title has two lines
+    assert "".join(" ".join(cells).split()) == "".join(table.split())
     assert [html.unescape(note) for note in re.findall("<li>(.*?)</li>", shown)] == text[1:]
-    assert shown.count("<tr>") == 2 + len(list(report.joined_rows()))
+    assert shown.count("<tr>") == 3 + len(list(report.joined_rows()))
     assert f"<caption>{report.model}" in shown
 
 

@@ -46,12 +46,10 @@ class Estimate:
     Attributes:
         psnr: expected PSNR in dB; infinite: it is the dense picture.
         within: most pictures are at most this many dB from it.
-        worst_step: index of the step whose forecast is expected to be most wrong; None: no step had one.
     """
 
     psnr: float
     within: float
-    worst_step: int | None = None
 
     def __str__(self) -> str:
         low, high = self.psnr - self.within, self.psnr + self.within
@@ -100,8 +98,7 @@ def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estima
     skipping = skipping_harm_of(facts, config.reuse.steps_of(facts.steps))
     if any(shown.errors.values()):
         skipping = squared ** ESTIMATE["shown"] * skipping ** (1 - ESTIMATE["shown"])
-    worst = max(errors, key=errors.__getitem__) if any(errors.values()) else None
-    return Estimate(psnr_of(skipping + merging), ESTIMATE["within"], worst)
+    return Estimate(psnr_of(skipping + merging), ESTIMATE["within"])
 
 
 def influence_of(sigmas: Sequence[float], noise: float = 1.0) -> list[float]:

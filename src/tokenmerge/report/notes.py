@@ -16,8 +16,8 @@ SIGNS = {
     "M": "the whole model runs, on merged tokens",
     "D": "the whole model runs, and no token merges",
     "C": "the whole model runs, and no token merges; this step corrects what merging loses in the others",
-    "f": "only the finest level of the UNet runs (full resolution); the rest is extrapolated",
-    "·": "all blocks are skipped, and what they would add is repeated or extrapolated",
+    "f": "only the finest level of the UNet runs; the rest is extrapolated",
+    "·": "all blocks are skipped, and what they would add is extrapolated",
 }
 _COMPLETE = {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}
 _REUSING = {Runs.FINEST: "f", Runs.LEAST: "·"}
@@ -37,8 +37,8 @@ def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
 def legend(plan: str) -> list[str]:
     """Return a line for each sign of a plan: in how many steps it stands, and what they do."""
     steps = {sign: f"{plan.count(sign)} step{'s' * (plan.count(sign) > 1)}" for sign in SIGNS if sign in plan}
-    merged = ", on merged tokens" * ("M" in plan and "D" not in plan)
-    return [f"{sign} in {count}: {SIGNS[sign].replace(')', f'){merged}')}" for sign, count in steps.items()]
+    finest = "UNet runs" + ", on merged tokens" * ("M" in plan and "D" not in plan)
+    return [f"{sign} in {count}: {SIGNS[sign].replace('UNet runs', finest)}" for sign, count in steps.items()]
 
 
 def merged_parts(block: Block, config: ToMeConfig) -> str:
@@ -78,7 +78,7 @@ def notes_on_blocks(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeCo
             "for its reference pictures"
         )
     if too_small and config.min_tokens:
-        notes.append(f"{_stay_dense(len(too_small))}: too few tokens there (min_tokens={config.min_tokens})")
+        notes.append(f"{_stay_dense(len(too_small))}: fewer than min_tokens={config.min_tokens} tokens")
     else:
         notes += [
             f"{path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx}, "
@@ -114,8 +114,6 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
         notes += _notes_on_reuse(config.reuse)
     if config.plans.every > 1:
         notes.append(f"a plan is used for {config.plans.every} steps")
-    if config.plans.blocks:
-        notes.append("consecutive blocks with the same token grid merge the same tokens")
     if config.cached_features:
         what = "all blocks of a level" if config.cached_features == "model_residual" else "each block"
         notes.append(
@@ -130,7 +128,7 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
     if differ and (config.merges or not steps):
         which = "the step that merges most" if config.merges else "a step that runs the whole model"
         more = "; pass a number of steps (--steps) to count the mean operations too"
-        notes.append(f"tokens and operations of blocks are those of {which}{'' if steps else more}")
+        notes.append(f"the rows of blocks are those of {which}{'' if steps else more}")
     return notes
 
 

@@ -43,7 +43,7 @@ class Report(Tabled):
         flops_dense: operations of the whole model without merging.
         flops_merged: operations with merging, in the step that merges most.
         notes: which blocks stay dense and why, and what changes over the denoising steps.
-        estimated: how close the picture probably is, with its heading. Empty: there is no estimate.
+        estimated: lines on how close the picture probably is, with headings. Empty: no estimate.
         kept_bytes: bytes cached between steps: corrections, residuals and plans.
         steps: number of steps that ``flops_mean`` is averaged over.
         flops_mean: operations with merging, averaged over these steps; None: all alike, or no number given.
@@ -110,6 +110,9 @@ class Report(Tabled):
             )
             for row in self.joined_rows()
         ]
+        dense, merged = (sum(getattr(row, of) for row in self.rows) for of in ("flops_dense", "flops_merged"))
+        others = gflops(self.flops_dense - dense, self.flops_merged - merged)
+        lines += [("all other layers", "", "", "", "", *others)] * bool(self.rows)
         totals = {} if self.flops_mean is not None else {"whole model": self.flops_merged}
         for sign in dict.fromkeys(self.plan):
             own = [one for one, step in zip(self.flops_of_steps, self.plan, strict=True) if step == sign]
@@ -121,7 +124,8 @@ class Report(Tabled):
         if self.scale:
             size = f"{self.width * self.scale} × {self.height * self.scale} px ({size})"
         size += f", {self.steps} steps" if self.steps else ""
-        title = [f"{self.model}: {size}, a speed-up of {self.speedup:.2f}× as counted"]
+        share = f"{saved(self.flops_dense, self.flops)} of the operations saved"
+        title = [f"{self.model}: {size}", f"counted: {self.speedup:.2f}× ({share})"]
         title += [self.estimated] * bool(self.estimated)
         title += [f"plan: {self.plan}"] * bool(self.plan) + [f"      {line}" for line in legend(self.plan)]
         columns = range(len(header)) if self.rows else (0, 5, 6)

@@ -29,7 +29,6 @@ class Conditions:
     guidance: float | None = None  # scale of classifier-free guidance, 1 for none; None: unknown
     merging_pays: bool = False  # whether merging saves time here; if not, the default method does not merge
     gone: str = ""  # why the models no longer merge; empty: they do
-    worst_step: int | None = None  # index of the step of the last run that probably errs most; None: unknown
     remarks: Mapping[str, str] = dataclasses.field(default_factory=dict)  # further ones, by heading
 
 
@@ -40,29 +39,30 @@ def summary(
 
     ``report`` has the counts at the size and steps of the last run, or the default ones; None: unknown.
     """
-    lines = [title(config, conditions), *[f"  {conditions.gone}"] * bool(conditions.gone)]
+    lines = [f"tokenmerge in {' + '.join(conditions.models)}: {_asked_for(config, conditions)}"]
+    lines += [f"  {conditions.gone}"] * bool(conditions.gone)
+    remarks = [f"  {heading}: {text}" for heading, text in conditions.remarks.items() if text]
     if run is not None:
         setting = _setting(conditions, run, run.steps, run.kinds.total() or None)
         lines.append(f"  last run: {setting}" + f", {run.seconds:.1f} s of denoising" * bool(run.steps))
     elif conditions.gone:
         return lines
-    elif report is not None:
-        example = _setting(conditions, report, report.steps)
-        lines.append(f"  no run yet; at the defaults of the pipeline, {example}, it would be:")
+    share = "" if report is None else f"{saved(report.flops_dense, report.flops)} of the operations saved"
+    if run is None and report is not None:
+        example = f"with the pipeline's defaults, {_setting(conditions, report, report.steps)}"
+        if is_default(conditions.method):  # other sizes and steps have other plans
+            lines.append(f"  no run yet; {example}: {share}, {in_words(report.kept_bytes)} cached")
+            return [*lines, "  for yours: print(patch.report(height=…, width=…, steps=…))", *remarks]
+        lines.append(f"  no run yet; {example}:")
     if report is not None:
-        share = f"{saved(report.flops_dense, report.flops)} of the operations saved"
-        share += "; the clock mostly shows less" * (report.speedup > 1)
+        less = "up to 10 % less" if is_default(conditions.method) else "less"
+        share += f"; the clock mostly shows {less}" * (report.speedup > 1)
         lines.append(f"  counted: {report.speedup:.2f}× ({share})")
-    lines += [f"  {heading}: {text}" for heading, text in conditions.remarks.items() if text]
+    lines += remarks
     if conditions.gone:
         return lines
-    if first := run is None and is_default(conditions.method):  # other sizes and steps have other plans
-        lines.append("  see the plan for yours: print(patch.report(height=…, width=…, steps=…))")
-    elif report is not None and report.plan:
+    if report is not None and report.plan:
         lines.append(f"  plan: {report.plan}")
-        if conditions.worst_step is not None:
-            worst = conditions.worst_step
-            lines.append(f"        {'^':>{worst + 1}} step {worst} (from 0): probably the largest error")
         lines += [f"        {line}" for line in legend(report.plan)]
     elif config.reuse.on:
         lines.append(f"  step reuse: 1 of {config.reuse.every:g} steps is complete; the others skip parts")
@@ -71,21 +71,16 @@ def summary(
     if report is not None:
         dtype = str(dtype_of(conditions.denoiser.root)).removeprefix("torch.")
         kept = f"{in_words(report.kept_bytes)} ({dtype})" if report.kept_bytes else "none"
-        lines += [f"  merging: {_merging(config, conditions, report)}"] * (not first)
-        lines.append(f"  cache between steps: {kept}")
+        lines += [f"  merging: {_merging(config, conditions, report)}", f"  cache between steps: {kept}"]
     return lines
 
 
-def title(config: ToMeConfig, conditions: Conditions) -> str:
-    """Return the first line of the summary: which models, and what was asked for."""
-    named = conditions.method or str(config)
+def _asked_for(config: ToMeConfig, conditions: Conditions) -> str:
     if conditions.method == RATIO:
-        named = f"ratio {config.ratio:g}, merging alone"
-    elif is_default(conditions.method):
-        named = f"aims at {named}"
-    elif conditions.method:
-        named = f"{named}, ratio {config.ratio:g}"
-    return f"tokenmerge in {' + '.join(conditions.models)}: {named}"
+        return f"ratio {config.ratio:g}, merging alone"
+    if is_default(conditions.method):
+        return f"{'aimed' if conditions.gone else 'aims'} at {conditions.method}"
+    return f"{conditions.method}, ratio {config.ratio:g}" if conditions.method else str(config)
 
 
 def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
@@ -170,8 +165,6 @@ class RunSteps(Tabled, Sequence[StepRow]):
             "seconds": [f"{one:.3f}" for one in seconds],
         }
         title = f"{len(rows)} step{'s' * (len(rows) != 1)}, {sum(seconds):.2f} s in the model"
-        title += f"; each merges {tokens[0]} tokens, in {blocks[0]} calls of blocks" * (
-            alike and bool(tokens[0])
-        )
+        title += f"; each merges {tokens[0]} tokens in {blocks[0]} block calls" * (alike and bool(tokens[0]))
         notes = (*legend(plan), *[_NOTE_ON_TOKENS] * (not alike))
         return TextTable(title, [(*columns,), *zip(*columns.values(), strict=True)], notes)

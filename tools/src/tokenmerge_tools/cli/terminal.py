@@ -131,9 +131,9 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     finite = [value for value in result.psnr if math.isfinite(value)]
     if result.fewer_psnr is not None and finite:
         lead = round(sum(finite) / len(finite), 1) - round(result.fewer_psnr, 1)  # as printed above
-        own, fewer = (_seconds(rows[place][1]) for place in (1, -1))
-        both = [f"tokenmerge in {own}", f"{result.fewer_steps} dense steps in {fewer}"]
-        lines += ["", f"  {abs(lead):.1f} dB closer: {', beside '.join(both if lead > 0 else both[::-1])}"]
+        both = ["with tokenmerge", f"with {result.fewer_steps} dense steps"]
+        closer, other = both if lead > 0 else both[::-1]
+        lines += ["", f"  {abs(lead):.1f} dB closer {closer} than {other}"]
     once, many = "One run each; --repeat 3 gives figures to rely on.", "Medians of {} timed runs each."
     lines += [
         "",
@@ -143,7 +143,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     ]
     ran, merged = _what_ran(result, options.steps)
     lines += [
-        f"  Counted:     {result.report.speedup:.2f}× by operations; the clock mostly shows less",
+        f"  Counted:     {result.report.speedup:.2f}× by operations",
         f"               {ran}",
         f"               {merged}; cache: {in_words(result.report.kept_bytes)}",
     ]
@@ -178,7 +178,7 @@ def _what_ran(result: Result, steps: int) -> tuple[str, str]:
     complete, finest = sum(map(plan.count, "MDC")), plan.count("f")
     ran, skipped = f"{complete} of {steps} steps ran the whole model", len(plan) - complete - finest
     ran = ran if complete < len(plan) else "every step ran whole"
-    ran += f", {finest} only its finest level (full resolution)" * (finest > 0)
+    ran += f", {finest} only its finest level" * (finest > 0)
     ran += f", {skipped} skipped all blocks" * (skipped > 0)
     if not (merging := [row for row in rows if row.merged_tokens < row.tokens]):
         return ran, "no tokens merged"
