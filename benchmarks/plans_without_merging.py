@@ -140,9 +140,9 @@ def readme_table(lines: Lines) -> str:
             for guidance in (3.0, 7.0)
         },
     }
-    made = ["| small model | `speedup=1.5` | `2.0` | `3.0` |", "|---|---:|---:|---:|"]
+    made = ["| dB on a small model | `speedup=1.5` | `2.0` | `3.0` |", "|---|---:|---:|---:|"]
     for name, values in rows.items():
-        cells = " | ".join(f"**{own:.0f} dB** ({fewer:.0f})" for own, fewer in values)
+        cells = " | ".join(f"**{own:.0f}** ({fewer:.0f})" for own, fewer in values)
         made.append(f"| {name} | {cells} |")
     return "\n".join([*made, ""])
 

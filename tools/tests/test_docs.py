@@ -327,7 +327,7 @@ def test_two_pages_say_how_close_plans_without_merging_are(monkeypatch):
     )
     own_table = written["readme_table"](found)
     assert own_table in README
-    assert len(re.findall(r"\*\*(\d+) dB\*\* \((\d+)\)", own_table)) == 15
+    assert len(re.findall(r"\*\*(\d+)\*\* \((\d+)\)", own_table)) == 15
     leads = [round(lead) for lead in (large, *small, ours - fewer)]
     assert steps == {10}
     assert len(leads) == 6

@@ -168,7 +168,7 @@ def test_the_first_lines_of_readme_say_what_the_records_say(gpu: ModuleType) -> 
         path.read_text(encoding="utf-8") for path in (SCRIPT.parent.parent / "README.md", gpu.PAGE)
     )
     heads = "unchanged | `speedup=1.5` | `2.0` | `3.0` | extra memory at `2.0`"
-    assert f"| on an NVIDIA H200 | {heads} |" in readme
+    assert f"| seconds on an NVIDIA H200 | {heads} |" in readme
     names = {
         "flux 1024": "FLUX.1, 1024 px, 28 steps",
         "sdxl 1024": "SDXL, 1024 px, 30 steps",
@@ -180,5 +180,5 @@ def test_the_first_lines_of_readme_say_what_the_records_say(gpu: ModuleType) -> 
         more = re.search(rf"^\| {name} .* (\d+ MB) \|$", page, flags=re.MULTILINE)[1]
         dense = own["dense"].ms / 1000
         seconds = [dense, *(dense / own[f"speed-up {speedup}"].speedup for speedup in ("1.5", "2", "3"))]
-        cells = [f"{one:.{1 if dense > 2 else 2}f} s" for one in seconds]
+        cells = [f"{one:.{1 if dense > 2 else 2}f}" for one in seconds]
         assert f"\n| {name} | {' | '.join(cells)} | {more} |\n" in readme
