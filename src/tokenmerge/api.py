@@ -44,7 +44,7 @@ from tokenmerge.vit.runtime import EncoderState, checked_encoders, patch_encoder
 
 __all__ = ["Patch", "apply_token_merging", "remove_token_merging", "token_merging"]
 
-_ARGUMENTS = ("speedup", "ratio", "start", "until", "min_psnr")
+_ARGUMENTS = ("config", "speedup", "ratio", "start", "until", "min_psnr")
 _TWO_WAYS = (
     "apply_token_merging(pipe, speedup=2.0) for the default method, or apply_token_merging(pipe, ratio=0.5) "
     "to merge half of the tokens and nothing else"

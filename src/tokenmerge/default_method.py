@@ -123,7 +123,9 @@ class DefaultMethod:
         highest = plan_for(facts, math.inf).speedup
         if highest + ROUNDING >= self.speedup:
             harm = self.plan(facts).harm
-            told = f"speedup={self.speedup:g}: expect {expected(harm)}, a picture that looks different"
+            told = (
+                f"speedup={self.speedup:g}: a first guess is {expected(harm)}, a picture that looks different"
+            )
             differs = looks(psnr_of(harm)) == looks(0) and facts.follows_steps and self.min_psnr is None
             return f"{told}; lower it, or take more steps" if differs and closeness else ""
         size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))

@@ -294,18 +294,18 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         key = height, width, batch, steps, guidance, config, references, tuple(dense.values())
         if self._counted is None or self._counted[0] != key:
             report = predict(self._model, config, height, width, batch, steps, references, dense)
-            told = ["" if guidance is None else f"the plan is that of guidance {guidance:g}"]
-            told.append(slower := hardly_faster(report, self._fewest_tokens) or "")
-            report = dataclasses.replace(report, notes=(*report.notes, *filter(None, told)))
+            slower = hardly_faster(report, self._fewest_tokens)
+            report = dataclasses.replace(report, notes=(*report.notes, *filter(None, [slower])))
             self._counted = key, report, slower
         report, default = self._counted[1], self._default
         if default is None:
             return report
         facts, error = self._facts_at(height, width, steps, guidance), self.estimate
-        text = "" if error is None else f"estimated: {error}"
+        text = "" if error is None else f"estimated from the last run: {error}"
         if run is None or config is not run.config:
-            error, harm = None, default.plan(facts).harm
-            text = f"estimated before a run: {expected(harm)} to the dense picture"
+            error, near = None, f"{expected(default.plan(facts).harm)} to the dense picture"
+            at = "" if facts.guidance is None else f", guidance {facts.guidance:g}"
+            text = f"estimated before a run{at}: {near}, less certain than after it"
         if default.min_psnr is not None:
             text += f"\nmin_psnr {default.min_psnr:g}: {self._tolerated(default, facts, error, report)}"
         return dataclasses.replace(report, estimated=text)
@@ -355,13 +355,12 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         run = self._state.last_run
         if run is None or not run.steps:
             return None
-        config = run.config
-        if run.kinds == {"unmerged": run.steps} or not (config.merges or config.reuse.on):
+        if run.kinds == {"unmerged": run.steps} or not (run.config.merges or run.config.reuse.on):
             return Estimate(math.inf, 0.0)  # nothing was skipped or merged
         if self._default is None:
             return None
         facts = self._facts_at(run.height, run.width, run.steps)
-        return estimate_closeness(facts, config, shown_by([run]))
+        return estimate_closeness(facts, run.config, shown_by([run]))
 
     def _remarks(self, facts: Facts | None, error: Estimate | None, report: Report | None) -> dict[str, str]:
         """Return how close the picture is, and what the default method added or did not reach, by heading."""
@@ -373,25 +372,27 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             remarks["warning"] = "" if self._state.kept.note else told
             if default.min_psnr is not None and report is not None:
                 remarks[f"min_psnr {default.min_psnr:g}"] = self._tolerated(default, facts, error, report)
-            if error and facts.steps <= 8 and math.isfinite(error.psnr):  # short_generations_cpu.jsonl
-                remarks["few steps"] = f"{facts.steps - 1} steps without tokenmerge can be closer"
+            if (
+                error and report and facts.steps <= 8 and math.isfinite(error.psnr)
+            ):  # short_generations_cpu.jsonl
+                fewer = f"{max(1, round(facts.steps / report.speedup))} steps without it take as long"
+                remarks["few steps"] = f"{fewer}, and can be as close"
             elif error and error.psnr < 30:  # many details differ
                 remarks["for a closer picture"] = "a lower speedup, or more steps"
         return remarks
 
     def _tolerated(self, default: DefaultMethod, facts: Facts, error: Estimate | None, report: Report) -> str:
         """Say what the tolerance of the default method adds to a run, or what it cost in the last one."""
-        plan, margin, wanted = default.plan(facts), ESTIMATE["margin"], default.min_psnr or 0.0
+        plan, wanted = default.plan(facts), default.min_psnr or 0.0
+        aim = f"{wanted + ESTIMATE['margin']:g} dB, to be safe"
         if error is None:
             slower = default.settings(facts) != default.change(plan.config)
             begins = f"begins slower than speedup={default.speedup:g}, and " * slower
-            aim = f"{wanted + margin:g} dB, {margin:g} more to be safe"
-            return f"a run {begins}adds complete steps while its estimate is below {aim}"
+            return f"a run {begins}adds complete steps until its estimate is {aim}"
         reached = "above" if error.psnr >= wanted else "below"
         ran, due = (f"{speedup:.2f}×" for speedup in (report.speedup, plan.speedup))
         cost = "No step was added" if ran == due else f"This cost speed: {ran} in place of {due}"
-        aims = f"To be safe, its plan aims at {wanted + margin:g} dB"
-        return f"the estimate of the run is {reached} {wanted:g} dB. {aims}. {cost}"
+        return f"the estimate is {reached} {wanted:g} dB; the plan aims at {aim}. {cost}"
 
     def _pictures(self, pipe: Any) -> int | None:
         """Return how many pictures a call draws; None: unknown."""

@@ -167,7 +167,7 @@ def test_the_table():
     assert lines[-2] == "note: level: 1 has the most tokens; at 4, a grid is a quarter as wide"
     assert lines[-3] == "note: 4 blocks stay dense at level 2: max_downsample=1"
     few = str(predict(hosts.unet(), ToMeConfig(ratio=0.5, max_downsample=2, min_tokens=200)))
-    assert "4 blocks stay dense: fewer than min_tokens=" in few
+    assert "4 blocks stay dense: fewer than 200 tokens (min_tokens)" in few
     assert "note: level" not in few  # none but the first is named
     one_call = "note: GFLOPs: of one call of the model, on a batch of"
     assert lines[-1] == f"{one_call} 2 (with guidance, one picture is two samples)"
@@ -308,7 +308,7 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
         ),
         (presets.sdtm(), "from 80 % of the steps on: ratio=0.34"),
         (presets.sdtm(), "from 40 % of the steps on: planner=tome"),
-        (presets.sdtm(), "the rows of blocks are those of the step that merges most"),
+        (presets.sdtm(), "blocks, and all other layers: in the step that merges most"),
         (presets.toma(), "a plan is used for 5 steps"),
         (presets.ibtm(), "the planner 'tome' runs until the first guided step"),
         (ToMeConfig(correction=Correction(every=4)), "1 of 4 complete steps merges nothing"),
@@ -350,7 +350,7 @@ def test_a_known_number_of_steps_gives_the_plan():
 def test_the_report_has_these_notes_and_those_on_small_grids(config):
     notes = predict(hosts.unet(), config).notes
     assert set(notes_on_steps(config)) < set(notes)
-    assert ("4 blocks stay dense: fewer than min_tokens=200 tokens" in notes) == bool(config.min_tokens)
+    assert ("4 blocks stay dense: fewer than 200 tokens (min_tokens)" in notes) == bool(config.min_tokens)
 
 
 def test_levels_are_counted_with_their_own_settings():

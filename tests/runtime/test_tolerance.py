@@ -151,7 +151,7 @@ def test_the_summary_says_what_a_tolerance_cost():
         pipe((0, 1))
         found, above = str(patch), patch.estimate.psnr >= 30
     reached = "above" if above else "below"
-    due = f"the estimate of the run is {reached} 30 dB. To be safe, its plan aims at 36 dB"
+    due = f"the estimate is {reached} 30 dB; the plan aims at 36 dB, to be safe"
     counted, cost, fixed = map(float, re.findall(r"(\d\.\d\d)×", found))
     assert f"min_psnr 30: {due}. This cost speed: {cost:.2f}× in place of {fixed:.2f}×" in found
     assert counted == cost < fixed
@@ -284,4 +284,4 @@ def test_a_tolerance_that_asks_for_little_costs_nothing():
     pipe = Unet()
     with apply(pipe, 1) as patch:
         pipe((0, 1))
-        assert ". To be safe, its plan aims at 7 dB. No step was added\n" in str(patch)
+        assert "; the plan aims at 7 dB, to be safe. No step was added\n" in str(patch)

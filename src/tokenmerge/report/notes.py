@@ -78,7 +78,7 @@ def notes_on_blocks(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeCo
             "for its reference pictures"
         )
     if too_small and config.min_tokens:
-        notes.append(f"{_stay_dense(len(too_small))}: fewer than min_tokens={config.min_tokens} tokens")
+        notes.append(f"{_stay_dense(len(too_small))}: fewer than {config.min_tokens} tokens (min_tokens)")
     else:
         notes += [
             f"{path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx}, "
@@ -128,7 +128,7 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
     if differ and (config.merges or not steps):
         which = "the step that merges most" if config.merges else "a step that runs the whole model"
         more = "; pass a number of steps (--steps) to count the mean operations too"
-        notes.append(f"the rows of blocks are those of {which}{'' if steps else more}")
+        notes.append(f"blocks, and all other layers: in {which}{'' if steps else more}")
     return notes
 
 

@@ -49,14 +49,14 @@ def summary(
         return lines
     share = "" if report is None else f"{saved(report.flops_dense, report.flops)} of the operations saved"
     if run is None and report is not None:
-        example = f"with the pipeline's defaults, {_setting(conditions, report, report.steps)}"
+        example = f"for example, with the pipeline's defaults, {_setting(conditions, report, report.steps)}"
         if is_default(conditions.method):  # other sizes and steps have other plans
             lines.append(f"  no run yet; {example}: {share}, {in_words(report.kept_bytes)} cached")
             return [*lines, "  for yours: print(patch.report(height=…, width=…, steps=…))", *remarks]
         lines.append(f"  no run yet; {example}:")
     if report is not None:
-        less = "up to 10 % less" if is_default(conditions.method) else "less"
-        share += f"; the clock mostly shows {less}" * (report.speedup > 1)
+        clock = f"{0.9 * report.speedup:.1f} to {report.speedup:.1f}×" * is_default(conditions.method)
+        share += f"; the clock mostly shows {clock or 'less'}" * (report.speedup >= 1.05)
         lines.append(f"  counted: {report.speedup:.2f}× ({share})")
     lines += remarks
     if conditions.gone:
@@ -130,9 +130,6 @@ def in_words(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-_NOTE_ON_TOKENS = "tokens: of the largest block that merged; blocks: calls of blocks that merged"
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class RunSteps(Tabled, Sequence[StepRow]):
     """The denoising steps of a run: what ran and merged, how much the result changed, and how long it took.
@@ -161,10 +158,10 @@ class RunSteps(Tabled, Sequence[StepRow]):
         columns = {
             "step": [str(row.step) for row in rows],
             "plan" if plan else "kind": [plan[row.step : row.step + 1] if plan else row.kind for row in rows],
-            **({} if alike else {"tokens": tokens, "blocks": blocks}),
+            **({} if alike else {"tokens": tokens, "calls": blocks}),
             "seconds": [f"{one:.3f}" for one in seconds],
         }
         title = f"{len(rows)} step{'s' * (len(rows) != 1)}, {sum(seconds):.2f} s in the model"
         title += f"; each merges {tokens[0]} tokens in {blocks[0]} block calls" * (alike and bool(tokens[0]))
-        notes = (*legend(plan), *[_NOTE_ON_TOKENS] * (not alike))
+        notes = (*legend(plan), *["tokens: of the largest block; calls: of blocks that merge"] * (not alike))
         return TextTable(title, [(*columns,), *zip(*columns.values(), strict=True)], notes)

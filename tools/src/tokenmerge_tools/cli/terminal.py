@@ -131,8 +131,8 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     finite = [value for value in result.psnr if math.isfinite(value)]
     if result.fewer_psnr is not None and finite:
         lead = round(sum(finite) / len(finite), 1) - round(result.fewer_psnr, 1)  # as printed above
-        both = ["with tokenmerge", f"with {result.fewer_steps} dense steps"]
-        closer, other = both if lead > 0 else both[::-1]
+        both = ["with tokenmerge", f"with {result.fewer_steps} dense steps, which take about as long"]
+        closer, other = both if lead > 0 else ("with fewer steps", both[0])
         lines += ["", f"  {abs(lead):.1f} dB closer {closer} than {other}"]
     once, many = "One run each; --repeat 3 gives figures to rely on.", "Medians of {} timed runs each."
     lines += [
