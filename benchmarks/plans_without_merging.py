@@ -125,15 +125,15 @@ def readme_table(lines: Lines) -> str:
 
     pairs = [*zip(SPEEDUPS, FEWER, strict=True)]
     rows = {
-        "FLUX": [(of_flux("tokenmerge", one), of_flux("dense", steps)) for one, steps in pairs],
+        "small FLUX": [(of_flux("tokenmerge", one), of_flux("dense", steps)) for one, steps in pairs],
         **{
-            f"UNet with {plan.split(',')[0]}'s plan, guidance {GUIDANCE:g}": [
+            f"small UNet, {plan.split(',')[0]}'s plan, guidance {GUIDANCE:g}": [
                 of_unet(plan, one) for one in SPEEDUPS
             ]
             for plan in MODELS
         },
         **{
-            f"SD3, guidance {guidance:g}": [
+            f"small SD3, guidance {guidance:g}": [
                 (of_sd3(guidance, "auto", one), of_sd3(guidance, "fewer-steps", steps))
                 for one, steps in pairs
             ]
@@ -141,13 +141,13 @@ def readme_table(lines: Lines) -> str:
         },
     }
     heads = " | ".join(f"`speedup={one:.1f}`" for one in SPEEDUPS)
-    made = [f"| dB on a small model | {heads} |", "|---|---:|---:|---:|"]
+    made = [f"| PSNR in dB | {heads} |", "|---|---:|---:|---:|"]
     for name, values in rows.items():
         cells = " | ".join(f"**{own:.0f}**" if round(own) >= 40 else f"{own:.0f}" for own, _ in values)
         made.append(f"| {name} | {cells} |")
     leads = [[own - fewer for own, fewer in values] for values in zip(*rows.values(), strict=True)]
-    cells = " | ".join(f"{min(own):.0f} to {max(own):.0f} less" for own in leads)
-    return "\n".join([*made, f"| fewer steps, as many operations | {cells} |", ""])
+    cells = " | ".join(f"{min(own):.0f} to {max(own):.0f}" for own in leads)
+    return "\n".join([*made, f"| as many operations in fewer steps: lower by | {cells} |", ""])
 
 
 def write(lines: Lines) -> None:

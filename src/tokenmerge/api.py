@@ -25,7 +25,7 @@ from tokenmerge.integrations import export  # noqa: F401 - exported programs com
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import DENOISERS, find_hosts
 from tokenmerge.report import Report
-from tokenmerge.runtime.memory.state import RecordedPlan
+from tokenmerge.runtime.memory.state import RecordedPlan, warn_caller
 from tokenmerge.runtime.patching.patch import (
     hosts_that_merge,
     new_state,
@@ -150,7 +150,11 @@ def apply_token_merging(
         change = partial(_with_rules, dense_outside(0.0 if start is None else start, until))
         default = asked.default and dataclasses.replace(asked.default, change=change)
         asked = dataclasses.replace(asked, config=change(asked.config), default=default)
-    return merge_in_hosts(pipe_or_model, **vars(asked))
+    patch = merge_in_hosts(pipe_or_model, **vars(asked))
+    method = asked.default
+    if method is not None and method.facts.follows_steps and (told := method.too_fast(method.facts)):
+        warn_caller(told)  # at the default size and number of steps; a run warns at its own
+    return patch
 
 
 def _asked(

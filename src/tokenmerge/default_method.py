@@ -116,18 +116,27 @@ class DefaultMethod:
         """Return the plan of one generation, before ``change``."""
         return plan_for(facts, self.speedup)
 
+    def is_dense(self, facts: Facts) -> bool:
+        """Return whether a generation merges and skips nothing, or nothing when it begins."""
+        config = self.settings(facts)
+        return not (config.merges or config.reuse.on)
+
     def shortfall(self, facts: Facts, closeness: bool = True) -> str:
         """Return what the generation does not reach, in speed or in closeness; empty: it reaches all."""
-        if self.min_psnr is not None and not (config := self.settings(facts)).merges and not config.reuse.on:
+        if self.min_psnr is not None and self.is_dense(facts):
             return f"min_psnr={self.min_psnr:g}: this generation is dense, as no plan is so close; lower it"
+        if told := self.too_fast(facts):
+            return told
+        harm = self.plan(facts).harm
+        told = f"speedup={self.speedup:g}: a first guess is {expected(harm)}, a picture that looks different"
+        differs = looks(psnr_of(harm)) == looks(0) and facts.follows_steps and self.min_psnr is None
+        return f"{told}; lower it, or take more steps" if differs and closeness else ""
+
+    def too_fast(self, facts: Facts) -> str:
+        """Return by how much the generation cannot reach the speed-up; empty: it can."""
         highest = plan_for(facts, math.inf).speedup
         if highest + ROUNDING >= self.speedup:
-            harm = self.plan(facts).harm
-            told = (
-                f"speedup={self.speedup:g}: a first guess is {expected(harm)}, a picture that looks different"
-            )
-            differs = looks(psnr_of(harm)) == looks(0) and facts.follows_steps and self.min_psnr is None
-            return f"{told}; lower it, or take more steps" if differs and closeness else ""
+            return ""
         size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))
         where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {size} tokens"
         if highest < 1 + ROUNDING:

@@ -141,8 +141,8 @@ class Patch(Generic[AnyReport, AnyRecord]):
     def record_steps(self, on: bool = True) -> None:
         """Record what each denoising step does from now on, for :attr:`steps`.
 
-        Recording keeps the model's last result and compares the next one with it, without waiting for the
-        device. Blocks that were compiled separately are compiled again. :meth:`remove` ends the recording.
+        It does not wait for the device. Blocks that were compiled separately are compiled again.
+        :meth:`remove` ends the recording.
 
         Args:
             on: whether to record. False drops what was recorded.
@@ -270,7 +270,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             plan = signs_of(plan_generation(run.config, run.steps), merges, is_unet)
         # The last run may be one of another thread.
         same = all((row.kind == "reused") == (plan[row.step : row.step + 1] in ("f", "·")) for row in rows)
-        return RunSteps(rows, plan if same else "")
+        signs = [plan[row.step : row.step + 1] * same for row in rows]
+        return RunSteps(tuple(map(lambda row, sign: dataclasses.replace(row, sign=sign), rows, signs)))
 
     def _report(
         self, height: Given, width: Given, steps: Given, guidance: Any, batch: Given, references: Sizes
@@ -306,7 +307,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             error, near = None, f"{expected(default.plan(facts).harm)} to the dense picture"
             at = "" if facts.guidance is None else f", guidance {facts.guidance:g}"
             text = f"estimated before a run{at}: {near}, less certain than after it"
-        if default.min_psnr is not None:
+        if default.min_psnr is not None and not default.is_dense(facts):
             text += f"\nmin_psnr {default.min_psnr:g}: {self._tolerated(default, facts, error, report)}"
         return dataclasses.replace(report, estimated=text)
 
@@ -370,7 +371,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if facts is not None and default is not None and facts.follows_steps:
             told = default.shortfall(facts, closeness=run is None)  # a run has an estimate of its own
             remarks["warning"] = "" if self._state.kept.note else told
-            if default.min_psnr is not None and report is not None:
+            if default.min_psnr is not None and report is not None and not default.is_dense(facts):
                 remarks[f"min_psnr {default.min_psnr:g}"] = self._tolerated(default, facts, error, report)
             if (
                 error and report and facts.steps <= 8 and math.isfinite(error.psnr)
@@ -391,7 +392,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             return f"a run {begins}adds complete steps until its estimate is {aim}"
         reached = "above" if error.psnr >= wanted else "below"
         ran, due = (f"{speedup:.2f}×" for speedup in (report.speedup, plan.speedup))
-        cost = "No step was added" if ran == due else f"This cost speed: {ran} in place of {due}"
+        lower = "a lower speedup without min_psnr can be faster"
+        cost = "No step was added" if ran == due else f"This cost speed: {ran} in place of {due}; {lower}"
         return f"the estimate is {reached} {wanted:g} dB; the plan aims at {aim}. {cost}"
 
     def _pictures(self, pipe: Any) -> int | None:

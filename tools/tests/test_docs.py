@@ -420,7 +420,7 @@ def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     config = settings_for(unet, 2.0, 128, 128, 30, 5.0, follows_steps=True)
     signs = signs_of(plan_generation(config, 30), config.merges, is_unet=True)
     assert set(signs) == {"D", "f"}
-    assert "on a CPU, but not on an H100; on other GPUs, the first call measures it." in README
+    assert "On an H100 or H200 that saves nothing, so it is off." in README
 
 
 def test_the_page_of_the_third_model_says_what_its_record_says():

@@ -13,7 +13,7 @@ from tokenmerge.text_table import Row
 
 # The sign of each kind of step, and what it does.
 SIGNS = {
-    "M": "the whole model runs, on merged tokens",
+    "M": "the whole model runs, and tokens merge",
     "D": "the whole model runs, and no token merges",
     "C": "the whole model runs, and no token merges; this step corrects what merging loses in the others",
     "f": "only the finest level of the UNet runs; the rest is extrapolated",
@@ -37,7 +37,7 @@ def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
 def legend(plan: str) -> list[str]:
     """Return a line for each sign of a plan: in how many steps it stands, and what they do."""
     steps = {sign: f"{plan.count(sign)} step{'s' * (plan.count(sign) > 1)}" for sign in SIGNS if sign in plan}
-    finest = "UNet runs" + ", on merged tokens" * ("M" in plan and "D" not in plan)
+    finest = "UNet runs" + ", and tokens merge" * ("M" in plan and "D" not in plan)
     return [f"{sign} in {count}: {SIGNS[sign].replace('UNet runs', finest)}" for sign, count in steps.items()]
 
 
@@ -114,6 +114,8 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
         notes += _notes_on_reuse(config.reuse)
     if config.plans.every > 1:
         notes.append(f"a plan is used for {config.plans.every} steps")
+    if config.plans.blocks:
+        notes.append("of blocks in a row, the first chooses the tokens that merge, and so saves less")
     if config.cached_features:
         what = "all blocks of a level" if config.cached_features == "model_residual" else "each block"
         notes.append(

@@ -47,16 +47,17 @@ def summary(
         lines.append(f"  last run: {setting}" + f", {run.seconds:.1f} s of denoising" * bool(run.steps))
     elif conditions.gone:
         return lines
-    share = "" if report is None else f"{saved(report.flops_dense, report.flops)} of the operations saved"
     if run is None and report is not None:
         example = f"for example, with the pipeline's defaults, {_setting(conditions, report, report.steps)}"
         if is_default(conditions.method):  # other sizes and steps have other plans
-            lines.append(f"  no run yet; {example}: {share}, {in_words(report.kept_bytes)} cached")
+            gain = f"{report.speedup:.2f}× counted, {in_words(report.kept_bytes)} cached"
+            lines.append(f"  no run yet; {example}: {gain}")
             return [*lines, "  for yours: print(patch.report(height=…, width=…, steps=…))", *remarks]
         lines.append(f"  no run yet; {example}:")
     if report is not None:
+        share = f"{saved(report.flops_dense, report.flops)} of the operations saved"
         clock = f"{0.9 * report.speedup:.1f} to {report.speedup:.1f}×" * is_default(conditions.method)
-        share += f"; the clock mostly shows {clock or 'less'}" * (report.speedup >= 1.05)
+        share += f"; expect {clock or 'less'} by the clock" * (report.speedup >= 1.05)
         lines.append(f"  counted: {report.speedup:.2f}× ({share})")
     lines += remarks
     if conditions.gone:
@@ -132,13 +133,12 @@ def in_words(size: int) -> str:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RunSteps(Tabled, Sequence[StepRow]):
-    """The denoising steps of a run: what ran and merged, how much the result changed, and how long it took.
+    """The denoising steps of a run: what ran and merged, and how long it took.
 
     It is a sequence of the rows. ``print`` shows them as a table.
     """
 
     rows: tuple[StepRow, ...]
-    plan: str = ""  # the sign of each step; empty: unknown
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -151,13 +151,13 @@ class RunSteps(Tabled, Sequence[StepRow]):
         return [dataclasses.asdict(row) for row in self.rows]
 
     def _table(self) -> TextTable:
-        rows, plan = self.rows, self.plan
+        rows, plan = self.rows, "".join(row.sign for row in self.rows)
         tokens = ["" if row.tokens is None else f"{row.tokens} → {row.merged_tokens}" for row in rows]
         blocks, seconds = [str(row.blocks) for row in rows], [row.seconds for row in rows]
         alike = len({*zip(tokens, blocks, strict=True)}) == 1
         columns = {
             "step": [str(row.step) for row in rows],
-            "plan" if plan else "kind": [plan[row.step : row.step + 1] if plan else row.kind for row in rows],
+            "plan" if plan else "kind": [row.sign or row.kind for row in rows],
             **({} if alike else {"tokens": tokens, "calls": blocks}),
             "seconds": [f"{one:.3f}" for one in seconds],
         }

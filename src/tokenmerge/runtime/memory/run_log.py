@@ -185,13 +185,12 @@ class StepRow:
 
     Attributes:
         step: index of the step among those of its scheduler, from 0.
+        sign: that of the step in the plan, such as ``"M"``; empty: unknown.
         kind: ``"merged"``: the whole model ran, and tokens merged. ``"unmerged"``: it ran, and no
             token merged. Both are complete steps. ``"reused"``: a part of the model was skipped.
         blocks: number of block calls that merged, over all calls of the model in the step.
         tokens: tokens of the largest of these calls; None: no block merged.
         merged_tokens: what was left of them after merging; None: no block merged.
-        change: ‖x_t − x_{t−1}‖ / ‖x_{t−1}‖ of the model's result x, compared with the step before; None:
-            there is nothing to compare with, or the change is no finite number.
         seconds: time in the model, ≥ 0, over all its calls in the step. Solver and decoder are not in it.
     """
 
@@ -200,8 +199,8 @@ class StepRow:
     blocks: int
     tokens: int | None
     merged_tokens: int | None
-    change: float | None
     seconds: float
+    sign: str = ""
 
 
 def clock(device: torch.device) -> Any:
@@ -223,21 +222,16 @@ def seconds_between(began: Any, ended: Any) -> float:
 
 @dataclasses.dataclass(eq=False)
 class _Step:
-    """What was measured of a step so far. Tensors are read later, since reading waits for the device."""
+    """What was measured of a step so far. Times are read later, since reading waits for the device."""
 
     kind: StepKind
     plans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     times: list[list[Any]] = dataclasses.field(default_factory=list)  # of each call: begin, and end
-    # [2], of each call: sums of squares of the change, and of the result before.
-    squares: list[Tensor] = dataclasses.field(default_factory=list)
 
     def row(self, index: int) -> StepRow:
         tokens, merged_tokens = max(self.plans, default=(None, None))
-        squares = sum((pair.double().cpu() for pair in self.squares), torch.zeros(2, dtype=torch.float64))
-        changed, before = squares.sqrt().tolist()
-        change = changed / before if before and math.isfinite(changed / before) else None
         seconds = sum(seconds_between(times[0], times[-1]) for times in self.times)
-        return StepRow(index, self.kind, len(self.plans), tokens, merged_tokens, change, seconds)
+        return StepRow(index, self.kind, len(self.plans), tokens, merged_tokens, seconds)
 
 
 class StepLog:
@@ -246,13 +240,10 @@ class StepLog:
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
         self._latest = _Step("unmerged")
-        self._before: list[Tensor | None] = []  # results of the calls of the step before
-        self._results: list[Tensor | None] = []  # of this step
 
     def begin_call(self, step: DenoisingStep, kind: StepKind, device: torch.device) -> None:
         """Note a call of the model. Where a step makes several calls, the last one decides its kind."""
         if self._steps.get(step.index) is not self._latest:
-            self._before, self._results = self._results, []
             self._steps[step.index] = self._latest = _Step(kind)
         self._latest.kind = kind
         self._device = device
@@ -262,19 +253,9 @@ class StepLog:
         """Note a block call that merges."""
         self._latest.plans.append((tokens, merged_tokens))
 
-    def end_call(self, result: Any) -> None:
-        """Note the end of a call, and what the model returned."""
+    def end_call(self) -> None:
+        """Note the end of a call."""
         self._latest.times[-1].append(clock(self._device))
-        number, made = len(self._results), _one_tensor(result)
-        before = self._before[number] if number < len(self._before) else None
-        self._results.append(made)
-        if made is not None and before is not None and made.shape == before.shape:
-            exact = before.to(torch.promote_types(before.dtype, torch.float32))
-            self._latest.squares.append(torch.stack([(made - exact).square().sum(), exact.square().sum()]))
-
-    def forget_results(self) -> None:
-        """Drop the results that the next step would be compared with."""
-        self._before, self._results = [], []
 
     def rows(self) -> tuple[StepRow, ...]:
         """Return what each step did, in the order of the steps."""
@@ -301,12 +282,3 @@ class StepRecorder(WeakDictionary):
     def last(self) -> StepLog | None:
         """The log of the generation that began last in this thread, or in any thread if this one had none."""
         return self._last_of_thread.value or self._last
-
-
-def _one_tensor(result: Any) -> Tensor | None:
-    """Return a copy of a model's result, flattened into one tensor. None: it holds no tensors with values."""
-    made = result if isinstance(result, (Tensor, list)) else result[0]
-    pictures = made if isinstance(made, list) else [made]
-    if not all(isinstance(picture, Tensor) and not picture.is_meta for picture in pictures):
-        return None
-    return torch.cat([picture.detach().flatten() for picture in pictures])

@@ -235,9 +235,6 @@ class ModelState:
             memory.sample.forget()
             memory.forget()
         self.memories.clear()
-        if self.recorder is not None:
-            for log in self.recorder.values():
-                log.forget_results()
         self.begin_call()
 
 

@@ -119,7 +119,7 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
         if state.config.guided_planner:
             _compare_guidance(memory, context, result if isinstance(result, Tensor) else result[0])
     if context.step_log is not None:
-        context.step_log.end_call(result)
+        context.step_log.end_call()
 
 
 def _compare_guidance(memory: Memory, context: CallContext, made: Any) -> None:
