@@ -128,7 +128,9 @@ class DefaultMethod:
         if told := self.too_fast(facts):
             return told
         harm = self.plan(facts).harm
-        told = f"speedup={self.speedup:g}: a first guess is {expected(harm)}, a picture that looks different"
+        told = (
+            f"speedup={self.speedup:g}: before the run, the estimate is {expected(harm)}: it looks different"
+        )
         differs = looks(psnr_of(harm)) == looks(0) and facts.follows_steps and self.min_psnr is None
         return f"{told}; lower it, or take more steps" if differs and closeness else ""
 

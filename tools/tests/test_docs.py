@@ -358,7 +358,7 @@ def test_two_pages_say_how_close_short_generations_are(monkeypatch):
     assert f"In 8 steps it was closer in {sum(lead > 0 for lead in eight)} of {len(eight)}, and" in page
     assert min(eight) < -1 < -0.5 < min(more)
     assert 0.4 < sum(lead > 0 for lead in eight) / len(eight) < 0.8
-    as_close = "fewer steps with as many operations are [about as close](docs/few-steps.md)."
+    as_close = "try fewer steps first: they are [about as close](docs/few-steps.md)."
     assert f"**In 8 steps or fewer**, {as_close}" in README
 
 

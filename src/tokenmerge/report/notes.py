@@ -115,7 +115,9 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
     if config.plans.every > 1:
         notes.append(f"a plan is used for {config.plans.every} steps")
     if config.plans.blocks:
-        notes.append("of blocks in a row, the first chooses the tokens that merge, and so saves less")
+        notes.append(
+            "the first of several blocks in a row finds the tokens that merge in all, so it saves less"
+        )
     if config.cached_features:
         what = "all blocks of a level" if config.cached_features == "model_residual" else "each block"
         notes.append(
@@ -130,7 +132,7 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
     if differ and (config.merges or not steps):
         which = "the step that merges most" if config.merges else "a step that runs the whole model"
         more = "; pass a number of steps (--steps) to count the mean operations too"
-        notes.append(f"blocks, and all other layers: in {which}{'' if steps else more}")
+        notes.append(f"blocks: those of {which}{'' if steps else more}")
     return notes
 
 

@@ -112,7 +112,7 @@ class Report(Tabled):
         ]
         dense, merged = (sum(getattr(row, of) for row in self.rows) for of in ("flops_dense", "flops_merged"))
         others = gflops(self.flops_dense - dense, self.flops_merged - merged)
-        lines += [("all other layers", "", "", "", "", *others)] * bool(self.rows)
+        lines += [("all other layers, if they run", "", "", "", "", *others)] * bool(self.rows)
         totals = {} if self.flops_mean is not None else {"whole model": self.flops_merged}
         for sign in dict.fromkeys(self.plan):
             own = [one for one, step in zip(self.flops_of_steps, self.plan, strict=True) if step == sign]
@@ -128,7 +128,8 @@ class Report(Tabled):
         title = [f"{self.model}: {size}", f"counted: {self.speedup:.2f}× ({share})"]
         title += [self.estimated] * bool(self.estimated)
         title += [f"plan: {self.plan}"] * bool(self.plan) + [f"      {line}" for line in legend(self.plan)]
-        columns = range(len(header)) if self.rows else (0, 5, 6)
+        columns = [0, 1, 2, 3, 4, 5, 6] if any(row.level > 1 for row in self.rows) else [0, 2, 3, 4, 5, 6]
+        columns = columns if self.rows else [0, 5, 6]
         cells = [tuple(line[column] for column in columns) for line in (header, *lines)]
         of_two = " (with guidance, one picture is two samples)" * (self.batch % 2 == 0)
         levels = ["level: 1 has the most tokens; at 4, a grid is a quarter as wide"]
