@@ -353,7 +353,7 @@ def test_before_a_run_the_handle_says_that_a_tolerance_slows_it_down(fast):
     run(pipe, 12)
     assert why not in str(patch)
     assert why not in str(apply_token_merging(pipe, speedup=3.0))
-    line = f"\n  min_psnr 1: a run {why} 7 dB, to be safe"
+    line = f"\n  min_psnr 1: a run {why} 7 dB, to be safe, which costs speed"
     assert str(apply_token_merging(pipe, speedup=3.0, min_psnr=1)).endswith(line)
     # Slower than asked, but not because of the tolerance.
     assert more not in str(apply_token_merging(pipe, speedup=3.0, min_psnr=1, until=0.5))

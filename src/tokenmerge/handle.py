@@ -266,7 +266,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             )
         rows, run, plan = recorder.last.rows(), self._state.last_run, ""
         if run is not None and run.steps:
-            merges, is_unet = any(row.blocks for row in rows), bool(self._denoiser.deep_stages)
+            merges, is_unet = any(row.merging_calls for row in rows), bool(self._denoiser.deep_stages)
             plan = signs_of(plan_generation(run.config, run.steps), merges, is_unet)
         # The last run may be one of another thread.
         same = all((row.kind == "reused") == (plan[row.step : row.step + 1] in ("f", "·")) for row in rows)
@@ -388,7 +388,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if error is None:
             slower = default.settings(facts) != default.change(plan.config)
             begins = f"begins slower than speedup={default.speedup:g}, and " * slower
-            return f"a run {begins}adds complete steps until its estimate is {aim}"
+            return f"a run {begins}adds complete steps until its estimate is {aim}, which costs speed"
         reached = "above" if error.psnr >= wanted else "below"
         ran, due = (f"{speedup:.2f}×" for speedup in (report.speedup, plan.speedup))
         lower = "a lower speedup without min_psnr can be faster"

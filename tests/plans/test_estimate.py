@@ -118,11 +118,11 @@ def test_errors_grow_with_the_distance_and_fall_with_the_noise():
 def test_short_generations_have_an_estimate(steps):
     found = estimate_closeness(dataclasses.replace(UNET, steps=steps), CONFIG, Shown())
     assert math.isfinite(found.psnr)
-    assert " to the dense picture: " in str(found)
+    assert " to the dense picture; " in str(found)
 
 
 def test_the_estimate_is_printed_with_its_range_and_in_words():
-    words = 'to the dense picture: around "small details differ"'
+    words = "to the dense picture; probably small details differ"
     assert str(Estimate(35.4, 7.0)) == f"35 dB (most pictures: 28 to 42) {words}"
 
 

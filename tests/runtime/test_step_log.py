@@ -108,13 +108,13 @@ def test_tokens_and_blocks_are_those_of_the_plans(pipe, name):
     rows = patch.steps.rows
     shapes = [(p.plan.inverse.shape[1], p.plan.keep.shape[1]) for p in plans.values()]
     merging = [row for row in rows if row.kind == "merged"]
-    assert {row.blocks for row in merging} == {len(plans)}
+    assert {row.merging_calls for row in merging} == {len(plans)}
     assert {(row.tokens, row.merged_tokens) for row in merging} == {max(shapes)}
     for row in rows:
         if row.kind == "unmerged":
-            assert (row.blocks, row.tokens, row.merged_tokens) == (0, None, None)
+            assert (row.merging_calls, row.tokens, row.merged_tokens) == (0, None, None)
         if row.kind == "reused":  # the finest level of the UNet runs
-            assert 0 < row.blocks < len(plans)
+            assert 0 < row.merging_calls < len(plans)
 
 
 def test_the_plan_of_another_run_is_not_shown_beside_the_steps(pipe):
@@ -139,7 +139,7 @@ def test_a_step_may_call_the_model_twice():
             sample = hosts.inputs(seed=step)
             for text in hosts_texts(sample):
                 model(**{**sample, "encoder_hidden_states": text})
-    assert [row.blocks for row in patch.steps] == [6, 6, 6]  # three blocks at level 1, two calls
+    assert [row.merging_calls for row in patch.steps] == [6, 6, 6]  # three blocks at level 1, two calls
 
 
 def hosts_texts(sample: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -292,7 +292,7 @@ def test_blocks_that_are_compiled_record_as_others_do_in_as_many_graphs(shared):
     on, patch = run(record=True)
     assert on == off  # with a plan as another input
     rows = patch.steps.rows
-    assert [row.blocks for row in rows] == [2, 2, 2]
+    assert [row.merging_calls for row in rows] == [2, 2, 2]
     assert rows[0].merged_tokens == rows[0].tokens // 2
 
 
@@ -318,7 +318,7 @@ def test_the_table_says_it_all(pipe):
         str(first.tokens),
         "→",
         str(first.tokens // 2),
-        str(first.blocks),
+        str(first.merging_calls),
     ]
     assert first.tokens in (side * side, pipe.unet.config.sample_size**2)
     assert lines[5].split()[:3] == ["3", "D", "0"]
@@ -332,7 +332,9 @@ def test_what_is_alike_in_all_steps_stands_in_the_title(pipe):
     patch.record_steps()
     draw(pipe, 4)
     first, lines = patch.steps[0], str(patch.steps).splitlines()
-    merged = f"each merges {first.tokens} → {first.tokens // 2} tokens in {first.blocks} block calls"
+    merged = (
+        f"each merges {first.tokens} → {first.tokens // 2} tokens in {first.merging_calls} calls of blocks"
+    )
     assert lines[0].endswith(f" s in the model; {merged}")
     assert lines[1].split() == ["step", "plan", "seconds"]
     assert not any(line.startswith("note: tokens:") for line in lines)

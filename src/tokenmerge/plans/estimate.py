@@ -56,7 +56,7 @@ class Estimate:
         if math.isinf(self.psnr):
             return "the dense picture itself: nothing was skipped or merged"
         most = f"(most pictures: {low:.0f} to {high:.0f})"
-        return f'{self.psnr:.0f} dB {most} to the dense picture: around "{looks(self.psnr)}"'
+        return f"{self.psnr:.0f} dB {most} to the dense picture; probably {looks(self.psnr)}"
 
 
 def looks(psnr: float) -> str:

@@ -116,7 +116,7 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
         notes.append(f"a plan is used for {config.plans.every} steps")
     if config.plans.blocks:
         notes.append(
-            "the first of several blocks in a row finds the tokens that merge in all, so it saves less"
+            "the first of neighbouring blocks also finds the similar tokens for the others, so it saves less"
         )
     if config.cached_features:
         what = "all blocks of a level" if config.cached_features == "model_residual" else "each block"

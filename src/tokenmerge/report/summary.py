@@ -152,7 +152,7 @@ class RunSteps(Tabled, Sequence[StepRow]):
     def _table(self) -> TextTable:
         rows, plan = self.rows, "".join(row.sign for row in self.rows)
         tokens = ["" if row.tokens is None else f"{row.tokens} → {row.merged_tokens}" for row in rows]
-        blocks, seconds = [str(row.blocks) for row in rows], [row.seconds for row in rows]
+        blocks, seconds = [str(row.merging_calls) for row in rows], [row.seconds for row in rows]
         alike = len({*zip(tokens, blocks, strict=True)}) == 1
         columns = {
             "step": [str(row.step) for row in rows],
@@ -161,6 +161,8 @@ class RunSteps(Tabled, Sequence[StepRow]):
             "seconds": [f"{one:.3f}" for one in seconds],
         }
         title = f"{len(rows)} step{'s' * (len(rows) != 1)}, {sum(seconds):.2f} s in the model"
-        title += f"; each merges {tokens[0]} tokens in {blocks[0]} block calls" * (alike and bool(tokens[0]))
+        title += f"; each merges {tokens[0]} tokens in {blocks[0]} calls of blocks" * (
+            alike and bool(tokens[0])
+        )
         notes = (*legend(plan), *["tokens: of the largest block; calls: of blocks that merge"] * (not alike))
         return TextTable(title, [(*columns,), *zip(*columns.values(), strict=True)], notes)

@@ -188,7 +188,7 @@ class StepRow:
         sign: that of the step in the plan, such as ``"M"``; empty: unknown.
         kind: ``"merged"``: the whole model ran, and tokens merged. ``"unmerged"``: it ran, and no
             token merged. Both are complete steps. ``"reused"``: a part of the model was skipped.
-        blocks: number of block calls that merged, over all calls of the model in the step.
+        merging_calls: number of calls of blocks that merged, over all calls of the model in the step.
         tokens: tokens of the largest of these calls; None: no block merged.
         merged_tokens: what was left of them after merging; None: no block merged.
         seconds: time in the model, ≥ 0, over all its calls in the step. Solver and decoder are not in it.
@@ -196,7 +196,7 @@ class StepRow:
 
     step: int
     kind: StepKind
-    blocks: int
+    merging_calls: int
     tokens: int | None
     merged_tokens: int | None
     seconds: float

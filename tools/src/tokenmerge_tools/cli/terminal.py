@@ -128,19 +128,18 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     for name, seconds, closeness in rows:
         gain = f"{rows[0][1] / seconds:.1f}×" if name != rows[0][0] else "    "
         lines.append("  ".join((f"  {name:<16}", f"{_seconds(seconds):>7}", gain, closeness)).rstrip())
+    lines += [
+        "",
+        "  40 dB and more: hard to tell apart; 35 to 40: small details differ; 30 to 35: larger; below: many",
+    ]
     finite = [value for value in result.psnr if math.isfinite(value)]
     if result.fewer_psnr is not None and finite:
         lead = round(sum(finite) / len(finite), 1) - round(result.fewer_psnr, 1)  # as printed above
         both = ["with tokenmerge", f"with {result.fewer_steps} dense steps, which take about as long"]
         closer, other = both if lead > 0 else ("with fewer steps", both[0])
-        lines += ["", f"  {abs(lead):.1f} dB closer {closer} than {other}"]
+        lines.append(f"  {abs(lead):.1f} dB closer {closer} than {other}")
     once, many = "One run each; --repeat 3 gives figures to rely on.", "Medians of {} timed runs each."
-    lines += [
-        "",
-        f"  {(once if options.repeat == 1 else many).format(options.repeat)}",
-        "  From 40 dB on: hard to tell apart; 35: small details differ; 30: larger ones; 25: many.",
-        "",
-    ]
+    lines += [f"  {(once if options.repeat == 1 else many).format(options.repeat)}", ""]
     ran, merged = _what_ran(result, options.steps)
     lines += [
         f"  Counted:     {result.report.speedup:.2f}× by operations",
