@@ -136,7 +136,8 @@ class DefaultMethod:
 
     def too_fast(self, facts: Facts) -> str:
         """Return by how much the generation cannot reach the speed-up; empty: it can."""
-        highest = plan_for(facts, math.inf).speedup
+        fastest = plan_for(facts, math.inf)
+        highest = fastest.speedup
         if highest + ROUNDING >= self.speedup:
             return ""
         size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))
@@ -144,7 +145,10 @@ class DefaultMethod:
         if highest < 1 + ROUNDING:
             most, lower = f"nothing can be saved {where}, so this generation is dense", ""
         else:
-            most, lower = f"at most {highest:.2f}× can be reached {where}", ", or a lower speed-up"
+            most, lower = (
+                f"at most {highest:.2f}× can be reached {where}",
+                f", or a lower speed-up. The picture has {expected(fastest.harm)}",
+            )
         return f"speedup={self.speedup:g}: {most}; take more steps or a larger picture{lower}"
 
     @property

@@ -141,8 +141,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
     def record_steps(self, on: bool = True) -> None:
         """Record what each denoising step does from now on, for :attr:`steps`.
 
-        It does not wait for the device. Blocks that were compiled separately are compiled again.
-        :meth:`remove` ends the recording.
+        Blocks that were compiled separately are compiled again. :meth:`remove` ends the recording.
 
         Args:
             on: whether to record. False drops what was recorded.
@@ -331,7 +330,11 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         run, facts, estimate = self._state.last_run, None, self.estimate
         if report is not None and self._default is not None:
             facts = self._facts_at(report.height, report.width, report.steps if run is None else run.steps)
+        forecast = ""
+        if run is None and facts is not None and facts.follows_steps and self._default is not None:
+            forecast = expected(self._default.plan(facts).harm)
         conditions = Conditions(
+            forecast=forecast if report is not None and report.speedup > 1 else "",
             models=tuple(type(model).__name__ for model in self._states),
             method=self._state.method,
             denoiser=self._denoiser,

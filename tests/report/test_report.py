@@ -308,7 +308,7 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
         ),
         (presets.sdtm(), "from 80 % of the steps on: ratio=0.34"),
         (presets.sdtm(), "from 40 % of the steps on: planner=tome"),
-        (presets.sdtm(), "blocks: those of the step that merges most"),
+        (presets.sdtm(), "rows of blocks: in the step that merges most"),
         (presets.toma(), "a plan is used for 5 steps"),
         (presets.ibtm(), "the planner 'tome' runs until the first guided step"),
         (ToMeConfig(correction=Correction(every=4)), "1 of 4 complete steps merges nothing"),

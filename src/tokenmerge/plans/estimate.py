@@ -55,7 +55,7 @@ class Estimate:
         low, high = self.psnr - self.within, self.psnr + self.within
         if math.isinf(self.psnr):
             return "the dense picture itself: nothing was skipped or merged"
-        most = f"(most pictures: {low:.0f} to {high:.0f})"
+        most = f"(mostly {low:.0f} to {high:.0f} on small models)"
         return f"{self.psnr:.0f} dB {most} to the dense picture; probably {looks(self.psnr)}"
 
 

@@ -132,7 +132,7 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
     if differ and (config.merges or not steps):
         which = "the step that merges most" if config.merges else "a step that runs the whole model"
         more = "; pass a number of steps (--steps) to count the mean operations too"
-        notes.append(f"blocks: those of {which}{'' if steps else more}")
+        notes.append(f"rows of blocks: in {which}{'' if steps else more}")
     return notes
 
 

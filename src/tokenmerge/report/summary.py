@@ -28,6 +28,7 @@ class Conditions:
     pictures: int | None = None  # number of pictures that a call of the denoiser draws; None: unknown
     guidance: float | None = None  # scale of classifier-free guidance, 1 for none; None: unknown
     merging_pays: bool = False  # whether merging saves time here; if not, the default method does not merge
+    forecast: str = ""  # how close a picture probably is, before a run; empty: unknown
     gone: str = ""  # why the models no longer merge; empty: they do
     remarks: Mapping[str, str] = dataclasses.field(default_factory=dict)  # further ones, by heading
 
@@ -50,7 +51,8 @@ def summary(
     if run is None and report is not None:
         example = f"for example, with the pipeline's defaults, {_setting(conditions, report, report.steps)}"
         if is_default(conditions.method):  # other sizes and steps have other plans
-            gain = f"{report.speedup:.2f}× counted"
+            gain = f"{'at most ' * ('min_psnr' in conditions.method)}{report.speedup:.2f}× counted"
+            gain += f", {conditions.forecast} to the dense picture" * bool(conditions.forecast)
             gain += f", {in_words(report.kept_bytes)} cached" * (report.kept_bytes > 0)
             lines.append(f"  no run yet; {example}: {gain}")
             return [*lines, "  for yours: print(patch.report(height=…, width=…, steps=…))", *remarks]

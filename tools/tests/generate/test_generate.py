@@ -135,6 +135,13 @@ def test_as_many_dense_steps_as_take_the_same_time_stand_beside_them(folder, tmp
     fewer = f"than with {steps} dense steps, which take about as long"
     closer = f"with tokenmerge {fewer}" if gain > 0 else "with fewer steps than with tokenmerge"
     assert f"  {abs(gain):.1f} dB closer {closer}" in text
+    text = result_lines(
+        dataclasses.replace(result, psnr=(34.9,), fewer_psnr=29.7), options(folder, tmp_path, steps=8)
+    )
+    assert (
+        sum("34.9 dB to dense: larger details differ" in line for line in text) == 1
+    )  # not rounded up to 35
+    assert sum("29.7 dB to dense: many details differ" in line for line in text) == 1
     result = dataclasses.replace(result, psnr=(33.351,), fewer_psnr=27.449)
     text = result_lines(result, options(folder, tmp_path, merging=merging, steps=8))
     assert any(

@@ -122,7 +122,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     close = {"dense": "the unchanged model", "tokenmerge": _close_to_dense(result) if result.psnr else ""}
     rows = [(names[name], median(result.seconds(name)), close.get(name, "")) for name in result.names]
     if (lost := result.fewer_psnr) is not None:
-        close_to = f"{lost:.1f} dB to dense: {looks(lost)}"
+        close_to = f"{lost:.1f} dB to dense: {looks(math.floor(lost))}"
         rows.append((f"dense, {result.fewer_steps} steps", result.fewer_seconds, close_to))
     lines = [""]
     for name, seconds, closeness in rows:
@@ -167,7 +167,7 @@ def _close_to_dense(result: Result) -> str:
     if not finite:
         return "the pictures are identical"
     same = len(result.psnr) - len(finite)
-    psnr = f"{(mean := sum(finite) / len(finite)):.1f} dB to dense: {looks(mean)}"
+    psnr = f"{(mean := sum(finite) / len(finite)):.1f} dB to dense: {looks(math.floor(mean))}"
     return f"{psnr}; {same} identical" if same else psnr
 
 
