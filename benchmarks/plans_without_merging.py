@@ -147,7 +147,7 @@ def readme_table(lines: Lines) -> str:
         made.append(f"| {name} | {cells} |")
     leads = [[own - fewer for own, fewer in values] for values in zip(*rows.values(), strict=True)]
     one, two, three = (f"{min(own):.0f} to {max(own):.0f}" for own in leads)
-    said = f"Fewer steps with as many operations: {one} dB lower at 1.5×, {two} at 2×, {three} at 3×."
+    said = f"Fewer steps with as many operations are {one} dB lower at 1.5×, {two} at 2×, {three} at 3×."
     return "\n".join([*made, "", said, ""])
 
 

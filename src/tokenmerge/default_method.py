@@ -128,9 +128,7 @@ class DefaultMethod:
         if told := self.too_fast(facts):
             return told
         harm = self.plan(facts).harm
-        told = (
-            f"speedup={self.speedup:g}: before the run, the estimate is {expected(harm)}: it looks different"
-        )
+        told = f"speedup={self.speedup:g}: before the run, expect {expected(harm)}: it looks different"
         differs = looks(psnr_of(harm)) == looks(0) and facts.follows_steps and self.min_psnr is None
         return f"{told}; lower it, or take more steps" if differs and closeness else ""
 
@@ -142,13 +140,10 @@ class DefaultMethod:
             return ""
         size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))
         where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {size} tokens"
+        most = f"at most {highest:.2f}× can be reached {where}"
+        lower = f", or a lower speed-up. Before the run, expect {expected(fastest.harm)}"
         if highest < 1 + ROUNDING:
             most, lower = f"nothing can be saved {where}, so this generation is dense", ""
-        else:
-            most, lower = (
-                f"at most {highest:.2f}× can be reached {where}",
-                f", or a lower speed-up. The picture has {expected(fastest.harm)}",
-            )
         return f"speedup={self.speedup:g}: {most}; take more steps or a larger picture{lower}"
 
     @property
