@@ -238,14 +238,15 @@ def show(lines: Sequence[Mapping[str, Any]]) -> None:
             report(f"{name} {value}", [line for line in lines if line[name] == value])
 
 
-def estimated(line: Mapping[str, Any]) -> float:
-    """Return the estimate that the present policy makes of a line of the record."""
+def estimated(line: Mapping[str, Any], before: bool = False) -> float:
+    """Return the estimate that the present policy makes of a line of the record, or made before its run."""
     model, part = CLASSES[line["model"]]
     work = Work((Share(part, 1, frozenset(), Amount()),))
     facts = Facts(model, work, (1, 1, 1), line["calls"], line["guidance"])
     errors = {part: {int(step): error for step, error in own.items()} for part, own in line["errors"].items()}
     config = ToMeConfig.from_dict(line["settings"])
-    return estimate_closeness(facts, config, Shown(errors, line["sigmas"], line["noise"])).psnr
+    shown = Shown() if before else Shown(errors, line["sigmas"], line["noise"])
+    return estimate_closeness(facts, config, shown).psnr
 
 
 def report(name: str, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -257,12 +258,14 @@ def report(name: str, lines: Sequence[Mapping[str, Any]]) -> None:
         cases[tuple(line[name] for name in KEY[:5])].append(place)
     within = [rank_correlation(expected[own], true[own]) for own in cases.values() if len(own) > 3]
     off = true - expected
+    earlier = np.abs(true - np.array([estimated(line, before=True) for line in lines]))
     held = np.mean(np.abs(off) <= ESTIMATE["within"])
     print(
         f"{name}: {len(lines)} runs, rank correlation {rank_correlation(expected, true):.2f} over all, "
         f"{np.median(within) if within else math.nan:.2f} within a case (median); the truth is "
         f"{off.mean():+.1f} ± {off.std():.1f} dB from the estimate; 90 % within "
-        f"{np.quantile(np.abs(off), 0.9):.1f} dB; {held:.0%} in the stated range"
+        f"{np.quantile(np.abs(off), 0.9):.1f} dB; {held:.0%} in the stated range; "
+        f"before the run, 90 % within {np.quantile(earlier, 0.9):.1f} dB"
     )
 
 

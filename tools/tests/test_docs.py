@@ -25,6 +25,7 @@ from tokenmerge import ConfigError, ToMeConfig, presets
 from tokenmerge.config import SETTINGS, save_config
 from tokenmerge.default_method import settings_for
 from tokenmerge.planners import PLANNERS
+from tokenmerge.plans.estimate import BEFORE_A_RUN
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge.report.notes import signs_of
 from tokenmerge_tools import demo
@@ -444,6 +445,23 @@ def test_the_closeness_with_each_solver_is_that_of_the_record(monkeypatch):
     made = written["by_solver"](list(written["read"](ROOT / "benchmarks" / "estimate_cpu.jsonl")))
     assert made.count(" dB |") == 8
     assert made in (ROOT / "docs" / "solvers.md").read_text(encoding="utf-8")
+
+
+def test_what_is_expected_before_a_run_is_as_near_as_the_record_says(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    written = runpy.run_path(str(ROOT / "benchmarks" / "estimate.py"))
+    lines = [
+        run
+        for name in ("estimate", "tolerance_margin", "tolerance")
+        for line in written["read"](ROOT / "benchmarks" / f"{name}_cpu.jsonl")
+        for run in written["runs_of"](line)
+    ]
+    fixed = [line for line in lines if isinstance(line["speedup"], float)]
+    written["report"]("fixed plans", fixed)
+    (within,) = re.findall(r"before the run, 90 % within (\S+) dB", capsys.readouterr().out)
+    assert round(float(within)) == BEFORE_A_RUN
+    said = f"9 of 10 of the {len(fixed)} are within {BEFORE_A_RUN} dB of what is expected."
+    assert said in (ROOT / "docs" / "methods" / "estimate.md").read_text(encoding="utf-8")
 
 
 def test_what_one_fixed_plan_takes_beside_a_tolerance_is_that_of_the_record(monkeypatch, capsys):

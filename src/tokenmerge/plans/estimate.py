@@ -19,6 +19,7 @@ from tokenmerge.plans.policy import ESTIMATE
 
 _LEAST = 1e-7  # a squared error that nobody sees
 _TINY = 1e-6
+BEFORE_A_RUN = 12  # dB to either side of what is expected: 9 of 10 pictures, benchmarks/estimate.py --table
 _LOOKS = (  # from so many dB to the dense picture on
     (40, "hard to tell apart"),
     (35, "small details differ"),
@@ -55,7 +56,7 @@ class Estimate:
         low, high = self.psnr - self.within, self.psnr + self.within
         if math.isinf(self.psnr):
             return "the dense picture itself: nothing was skipped or merged"
-        most = f"(mostly {low:.0f} to {high:.0f} on small models)"
+        most = f"(mostly {low:.0f} to {high:.0f} on the bundled models)"
         return f"{self.psnr:.0f} dB {most} to the dense picture; probably {looks(self.psnr)}"
 
 

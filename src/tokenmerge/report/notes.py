@@ -128,7 +128,8 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
         notes.append(
             f"planner={config.guided_planner!r}: the planner 'tome' runs until the first guided step is done"
         )
-    differ = any(rule.of_steps for rule in config.rules) or config.correction.on or config.reuse.on
+    differ = any(rule.of_steps for rule in config.rules)
+    differ = differ or (not steps and (config.correction.on or config.reuse.on))
     if differ and (config.merges or not steps):
         which = "the step that merges most" if config.merges else "a step that runs the whole model"
         more = "; pass a number of steps (--steps) to count the mean operations too"
