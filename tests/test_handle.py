@@ -406,6 +406,27 @@ def test_in_few_steps_it_names_fewer_steps_and_a_picture_far_from_dense_has_advi
     patch.remove()
 
 
+@pytest.mark.filterwarnings("ignore:min_psnr=.* is dense")
+def test_of_a_tolerance_that_no_plan_keeps_no_added_steps_are_told(pipe):
+    for level, adds in ((20, True), (100, False)):
+        patch = apply_token_merging(pipe, speedup=2.0, min_psnr=level)
+        assert re.search(r": at most \d\.\d\d× counted", str(patch))
+        assert ("adds complete steps" in str(patch)) == adds
+        assert ("adds complete steps" in str(patch.report())) == adds
+
+
+def test_it_expects_up_to_15_percent_less_by_the_clock(pipe):
+    patch = apply_token_merging(pipe, speedup=2.0)
+    generate(pipe, steps=12)
+    low, high = re.search(r"; expect (\S+) to (\S+)× by the clock\)", str(patch)).groups()
+    counted = patch.report().speedup
+    assert (low, high) == (f"{0.85 * counted:.1f}", f"{counted:.1f}")
+    patch = apply_token_merging(pipe, ratio=0.5)
+    generate(pipe, steps=3)
+    assert "; expect less by the clock)" in str(patch)  # on a GPU it can take longer
+    patch.remove()
+
+
 def test_a_speed_up_out_of_reach_warns_when_it_is_asked_for(pipe):
     told = r"speedup=40: at most \d+\.\d+× can be reached in 50 steps .*\. These are the pipeline's defaults$"
     with pytest.warns(UserWarning, match=told) as caught:

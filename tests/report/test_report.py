@@ -325,6 +325,9 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
 def test_notes_say_what_follows_the_steps(config, words):
     assert sum(words in note for note in notes_on_steps(config)) == 1, notes_on_steps(config)
     assert notes_on_steps(HALF) == []
+    where = "rows of blocks: in the step that merges most"
+    assert where in notes_on_steps(presets.sdtm(), 20)  # its rules merge less in later steps
+    assert where not in notes_on_steps(ToMeConfig(reuse=StepReuse(every=2)), 20)
 
 
 def test_a_known_number_of_steps_gives_the_plan():
