@@ -117,7 +117,7 @@ class DefaultMethod:
         return plan_for(facts, self.speedup)
 
     def is_dense(self, facts: Facts) -> bool:
-        """Return whether a generation merges and skips nothing, or nothing when it begins."""
+        """Return whether a generation begins with settings that merge and skip nothing."""
         config = self.settings(facts)
         return not (config.merges or config.reuse.on)
 

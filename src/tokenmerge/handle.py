@@ -269,8 +269,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             plan = signs_of(plan_generation(run.config, run.steps), merges, is_unet)
         # The last run may be one of another thread.
         same = all((row.kind == "reused") == (plan[row.step : row.step + 1] in ("f", "·")) for row in rows)
-        signs = [plan[row.step : row.step + 1] * same for row in rows]
-        return RunSteps(tuple(map(lambda row, sign: dataclasses.replace(row, sign=sign), rows, signs)))
+        signed = (dataclasses.replace(row, sign=plan[row.step : row.step + 1] * same) for row in rows)
+        return RunSteps(tuple(signed))
 
     def _report(
         self, height: Given, width: Given, steps: Given, guidance: Any, batch: Given, references: Sizes

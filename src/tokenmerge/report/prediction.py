@@ -128,8 +128,8 @@ class Report(Tabled):
         title = [f"{self.model}: {size}", f"counted: {self.speedup:.2f}× ({share})"]
         title += [self.estimated] * bool(self.estimated)
         title += [f"plan: {self.plan}"] * bool(self.plan) + [f"      {line}" for line in legend(self.plan)]
-        columns = [0, 1, 2, 3, 4, 5, 6] if any(row.level > 1 for row in self.rows) else [0, 2, 3, 4, 5, 6]
-        columns = columns if self.rows else [0, 5, 6]
+        levels_differ = any(row.level > 1 for row in self.rows)
+        columns = [0, *[1] * levels_differ, *[2, 3, 4] * bool(self.rows), 5, 6]
         cells = [tuple(line[column] for column in columns) for line in (header, *lines)]
         of_two = " (with guidance, one picture is two samples)" * (self.batch % 2 == 0)
         levels = ["level: 1 has the most tokens; at 4, a grid is a quarter as wide"]
