@@ -127,7 +127,7 @@ def readme_table(lines: Lines) -> str:
     rows = {
         "FLUX": [(of_flux("tokenmerge", one), of_flux("dense", steps)) for one, steps in pairs],
         **{
-            f"UNet with {plan.split(',')[0]}'s plan, guidance {GUIDANCE:g}": [
+            f"UNet, steps skipped as for {plan.split(',')[0]}, guidance {GUIDANCE:g}": [
                 of_unet(plan, one) for one in SPEEDUPS
             ]
             for plan in MODELS

@@ -196,7 +196,7 @@ def test_the_handle_draws_the_plan_as_one_sign_for_each_step(fast):
     for line in (
         "M in 2 steps: the whole model runs, and tokens merge",
         "C in 2 steps: the whole model runs, and no token merges; this step corrects what merging loses",
-        "f in 2 steps: only the finest level",
+        "f in 2 steps: only the first and last block",
         "· in 4 steps: all blocks",
     ):
         assert f"\n        {line}" in str(patch)

@@ -258,7 +258,7 @@ def test_a_whole_block_and_corrections_without_a_plan_are_told():
         one for one in str(apply_token_merging(hosts.unet(), config)).splitlines() if "merging:" in one
     ]
     corrects = "1 of 3 complete steps merges nothing and corrects the others"
-    assert line == f"  merging: 256 → 128 tokens in 3 of 7 blocks; {corrects}"
+    assert line == f"  merging: 256 → 128 tokens in 3 of 7 transformer blocks; {corrects}"
 
 
 def test_html_shows_the_same_text():

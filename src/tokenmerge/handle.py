@@ -305,9 +305,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if run is None or config is not run.config:
             error, near = None, f"{expected(default.plan(facts).harm)} to the dense picture"
             at = "" if facts.guidance is None else f", guidance {facts.guidance:g}"
-            text = (
-                f"estimated before a run{at}: {near}, mostly within {BEFORE_A_RUN} dB on the bundled models"
-            )
+            mostly = f"mostly within {BEFORE_A_RUN} dB on the bundled models"
+            text = f"estimated before a run{at}: {near}, {mostly}"
         if default.min_psnr is not None and not default.is_dense(facts):
             text += f"\nmin_psnr {default.min_psnr:g}: {self._tolerated(default, facts, error, report)}"
         return dataclasses.replace(report, estimated=text)

@@ -308,7 +308,7 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
         ),
         (presets.sdtm(), "from 80 % of the steps on: ratio=0.34"),
         (presets.sdtm(), "from 40 % of the steps on: planner=tome"),
-        (presets.sdtm(), "rows of blocks: in the step that merges most"),
+        (presets.sdtm(), "blocks are counted in the step that merges most"),
         (presets.toma(), "a plan is used for 5 steps"),
         (presets.ibtm(), "the planner 'tome' runs until the first guided step"),
         (ToMeConfig(correction=Correction(every=4)), "1 of 4 complete steps merges nothing"),
@@ -325,9 +325,18 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
 def test_notes_say_what_follows_the_steps(config, words):
     assert sum(words in note for note in notes_on_steps(config)) == 1, notes_on_steps(config)
     assert notes_on_steps(HALF) == []
-    where = "rows of blocks: in the step that merges most"
+    where = "blocks are counted in the step that merges most"
     assert where in notes_on_steps(presets.sdtm(), 20)  # its rules merge less in later steps
     assert where not in notes_on_steps(ToMeConfig(reuse=StepReuse(every=2)), 20)
+
+
+def test_a_rule_that_the_plan_shows_has_no_note_beside_it():
+    late = {"start": 0.5, "ratio": 0.0}
+    dense = ToMeConfig(rules=[late])
+    assert "from 50 % of the steps on: ratio=0.0" in notes_on_steps(dense)  # without a plan
+    assert all("ratio=0.0" not in note for note in notes_on_steps(dense, 20))
+    of_level = ToMeConfig(max_downsample=2, rules=[{**late, "level": 2}])
+    assert any("level 2" in note for note in notes_on_steps(of_level, 20))
 
 
 def test_a_known_number_of_steps_gives_the_plan():
@@ -353,7 +362,8 @@ def test_a_known_number_of_steps_gives_the_plan():
 def test_the_report_has_these_notes_and_those_on_small_grids(config):
     notes = predict(hosts.unet(), config).notes
     assert set(notes_on_steps(config)) < set(notes)
-    assert ("4 blocks stay dense: fewer than 200 tokens (min_tokens)" in notes) == bool(config.min_tokens)
+    small = "4 blocks stay dense: fewer than 200 tokens (min_tokens), too few to save time"
+    assert (small in notes) == bool(config.min_tokens)
 
 
 def test_levels_are_counted_with_their_own_settings():

@@ -16,7 +16,7 @@ SIGNS = {
     "M": "the whole model runs, and tokens merge",
     "D": "the whole model runs, and no token merges",
     "C": "the whole model runs, and no token merges; this step corrects what merging loses in the others",
-    "f": "only the finest level of the UNet runs; the rest is extrapolated",
+    "f": "only the first and last block of the UNet run; the rest is extrapolated",
     "·": "all blocks are skipped, and what they would add is extrapolated",
 }
 _COMPLETE = {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}
@@ -37,8 +37,8 @@ def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
 def legend(plan: str) -> list[str]:
     """Return a line for each sign of a plan: in how many steps it stands, and what they do."""
     steps = {sign: f"{plan.count(sign)} step{'s' * (plan.count(sign) > 1)}" for sign in SIGNS if sign in plan}
-    finest = "UNet runs" + ", and tokens merge" * ("M" in plan and "D" not in plan)
-    return [f"{sign} in {count}: {SIGNS[sign].replace('UNet runs', finest)}" for sign, count in steps.items()]
+    finest = "UNet run" + ", and tokens merge" * ("M" in plan and "D" not in plan)
+    return [f"{sign} in {count}: {SIGNS[sign].replace('UNet run', finest)}" for sign, count in steps.items()]
 
 
 def merged_parts(block: Block, config: ToMeConfig) -> str:
@@ -78,7 +78,8 @@ def notes_on_blocks(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeCo
             "for its reference pictures"
         )
     if too_small and config.min_tokens:
-        notes.append(f"{_stay_dense(len(too_small))}: fewer than {config.min_tokens} tokens (min_tokens)")
+        few = f"fewer than {config.min_tokens} tokens (min_tokens), too few to save time"
+        notes.append(f"{_stay_dense(len(too_small))}: {few}")
     else:
         notes += [
             f"{path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx}, "
@@ -103,7 +104,9 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
 
     ``steps`` is their number: the plan then shows which steps run what. None: it is unknown.
     """
-    notes = [f"{_where(rule)}: {_what(rule)}" for rule in config.rules]
+    # A plan shows in which steps no token merges.
+    shown = [rule for rule in config.rules if not steps or rule.level or rule.changes != {"ratio": 0.0}]
+    notes = [f"{_where(rule)}: {_what(rule)}" for rule in shown]
     if config.correction.on and not steps:
         every = config.correction.every
         notes.append(
@@ -116,7 +119,7 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
         notes.append(f"a plan is used for {config.plans.every} steps")
     if config.plans.blocks:
         notes.append(
-            "the first of neighbouring blocks also finds the similar tokens for the others, so it saves less"
+            "neighbouring blocks merge the same tokens; the first of them finds these, and saves less"
         )
     if config.cached_features:
         what = "all blocks of a level" if config.cached_features == "model_residual" else "each block"
@@ -129,11 +132,11 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
             f"planner={config.guided_planner!r}: the planner 'tome' runs until the first guided step is done"
         )
     differ = any(rule.of_steps for rule in config.rules)
-    differ = differ or (not steps and (config.correction.on or config.reuse.on))
+    differ |= not steps and (config.correction.on or config.reuse.on)
     if differ and (config.merges or not steps):
         which = "the step that merges most" if config.merges else "a step that runs the whole model"
         more = "; pass a number of steps (--steps) to count the mean operations too"
-        notes.append(f"rows of blocks: in {which}{'' if steps else more}")
+        notes.append(f"blocks are counted in {which}{'' if steps else more}")
     return notes
 
 

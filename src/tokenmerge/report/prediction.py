@@ -121,9 +121,8 @@ class Report(Tabled):
             totals[f"mean over {self.steps} steps"] = self.flops_mean
         lines += [(name, "", "", "", "", *gflops(self.flops_dense, own)) for name, own in totals.items()]
         size = f"{self.width} × {self.height} latents"
-        if self.scale:
-            size = f"{self.width * self.scale} × {self.height * self.scale} px ({size})"
-        size += f", {self.steps} steps" if self.steps else ""
+        in_pixels = f"{self.width * (self.scale or 1)} × {self.height * (self.scale or 1)} px ({size})"
+        size = (in_pixels if self.scale else size) + f", {self.steps} steps" * bool(self.steps)
         share = f"{saved(self.flops_dense, self.flops)} of the operations saved"
         title = [f"{self.model}: {size}", f"counted: {self.speedup:.2f}× ({share})"]
         title += [self.estimated] * bool(self.estimated)
@@ -133,7 +132,7 @@ class Report(Tabled):
         cells = [tuple(line[column] for column in columns) for line in (header, *lines)]
         of_two = " (with guidance, one picture is two samples)" * (self.batch % 2 == 0)
         levels = ["level: 1 has the most tokens; at 4, a grid is a quarter as wide"]
-        levels *= any(row.level > 1 for row in self.rows) or "level" in "".join(self.notes)
+        levels *= levels_differ or "level" in "".join(self.notes)
         counted = f"GFLOPs: of one call of the model, on a batch of {self.batch}{of_two}"
         return TextTable("\n".join(title), cells, (*self.notes, *levels, counted))
 

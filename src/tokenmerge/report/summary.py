@@ -97,7 +97,7 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
         return "no block merges at this size; patch.report() says why"
     most = max(rows, key=lambda row: row.tokens)
     merged = ", ".join(dict.fromkeys(row.layers for row in rows))
-    of_all = f"{len(rows)} of {len(conditions.denoiser.blocks)} blocks"
+    of_all = f"{len(rows)} of {len(conditions.denoiser.blocks)} transformer blocks"
     parts = "" if merged == "whole block" else f"{merged} of "
     what = f"{most.tokens} → {most.merged_tokens} tokens in {parts}{of_all}"
     if report.plan or not config.correction.on:  # the plan says which steps correct

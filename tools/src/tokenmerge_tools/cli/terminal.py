@@ -177,7 +177,7 @@ def _what_ran(result: Result, steps: int) -> tuple[str, str]:
     complete, finest = sum(map(plan.count, "MDC")), plan.count("f")
     ran, skipped = f"{complete} of {steps} steps ran the whole model", len(plan) - complete - finest
     ran = ran if complete < len(plan) else "every step ran whole"
-    ran += f", {finest} only its finest level" * (finest > 0)
+    ran += f", {finest} only its first and last block" * (finest > 0)
     ran += f", {skipped} skipped all blocks" * (skipped > 0)
     if not (merging := [row for row in rows if row.merged_tokens < row.tokens]):
         return ran, "no tokens merged"
