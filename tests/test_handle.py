@@ -151,7 +151,8 @@ def test_steps_are_merged_unmerged_or_reused(pipe):
     generate(pipe)
     assert patch.report().plan == "CMCMCMDDDDDD"
     merging = re.search(r"  merging: (.*)", str(patch))[1]
-    assert re.fullmatch(r"\d+ → \d+ tokens in self-attention of \d of \d blocks", merging)  # the plan has C
+    # The plan has C.
+    assert re.fullmatch(r"\d+ → \d+ tokens in self-attention of \d of \d transformer blocks", merging)
     assert "        M in 3 steps: the whole model runs, and tokens merge\n" in str(patch)
 
 
