@@ -125,14 +125,14 @@ class DefaultMethod:
         """Return what the generation does not reach, in speed or in closeness; empty: it reaches all."""
         if self.min_psnr is not None and self.is_dense(facts):
             return f"min_psnr={self.min_psnr:g}: this generation is dense, as no plan is so close; lower it"
-        if told := self.too_fast(facts):
+        if told := self.too_fast(facts, closeness):
             return told
         harm = self.plan(facts).harm
-        told = f"speedup={self.speedup:g}: before the run, expect {expected(harm)}: it looks different"
+        told = f"speedup={self.speedup:g}: before the run, expect {expected(harm)}, which looks different"
         differs = looks(psnr_of(harm)) == looks(0) and facts.follows_steps and self.min_psnr is None
-        return f"{told}; lower it, or take more steps" if differs and closeness else ""
+        return f"{told}; take a lower speed-up, or more steps" if differs and closeness else ""
 
-    def too_fast(self, facts: Facts) -> str:
+    def too_fast(self, facts: Facts, closeness: bool = True) -> str:
         """Return by how much the generation cannot reach the speed-up; empty: it can."""
         fastest = plan_for(facts, math.inf)
         highest = fastest.speedup
@@ -141,7 +141,7 @@ class DefaultMethod:
         size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))
         where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {size} tokens"
         most = f"at most {highest:.2f}× can be reached {where}"
-        lower = f", or a lower speed-up. Before the run, expect {expected(fastest.harm)}"
+        lower = ", or a lower speed-up" + f". Before the run, expect {expected(fastest.harm)}" * closeness
         if highest < 1 + ROUNDING:
             most, lower = f"nothing can be saved {where}, so this generation is dense", ""
         return f"speedup={self.speedup:g}: {most}; take more steps or a larger picture{lower}"

@@ -20,7 +20,7 @@ from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import Attention, fewest_tokens
 from tokenmerge.plans import Estimate, Facts
 from tokenmerge.plans.choose import merging_pays
-from tokenmerge.plans.estimate import BEFORE_A_RUN, estimate_closeness, expected
+from tokenmerge.plans.estimate import BEFORE_A_RUN, estimate_closeness, expected, psnr_of
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.report.notes import signs_of
@@ -303,10 +303,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         facts, error = self._facts_at(height, width, steps, guidance), self.estimate
         text = "" if error is None else f"estimated from the last run: {error}"
         if run is None or config is not run.config:
-            error, near = None, f"{expected(default.plan(facts).harm)} to the dense picture"
-            at = "" if facts.guidance is None else f", guidance {facts.guidance:g}"
-            mostly = f"mostly within {BEFORE_A_RUN} dB on the bundled models"
-            text = f"estimated before a run{at}: {near}, {mostly}"
+            error, near = None, Estimate(psnr_of(default.plan(facts).harm), BEFORE_A_RUN)
+            text = "" if facts.guidance is None else f", guidance {facts.guidance:g}"
+            text = f"estimated before a run{text}: {near}"
         if default.min_psnr is not None and not default.is_dense(facts):
             text += f"\nmin_psnr {default.min_psnr:g}: {self._tolerated(default, facts, error, report)}"
         return dataclasses.replace(report, estimated=text)

@@ -124,6 +124,7 @@ def test_short_generations_have_an_estimate(steps):
 def test_the_estimate_is_printed_with_its_range_and_in_words():
     words = "to the dense picture; probably small details differ"
     assert str(Estimate(35.4, 7.0)) == f"35 dB (mostly 28 to 42 on the bundled models) {words}"
+    assert str(Estimate(9.9, 7.0)) == "below 10 dB to the dense picture; looks different"
 
 
 @pytest.mark.parametrize("noise", [1.0, 2.0])

@@ -332,9 +332,7 @@ def test_what_is_alike_in_all_steps_stands_in_the_title(pipe):
     patch.record_steps()
     draw(pipe, 4)
     first, lines = patch.steps[0], str(patch.steps).splitlines()
-    merged = (
-        f"each merges {first.tokens} → {first.tokens // 2} tokens in {first.merging_calls} calls of blocks"
-    )
+    merged = f"each merges {first.tokens} → {first.tokens // 2} tokens, {first.merging_calls} times"
     assert lines[0].endswith(f" s in the model; {merged}")
     assert lines[1].split() == ["step", "plan", "seconds"]
     assert not any(line.startswith("note: tokens:") for line in lines)

@@ -53,10 +53,13 @@ class Estimate:
     within: float
 
     def __str__(self) -> str:
-        low, high = self.psnr - self.within, self.psnr + self.within
         if math.isinf(self.psnr):
             return "the dense picture itself: nothing was skipped or merged"
-        most = f"(mostly {low:.0f} to {high:.0f} on the bundled models)"
+        if self.psnr < 10:
+            return f"below 10 dB to the dense picture; {looks(0)}"
+        most = (
+            f"(mostly {self.psnr - self.within:.0f} to {self.psnr + self.within:.0f} on the bundled models)"
+        )
         return f"{self.psnr:.0f} dB {most} to the dense picture; probably {looks(self.psnr)}"
 
 

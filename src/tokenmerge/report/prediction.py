@@ -112,7 +112,7 @@ class Report(Tabled):
         ]
         dense, merged = (sum(getattr(row, of) for row in self.rows) for of in ("flops_dense", "flops_merged"))
         others = gflops(self.flops_dense - dense, self.flops_merged - merged)
-        lines += [("all other layers, if they run", "", "", "", "", *others)] * bool(self.rows)
+        lines += [("all other layers, in steps that run them", "", "", "", "", *others)] * bool(self.rows)
         totals = {} if self.flops_mean is not None else {"whole model": self.flops_merged}
         for sign in dict.fromkeys(self.plan):
             own = [one for one, step in zip(self.flops_of_steps, self.plan, strict=True) if step == sign]

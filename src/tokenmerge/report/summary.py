@@ -163,8 +163,6 @@ class RunSteps(Tabled, Sequence[StepRow]):
             "seconds": [f"{one:.3f}" for one in seconds],
         }
         title = f"{len(rows)} step{'s' * (len(rows) != 1)}, {sum(seconds):.2f} s in the model"
-        title += f"; each merges {tokens[0]} tokens in {blocks[0]} calls of blocks" * (
-            alike and bool(tokens[0])
-        )
+        title += f"; each merges {tokens[0]} tokens, {blocks[0]} times" * (alike and bool(tokens[0]))
         notes = (*legend(plan), *["tokens: of the largest block; calls: of blocks that merge"] * (not alike))
         return TextTable(title, [(*columns,), *zip(*columns.values(), strict=True)], notes)

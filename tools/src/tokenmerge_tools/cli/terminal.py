@@ -33,6 +33,7 @@ from tokenmerge_tools.reporting.tables import Table as PlainTable
 # Pipes and files have no width, so tables are as wide as their content.
 _NO_EDGE = 10_000
 _SECONDS_BETWEEN_LINES = 30
+_SCALE = "  At 40 dB they are hard to tell apart; at 35 small details differ, at 30 larger ones, at 25 many"
 
 
 def show(plain: PlainTable, *lines: str) -> None:
@@ -128,10 +129,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     for name, seconds, closeness in rows:
         gain = f"{rows[0][1] / seconds:.1f}×" if name != rows[0][0] else "    "
         lines.append("  ".join((f"  {name:<16}", f"{_seconds(seconds):>7}", gain, closeness)).rstrip())
-    lines += [
-        "",
-        "  40 dB and more: hard to tell apart; 35 to 40: small details differ; 30 to 35: larger; below: many",
-    ]
+    lines += ["", _SCALE]
     finite = [value for value in result.psnr if math.isfinite(value)]
     if result.fewer_psnr is not None and finite:
         lead = round(sum(finite) / len(finite), 1) - round(result.fewer_psnr, 1)  # as printed above
@@ -139,6 +137,8 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
         closer, other = both if lead > 0 else ("with fewer steps", both[0])
         lines.append(f"  {abs(lead):.1f} dB closer {closer} than {other}")
     once, many = "One run each; --repeat 3 gives figures to rely on.", "Medians of {} timed runs each."
+    if len(rows) > 1 and rows[0][1] > 1.1 * result.report.speedup * rows[1][1]:
+        once = f"Faster than counted, so other programs slowed the first run down. {once}"
     lines += [f"  {(once if options.repeat == 1 else many).format(options.repeat)}", ""]
     ran, merged = _what_ran(result, options.steps)
     lines += [
