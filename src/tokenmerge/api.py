@@ -152,7 +152,7 @@ def apply_token_merging(
         asked = dataclasses.replace(asked, config=change(asked.config), default=default)
     patch = merge_in_hosts(pipe_or_model, **vars(asked))
     method = asked.default
-    if method is not None and method.facts.follows_steps and (told := method.too_fast(method.facts)):
+    if method is not None and method.facts.follows_steps and (told := method.missed(method.facts)):
         warn_caller(f"{told}. These are the pipeline's defaults")  # a run warns at its own size and steps
     return patch
 

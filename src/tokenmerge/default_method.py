@@ -125,19 +125,17 @@ class DefaultMethod:
         """Return what the generation does not reach, in speed or in closeness; empty: it reaches all."""
         if self.min_psnr is not None and self.is_dense(facts):
             return f"min_psnr={self.min_psnr:g}: this generation is dense, as no plan is so close; lower it"
-        if told := self.too_fast(facts, closeness):
-            return told
-        harm = self.plan(facts).harm
-        told = f"speedup={self.speedup:g}: before the run, expect {expected(harm)}, which looks different"
-        differs = looks(psnr_of(harm)) == looks(0) and facts.follows_steps and self.min_psnr is None
-        return f"{told}; take a lower speed-up, or more steps" if differs and closeness else ""
+        return self.missed(facts, closeness)
 
-    def too_fast(self, facts: Facts, closeness: bool = True) -> str:
-        """Return by how much the generation cannot reach the speed-up; empty: it can."""
+    def missed(self, facts: Facts, closeness: bool = True) -> str:
+        """Return that the plan misses the speed-up, or that its picture looks different; empty: neither."""
         fastest = plan_for(facts, math.inf)
         highest = fastest.speedup
         if highest + ROUNDING >= self.speedup:
-            return ""
+            harm = self.plan(facts).harm
+            told = f"speedup={self.speedup:g}: before the run, expect {expected(harm)}, which looks different"
+            differs = looks(psnr_of(harm)) == looks(0) and facts.follows_steps and self.min_psnr is None
+            return f"{told}; take a lower speed-up, or more steps" if differs and closeness else ""
         size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))
         where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {size} tokens"
         most = f"at most {highest:.2f}× can be reached {where}"

@@ -309,7 +309,7 @@ def test_the_table_says_it_all(pipe):
     draw(pipe, 4)
     lines = str(patch.steps).splitlines()
     assert re.fullmatch(r"4 steps, \d\.\d\d s in the model", lines[0])
-    assert lines[1].split() == ["step", "plan", "tokens", "calls", "seconds"]
+    assert lines[1].split() == ["step", "plan", "tokens", "times", "seconds"]
     side = 64 // pipe.vae_scale_factor
     first = patch.steps.rows[0]
     assert lines[2].split()[:6] == [

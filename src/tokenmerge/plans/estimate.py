@@ -56,11 +56,10 @@ class Estimate:
         if math.isinf(self.psnr):
             return "the dense picture itself: nothing was skipped or merged"
         if self.psnr < 10:
-            return f"below 10 dB to the dense picture; {looks(0)}"
-        most = (
-            f"(mostly {self.psnr - self.within:.0f} to {self.psnr + self.within:.0f} on the bundled models)"
-        )
-        return f"{self.psnr:.0f} dB {most} to the dense picture; probably {looks(self.psnr)}"
+            return f"below 10 dB to dense: {looks(0)}"
+        low, high = self.psnr - self.within, self.psnr + self.within
+        most = f"(mostly {low:.0f} to {high:.0f} on the bundled models, less surely on others)"
+        return f"{self.psnr:.0f} dB to dense: probably {looks(self.psnr)} {most}"
 
 
 def looks(psnr: float) -> str:

@@ -49,13 +49,13 @@ def summary(
     elif conditions.gone:
         return lines
     if run is None and report is not None:
-        example = f"for example, with the pipeline's defaults, {_setting(conditions, report, report.steps)}"
+        example = f"with the pipeline's defaults ({_setting(conditions, report, report.steps)})"
         if is_default(conditions.method):  # other sizes and steps have other plans
             gain = f"{'at most ' * ('min_psnr' in conditions.method)}{report.speedup:.2f}× counted"
-            gain += f", {conditions.forecast} to the dense picture" * bool(conditions.forecast)
+            gain += f", {conditions.forecast} to dense" * bool(conditions.forecast)
             gain += f", {in_words(report.kept_bytes)} cached" * (report.kept_bytes > 0)
             lines.append(f"  no run yet; {example}: {gain}")
-            return [*lines, "  for yours: print(patch.report(height=…, width=…, steps=…))", *remarks]
+            return [*lines, "  for others: print(patch.report(height=…, width=…, steps=…))", *remarks]
         lines.append(f"  no run yet; {example}:")
     if report is not None:
         share = f"{saved(report.flops_dense, report.flops)} of the operations saved"
@@ -159,10 +159,10 @@ class RunSteps(Tabled, Sequence[StepRow]):
         columns = {
             "step": [str(row.step) for row in rows],
             "plan" if plan else "kind": [row.sign or row.kind for row in rows],
-            **({} if alike else {"tokens": tokens, "calls": blocks}),
+            **({} if alike else {"tokens": tokens, "times": blocks}),
             "seconds": [f"{one:.3f}" for one in seconds],
         }
         title = f"{len(rows)} step{'s' * (len(rows) != 1)}, {sum(seconds):.2f} s in the model"
         title += f"; each merges {tokens[0]} tokens, {blocks[0]} times" * (alike and bool(tokens[0]))
-        notes = (*legend(plan), *["tokens: of the largest block; calls: of blocks that merge"] * (not alike))
+        notes = (*legend(plan), *["tokens: of the largest block; times: blocks that merged"] * (not alike))
         return TextTable(title, [(*columns,), *zip(*columns.values(), strict=True)], notes)

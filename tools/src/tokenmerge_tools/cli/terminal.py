@@ -149,7 +149,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     found = f"; it is {sum(finite) / len(finite):.1f} dB" if finite else ""
     for line in result.summary.splitlines():
         if line.startswith("  estimated: ") and "(" in line:
-            guess = line.removeprefix("  estimated: ").partition(" to the dense")[0]
+            guess = line.removeprefix("  estimated: ").partition(" to dense")[0]
             lines.append(f"  Estimated:   {guess}, without seeing the dense picture{found}")
         if line.startswith(("  warning", "  min_psnr")):
             lines.append(line)
