@@ -127,7 +127,7 @@ def readme_table(lines: Lines) -> str:
     rows = {
         "small FLUX": [(of_flux("tokenmerge", one), of_flux("dense", steps)) for one, steps in pairs],
         **{
-            f"small UNet, {plan.split(',')[0]}'s plan, guidance {GUIDANCE:g}": [
+            f"small UNet, skipping as in {plan.split(',')[0]}, guidance {GUIDANCE:g}": [
                 of_unet(plan, one) for one in SPEEDUPS
             ]
             for plan in MODELS

@@ -20,9 +20,11 @@ KEY = "drawn with"
 PAGES = (Path(__file__).parent.parent / "README.md", *map(PICTURE.with_name, ("index.md", "quickstart.md")))
 BLOCK = re.compile(r"(<!-- ?(caption|printed):.*?-->\n).*?(<!-- ?end ?-->)", flags=re.DOTALL)
 CAPTION = """\
-*"{prompt}" by a small bundled model on a CPU. The frame shows where they differ most from dense, the unchanged model. dB is the PSNR to dense: over 12 prompts, 37 in the mean, and 27 with fewer steps.*
+*"{prompt}" by a bundled model on a CPU. The frame shows where they differ most from dense, the unchanged model. dB is the PSNR to dense: over 12 prompts, 37 in the mean, and 27 with fewer steps.*
 
-**40 dB and more**: hard to tell apart, **35 to 40**: small details differ, **30 to 35**: larger ones, **25 to 30**: many, **below**: looks different.
+| dB to dense | ≥ 40 | 35–40 | 30–35 | 25–30 | < 25 |
+|---|---|---|---|---|---|
+| what differs | hard to tell apart | small details | larger details | many details | looks different |
 """
 
 

@@ -332,8 +332,8 @@ def test_what_is_alike_in_all_steps_stands_in_the_title(pipe):
     patch.record_steps()
     draw(pipe, 4)
     first, lines = patch.steps[0], str(patch.steps).splitlines()
-    merged = f"each merges {first.tokens} → {first.tokens // 2} tokens, {first.merging_calls} times"
-    assert lines[0].endswith(f" s in the model; {merged}")
+    merged = f"{first.merging_calls} calls of blocks merge {first.tokens} → {first.tokens // 2} tokens"
+    assert lines[0].endswith(f" s in the model; in each, {merged}")
     assert lines[1].split() == ["step", "plan", "seconds"]
     assert not any(line.startswith("note: tokens:") for line in lines)
     patch = apply_token_merging(pipe, ToMeConfig(ratio=0, reuse=StepReuse(every=2)))

@@ -77,8 +77,8 @@ def psnr_of(squared: float) -> float:
 
 
 def expected(harm: float) -> str:
-    """Return in words how close a picture with this expected squared error is, such as ``"about 24 dB"``."""
-    return f"about {psnr_of(harm):.0f} dB" if psnr_of(harm) >= 10 else "below 10 dB"
+    """Return how close a picture with this expected squared error is, such as ``"24 ± 12 dB"``."""
+    return f"{psnr_of(harm):.0f} ± {BEFORE_A_RUN} dB" if psnr_of(harm) >= 10 else "below 10 dB"
 
 
 def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estimate:

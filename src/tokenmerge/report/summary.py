@@ -163,6 +163,7 @@ class RunSteps(Tabled, Sequence[StepRow]):
             "seconds": [f"{one:.3f}" for one in seconds],
         }
         title = f"{len(rows)} step{'s' * (len(rows) != 1)}, {sum(seconds):.2f} s in the model"
-        title += f"; each merges {tokens[0]} tokens, {blocks[0]} times" * (alike and bool(tokens[0]))
+        merged = f"; in each, {blocks[0]} calls of blocks merge {tokens[0]} tokens"
+        title += merged * (alike and bool(tokens[0]))
         notes = (*legend(plan), *["tokens: of the largest block; times: blocks that merged"] * (not alike))
         return TextTable(title, [(*columns,), *zip(*columns.values(), strict=True)], notes)

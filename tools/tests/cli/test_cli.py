@@ -191,7 +191,7 @@ def test_generate_prints_and_draws_the_steps_that_it_recorded(folder, tmp_path, 
     assert main([*map(str, arguments), "--method", "tome", "--record-steps", "--no-compare"]) == 0
     printed = capsys.readouterr().out
     table = printed[printed.rindex("2 steps, ") :].splitlines()
-    assert re.search(r" s in the model; each merges 256 → 128 tokens, \d times$", table[0])
+    assert re.search(r" s in the model; in each, \d calls of blocks merge 256 → 128 tokens$", table[0])
     assert [line.split()[0] for line in table[1:4]] == ["step", "0", "1"]
 
 
