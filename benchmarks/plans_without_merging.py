@@ -125,15 +125,13 @@ def readme_table(lines: Lines) -> str:
 
     pairs = [*zip(SPEEDUPS, FEWER, strict=True)]
     rows = {
-        "small FLUX": [(of_flux("tokenmerge", one), of_flux("dense", steps)) for one, steps in pairs],
+        "like FLUX": [(of_flux("tokenmerge", one), of_flux("dense", steps)) for one, steps in pairs],
         **{
-            f"small UNet, skipping as in {plan.split(',')[0]}, guidance {GUIDANCE:g}": [
-                of_unet(plan, one) for one in SPEEDUPS
-            ]
+            f"like {plan.split(',')[0]}, guidance {GUIDANCE:g}": [of_unet(plan, one) for one in SPEEDUPS]
             for plan in MODELS
         },
         **{
-            f"small SD3, guidance {guidance:g}": [
+            f"like SD3, guidance {guidance:g}": [
                 (of_sd3(guidance, "auto", one), of_sd3(guidance, "fewer-steps", steps))
                 for one, steps in pairs
             ]

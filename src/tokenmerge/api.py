@@ -164,10 +164,11 @@ def _asked(
     is_file = isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json"))
     is_name = isinstance(config, str) and not is_file
     given = {"config": None if is_name and speedup is None else config, "speedup": speedup, "ratio": ratio}
-    named = [f"{name}={shown(value)}" for name, value in given.items() if value is not None]
+    given = {name: value for name, value in given.items() if value is not None}
+    named = [f"{name}={shown(value)}" for name, value in given.items()]
     if len(named) > 1:
         raise ConfigError(
-            f"config, speedup, ratio: expected one of them, got {', '.join(named)}; write {_TWO_WAYS}"
+            f"{', '.join(given)}: expected one of them, got {', '.join(named)}; write {_TWO_WAYS}"
         )
     check_min_psnr("min_psnr", min_psnr)
     if min_psnr is not None and (config is not None or ratio is not None):

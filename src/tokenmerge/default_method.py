@@ -131,7 +131,7 @@ class DefaultMethod:
         """Return that the plan misses the speed-up, or that its picture looks different; empty: neither."""
         fastest = plan_for(facts, math.inf)
         highest = fastest.speedup
-        if highest + ROUNDING >= self.speedup:
+        if highest >= 0.99 * self.speedup:
             harm = self.plan(facts).harm
             told = f"speedup={self.speedup:g}: before the run, expect {expected(harm)}, which looks different"
             differs = looks(psnr_of(harm)) == looks(0) and facts.follows_steps and self.min_psnr is None

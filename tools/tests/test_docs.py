@@ -391,8 +391,10 @@ def test_readme_says_how_other_caches_compare():
     assert {"taylorseer", "deepcache", "cache-dit", "easycache"} < packages
     others = f"closer than DeepCache, cache-dit, TaylorSeer and {len(packages) - 3} others"
     assert f"tokenmerge was {others}." in README
-    exceptions = "try EasyCache, or 15 of 20 steps. **For FLUX at 1.35×**, try the first-block cache."
-    assert f"- **With SD3 at guidance 7**, {exceptions} These [were closer](docs/rivals.md)." in README
+    assert (
+        "- **With SD3 at guidance 7**, [EasyCache](docs/rivals.md) and 15 steps in place of 20 were" in README
+    )
+    assert "**With FLUX at 1.35×**, the first-block cache was." in README
     closer = {
         (scene[0], name.split()[0])
         for scene, records in written["records_of"](written["DRAWN"]).items()
@@ -426,7 +428,7 @@ def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     config = settings_for(unet, 2.0, 128, 128, 30, 5.0, follows_steps=True)
     signs = signs_of(plan_generation(config, 30), config.merges, is_unet=True)
     assert set(signs) == {"D", "f"}
-    assert "On an H100 or H200 nothing merges, so `D` replaces `M`;" in README
+    assert "On an H100 or H200 merging saves no time, so `D` replaces `M`." in README
 
 
 def test_the_page_of_the_third_model_says_what_its_record_says():

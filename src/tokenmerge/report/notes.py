@@ -16,7 +16,7 @@ SIGNS = {
     "M": "the whole model runs, and tokens merge",
     "D": "the whole model runs, and no token merges",
     "C": "the whole model runs, and no token merges; this step corrects what merging loses in the others",
-    "f": "only the first and last block of the UNet run; the rest is extrapolated",
+    "f": "only the first and last stage of the UNet run; the rest is extrapolated",
     "·": "all blocks are skipped, and what they would add is extrapolated",
 }
 _COMPLETE = {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}

@@ -18,6 +18,7 @@ import tokenmerge_tools.generate.run
 from tokenmerge.config import ToMeConfig, read_metadata
 from tokenmerge.default_method import settings_for
 from tokenmerge.errors import ConfigError, NothingToMergeError
+from tokenmerge.plans import Estimate
 from tokenmerge_tools.cli.terminal import result_lines
 from tokenmerge_tools.closeness import psnr
 from tokenmerge_tools.generate.run import Result, generate
@@ -239,6 +240,9 @@ def test_a_tolerance_adds_steps_and_the_picture_names_those_that_ran(folder, tmp
     asked = {"size": (32, 32), "steps": 8, "merging": MethodSpec("auto", {"speedup": 1.3})}
     planned = generate(options(folder, tmp_path / "planned", **asked))
     assert planned.psnr[0] < 100
+    planned = dataclasses.replace(planned, summary=f"  estimated: {Estimate(36.0, 7.0)}", psnr=(38.14,))
+    guess = "  Estimated:   36 dB (mostly 29 to 43), without the dense picture; it is 38.1 dB"
+    assert guess in result_lines(planned, options(folder, tmp_path, **asked))
     result = generate(options(folder, tmp_path / "close", min_psnr=100.0, **asked))
     assert result.psnr == (math.inf,)
     written = Image.open(tmp_path / "close" / "tokenmerge-00.png").text["parameters"]

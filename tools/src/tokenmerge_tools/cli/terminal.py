@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -148,9 +149,8 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     ]
     found = f"; it is {sum(finite) / len(finite):.1f} dB" if finite else ""
     for line in result.summary.splitlines():
-        if line.startswith("  estimated: ") and "(" in line:
-            guess = line.removeprefix("  estimated: ").partition(" to dense")[0]
-            lines.append(f"  Estimated:   {guess}, without seeing the dense picture{found}")
+        if guess := re.match(r"  estimated: (\d+ dB) .* (\(mostly \d+ to \d+) ", line):
+            lines.append(f"  Estimated:   {' '.join(guess.groups())}), without the dense picture{found}")
         if line.startswith(("  warning", "  min_psnr")):
             lines.append(line)
     example = '  Your model:  tokenmerge generate "a castle" --model owner/name'
@@ -177,7 +177,7 @@ def _what_ran(result: Result, steps: int) -> tuple[str, str]:
     complete, finest = sum(map(plan.count, "MDC")), plan.count("f")
     ran, skipped = f"{complete} of {steps} steps ran the whole model", len(plan) - complete - finest
     ran = ran if complete < len(plan) else "every step ran whole"
-    ran += f", {finest} only its first and last block" * (finest > 0)
+    ran += f", {finest} only its first and last stage" * (finest > 0)
     ran += f", {skipped} skipped all blocks" * (skipped > 0)
     if not (merging := [row for row in rows if row.merged_tokens < row.tokens]):
         return ran, "no tokens merged"
