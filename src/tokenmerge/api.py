@@ -153,7 +153,7 @@ def apply_token_merging(
     patch = merge_in_hosts(pipe_or_model, **vars(asked))
     method = asked.default
     if method is not None and method.facts.follows_steps and (told := method.missed(method.facts)):
-        warn_caller(f"{told}. These are the pipeline's defaults")  # a run warns at its own size and steps
+        warn_caller(told.replace(": ", ", with the pipeline's defaults: ", 1))  # a run has its own
     return patch
 
 

@@ -124,7 +124,7 @@ class DefaultMethod:
     def shortfall(self, facts: Facts, closeness: bool = True) -> str:
         """Return what the generation does not reach, in speed or in closeness; empty: it reaches all."""
         if self.min_psnr is not None and self.is_dense(facts):
-            return f"min_psnr={self.min_psnr:g}: this generation is dense, as no plan is so close; lower it"
+            return f"min_psnr={self.min_psnr:g}: no plan is so close, so this generation is dense; lower it"
         return self.missed(facts, closeness)
 
     def missed(self, facts: Facts, closeness: bool = True) -> str:
@@ -133,7 +133,7 @@ class DefaultMethod:
         highest = fastest.speedup
         if highest >= 0.99 * self.speedup:
             harm = self.plan(facts).harm
-            told = f"speedup={self.speedup:g}: before the run, expect {expected(harm)}, which looks different"
+            told = f"speedup={self.speedup:g}: before the run, expect {expected(harm)}: it looks different"
             differs = looks(psnr_of(harm)) == looks(0) and facts.follows_steps and self.min_psnr is None
             return f"{told}; take a lower speed-up, or more steps" if differs and closeness else ""
         size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))

@@ -59,7 +59,7 @@ def test_the_mlp_of_sana_stays_dense_and_little_is_gained():
 def test_blocks_without_self_attention_are_counted_and_merge_at_cross_attention():
     model = DITS["UVit2DModel"].build()
     (note,) = predict(model, ToMeConfig(ratio=0.5)).notes
-    assert note == "2 blocks stay dense: they have no self-attention"
+    assert note == "2 blocks do not merge: they have no self-attention"
     both = predict(model, ToMeConfig(ratio=0.5, merge_crossattn=True))
     assert [row.merged for row in both.rows] == ["attn1+attn2"] * 4
 

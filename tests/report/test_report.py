@@ -71,7 +71,7 @@ def test_a_row_for_each_block_that_merges_and_a_note_for_those_that_do_not():
         "up_blocks.1.attentions.0.transformer_blocks.0",
         "up_blocks.1.attentions.1.transformer_blocks.0",
     ]
-    assert report.notes == ("4 blocks stay dense at level 2: max_downsample=1",)
+    assert report.notes == ("4 blocks do not merge at level 2: max_downsample=1",)
     saved = sum(row.flops_dense - row.flops_merged for row in report.rows)
     assert report.flops_dense - report.flops_merged == saved
 
@@ -167,9 +167,9 @@ def test_the_table():
         r"^all other layers, in steps that run them .*  0\.0 %$", lines[-5]
     )  # merging changes none of them
     assert lines[-2] == "note: level: 1 has the most tokens; at 4, a grid is a quarter as wide"
-    assert lines[-3] == "note: 4 blocks stay dense at level 2: max_downsample=1"
+    assert lines[-3] == "note: 4 blocks do not merge at level 2: max_downsample=1"
     few = str(predict(hosts.unet(), ToMeConfig(ratio=0.5, max_downsample=2, min_tokens=200)))
-    assert "4 blocks stay dense: fewer than 200 tokens (min_tokens)" in few
+    assert "4 blocks do not merge: fewer than 200 tokens (min_tokens)" in few
     assert "note: level" not in few  # none but the first is named
     one_call = "note: GFLOPs: of one call of the model, on a batch of"
     assert lines[-1] == f"{one_call} 2 (with guidance, one picture is two samples)"
@@ -364,7 +364,7 @@ def test_a_known_number_of_steps_gives_the_plan():
 def test_the_report_has_these_notes_and_those_on_small_grids(config):
     notes = predict(hosts.unet(), config).notes
     assert set(notes_on_steps(config)) < set(notes)
-    small = "4 blocks stay dense: fewer than 200 tokens (min_tokens), too few to save time"
+    small = "4 blocks do not merge: fewer than 200 tokens (min_tokens), too few to save time"
     assert (small in notes) == bool(config.min_tokens)
 
 

@@ -161,7 +161,7 @@ def test_of_a_run_that_skipped_nothing_the_summary_says_that_its_picture_is_the_
     pipe = Unet()
     with apply(pipe, 100) as patch:
         with pytest.warns(
-            UserWarning, match="min_psnr=100: this generation is dense, as no plan is so close"
+            UserWarning, match="min_psnr=100: no plan is so close, so this generation is dense"
         ):
             pipe((0, 1))
         assert "estimated: the dense picture itself: nothing was skipped or merged\n" in str(patch)

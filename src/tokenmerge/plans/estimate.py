@@ -57,9 +57,9 @@ class Estimate:
             return "the dense picture itself: nothing was skipped or merged"
         if self.psnr < 10:
             return f"below 10 dB to dense: {looks(0)}"
-        low, high = self.psnr - self.within, self.psnr + self.within
-        most = f"(mostly {low:.0f} to {high:.0f} on the bundled models, less surely on others)"
-        return f"{self.psnr:.0f} dB to dense: probably {looks(self.psnr)} {most}"
+        low, high = max(self.psnr - self.within, 0), self.psnr + self.within
+        most = f"(mostly {low:.0f} to {high:.0f} on the bundled models)"
+        return f"{self.psnr:.0f} dB to dense {most}: probably {looks(self.psnr)}"
 
 
 def looks(psnr: float) -> str:
@@ -77,8 +77,9 @@ def psnr_of(squared: float) -> float:
 
 
 def expected(harm: float) -> str:
-    """Return how close a picture with this expected squared error is, such as ``"24 ± 12 dB"``."""
-    return f"{psnr_of(harm):.0f} ± {BEFORE_A_RUN} dB" if psnr_of(harm) >= 10 else "below 10 dB"
+    """Return how close a picture with this expected squared error is, such as ``"24 dB to dense …"``."""
+    most = f"(mostly {max(psnr_of(harm) - BEFORE_A_RUN, 0):.0f} to {psnr_of(harm) + BEFORE_A_RUN:.0f})"
+    return f"{psnr_of(harm):.0f} dB to dense {most}" if psnr_of(harm) >= 10 else "below 10 dB to dense"
 
 
 def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estimate:

@@ -61,7 +61,7 @@ def notes_on_blocks(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeCo
     able = [block for block in within if merges(block, config)]
     too_small = [block.path for block in able if all(block.path != row.path for row in rows)]
     notes = [
-        f"{_stay_dense(count)} at level {level}: max_downsample={config.max_downsample}"
+        f"{_not_merging(count)} at level {level}: max_downsample={config.max_downsample}"
         for level, count in sorted(too_deep.items())
     ]
     if without := sum(block not in able and not block.dense.keys() & set(kinds) for block in within):
@@ -71,7 +71,7 @@ def notes_on_blocks(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeCo
             "block": f"{they} cannot run on merged tokens as a whole",
             "keys": f"{they} {have} no self-attention that takes keys separately from queries",
         }
-        notes.append(f"{_stay_dense(without)}: {why[config.scope]}")
+        notes.append(f"{_not_merging(without)}: {why[config.scope]}")
     if rows and rows[0].references and config.reference_ratio is not None:
         notes.append(
             f"ratio={config.ratio:g} for the picture being made, reference_ratio={config.reference_ratio:g} "
@@ -79,7 +79,7 @@ def notes_on_blocks(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeCo
         )
     if too_small and config.min_tokens:
         few = f"fewer than {config.min_tokens} tokens (min_tokens), too few to save time"
-        notes.append(f"{_stay_dense(len(too_small))}: {few}")
+        notes.append(f"{_not_merging(len(too_small))}: {few}")
     else:
         notes += [
             f"{path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx}, "
@@ -95,8 +95,8 @@ def notes_on_blocks(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeCo
     return notes
 
 
-def _stay_dense(count: int) -> str:
-    return "1 block stays dense" if count == 1 else f"{count} blocks stay dense"
+def _not_merging(count: int) -> str:
+    return "1 block does not merge" if count == 1 else f"{count} blocks do not merge"
 
 
 def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:

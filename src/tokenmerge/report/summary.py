@@ -52,10 +52,10 @@ def summary(
         example = f"with the pipeline's defaults ({_setting(conditions, report, report.steps)})"
         if is_default(conditions.method):  # other sizes and steps have other plans
             gain = f"{'at most ' * ('min_psnr' in conditions.method)}{report.speedup:.2f}× counted"
-            gain += f", {conditions.forecast} to dense" * bool(conditions.forecast)
+            gain += f", {conditions.forecast}" * bool(conditions.forecast)
             gain += f", {in_words(report.kept_bytes)} cached" * (report.kept_bytes > 0)
             lines.append(f"  no run yet; {example}: {gain}")
-            return [*lines, "  for others: print(patch.report(height=…, width=…, steps=…))", *remarks]
+            return [*lines, "  for your size: print(patch.report(height=…, width=…, steps=…))", *remarks]
         lines.append(f"  no run yet; {example}:")
     if report is not None:
         share = f"{saved(report.flops_dense, report.flops)} of the operations saved"

@@ -93,8 +93,8 @@ def test_generate_says_in_about_ten_lines_what_it_drew_and_writes_a_folder(folde
         "dB to dense: ",
         " every step ran whole",
         "tokens merged to",
-        "One run each; --repeat 3 gives figures to rely on",
-        f"Pictures:    {out}",
+        "Seconds of one run each; --repeat 3 makes them reliable.",
+        "More:        --details",
     ):
         assert words in text
     assert len(lines) <= 15
@@ -204,7 +204,7 @@ def test_inspect_prints_the_report_and_cuts_nothing(folder, capsys):
         "512 → 256",
         "self-attention",
         "whole model",
-        "note: 4 blocks stay dense at level 2",
+        "note: 4 blocks do not merge at level 2",
     ):
         assert cell in printed
     assert "…" not in printed

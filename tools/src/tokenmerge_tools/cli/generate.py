@@ -34,6 +34,6 @@ def generate(
         say_where = partial(print, "Compare them:", flush=True)
         result = run_generate(options, on_progress, terminal.say_what, say_where)
     print("\n".join(terminal.result_lines(result, options)))
-    print("\n".join(terminal.details(result)) if details else "  Settings:    --details prints them")
+    print("\n".join(terminal.details(result)) if details else "  More:        --details")
     if result.steps is not None:
         print(f"\nThe steps of a further run, to record them:\n{result.steps}")

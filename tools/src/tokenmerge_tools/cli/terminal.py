@@ -34,7 +34,9 @@ from tokenmerge_tools.reporting.tables import Table as PlainTable
 # Pipes and files have no width, so tables are as wide as their content.
 _NO_EDGE = 10_000
 _SECONDS_BETWEEN_LINES = 30
-_SCALE = "  At 40 dB they are hard to tell apart; at 35 small details differ, at 30 larger ones, at 25 many"
+_SCALE = (
+    "  At 40 dB, pictures are hard to tell apart; at 35 small details differ, at 30 larger ones, at 25 many"
+)
 
 
 def show(plain: PlainTable, *lines: str) -> None:
@@ -137,9 +139,9 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
         both = ["with tokenmerge", f"with {result.fewer_steps} dense steps, which take about as long"]
         closer, other = both if lead > 0 else ("with fewer steps", both[0])
         lines.append(f"  {abs(lead):.1f} dB closer {closer} than {other}")
-    once, many = "One run each; --repeat 3 gives figures to rely on.", "Medians of {} timed runs each."
+    once, many = "Seconds of one run each; --repeat 3 makes them reliable.", "Medians of {} timed runs each."
     if len(rows) > 1 and rows[0][1] > 1.1 * result.report.speedup * rows[1][1]:
-        once = f"Faster than counted, so other programs slowed the first run down. {once}"
+        once = f"Faster than counted, so other programs slowed the first run. {once}"
     lines += [f"  {(once if options.repeat == 1 else many).format(options.repeat)}", ""]
     ran, merged = _what_ran(result, options.steps)
     lines += [
@@ -158,7 +160,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     if argument := options.merging.argument:
         tolerance = "" if options.min_psnr is None else f", min_psnr={options.min_psnr:g}"
         lines.append(f"  In Python:   tokenmerge.apply_token_merging(pipe, {argument}{tolerance})")
-    return [*lines, f"  Pictures:    {result.folder}"]
+    return lines
 
 
 def _close_to_dense(result: Result) -> str:
