@@ -13,7 +13,15 @@ from tests.plans.test_choose import facts
 from tokenmerge import StepReuse, ToMeConfig
 from tokenmerge.plans import Estimate
 from tokenmerge.plans.choose import merging_harm_of, skipping_harm_of
-from tokenmerge.plans.estimate import Shown, _errors, estimate_closeness, influence_of, noise_of, psnr_of
+from tokenmerge.plans.estimate import (
+    Shown,
+    _errors,
+    estimate_closeness,
+    expected,
+    influence_of,
+    noise_of,
+    psnr_of,
+)
 from tokenmerge.plans.policy import ESTIMATE
 
 STEPS = 12
@@ -124,6 +132,9 @@ def test_short_generations_have_an_estimate(steps):
 def test_the_estimate_is_printed_with_its_range_and_in_words():
     words = "(mostly 28 to 42 on the bundled models): probably small details differ"
     assert str(Estimate(35.4, 7.0)) == f"35 dB to dense {words}"
+    assert " (mostly 0 to 22 on " in str(Estimate(10.4, 12.0))
+    assert expected(0.09) == "10 dB to dense (mostly 0 to 22)"
+    assert expected(0.11) == "below 10 dB to dense"
     assert str(Estimate(9.9, 7.0)) == "below 10 dB to dense: looks different"
 
 
