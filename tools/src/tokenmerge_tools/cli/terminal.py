@@ -34,9 +34,7 @@ from tokenmerge_tools.reporting.tables import Table as PlainTable
 # Pipes and files have no width, so tables are as wide as their content.
 _NO_EDGE = 10_000
 _SECONDS_BETWEEN_LINES = 30
-_SCALE = (
-    "  At 40 dB, pictures are hard to tell apart; at 35 small details differ, at 30 larger ones, at 25 many"
-)
+_LOOK = "At 40 dB, pictures are hard to tell apart; at 35 small details differ, at 30 larger ones, at 25 many"
 
 
 def show(plain: PlainTable, *lines: str) -> None:
@@ -132,7 +130,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     for name, seconds, closeness in rows:
         gain = f"{rows[0][1] / seconds:.1f}×" if name != rows[0][0] else "    "
         lines.append("  ".join((f"  {name:<16}", f"{_seconds(seconds):>7}", gain, closeness)).rstrip())
-    lines += ["", _SCALE]
+    lines += ["", f"  {_LOOK}"]
     finite = [value for value in result.psnr if math.isfinite(value)]
     if result.fewer_psnr is not None and finite:
         lead = round(sum(finite) / len(finite), 1) - round(result.fewer_psnr, 1)  # as printed above
