@@ -130,17 +130,16 @@ class DefaultMethod:
     def missed(self, facts: Facts, closeness: bool = True) -> str:
         """Return that the plan misses the speed-up, or that its picture looks different; empty: neither."""
         fastest = plan_for(facts, math.inf)
-        highest = fastest.speedup
-        if highest >= 0.99 * self.speedup:
+        if fastest.speedup >= 0.99 * self.speedup:
             harm = self.plan(facts).harm
             told = f"speedup={self.speedup:g}: before the run, expect {expected(harm)}: it looks different"
             differs = looks(psnr_of(harm)) == looks(0) and facts.follows_steps and self.min_psnr is None
             return f"{told}; take a lower speed-up, or more steps" if differs and closeness else ""
         size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))
         where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {size} tokens"
-        most = f"at most {highest:.2f}× can be reached {where}"
+        most = f"at most {fastest.speedup:.2f}× can be reached {where}"
         lower = ", or a lower speed-up" + f". Before the run, expect {expected(fastest.harm)}" * closeness
-        if highest < 1 + ROUNDING:
+        if fastest.speedup < 1 + ROUNDING:
             most, lower = f"nothing can be saved {where}, so this generation is dense", ""
         return f"speedup={self.speedup:g}: {most}; take more steps or a larger picture{lower}"
 

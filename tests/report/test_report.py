@@ -364,7 +364,7 @@ def test_a_known_number_of_steps_gives_the_plan():
 def test_the_report_has_these_notes_and_those_on_small_grids(config):
     notes = predict(hosts.unet(), config).notes
     assert set(notes_on_steps(config)) < set(notes)
-    small = "4 blocks do not merge: fewer than 200 tokens (min_tokens), too few to save time"
+    small = "4 blocks do not merge: fewer than 200 tokens (min_tokens)"
     assert (small in notes) == bool(config.min_tokens)
 
 

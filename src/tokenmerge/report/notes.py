@@ -78,8 +78,7 @@ def notes_on_blocks(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeCo
             "for its reference pictures"
         )
     if too_small and config.min_tokens:
-        few = f"fewer than {config.min_tokens} tokens (min_tokens), too few to save time"
-        notes.append(f"{_not_merging(len(too_small))}: {few}")
+        notes.append(f"{_not_merging(len(too_small))}: fewer than {config.min_tokens} tokens (min_tokens)")
     else:
         notes += [
             f"{path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx}, "
@@ -118,9 +117,7 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
     if config.plans.every > 1:
         notes.append(f"a plan is used for {config.plans.every} steps")
     if config.plans.blocks:
-        notes.append(
-            "neighbouring blocks merge the same tokens; the first of them finds these, and saves less"
-        )
+        notes.append("neighbouring blocks merge the same tokens; the first one finds them, and saves less")
     if config.cached_features:
         what = "all blocks of a level" if config.cached_features == "model_residual" else "each block"
         notes.append(

@@ -121,10 +121,11 @@ class Report(Tabled):
             totals[f"mean over {self.steps} steps"] = self.flops_mean
         lines += [(name, "", "", "", "", *gflops(self.flops_dense, own)) for name, own in totals.items()]
         size = f"{self.width} × {self.height} latents"
-        in_pixels = f"{self.width * (self.scale or 1)} × {self.height * (self.scale or 1)} px ({size})"
-        size = (in_pixels if self.scale else size) + f", {self.steps} steps" * bool(self.steps)
+        if self.scale:
+            size = f"{self.width * self.scale} × {self.height * self.scale} px ({size})"
         share = f"{saved(self.flops_dense, self.flops)} of the operations saved"
-        title = [f"{self.model}: {size}", f"counted: {self.speedup:.2f}× ({share})"]
+        steps = f", {self.steps} steps" * bool(self.steps)
+        title = [f"{self.model}: {size}{steps}", f"counted: {self.speedup:.2f}× ({share})"]
         title += [self.estimated] * bool(self.estimated)
         title += [f"plan: {self.plan}"] * bool(self.plan) + [f"      {line}" for line in legend(self.plan)]
         levels_differ = any(row.level > 1 for row in self.rows)

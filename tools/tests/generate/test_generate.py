@@ -151,7 +151,7 @@ def test_as_many_dense_steps_as_take_the_same_time_stand_beside_them(folder, tmp
     once = "Seconds of one run each; --repeat 3 makes them reliable."
     for slow, said in (
         (1.0, once),
-        (30.0, f"Faster than counted, so other programs slowed the first run. {once}"),
+        (30.0, f"Faster than counted, probably as other programs slowed the first run. {once}"),
     ):
         seconds = {"dense": [slow], "tokenmerge": [1.0]}
         monkeypatch.setattr(Result, "seconds", lambda _, name, seconds=seconds: seconds[name])

@@ -139,7 +139,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
         lines.append(f"  {abs(lead):.1f} dB closer {closer} than {other}")
     once, many = "Seconds of one run each; --repeat 3 makes them reliable.", "Medians of {} timed runs each."
     if len(rows) > 1 and rows[0][1] > 1.1 * result.report.speedup * rows[1][1]:
-        once = f"Faster than counted, so other programs slowed the first run. {once}"
+        once = f"Faster than counted, probably as other programs slowed the first run. {once}"
     lines += [f"  {(once if options.repeat == 1 else many).format(options.repeat)}", ""]
     ran, merged = _what_ran(result, options.steps)
     lines += [
