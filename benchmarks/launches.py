@@ -9,6 +9,10 @@ launch, as on a GPU.
     python benchmarks/launches.py sd15 flux      # these
     python benchmarks/launches.py --record NAME  # and keep the counts under this name
     python benchmarks/launches.py --table        # only write the table from the record
+
+On transformers a stack is counted too: tokens merge before the first block and are unmerged after the last.
+Its first step is dense, so the counted call is that of the third step. It is also printed as dense + how many
+launches, beside how many there should be at most.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokenmerge import PlanSharing, ToMeConfig, apply_patch, apply_token_merging, remove_patch
+from tokenmerge import Correction, PlanSharing, ToMeConfig, apply_patch, apply_token_merging, remove_patch
 from tokenmerge.models.find import find_hosts
 from tokenmerge_tools.bench.loaded_model import find_geometry
 
@@ -49,6 +53,22 @@ METHODS: dict[str, dict[str, Any]] = {
     '`planner="tiled"`': {"planner": "tiled"},
     "as `auto` merges": {"planner": "tiled", "plans": SHARED, "proportional": True},
 }
+# A transformer's blocks merge once a step: the first step is dense, and later ones are corrected.
+IN_A_STACK = "as a stack"
+STACK = ToMeConfig(
+    ratio=0.5,
+    scope="block",
+    planner="tiled",
+    features="model_residual",
+    proportional=True,
+    plans=SHARED,
+    correction=Correction(every=1000),
+)
+STEPS = 28
+# The steps that run before the counted one: the dense one, and the first that merges.
+STEPS_BEFORE = 2
+# How many launches more than the unchanged model a stack should take.
+WANTED_MORE = 40
 # Operations that launch nothing, beside those that return views.
 _NO_LAUNCH = {"empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "promote_types"}
 
@@ -139,8 +159,28 @@ def launches(model: nn.Module, arguments: dict[str, Any]) -> collections.Counter
     return counted.of
 
 
+def in_a_stack(name: str, model: nn.Module, height: int, width: int) -> collections.Counter[str]:
+    """Count the launches of a complete step that merges the tokens of a transformer's stack."""
+    arguments = example(name, model, height, width)
+    patch = apply_token_merging(model, STACK)
+    try:
+        for step in range(STEPS_BEFORE + 1):
+            patch.at_step(step, STEPS)
+            sample = arguments["hidden_states"].clone()
+            timestep = torch.zeros_like(arguments["timestep"].flatten()[0])
+            others = {**arguments, "hidden_states": sample}
+            others["timestep"] = timestep.expand(arguments["timestep"].shape)
+            with counting() as counted:
+                model(**others)
+    finally:
+        patch.remove()
+    return counted.of
+
+
 def merged(name: str, model: nn.Module, height: int, width: int, method: str) -> int:
     """Count the launches of a call of a merged model."""
+    if method == IN_A_STACK:
+        return in_a_stack(name, model, height, width).total()
     deepest = 2 if name == "sdxl" else 1
     arguments = example(name, model, height, width)
     if method == OLD_CALL:
@@ -166,19 +206,32 @@ def counts(name: str, model: nn.Module, height: int, width: int) -> Iterator[tup
         yield OLD_CALL, merged(name, model, height, width, OLD_CALL)
     for method in METHODS:
         yield method, merged(name, model, height, width, method)
+    if "sample" not in arguments:  # a transformer
+        yield IN_A_STACK, merged(name, model, height, width, IN_A_STACK)
+
+
+def recorded() -> dict[tuple[str, str], list[int]]:
+    """Return the recorded launches by model and method, each from the oldest to the newest."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for row in map(json.loads, RECORD.read_text(encoding="utf-8").splitlines()):
+        found.setdefault((row["model"], row["method"]), []).append(row["launches"])
+    return found
 
 
 def write_table() -> None:
-    """Write the counts of the first and the last name in the record into the page."""
-    rows = [json.loads(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    found = {(row["name"], row["model"], row["method"]): row["launches"] for row in rows}
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in rows))
+    """Write the oldest and the newest counts of the record into the page."""
+    found = recorded()
+    models = list(dict.fromkeys(model for model, _ in found))
+    methods = list(dict.fromkeys(method for _, method in found))
 
     def cell(model: str, method: str) -> str:
-        then, now = (found.get((name, model, method)) for name in (names[0], names[-1]))
-        return str(now or "") if then in (None, now) else f"{then} → {now}"
+        counts = found.get((model, method), [])
+        if method == IN_A_STACK:
+            dense = found[model, "dense"][-1]
+            shown = [f"dense + {count - dense}" for count in counts]
+        else:
+            shown = [str(count) for count in counts]
+        return " → ".join(dict.fromkeys([*shown[:1], *shown[-1:]]))
 
     lines = [f"| one call | {' | '.join(methods)} |", f"|---|{'---:|' * len(methods)}"]
     lines += [f"| {model} | {' | '.join(cell(model, method) for method in methods)} |" for model in models]
@@ -201,9 +254,15 @@ def main() -> None:
         model = build(name)
         for height, width in SIZES[name]:
             title = f"{find_geometry(name).title}, {width} × {height}"
+            dense = 0
             for method, count in counts(name, model, height, width):
+                dense = count if method == "dense" else dense
                 row = {"name": options.record, "model": title, "method": method, "launches": count}
                 print(json.dumps(row, ensure_ascii=False), flush=True)
+                if method == IN_A_STACK:
+                    print(
+                        f"{title}: dense + {count - dense}, wanted at most dense + {WANTED_MORE}", flush=True
+                    )
                 if options.record:
                     with RECORD.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(row, ensure_ascii=False) + "\n")

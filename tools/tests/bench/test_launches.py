@@ -70,6 +70,31 @@ def test_a_merged_call_launches_few_kernels(name, sides, method, most, models):
         assert len(set(found.values())) == 1, found  # as many tiles as one likes
 
 
+# The bound is what was recorded last. A change that launches fewer records its counts and so lowers it.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd3", "flux", "wan"])
+def test_a_step_of_a_stack_launches_no_more_than_was_recorded(name, models):
+    model, (height, width) = models(name), launches.SIZES[name][0]
+    title = f"{launches.find_geometry(name).title}, {width} × {height}"
+    counted = launches.in_a_stack(name, model, height, width)
+    assert counted.total() <= launches.recorded()[title, launches.IN_A_STACK][-1]
+    dense = launches.launches(model, launches.example(name, model, height, width))
+    assert dense.total() == launches.recorded()[title, "dense"][-1]
+    assert counted.total() > dense.total()  # tokens merge
+    assert counted["scaled_dot_product_attention"] == dense["scaled_dot_product_attention"]
+
+
+def test_the_page_has_the_recorded_launches(tmp_path, monkeypatch):
+    """If this fails: `python benchmarks/launches.py --table`."""
+    written = tmp_path / "page.md"
+    written.write_text(launches.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(launches, "PAGE", written)
+    launches.write_table()
+    assert written.read_text(encoding="utf-8") == (
+        SCRIPT.parents[1] / "docs" / "measuring-a-gpu.md"
+    ).read_text(encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def models():
     return functools.cache(launches.build)
