@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "plans": "config models",
     "runtime.steps": "errors ops config models plans",
     "runtime.memory": "ops config models plans runtime.steps",
-    "runtime.blocks": "errors ops config planners models plans runtime.memory",
+    "runtime.blocks": "errors ops config planners models plans runtime.steps runtime.memory",
     "runtime.patching": "errors ops config planners models plans runtime.steps runtime.memory runtime.blocks",
     "pictures": "",
     "report": "errors text_table config planners models plans runtime.steps runtime.memory runtime.patching",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
 from diffusers.models import attention_processor
 from tests import hosts
 from tests.kernels import REGISTRY, attention, backend, flash
@@ -18,10 +19,13 @@ from tests.models.family import seeded
 from tests.models.test_every_family import call, model_of, settings
 from tests.models.tiny import FAMILIES
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.testing import assert_close
 
 from tokenmerge import ToMeConfig, apply_token_merging
 from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.runtime.blocks import proportional_attention
 
 HALF = ToMeConfig(ratio=0.5, proportional=True)
 FLUX = FAMILIES["FluxTransformer2DModel"]
@@ -29,9 +33,8 @@ FLUX = FAMILIES["FluxTransformer2DModel"]
 
 @pytest.fixture(autouse=True)
 def no_other_model() -> None:
-    """Models of other tests that nobody restored are gone, and their kernels with the next one restored."""
+    """Models of other tests that nobody restored are gone, and their kernels with them."""
     gc.collect()
-    apply_token_merging(hosts.unet(), HALF).remove()
 
 
 def close(result: Tensor, expected: Tensor) -> None:
@@ -67,6 +70,110 @@ def test_kernels_are_those_of_before_once_no_model_needs_them():
         call(other, FLUX.inputs(1, 8, 8))
     patches[1].remove()
     assert REGISTRY._backends == before
+
+
+def test_pytorch_s_attention_is_that_of_before_once_no_model_needs_it():
+    before, plain = F.scaled_dot_product_attention, apply_token_merging(model_of(FLUX), ToMeConfig(ratio=0.5))
+    assert F.scaled_dot_product_attention is before
+    patches = [apply_token_merging(model_of(FLUX), HALF) for _ in range(2)]
+    assert F.scaled_dot_product_attention is not before
+    patches[0].remove()
+    assert F.scaled_dot_product_attention is not before
+    patches[1].remove()
+    assert F.scaled_dot_product_attention is before
+    plain.remove()
+
+
+def test_kernels_are_those_of_before_once_a_model_is_gone_that_nobody_restored():
+    before, model = F.scaled_dot_product_attention, model_of(FLUX)
+    backends = dict(REGISTRY._backends)
+    apply_token_merging(model, HALF)
+    assert F.scaled_dot_product_attention is not before
+    del model
+    gc.collect()
+    assert F.scaled_dot_product_attention is before
+    assert REGISTRY._backends == backends
+
+
+@pytest.mark.parametrize("scope", ["layers", "block"])
+def test_nothing_but_attention_is_intercepted_in_a_merged_block(scope):
+    """A mode would be called for each of the 65 functions of a block."""
+    model, seen = model_of(FLUX), []
+
+    def note(module: nn.Module, args: Any) -> None:
+        seen.append(_get_current_function_mode_stack())
+
+    for block in [*model.transformer_blocks, *model.single_transformer_blocks]:
+        block.attn.to_q.register_forward_pre_hook(note)
+    apply_token_merging(model, settings(FLUX, scope=scope, proportional=True))
+    call(model, FLUX.inputs(2, 8, 8))
+    assert seen == [[]] * 4
+
+
+class Attentions(TorchFunctionMode):
+    """Notes the masks of PyTorch's attention, which it finds as diffusers' skipping of layers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[Tensor | None] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            self.masks.append(kwargs.get("attn_mask"))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_modes_of_other_people_see_each_attention_once(compiled):
+    def masks(model: nn.Module) -> list[Tensor | None]:
+        with Attentions() as outer, Attentions() as inner, torch.no_grad():
+            call(model, FLUX.inputs(2, 8, 8))
+        assert len(outer.masks) == len(inner.masks)
+        return outer.masks
+
+    assert masks(model_of(FLUX)) == [None] * 4
+    model = model_of(FLUX)
+    apply_token_merging(model, settings(FLUX, scope="block", proportional=True))
+    merging = torch.compile(model, backend="eager") if compiled else model
+    assert [mask is None for mask in masks(merging)] == [False] * 4
+
+
+def test_skipped_attention_scores_of_diffusers_are_still_skipped():
+    """Its perturbed guidance takes the values themselves, by a mode."""
+    values = torch.randn(1, 2, 4, 8)
+    patch = apply_token_merging(model_of(FLUX), HALF)
+    with AttentionScoreSkipFunctionMode():
+        assert F.scaled_dot_product_attention(values * 2, values * 3, values) is values
+    patch.remove()
+
+
+BY_NAME = """
+from torch.nn.functional import scaled_dot_product_attention
+
+class Processor:
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None):
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        heads = (
+            tokens.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+            for tokens in (attn.to_q(hidden_states), attn.to_k(source), attn.to_v(source))
+        )
+        return attn.to_out[0](scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+"""
+
+
+def test_a_host_that_imported_pytorch_s_attention_by_name(monkeypatch):
+    """It looks it up in its own module, which may be loaded after the model was patched."""
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, HALF)
+    expected = hosts.call(unet, **hosts.inputs())
+    host = types.ModuleType("a_host_that_imports_by_name")
+    exec(BY_NAME, vars(host))
+    host.scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention  # as imported before
+    monkeypatch.setitem(sys.modules, host.__name__, host)
+    unet.set_attn_processor(host.Processor())
+    close(hosts.call(unet, **hosts.inputs()), expected)
+    patch.remove()
+    assert host.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
 
 
 def test_a_dense_model_beside_calls_the_kernel_with_what_it_has():
@@ -123,7 +230,7 @@ def test_a_kernel_that_raises_leaves_nothing_behind():
 
     with backend("flash", out_of_memory), pytest.raises(MemoryError):
         call(model, arguments)
-    assert not torch.overrides._get_current_function_mode_stack()
+    assert proportional_attention._of_thread.value.attention is None
     patch.remove()
 
 

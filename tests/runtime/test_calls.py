@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,6 +17,12 @@ from tokenmerge import Rule, apply_token_merging
 from tokenmerge.runtime.steps.pipeline import running_pipeline
 
 PACKAGE = str(Path(tokenmerge.__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def no_other_model():
+    """Models of other tests are gone: one with proportional attention stands before PyTorch's attention."""
+    gc.collect()
 
 
 def functions_called(run):

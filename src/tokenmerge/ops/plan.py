@@ -111,9 +111,14 @@ class IndexPlan(NamedTuple):
         (b, m), n, device = self.keep.shape, self.inverse.shape[1], self.keep.device
         tokens, merged = first_rows(times, b * n, 0, device), first_rows(times, b * m, 0, device)
         shifted = self.shifted(tokens.unsqueeze(2), merged.unsqueeze(2))
-        keep, sources, targets, inverse = [field.flatten(0, 1) for field in shifted[:4]]
-        weights = None if self.weights is None else self.weights.repeat(times, 1)
-        return IndexPlan(keep, sources, targets, inverse, self.sizes.repeat(times, 1), weights)
+        return IndexPlan(
+            shifted.keep.flatten(0, 1),
+            shifted.sources.flatten(0, 1),
+            shifted.targets.flatten(0, 1),
+            shifted.inverse.flatten(0, 1),
+            self.sizes.repeat(times, 1),
+            None if self.weights is None else self.weights.repeat(times, 1),
+        )
 
     def after(self, before: int) -> IndexPlan:
         """Return the plan for sequences in which ``before`` more tokens, left alone, precede the n."""

@@ -1,12 +1,12 @@
 """Proportional attention: a merged token counts for as many keys as it stands for (arXiv 2210.09461).
 
-PyTorch's fused attention can be intercepted by a ``TorchFunctionMode``. The kernels of FlashAttention,
-SageAttention, xFormers and others are plain functions without masks, which models call through diffusers'
-table of back-ends or as ``xformers.ops.memory_efficient_attention``. While a model with proportional
-attention is patched, a function that asks the running context first stands in the place of each.
+Hosts have nothing in common but the functions that they call for attention: PyTorch's
+``scaled_dot_product_attention``, the kernels in diffusers' table of back-ends, which take no mask, or
+``xformers.ops.memory_efficient_attention``. While a model with proportional attention is patched, a function
+that asks the running context first stands in the place of each.
 
-Under context parallelism the back-ends that call PyTorch's attention are among them: a mask would have to be
-gathered from all devices, while longer heads travel between them with the keys.
+Under context parallelism the back-ends that call PyTorch's attention are among the kernels: a mask would have
+to be gathered from all devices, while longer heads travel between them with the keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, handle_torch_function
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Layout
@@ -29,7 +29,18 @@ from tokenmerge.ops.once import once
 from tokenmerge.ops.plan import Plan
 from tokenmerge.ops.sized_attention import attend_by_columns, attend_by_values, head_size_with_columns
 from tokenmerge.runtime.memory.state import BlockState, ModelState
+from tokenmerge.runtime.steps.pipeline import PerThread
 
+_FUSED = "scaled_dot_product_attention"  # name of PyTorch's attention, in its module and in those of hosts
+_PYTORCH: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
+_ARGUMENTS = (
+    "query",
+    "key",
+    "value",
+    "attn_mask",
+    "dropout_p",
+    "is_causal",
+)  # that may have no name in a call
 # Back-ends of diffusers that call PyTorch's fused attention, which takes a mask there.
 _WITH_MASK = ("native", "_native_cudnn", "_native_efficient", "_native_math")
 # By the beginning of a back-end's name, the largest head size that its kernel takes. That of SageAttention 3
@@ -38,16 +49,25 @@ _LARGEST_HEADS = {"sage_blackwell": 0, "sage": 128, "_sage": 128, "flash_4": 128
 _LARGEST_HEAD = 256  # of all others
 
 _patched: weakref.WeakSet[ModelState] = weakref.WeakSet()
-_in_graph: list[ProportionalAttention] = []  # of the graph that is traced, those whose context lasts
 
 
-class ProportionalAttention(TorchFunctionMode):
-    """While this context lasts, fused attention adds the logarithm of each key's size to its logits.
+class _Running:
+    """What a thread runs."""
+
+    def __init__(self) -> None:
+        self.attention: ProportionalAttention | None = None  # that asks for the next call of a kernel
+
+
+_of_thread = PerThread(_Running)
+
+
+class ProportionalAttention:
+    """While this context lasts, attention adds the logarithm of each key's size to its logits.
 
     PyTorch's own attention gets a mask for that, and a kernel without masks gets longer heads. This happens
     at the call of the kernel, because hosts have nothing else in common: most of them take no mask, or take
     it in a form of their own. Only the first call counts, or the first for each image, since an adapter may
-    attend to other keys after it.
+    attend to other keys after it. What a kernel itself calls does not count.
 
     The plan's ``sizes`` say how many tokens each key of the image stands for, and the layout where the keys
     of text are, which count once. The path of the ``block`` is read for the error message alone, since
@@ -58,31 +78,21 @@ class ProportionalAttention(TorchFunctionMode):
     """
 
     def __init__(self, plan: Plan, layout: Layout, block: BlockState) -> None:
-        super().__init__()
         self.sizes, self.layout, self.block = plan.sizes, layout, block
         self._images_seen = 0
+        self._around: ProportionalAttention | None = None
 
     @property
     def is_pending(self) -> bool:
         """Whether the attention of some image is still to come."""
         return self._images_seen < len(self.sizes)
 
-    def __torch_function__(
-        self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch.compiler.is_compiling():
-            self = _in_graph[-1]  # PyTorch 2.7 gives the class
-        kwargs = kwargs or {}
-        if function is torch.Tensor.unflatten:  # torch.compile traces the method, and not this function
-            return args[0].unflatten(*args[1:], **kwargs)
-        if function is not F.scaled_dot_product_attention or not self.is_pending:
-            return function(*args, **kwargs)
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
+    def attend_with_mask(self, attention: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+        """Return the result of PyTorch's attention, called with the arguments ``given`` and a mask."""
         key: Tensor = given["key"]
         sizes = self._sizes_of(len(key), key.shape[-2])
         if sizes is None:
-            return function(**given)
+            return attention(**given)
         bias = once(sizes, key.dtype, lambda: _log(sizes, key.dtype))
         bias = bias.view(len(bias), *[1] * (key.ndim - 2), -1)
         mask = given.get("attn_mask")
@@ -90,7 +100,7 @@ class ProportionalAttention(TorchFunctionMode):
             bias = torch.where(mask, bias, float("-inf"))
         elif mask is not None:
             bias = bias + mask
-        return function(**{**given, "attn_mask": bias})
+        return attention(**{**given, "attn_mask": bias})
 
     def attend(self, kernel: Callable[..., Any], largest_head: int, given: dict[str, Any]) -> Any:
         """Return the result of a kernel that takes no mask, called with the arguments ``given``.
@@ -128,15 +138,12 @@ class ProportionalAttention(TorchFunctionMode):
             return own
         return once(self.sizes, (first, batch, text, self.layout.text), with_text)
 
-    def __enter__(self) -> Any:
-        if torch.compiler.is_compiling():
-            _in_graph.append(self)
-        return super().__enter__()
+    def __enter__(self) -> None:
+        running = _of_thread.value
+        self._around, running.attention = running.attention, self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
-        if torch.compiler.is_compiling():
-            _in_graph.pop()
+        _of_thread.value.attention = self._around
         if self.is_pending and kind is None:
             raise UnsupportedModelError(
                 f"{self.block.path}: proportional=True needs attention by PyTorch's "
@@ -155,38 +162,64 @@ def _log(sizes: Tensor, dtype: torch.dtype) -> Tensor:
 def reach_kernels(state: ModelState) -> None:
     """Let proportional attention meet the calls of all kernels that are there by now, if the model has it."""
     if any(settings.proportional for _, settings in state.phases):
-        _patched.add(state)
-        for place, name, largest_head in _places():
-            if not hasattr(place[name], "_tokenmerge_kernel"):
-                place[name] = _asking(place[name], largest_head, takes_mask=name in _WITH_MASK)
+        if state not in _patched:
+            _patched.add(state)
+            weakref.finalize(state, _leave_if_unneeded).atexit = False  # for models that nobody restores
+        for names, name, asking in _places():
+            if not hasattr(names[name], "_tokenmerge_kernel"):
+                names[name] = asking(names[name])
 
 
 def leave_kernels(state: ModelState) -> None:
     """Put all kernels back, unless another patched model needs them."""
     _patched.discard(state)
-    if not _patched:
-        for place, name, _ in _places():
-            place[name] = getattr(place[name], "_tokenmerge_kernel", place[name])
+    _leave_if_unneeded()
 
 
-def _places() -> Iterator[tuple[dict[Any, Any], Any, int]]:
-    """Where kernels are looked up by those who call them: (dictionary, key, largest head size)."""
+def _leave_if_unneeded() -> None:
+    if not list(_patched):  # its length may count a model that goes just now
+        for names, name, _ in _places():
+            names[name] = _original(names[name])
+
+
+def _original(function: Any) -> Any:
+    """Return the function in whose place one of this module stands; another function itself."""
+    return getattr(function, "_tokenmerge_kernel", function)
+
+
+def _places() -> Iterator[tuple[dict[Any, Any], Any, Callable[[Any], Any]]]:
+    """Yield where callers look a kernel up, in a dictionary by a key, and what makes one that asks."""
+    for names in (vars(F), *_importers(len(sys.modules))):
+        yield names, _FUSED, _asking_for_mask
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
     backends = getattr(getattr(dispatch, "_AttentionBackendRegistry", None), "_backends", {})
     for backend in list(backends):
         name = getattr(backend, "value", backend)
         sizes = (size for start, size in _LARGEST_HEADS.items() if name.startswith(start))
-        yield backends, backend, next(sizes, _LARGEST_HEAD)
+        largest = next(sizes, _LARGEST_HEAD)
+        yield backends, backend, functools.partial(_asking, largest, name in _WITH_MASK)
     xformers = sys.modules.get("xformers.ops")
     if hasattr(xformers, "memory_efficient_attention"):
-        yield vars(xformers), "memory_efficient_attention", _LARGEST_HEAD
+        yield vars(xformers), "memory_efficient_attention", functools.partial(_asking, _LARGEST_HEAD, False)
+
+
+@functools.lru_cache(maxsize=1)
+def _importers(modules: int) -> list[dict[str, Any]]:
+    """Return what is in each of so many modules that imported PyTorch's attention by its name."""
+    every = [(name, getattr(module, "__dict__", {})) for name, module in list(sys.modules.items())]
+    return [
+        names
+        for name, names in every
+        if not name.startswith("torch.") and _original(names.get(_FUSED)) is _PYTORCH
+    ]
 
 
 @functools.lru_cache(maxsize=128)  # settings change between passes, and kernels hardly ever
-def _asking(function: Callable[..., Any], largest_head: int, takes_mask: bool) -> Callable[..., Any]:
+def _asking(largest_head: int, takes_mask: bool, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that lets the running :class:`ProportionalAttention` call the kernel.
 
-    A kernel that takes a mask gets one, unless its call is one for several devices.
+    A kernel that takes a mask gets one where it calls PyTorch's attention, unless its call is one for several
+    devices.
     """
     names = tuple(inspect.signature(function).parameters)
     largest_head = largest_head if "scale" in names else 0
@@ -195,10 +228,42 @@ def _asking(function: Callable[..., Any], largest_head: int, takes_mask: bool) -
     def attention(*args: Any, **kwargs: Any) -> Any:
         if takes_mask and kwargs.get("_parallel_config") is None:
             return function(*args, **kwargs)
-        for mode in _get_current_function_mode_stack():
-            if isinstance(mode, ProportionalAttention) and mode.is_pending:
-                given = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
-                return mode.attend(function, largest_head, given)
+        running = _of_thread.value
+        proportional = running.attention
+        if proportional is None or not proportional.is_pending:
+            return function(*args, **kwargs)
+        given = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
+        running.attention = None
+        try:
+            return proportional.attend(function, largest_head, given)
+        finally:
+            running.attention = proportional
+
+    attention._tokenmerge_kernel = function  # type: ignore[attr-defined]
+    return attention
+
+
+@functools.lru_cache(maxsize=128)
+def _asking_for_mask(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return PyTorch's attention, which asks the running :class:`ProportionalAttention` for a mask."""
+
+    @functools.wraps(function)
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        running = _of_thread.value
+        proportional = running.attention
+        if proportional is None or not proportional.is_pending:
+            return plain(*args, **kwargs)
+        given = {**dict(zip(_ARGUMENTS[: len(args)], args, strict=True)), **kwargs}
+        running.attention = None
+        try:
+            return proportional.attend_with_mask(plain, given)
+        finally:
+            running.attention = proportional
+
+    def plain(*args: Any, **kwargs: Any) -> Tensor:
+        # Modes of other people wait for the function that stands in the module now.
+        if _get_current_function_mode_stack():
+            return handle_torch_function(attention, (), *args, **kwargs)
         return function(*args, **kwargs)
 
     attention._tokenmerge_kernel = function  # type: ignore[attr-defined]
