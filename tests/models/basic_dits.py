@@ -216,8 +216,8 @@ FAMILIES: dict[str, Family] = {
     "UVit2DModel, downsampling": Family(
         lambda: _uvit(downsample=True, upsample=True), _uvit_inputs(2), checkpoints=False
     ),
-    "HunyuanDiT2DModel": Family(_hunyuan, _hunyuan_inputs, pool=True),
-    "HunyuanDiT2DControlNetModel": Family(_hunyuan_controlnet, _hunyuan_controlnet_inputs, pool=True),
+    "HunyuanDiT2DModel": Family(_hunyuan, _hunyuan_inputs),
+    "HunyuanDiT2DControlNetModel": Family(_hunyuan_controlnet, _hunyuan_controlnet_inputs),
     "SanaTransformer2DModel": Family(_sana, _sana_inputs),
     "SanaControlNetModel": Family(_sana_controlnet, _sana_controlnet_inputs),
 }

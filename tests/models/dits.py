@@ -280,7 +280,7 @@ def _hunyuan_image_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]
         **_latent_inputs(batch, rows, columns),
         "encoder_attention_mask": text_masks(batch),
         "encoder_hidden_states_2": noise(batch, WORDS, 12),
-        "encoder_attention_mask_2": text_masks(batch).flip(0),
+        "encoder_attention_mask_2": text_masks(batch + 1)[1:],
     }
 
 
@@ -406,7 +406,7 @@ def _joy_plus_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
     }
 
 
-ROTARY: dict[str, Any] = {"pool": True, "attention": ("attn",)}
+ROTARY: dict[str, Any] = {"attention": ("attn",)}
 
 FAMILIES: dict[str, Family] = {
     "FluxControlNetModel": Family(
@@ -449,7 +449,7 @@ FAMILIES: dict[str, Family] = {
     "Lumina2Transformer2DModel": Family(_lumina2, _lumina2_inputs, attention=("attn",)),
     "ZImageTransformer2DModel": Family(_z_image, _z_image_inputs, attention=("attention",)),
     "CogView3PlusTransformer2DModel": Family(_cogview3plus, _cogview_inputs),
-    "CogView4Transformer2DModel": Family(_cogview4, _cogview4_inputs, pool=True),
+    "CogView4Transformer2DModel": Family(_cogview4, _cogview4_inputs),
     "PRXTransformer2DModel": Family(_prx, _prx_inputs, attention=("attention",)),
     "FluxTransformer2DModel, Kontext": Family(
         lambda: _flux("FluxTransformer2DModel", pooled_projection_dim=TEXT), _kontext_inputs, **ROTARY

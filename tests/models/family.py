@@ -23,7 +23,6 @@ class Family:
             of any size.
         frames: number of frames of its token grid.
         merge: settings besides the ratio that it needs to merge, such as ``max_downsample``.
-        pool: whether all images of a batch share a plan.
         attention: names of the sub-layers whose calls must get fewer tokens.
         square: whether the model itself only takes square pictures.
         multiple: the sides of its grid must be multiples of this.
@@ -35,7 +34,6 @@ class Family:
     inputs: Callable[[int, int, int], dict[str, Any]]
     frames: int = 1
     merge: dict[str, Any] = dataclasses.field(default_factory=dict)
-    pool: bool = False
     attention: tuple[str, ...] = ("attn1",)
     square: bool = False
     multiple: int = 1

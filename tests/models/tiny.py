@@ -99,7 +99,7 @@ def _wan_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
 
 FAMILIES: dict[str, Family] = {
     "SD3Transformer2DModel": Family(_sd3, _sd3_inputs, attention=("attn", "attn2")),
-    "FluxTransformer2DModel": Family(_flux, _flux_inputs, pool=True, attention=("attn",)),
+    "FluxTransformer2DModel": Family(_flux, _flux_inputs, attention=("attn",)),
     "WanTransformer3DModel": Family(_wan, _wan_inputs, frames=3),
     **unets.FAMILIES,
     **basic_dits.FAMILIES,
@@ -133,4 +133,4 @@ def structure(family: Family) -> Hashable:
     )
     stages = bool(host.deep_stages), bool(host.shallow_stages)
     called = host.sample, host.patch, host.frames > 1, host.controlnet, host.takes_references
-    return blocks, functions, stages, called, family.pool, family.mixes, family.square
+    return blocks, functions, stages, called, family.mixes, family.square

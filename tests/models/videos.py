@@ -135,7 +135,7 @@ def _hunyuan_15_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
         **_inputs(batch, rows, columns),
         "encoder_attention_mask": text_masks(batch),
         "encoder_hidden_states_2": noise(batch, WORDS, 12),
-        "encoder_attention_mask_2": text_masks(batch).flip(0),
+        "encoder_attention_mask_2": text_masks(batch + 1)[1:],
         "image_embeds": noise(batch, 5, 8),
     }
 
@@ -336,7 +336,7 @@ def _kandinsky5_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
 
 
 VIDEO: dict[str, Any] = {"frames": FRAMES}
-SHARED: dict[str, Any] = {"frames": FRAMES, "pool": True}
+
 
 FAMILIES: dict[str, Family] = {
     "WanVACETransformer3DModel": Family(_vace, _vace_inputs, **VIDEO),
@@ -344,26 +344,26 @@ FAMILIES: dict[str, Family] = {
     "SkyReelsV2Transformer3DModel": Family(_skyreels, _skyreels_inputs, **VIDEO),
     "SkyReelsV2Transformer3DModel by blocks of frames": Family(_skyreels_causal, _causal_inputs, frames=4),
     "ChronoEditTransformer3DModel": Family(_chronoedit, _inputs, **VIDEO),
-    "HunyuanVideoTransformer3DModel": Family(_hunyuan, _hunyuan_inputs, **SHARED),
+    "HunyuanVideoTransformer3DModel": Family(_hunyuan, _hunyuan_inputs, **VIDEO),
     "HunyuanVideoTransformer3DModel from a picture": Family(
-        lambda: _hunyuan(image_condition_type="token_replace"), _hunyuan_inputs, **SHARED
+        lambda: _hunyuan(image_condition_type="token_replace"), _hunyuan_inputs, **VIDEO
     ),
-    "HunyuanVideo15Transformer3DModel": Family(_hunyuan_15, _hunyuan_15_inputs, **SHARED),
+    "HunyuanVideo15Transformer3DModel": Family(_hunyuan_15, _hunyuan_15_inputs, **VIDEO),
     "CogVideoXTransformer3DModel": Family(
-        lambda: _cogvideox(use_rotary_positional_embeddings=True), _rotary_inputs, **SHARED
+        lambda: _cogvideox(use_rotary_positional_embeddings=True), _rotary_inputs, **VIDEO
     ),
     "CogVideoXTransformer3DModel 1.5": Family(
         lambda: _cogvideox(use_rotary_positional_embeddings=True, patch_size_t=2),
         _two_frames_a_patch,
-        **SHARED,
+        **VIDEO,
     ),
     "CogVideoXTransformer3DModel without rotary positions": Family(_cogvideox, _cogvideox_inputs, **VIDEO),
-    "ConsisIDTransformer3DModel": Family(_consisid, _rotary_inputs, **SHARED),
-    "EasyAnimateTransformer3DModel": Family(_easyanimate, _inputs, **SHARED),
+    "ConsisIDTransformer3DModel": Family(_consisid, _rotary_inputs, **VIDEO),
+    "EasyAnimateTransformer3DModel": Family(_easyanimate, _inputs, **VIDEO),
     "MochiTransformer3DModel": Family(_mochi, _mochi_inputs, **VIDEO),
     "LTXVideoTransformer3DModel": Family(_ltx, _ltx_inputs, **VIDEO),
     "LTXVideoTransformer3DModel from a picture": Family(_ltx, _ltx_from_a_picture, **VIDEO),
-    "CosmosTransformer3DModel": Family(_cosmos, _cosmos_inputs, **SHARED),
+    "CosmosTransformer3DModel": Family(_cosmos, _cosmos_inputs, **VIDEO),
     "AllegroTransformer3DModel": Family(_allegro, _allegro_inputs, **VIDEO),
     "Kandinsky5Transformer3DModel": Family(_kandinsky5, _kandinsky5_inputs, **VIDEO),
 }

@@ -257,7 +257,7 @@ def test_a_kernel_is_called_with_heads_that_it_takes(name, d, sizes):
     def without_scale(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return kernel(query, key, value)
 
-    model, arguments = flux_with_heads_of(d), FLUX.inputs(2, 8, 8)
+    model, arguments = flux_with_heads_of(d), FLUX.inputs(1, 8, 8)
     apply_token_merging(model, HALF)
     expected = with_mask(model, arguments)
     with backend(name, without_scale if name == "_native_xla" else kernel):

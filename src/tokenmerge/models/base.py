@@ -81,7 +81,8 @@ class TokenArgument:
 
     name: str  # a missing argument, or None, is left alone
     axes: tuple[int, ...]  # of the tokens; an axis of length 1, which the host broadcasts, is left alone
-    # The first axis is the batch (length 1: the same for all images). If it is not, a batch has one plan.
+    # The first axis is the batch (length 1: the same for all images). If it is not, and the images of a batch
+    # have plans of their own, the host's attention is called for one image after the other.
     batched: bool = False
     # Index of the element of a tuple, or key of the value of a dictionary, that has the entries; None: all.
     element: int | str | None = None
@@ -106,6 +107,11 @@ class Layout:
     same_as_tokens: str | None = None  # name of an argument that may be the same tensor as the tokens
     outputs: tuple[int, ...] = (0,)  # indices of the image tokens in a result that is a tuple
     dense_if: tuple[str, ...] = ()  # arguments that only fit the whole grid: a call with one stays dense
+    batched: bool = dataclasses.field(init=False, default=True)  # all token arguments have a batch axis
+
+    def __post_init__(self) -> None:
+        # No property, since each call of a layer asks.
+        object.__setattr__(self, "batched", all(argument.batched for argument in self.token_arguments))
 
     def tokens_of(self, call: HostCall) -> Tensor:
         """Return the tokens of a call."""
@@ -164,15 +170,14 @@ class Block:
 
     @property
     def batched(self) -> bool:
-        """Whether each image of a batch can have its own plan."""
-        layouts = self.block_layout or PLAIN, *(layer.layout for layer in self.layers)
-        return all(argument.batched for layout in layouts for argument in layout.token_arguments)
+        """Whether all token arguments of its layers have a batch axis."""
+        return all(layer.layout.batched for layer in self.layers)
 
     @property
     def plan_group(self) -> tuple[object, ...]:
         """What is the same in all blocks that can share a plan."""
         # On a UNet's way up tokens are alike in other ways than on its way down.
-        return self.level, self.batched, self.path.partition(".")[0]
+        return self.level, self.path.partition(".")[0]
 
 
 # (root, arguments of a call, grids of the last call) → the finest token grid of each picture in the sequence,

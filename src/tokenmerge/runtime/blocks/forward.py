@@ -16,8 +16,14 @@ from tokenmerge.models.base import Layer, Layout
 from tokenmerge.models.call import HostCall, HostMethod
 from tokenmerge.models.placement import splits_tokens
 from tokenmerge.ops.plan import Plan
-from tokenmerge.runtime.blocks.merged_call import add_lost, added_to_image, keyed_call, merged_call
-from tokenmerge.runtime.blocks.planning import active_call, caches_features, with_cached_features
+from tokenmerge.runtime.blocks.merged_call import (
+    add_lost,
+    added_to_image,
+    keyed_call,
+    merged_call,
+    result_by_image,
+)
+from tokenmerge.runtime.blocks.planning import active_call, caches_features, pictures_of, with_cached_features
 from tokenmerge.runtime.blocks.proportional_attention import ProportionalAttention
 from tokenmerge.runtime.blocks.skipping import block_in_run
 from tokenmerge.runtime.memory.caches import BlockMerge
@@ -65,12 +71,15 @@ def layer_call(original: HostMethod) -> Callable:
         weighs = settings.proportional and layer.kind == "attn1" and layer.own_keys
 
         def merged(plan: Plan) -> Any:
+            images, pictures = len(plan.keep), 1
+            if not layer.layout.batched:
+                pictures = pictures_of(state.block.model.threads.value.context, images)
             with ProportionalAttention(plan, layer.layout, state.block) if weighs else nullcontext():
                 if settings.scope == "block":
-                    return call.result()
+                    return call.result() if pictures == 1 else result_by_image(call, images)
                 if settings.scope == "keys":
                     return keyed_call(self, call, state, plan, settings.combine)
-                return merged_call(call, layer.layout, plan, settings.combine)
+                return merged_call(call, layer.layout, plan, settings.combine, pictures)
 
         if settings.scope == "block":
             return call.result() if running.plan is None else merged(running.plan)
@@ -83,8 +92,10 @@ def takes_part(layer: Layer, settings: MergeSettings) -> bool:
     """Return whether the calls of a layer change where its block merges with these settings."""
     if settings.scope == "keys":
         return layer.keys is not None
-    if settings.scope == "block":  # its attention counts merged tokens for as many as they stand for
-        return settings.proportional and layer.kind == "attn1" and layer.own_keys
+    if settings.scope == "block":
+        # Its attention counts merged tokens for as many as they stand for, and may need positions by picture.
+        weighs = settings.proportional and layer.kind == "attn1" and layer.own_keys
+        return weighs or not layer.layout.batched
     return layer.kind in settings.merged_layers
 
 
@@ -122,7 +133,10 @@ def _block(state: BlockState, call: HostCall) -> Any:
             return call.result()
 
         def merged(plan: Plan) -> Any:
-            return merged_call(call, layout, plan, settings.combine, change_only=True)
+            pictures = 1
+            if not layout.batched:
+                pictures = pictures_of(state.model.threads.value.context, len(plan.keep))
+            return merged_call(call, layout, plan, settings.combine, pictures, change_only=True)
 
         return _exact_or_corrected(state, running, call, layout, merged)
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,24 @@ from tokenmerge.runtime.memory.caches import Tensors
 from tokenmerge.runtime.memory.state import LayerState
 
 
+class OfPictures(NamedTuple):
+    """What takes the place of a token argument without a batch axis: its value for each picture."""
+
+    values: tuple[Tensor, ...]
+
+
 def combined(plan: Plan, x: Tensor, combine: str) -> Tensor:
     """Return the merged tokens ``[b, m, c]`` of tokens ``[b, n, c]``, combined as the settings say."""
     return plan.merge(x) if combine == "mean" else keep_destinations(plan, x)
 
 
-def merged_call(call: HostCall, layout: Layout, plan: Plan, combine: str, change_only: bool = False) -> Any:
+def merged_call(
+    call: HostCall, layout: Layout, plan: Plan, combine: str, pictures: int = 1, change_only: bool = False
+) -> Any:
     """Return the result of a call with merged tokens, unmerged.
 
-    With ``change_only``, each token gets only what the call added to the merged token that holds it.
+    Where ``pictures`` have plans of their own, arguments without a batch axis are made for each of them. With
+    ``change_only``, each token gets only what the call added to the merged token that holds it.
     """
     tokens = layout.tokens_of(call)
     n, m = plan.inverse.shape[1], plan.keep.shape[1]
@@ -36,10 +45,11 @@ def merged_call(call: HostCall, layout: Layout, plan: Plan, combine: str, change
     else:
         merged = combined(whole, tokens, combine)
     name = layout.tokens or call.names[0]
-    now = _following(call, layout, plan).replaced(name, merged)
+    now = _following(call, layout, plan, pictures).replaced(name, merged)
     if layout.same_as_tokens and call.argument(layout.same_as_tokens) is call.argument(name):
         now = now.replaced(layout.same_as_tokens, merged)
-    result = now.result()
+    # A block hands its arguments on to its attention, which is then called for each image.
+    result = now.result() if pictures == 1 or change_only else result_by_image(now, len(merged))
 
     def add_change(image: Tensor) -> Tensor:
         return layout.image(tokens, n) + plan.unmerge(image - layout.image(merged, m))
@@ -67,6 +77,45 @@ def keyed_call(attention: nn.Module, call: HostCall, state: LayerState, plan: Pl
     assert keys is not None
     merged = combined(plan, layout.tokens_of(call), combine)
     return _following(call, layout, plan).replaced(keys, merged).result()
+
+
+def result_by_image(call: HostCall, images: int) -> Any:
+    """Return the result of a call that is made for one image after the other.
+
+    Images have arguments of their own where there is an :class:`OfPictures`, and in every tensor whose first
+    axis has ``images`` entries. The pictures follow one another, over and over.
+    """
+    results = []
+    for image in range(images):
+        args = tuple([_of_image(value, image, images) for value in call.args])
+        kwargs = {name: _of_image(value, image, images) for name, value in call.kwargs.items()}
+        # Not _replace: older versions of torch.compile cannot trace it.
+        results.append(HostCall(call.function, call.names, args, kwargs).result())
+    return _joined(results)
+
+
+def _of_image(value: Any, image: int, images: int) -> Any:
+    """Return what belongs to one image of a batch."""
+    if isinstance(value, OfPictures):
+        return value.values[image % len(value.values)]
+    if isinstance(value, Tensor):
+        return value[image : image + 1] if value.ndim and len(value) == images else value
+    if type(value) not in (tuple, list, dict):
+        return value
+    parts = list(value.values()) if isinstance(value, dict) else value
+    # What stands beside such an argument, such as the positions of the text, has no batch axis either.
+    if OfPictures in [type(part) for part in parts]:
+        own = [_of_image(part, image, images) if isinstance(part, OfPictures) else part for part in parts]
+    else:
+        own = [_of_image(part, image, images) for part in parts]
+    return dict(zip(value, own, strict=True)) if isinstance(value, dict) else type(value)(own)
+
+
+def _joined(results: list[Any]) -> Any:
+    """Return the results for single images as that for their batch."""
+    if isinstance(results[0], tuple):
+        return tuple([_joined(list(parts)) for parts in zip(*results, strict=True)])
+    return torch.cat(results) if isinstance(results[0], Tensor) else results[0]
 
 
 def _with_text(layout: Layout, plan: Plan, text: int) -> IndexPlan | None:
@@ -111,13 +160,13 @@ def added_to_image(layout: Layout, result: Any, base: Tensor | float, n: int) ->
     )
 
 
-def _following(call: HostCall, layout: Layout, plan: Plan) -> HostCall:
+def _following(call: HostCall, layout: Layout, plan: Plan, pictures: int = 1) -> HostCall:
     """Return the call with the arguments that have an entry for each token cut down to the merged tokens."""
     for argument in layout.token_arguments:
         value, element = call.argument(argument.name), argument.element
         if value is None:
             continue
-        follow = partial(_followed, argument=argument, layout=layout, plan=plan)
+        follow = partial(_followed, argument=argument, layout=layout, plan=plan, pictures=pictures)
         if element is None:
             now = follow(value)
         elif isinstance(value, dict):
@@ -128,22 +177,30 @@ def _following(call: HostCall, layout: Layout, plan: Plan) -> HostCall:
     return call
 
 
-def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -> Any:
+def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan, pictures: int) -> Any:
     """Return the entries of an argument for the merged tokens, in their order."""
     if isinstance(value, (tuple, list)):
-        return type(value)([_followed(part, argument, layout, plan) for part in value])
+        return type(value)([_followed(part, argument, layout, plan, pictures) for part in value])
     if value is None or argument.ndim not in (None, value.ndim):
         return value
     # In a graph each block has its own; others may change unseen, or each result has its gradient.
-    if torch.compiler.is_compiling() or value.is_inference() or value.requires_grad:
-        return _at_kept_tokens(value, argument, layout, plan)
-    # Hosts give all blocks the same tensor.
-    follow = partial(_at_kept_tokens, value, argument, layout, plan)
-    return once(plan.keep, (id(value), argument, layout), follow, value)
+    changes = torch.compiler.is_compiling() or value.is_inference() or value.requires_grad
+    made = []
+    for picture in range(1 if argument.batched else pictures):
+        follow = partial(_at_kept_tokens, value, argument, layout, plan, picture)
+        # Hosts give all blocks the same tensor.
+        key = id(value), argument, layout, picture
+        made.append(follow() if changes else once(plan.keep, key, follow, value))
+    return made[0] if len(made) == 1 else OfPictures(tuple(made))
 
 
-def _at_kept_tokens(value: Tensor, argument: TokenArgument, layout: Layout, plan: Plan) -> Tensor:
-    """Return the entries of the tokens whose place the merged tokens take, beside those of the text."""
+def _at_kept_tokens(
+    value: Tensor, argument: TokenArgument, layout: Layout, plan: Plan, picture: int
+) -> Tensor:
+    """Return the entries of the tokens whose place the merged tokens take, beside those of the text.
+
+    Where the argument has no batch axis, they are those of one picture.
+    """
     b, n = plan.inverse.shape
     if argument.broadcasts_to is not None:
         value = value[(None,) * (argument.broadcasts_to - value.ndim)]
@@ -167,7 +224,7 @@ def _at_kept_tokens(value: Tensor, argument: TokenArgument, layout: Layout, plan
             shape[axis] = index.shape[1]
             value = value.gather(axis, index.view(along).expand(shape))
         else:
-            value = value.index_select(axis, index[0])
+            value = value.index_select(axis, index[picture])
     return value
 
 

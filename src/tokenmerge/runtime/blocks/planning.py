@@ -19,7 +19,7 @@ from tokenmerge.planners.importance import importance_of_tokens
 from tokenmerge.planners.sequences import TokenSequence, plan_pictures, sequence_of, sequence_of_part
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.memory.caches import BlockMerge
-from tokenmerge.runtime.memory.state import BlockState, RecordedPlan
+from tokenmerge.runtime.memory.state import BlockState, CallContext, RecordedPlan
 
 
 def sequence_in(state: BlockState, settings: MergeSettings) -> TokenSequence:
@@ -74,14 +74,13 @@ def _plan_of(state: BlockState, sequence: TokenSequence, call: HostCall, x: Tens
 
 def _new_plan(state: BlockState, planner: str, sequence: TokenSequence, features: Tensor) -> Plan:
     """Plan for the tokens of a block: once for the copies of a sample that guidance compares."""
-    context = state.model.threads.value.context
-    repeats = copies = context.guidance_copies if state.batched else len(features)
-    if len(features) % copies:
-        repeats = copies = 1
-    if copies > 1 and state.batched and context.copies_equal is not None:
-        features, repeats = features_if_shared(features, copies, context.copies_equal.to(features.device)), 1
-    elif copies > 1:
-        features = shared_features(features, copies)
+    context, images, repeats = state.model.threads.value.context, len(features), 1
+    if context.copies_equal is not None and images % context.guidance_copies == 0:
+        equal = context.copies_equal.to(features.device)
+        features = features_if_shared(features, context.guidance_copies, equal)
+    else:
+        repeats = images // pictures_of(context, images)
+        features = features if repeats == 1 else shared_features(features, repeats)
     importance = _importance(state, features) if planner in GUIDED_PLANNERS else None
     if planner in GUIDED_PLANNERS and importance is None:
         planner = "tome"
@@ -89,6 +88,15 @@ def _new_plan(state: BlockState, planner: str, sequence: TokenSequence, features
     seed, also = context.seed.to(features.device), () if importance is None else (importance,)
     plan = plan_pictures(PLANNERS[planner], features, sequence.pictures, seed, *also)
     return plan if repeats == 1 else plan.repeated(repeats)
+
+
+def pictures_of(context: CallContext, images: int) -> int:
+    """Return how many plans the images of a batch have: guidance repeats each picture for as many prompts.
+
+    Where it is unknown whether it does, each image has a plan of its own.
+    """
+    copies = context.guidance_copies
+    return images if context.copies_equal is not None or images % copies else images // copies
 
 
 def _importance(state: BlockState, features: Tensor) -> Tensor | None:

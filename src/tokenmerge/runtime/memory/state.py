@@ -168,6 +168,7 @@ class ModelState:
     parts: tuple[BlockState | LayerState | StageState, ...] = ()  # those that merge or are skipped
     blocks: Sequence[BlockState] = ()  # the blocks among them
     skips_blocks: bool = False  # some step skips blocks by themselves, and not whole stages
+    shares_positions: bool = False  # some token argument has no batch axis
     memories: MutableMapping[Generation, Memory] = dataclasses.field(default_factory=WeakDictionary)
     given_grid: Grid | None = None  # the model's finest token grid in the next calls, where the user gave it
     record: dict[str, RecordedPlan] | None = None  # where each block leaves its latest plan, by its path
@@ -248,7 +249,6 @@ class BlockState:
     grid: PerThread[Grid] | None  # noted by the module around it; None: that of the model
     layout: Layout
     block_layout: Layout | None
-    batched: bool
     caches_residuals: bool  # it is skipped on some steps by itself, and not with its whole stage
     plans_first: bool  # it is the first of the blocks that share plans
     is_first: bool  # of its level

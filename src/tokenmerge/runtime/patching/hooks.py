@@ -221,6 +221,7 @@ def _config_of(call: _Call) -> ToMeConfig:
             grids = state.threads.value.grid.shapes if state.merges else None
             state.keep(look(state, call.root, pipe, config, grids), memory)
             memory.timesteps, memory.log = timesteps, None
+            memory.tracker.noted.pop((memory.tracker.call, "answer"), None)
             # What others look at takes no part in a tolerance.
             memory.tolerance = tolerance if state.kept.config is config else None
             config = config if step is None else state.kept.config
@@ -303,8 +304,10 @@ def _guidance_copies(call: _Call) -> tuple[int, Tensor | None]:
     expected = guidance_copies(call.pipe)
     if expected == 1:
         return 1, None
-    latents = call.state.call.latents(call.root, call.sample)
-    if call.state.follows_steps and needs_sync(latents[0]) and not torch.compiler.is_compiling():
+    latents, state = call.state.call.latents(call.root, call.sample), call.state
+    # With the answer, copies need no positions of their own, which would take a call of attention for each.
+    asks = state.follows_steps or state.shares_positions
+    if asks and needs_sync(latents[0]) and not torch.compiler.is_compiling():
         question = (expected, len(call.sample), *call.sample[0].shape)
         equal = call.memory.tracker.answer(question, lambda: bool(_copies_are_equal(latents, expected)))
         return (expected if equal else 1), None

@@ -158,7 +158,6 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
             None if block.grid is None else grids[block.grid],
             block.layout,
             block.block_layout,
-            block.batched,
             caches_residuals=own_skips and block.block_layout is not None,
             plans_first=plan_groups[place] not in plan_groups[:place],
             is_first=block.level not in levels[:place],
@@ -174,6 +173,7 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
         *[StageState(state, *stage, grids.get(host.root.get_submodule(stage[0]))) for stage in skipped],
     )
     state.blocks = block_states
+    state.shares_positions = any(not layer.layout.batched for _, layer in layers)
     state.skips_blocks = any(block.caches_residuals for block in block_states)
     pipeline.states.append(state)
     return state
