@@ -52,6 +52,29 @@ def test_plans_are_those_of_a_cpu(monkeypatch, planner, grid, seed):
             assert (values is None and others is None) or torch.equal(values, others), (b, field)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("planner", ["tome", "tiled"])
+def test_in_half_precision_each_source_has_nearly_the_most_similar_destination(monkeypatch, planner, dtype):
+    """Each number of two directions is rounded to float16, and their product once more: by 3 half ulps.
+
+    So the product of the best destination may be that much too small, and that of another as much too large.
+    One that is found in bfloat16 is off by more.
+    """
+    x = (random_tokens(2, 1024, 64) + 1).to(dtype)
+    unit = torch.nn.functional.normalize(x.double(), dim=-1)
+    with as_on_an_accelerator(monkeypatch):
+        used = plan_by(planner, x, (1, 32, 32), ToMeConfig(ratio=0.7).at_level(1), STEP)
+    assert isinstance(used, IndexPlan)
+    of_plan = used.in_images()
+    for unit_tokens, keep, sources, targets in zip(
+        unit, of_plan.keep, of_plan.sources, of_plan.targets, strict=True
+    ):
+        cosines = unit_tokens[sources] @ unit_tokens[keep].T
+        # Destinations follow the sources that stay, so the most similar token that stays may be a source.
+        best = cosines[:, targets.min() :].amax(dim=1)
+        assert (best - cosines.gather(1, targets.unsqueeze(1)).squeeze(1) <= 6 * 2**-11).all()
+
+
 def a_plan(x: Tensor, ratio: float = 0.7) -> IndexPlan:
     settings = ToMeConfig(ratio=ratio).at_level(1)
     made = plan_by("tome", x.float(), (1, 16, 16), settings, STEP)

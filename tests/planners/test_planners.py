@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from planned import plan_by
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenmerge.config
 from tokenmerge.config import GUIDED_PLANNERS, OWN_NUMBER, ToMeConfig, highest_ratio
@@ -26,6 +27,8 @@ from tokenmerge.planners.sequences import num_removed, plan_pictures, sequence_o
 EVERY = pytest.mark.parametrize("name", PLANNERS)
 # Planners that draw nothing at random, with or without a seed.
 NOT_DRAWN = ("toma",)
+# These compare no pairs of tokens, or compare them by sums alone.
+COMPARES_NOTHING_BY_PRODUCTS = ("uniform", "windows")
 
 seeds = st.integers(0, 2**40)
 
@@ -286,6 +289,34 @@ def test_half_precision_merging_only_rounds_its_result(name, dtype):
         result, exact = function(values), function(values.double())
         assert result.dtype == dtype
         assert ((result.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps / 2 + 1e-5).all()
+
+
+class Products(TorchDispatchMode):
+    """Notes the dtypes of all that is multiplied as matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default):
+            self.dtypes |= {value.dtype for value in args if isinstance(value, Tensor)}
+        return function(*args, **(kwargs or {}))
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sides", [(64, 64), (33, 20)])
+def test_an_accelerator_multiplies_no_tokens_of_half_precision_in_float32(name, dtype, sides):
+    grid, config = (1, *sides), settings_of(name)
+    features = torch.empty(2, math.prod(grid), 8, dtype=dtype, device="meta")
+    step = torch.zeros((), dtype=torch.int64, device="meta")
+    extra = (features.sum(dim=2),) if name in GUIDED_PLANNERS else ()
+    with Products() as products:
+        PLANNERS[name](features, grid, math.prod(grid) // 2, config.at_level(1), step, *extra)
+    assert products.dtypes <= ({torch.float32} if dtype == torch.float32 else {torch.float16})
+    compares = name not in COMPARES_NOTHING_BY_PRODUCTS
+    assert bool(products.dtypes) is compares
 
 
 @EVERY

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmerge.ops.matching import by_similarity, compared, largest_products, own_cell, unit_tokens
+from tokenmerge.ops.matching import by_similarity, compared, directions, largest_products, own_cell
 from tokenmerge.ops.once import WITHOUT_LAUNCHES, first_rows, made_once, once
 from tokenmerge.ops.partition import Sides, num_destinations, num_tokens, whole_cells, with_destinations
 from tokenmerge.ops.plan import IndexPlan, make_plan, plan_of_rows
@@ -64,7 +64,7 @@ def tiled_plan(
         return tokens[:-n], tokens[-n:] + first_rows(b, n, 0, device)
 
     chosen, rows = once(src, ("boxes", cut, b), arranged, dst)
-    tokens = unit_tokens(features.index_select(1, chosen))
+    tokens = directions(features.index_select(1, chosen))
     in_boxes = tokens[:, : t * (q + w)].reshape(b * t, q + w, -1)
     product, which = largest_products(in_boxes[:, :q], in_boxes[:, q:])
     similarity, targets = product.view(b, -1), boxes.merged.gather(1, which).view(b, -1)

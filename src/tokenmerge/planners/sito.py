@@ -21,7 +21,7 @@ def similarity_scores(features: Tensor) -> Tensor:
     The cost is linear in n: each normalised token is multiplied by the sum of all of them.
     """
     unit = unit_tokens(features)
-    return (unit @ unit.sum(dim=1).unsqueeze(2)).squeeze(2)
+    return (unit * unit.sum(dim=1, keepdim=True)).sum(dim=2)
 
 
 def plan_sito(features: Tensor, grid: Sides, r: int, settings: MergeSettings, step: Tensor) -> Plan:

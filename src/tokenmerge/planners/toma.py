@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops.matching import unit_tokens
+from tokenmerge.ops.matching import directions
 from tokenmerge.ops.partition import Sides
 from tokenmerge.ops.plan import Plan
 from tokenmerge.ops.soft import make_soft_plan, tile
@@ -53,9 +53,11 @@ def plan_toma(features: Tensor, grid: Sides, r: int, settings: MergeSettings, st
     """
     n = features.shape[1]
     tiles = tile(grid, cell_of(grid, settings), features.device)
-    unit = unit_tokens(features).index_select(1, tiles.token.flatten())
+    unit = directions(features).index_select(1, tiles.token.flatten())
     unit = unit.unflatten(1, tiles.token.shape)  # [b, t, p, c]
-    similarity = (unit @ unit.transpose(2, 3)) * tiles.real.unsqueeze(1) * tiles.real.unsqueeze(2)
+    # What follows adds up many of them, and so is in float32 at least.
+    similarity = (unit @ unit.transpose(2, 3)).to(torch.promote_types(unit.dtype, torch.float32))
+    similarity = similarity * tiles.real.unsqueeze(1) * tiles.real.unsqueeze(2)
     # A token that is no number is like no other, so the shares of tokens that have this plan too stay finite.
     similarity = similarity.nan_to_num(nan=0.0)
 
