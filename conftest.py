@@ -13,8 +13,10 @@ from tiny_pipeline import write_pipeline
 from tokenmerge import default_method, handle
 from tokenmerge.planners import calibration
 from tokenmerge.plans import choose, policy
+from tokenmerge.runtime.memory.run_log import RunLog
 
 _FEWEST, _FEWEST_OF_POLICY = 16, policy.FEWEST_TOKENS
+_GIVE_UP = RunLog.give_up
 
 # No deadline, since times depend on the machine. Always the same examples, so that failures repeat.
 settings.register_profile("tokenmerge", deadline=None, derandomize=True, max_examples=60)
@@ -40,6 +42,22 @@ def _small_grids_merge(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "fewest_tokens", lambda *_: calibration.TOKENS_ON_CPU)
     # Pictures of tests have few tokens. The policy merges larger grids alone.
     monkeypatch.setattr(policy, "FEWEST_TOKENS", _FEWEST)
+
+
+@pytest.fixture(autouse=True)
+def errors_of_observers_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an error in what only observes a generation fail the test, which users' generations survive."""
+
+    def failed(log: RunLog, error: Exception) -> None:
+        raise error
+
+    monkeypatch.setattr(RunLog, "give_up", failed)
+
+
+@pytest.fixture
+def errors_of_observers_survive(errors_of_observers_raise: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an error in what observes a generation cost its figures alone, as outside the tests."""
+    monkeypatch.setattr(RunLog, "give_up", _GIVE_UP)
 
 
 @pytest.fixture

@@ -246,7 +246,9 @@ def estimated(line: Mapping[str, Any], before: bool = False) -> float:
     errors = {part: {int(step): error for step, error in own.items()} for part, own in line["errors"].items()}
     config = ToMeConfig.from_dict(line["settings"])
     shown = Shown() if before else Shown(errors, line["sigmas"], line["noise"])
-    return estimate_closeness(facts, config, shown).psnr
+    found = estimate_closeness(facts, config, shown)
+    assert found is not None
+    return found.psnr
 
 
 def report(name: str, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -193,7 +193,7 @@ def test_a_ratio_has_no_estimate(fast):
     patch = apply_token_merging(pipe, ToMeConfig(ratio=0.5, reuse=StepReuse(every=2)))
     run(pipe, 12)
     assert patch.estimate is None
-    assert "\n  closeness: no estimate; only speedup= has one\n" in str(patch)
+    assert "\n  no estimate: only speedup= has one\n" in str(patch)
 
 
 def test_a_removed_patch_says_so(fast):

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "models": "errors ops",
     "plans": "config models",
     "runtime.steps": "errors ops config models plans",
-    "runtime.memory": "ops config models plans runtime.steps",
+    "runtime.memory": "errors ops config models plans runtime.steps",
     "runtime.blocks": "errors ops config planners models plans runtime.steps runtime.memory",
     "runtime.patching": "errors ops config planners models plans runtime.steps runtime.memory runtime.blocks",
     "pictures": "",

@@ -26,7 +26,7 @@ from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.report.notes import signs_of
 from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
 from tokenmerge.report.summary import Conditions, RunSteps, summary
-from tokenmerge.runtime.memory.run_log import StepRecorder, shown_by
+from tokenmerge.runtime.memory.run_log import RunLog, StepRecorder, shown_by
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.patching.patch import refuse_in_use, restore, state_of
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies, latent_scale
@@ -39,6 +39,7 @@ AnyReport = TypeVar("AnyReport")
 AnyRecord = TypeVar("AnyRecord")
 Given = int | None  # an argument; None: left out
 Sizes = Sequence[tuple[int, int]] | None
+_NOT_FINITE = "the latents had numbers that are infinite, or no numbers (NaN)"
 _OF_REPORT = ("height", "width", "steps", "guidance", "batch", "references")
 
 
@@ -120,7 +121,8 @@ class Patch(Generic[AnyReport, AnyRecord]):
         It comes from what the plan expects and from how wrong the forecasts of step reuse would have been in
         the steps that knew the truth. Of a batch, the worst picture counts. Reading it waits for the device.
         Its ``psnr`` is infinite where nothing was skipped or merged. It is None before the first generation,
-        and where the settings are not those of the default method.
+        after one that was interrupted or whose latents were not finite, and where the settings are not those
+        of the default method. ``print(patch)`` says why.
 
         Raises:
             ConfigError: the model is a vision transformer.
@@ -300,8 +302,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         report, default = self._counted[1], self._default
         if default is None:
             return report
-        facts, error = self._facts_at(height, width, steps, guidance), self.estimate
-        text = "" if error is None else f"estimated from the last run: {error}"
+        facts, (error, why_none) = self._facts_at(height, width, steps, guidance), self._closeness()
+        text = f"no estimate: {why_none}" if why_none else ""
+        text = text if error is None else f"estimated from the last run: {error}"
         if run is None or config is not run.config:
             error, near = None, Estimate(psnr_of(default.plan(facts).harm), BEFORE_A_RUN)
             text = "" if facts.guidance is None else f", guidance {facts.guidance:g}"
@@ -327,7 +330,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             notes["not counted"] = why(error)
         pipe = self._model if getattr(self._model, "scheduler", None) is not None else None
         why_gone = {None: "removed: the model is as before", self._state: ""}
-        run, facts, estimate = self._state.last_run, None, self.estimate
+        run, facts, (estimate, why_none) = self._state.last_run, None, self._closeness()
         if report is not None and self._default is not None:
             facts = self._facts_at(report.height, report.width, report.steps if run is None else run.steps)
         forecast = ""
@@ -343,7 +346,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             guidance=default_guidance(pipe) if run is None else run.guidance,
             merging_pays=facts is not None and merging_pays(facts),
             gone=why_gone.get(state_of(self._denoiser.root), "replaced by a later call"),
-            remarks={**self._remarks(facts, estimate, report), **notes},
+            remarks={"no estimate": why_none, **self._remarks(facts, estimate, report), **notes},
         )
         return "\n".join(summary(self._in_force, conditions, report, run))
 
@@ -356,21 +359,32 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     @property
     def estimate(self) -> Estimate | None:
         """How close the last picture probably is to the dense one, see :attr:`Patch.estimate`."""
+        return self._closeness()[0]
+
+    def _closeness(self) -> tuple[Estimate | None, str]:
+        """Return the estimate of the last run; or None, and why there is none."""
         run = self._state.last_run
         if run is None or not run.steps:
-            return None
+            return None, ""
+        if run.unseen:
+            return None, run.unseen
+        if run.kind_of_step and not run.ended:
+            return None, f"only {run.kinds.total()} of {run.steps} steps have run"
         if run.kinds == {"unmerged": run.steps} or not (run.config.merges or run.config.reuse.on):
-            return Estimate(math.inf, 0.0)  # nothing was skipped or merged
+            return Estimate(math.inf, 0.0), ""  # nothing was skipped or merged
         if self._default is None:
-            return None
+            return None, "only speedup= has one"
+        found = run.observe(self._estimate_of, run)
+        return found, "" if found is not None else run.unseen or _NOT_FINITE
+
+    def _estimate_of(self, run: RunLog) -> Estimate | None:
         facts = self._facts_at(run.height, run.width, run.steps)
         return estimate_closeness(facts, run.config, shown_by([run]))
 
     def _remarks(self, facts: Facts | None, error: Estimate | None, report: Report | None) -> dict[str, str]:
         """Return how close the picture is, and what the default method added or did not reach, by heading."""
         run, default = self._state.last_run, self._default
-        own = run is not None and default is None and error is None
-        remarks = {"estimated": str(error or ""), "closeness": "no estimate; only speedup= has one" * own}
+        remarks = {"estimated": str(error or "")}
         if facts is not None and default is not None and facts.follows_steps:
             told = default.shortfall(facts, closeness=run is None)  # a run has an estimate of its own
             remarks["warning"] = "" if self._state.kept.note else told

@@ -63,16 +63,18 @@ def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
                 "compile its blocks only: transformer.compile_repeated_blocks()"
             )
         return last.shapes
-    # Reading waits for the device, and pipelines pass the same tensor at each step.
-    pictures = once(ids, "grids", lambda: _read(ids[0] if ids.ndim == 3 else ids))
+    # Reading waits for the device, and pipelines pass the same tensor at each step. On the meta device there
+    # are no values to read.
+    pictures = () if ids.is_meta else once(ids, "grids", lambda: _read(ids[0] if ids.ndim == 3 else ids))
     if sum(map(num_tokens, pictures)) == tokens:
         return pictures
     if last.given and sum(map(num_tokens, last.shapes)) == tokens:
         return last.shapes
     raise UnsupportedModelError(
         f"img_ids: expected one picture of {tokens} tokens, as in hidden_states, or several pictures one "
-        f"after another, got ids of shape {tuple(ids.shape)} that do not describe such pictures; call "
-        "remove_token_merging(pipe) first, or patch.at_size(height, width) if it is one picture"
+        f"after another, got ids of shape {tuple(ids.shape)} "
+        f"{'without values, on the meta device' if ids.is_meta else 'that do not describe such pictures'}; "
+        "call remove_token_merging(pipe) first, or patch.at_size(height, width) if it is one picture"
     )
 
 
@@ -82,11 +84,16 @@ def grids_of_coordinates(coordinates: Tensor) -> Grids:
     Frames that were given for later times may stand before those of the video, which start with time 0. Other
     tokens than those of frames of one size, row by row, raise an UnsupportedModelError.
     """
-    grid = once(coordinates, "grids", lambda: _read_coordinates(coordinates[0].cpu()))
+    grid = (
+        ()
+        if coordinates.is_meta
+        else once(coordinates, "grids", lambda: _read_coordinates(coordinates[0].cpu()))
+    )
     if not grid:
+        got = "others" if not coordinates.is_meta else "coordinates without values, on the meta device"
         raise UnsupportedModelError(
             "video_coords: expected the times, rows and columns of the tokens of frames of one size, got "
-            f"others, of shape {tuple(coordinates.shape)}; call remove_token_merging(pipe) first"
+            f"{got}, of shape {tuple(coordinates.shape)}; call remove_token_merging(pipe) first"
         )
     return grid
 

@@ -38,6 +38,15 @@ class Shown:
     # Noise of each step, divided by the share of the picture, and that after the last one; empty: unknown.
     sigmas: Sequence[float] = ()
     noise: float = 1.0  # 1 where the solver adds none, 2 where it adds as much as DDPM, more where more
+    last: float = (
+        0.0  # the sum of the model's last output, which is not finite where any of its numbers is not
+    )
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all errors are numbers; those of latents that are infinite, or no numbers, are not."""
+        errors = (error for of_part in self.errors.values() for error in of_part.values())
+        return math.isfinite(self.last) and all(map(math.isfinite, errors))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +91,16 @@ def expected(harm: float) -> str:
     return f"{psnr_of(harm):.0f} dB to dense {most}" if psnr_of(harm) >= 10 else "below 10 dB to dense"
 
 
-def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estimate:
-    """Estimate how close the picture of a generation is.
+def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estimate | None:
+    """Estimate how close the picture of a generation is; None: what it has shown is not finite.
 
     Steps that follow one another without a complete step between them err in the same direction. Others are
     taken to be independent. What forecasts lose is a weighted geometric mean of what the generation has shown
     and of what the policy expects. As long as nothing is shown, it is what the policy expects. So is what
     token merging loses. Later errors are taken to grow with the distance as before.
     """
+    if not shown.is_finite:
+        return None
     # What new noise of the solver does to errors is in what was shown.
     facts = dataclasses.replace(facts, schedule=facts.schedule._replace(adds_noise=False))
     errors, squared, together = _errors(config, facts.steps, shown), 0.0, 0.0
@@ -213,24 +224,34 @@ class Tolerance:
         last = steps - 1 + self._facts.schedule.ends_clean
         return self._seen < done < last and done - 1 in complete and len(complete) < steps
 
-    def follow(self, done: int, shown: Shown) -> None:
-        """Choose what the steps to come run, by what the ``done`` steps before them have shown."""
+    def follow(self, done: int, shown: Shown | None) -> None:
+        """Choose what the steps to come run, by what the ``done`` steps before them have shown.
+
+        None: the generation could not be observed, so that nothing is known to keep the tolerance but what is
+        dense.
+        """
         self._seen = done
-        if shown.errors:
-            self.config = next(self._candidates(done, shown))
+        if shown is None:
+            self.config = self._dense(done)
+        elif shown.errors:
+            self.config = next(self._candidates(done, shown), self._dense(done))
 
     def _candidates(self, done: int, shown: Shown) -> Iterator[ToMeConfig]:
-        """Yield settings that keep the tolerance, the fastest first; at last, those that are dense now."""
+        """Yield settings that keep the tolerance, the fastest first."""
         for config in self._plans:
             config = self._joined(config.reuse, done)
             fits = len(config.reuse.steps_of(self._facts.steps).full) >= self._complete
             fits = fits and speedup_of(self._facts, config) <= self._speedup + 1e-9
-            if fits and self._keeps(estimate_closeness(self._facts, config, shown).psnr):
+            estimate = estimate_closeness(self._facts, config, shown) if fits else None
+            if estimate is not None and self._keeps(estimate.psnr):
                 yield config
+
+    def _dense(self, done: int) -> ToMeConfig:
+        """Return the settings with the steps so far, and dense ones to come."""
         rest = self._joined(StepReuse(), done)
         dense = Rule(start=done / self._facts.steps, changes={"ratio": 0.0})
         merges = rest.at_step(done, self._facts.steps).merges
-        yield dataclasses.replace(rest, rules=(*rest.rules, dense)) if merges else rest
+        return dataclasses.replace(rest, rules=(*rest.rules, dense)) if merges else rest
 
     def _joined(self, later: StepReuse, done: int) -> ToMeConfig:
         """Return the settings with the steps so far, and those to come of a plan."""

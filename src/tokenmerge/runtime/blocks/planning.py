@@ -67,8 +67,9 @@ def _plan_of(state: BlockState, sequence: TokenSequence, call: HostCall, x: Tens
     if model.record is not None:
         first, *others = (picture.grid for picture in sequence.pictures)
         model.record[state.path] = RecordedPlan(plan, first, tuple(others))
-    if context.step_log is not None and not torch.compiler.is_compiling():
-        context.step_log.note_plan(n, plan.keep.shape[1])
+    log = model.threads.value.memory.log
+    if context.step_log is not None and log is not None and not torch.compiler.is_compiling():
+        log.observe(context.step_log.note_plan, n, plan.keep.shape[1])
     return plan if start is None else plan.within(start, x.shape[1])
 
 

@@ -127,4 +127,4 @@ def finish_run(thread: ThreadState) -> None:
 def _note_forecast(thread: ThreadState, part: str, before: Residual | None, truth: Tensor) -> None:
     log, context = thread.memory.log, thread.context
     if log is not None and not torch.compiler.is_compiling():
-        log.note_forecast(context.decision, context.guidance_copies, part, before, truth)
+        log.observe(log.note_forecast, context.decision, context.guidance_copies, part, before, truth)

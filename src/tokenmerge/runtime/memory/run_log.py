@@ -6,13 +6,14 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
+from tokenmerge.errors import why
 from tokenmerge.models.base import Grids
 from tokenmerge.plans import Schedule
 from tokenmerge.plans.estimate import Shown, noise_of
@@ -23,6 +24,7 @@ from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker
 
 _TINY = torch.finfo(torch.float32).tiny
 
+Result = TypeVar("Result")
 StepKind = Literal["merged", "unmerged", "reused"]  # see :class:`StepRow`
 
 
@@ -32,7 +34,7 @@ class ForecastError(NamedTuple):
     step: int
     part: str  # "deep" for blocks and deep stages, "finest" for the finest level of a UNet
     gap: int  # the part ran so many steps before
-    error: Tensor  # of the picture that the model predicts, in the unit of the latents, for each image
+    error: Tensor  # of the picture that the model predicts, in the unit of the latents, for each picture
 
 
 @dataclasses.dataclass(eq=False)
@@ -62,7 +64,11 @@ class AddedNoise:
 
 @dataclasses.dataclass(eq=False)
 class RunLog:
-    """What happened in one generation so far. Noting it does not wait for the device."""
+    """What happened in one generation so far. Noting it does not wait for the device.
+
+    What a generation does never depends on whether it can be observed: what notes something is called through
+    :meth:`observe`.
+    """
 
     config: ToMeConfig
     batch: int
@@ -73,15 +79,22 @@ class RunLog:
     levels: NoiseLevels | None = None
     schedule: Schedule = Schedule()
     sample: Tensor | None = None  # of the running call; None: it is no tensor
-    # Of the running call: part, steps since it ran, and for each image the length of error over change.
+    # Of the running call: part, steps since it ran, and for each sample the length of error over change.
     missed: list[tuple[str, int, Tensor]] = dataclasses.field(default_factory=list)
     # By call in its step and part: when that last ran.
     outputs: dict[tuple[int, str], Tensor] = dataclasses.field(default_factory=dict)
     errors: list[ForecastError] = dataclasses.field(default_factory=list)
     noise: AddedNoise = dataclasses.field(default_factory=AddedNoise)
+    last: Tensor | None = None  # the sum of the model's last output; None: not yet, or it is no tensor
     # Empty if the settings do not follow the steps.
     kind_of_step: dict[int, StepKind] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0  # to the end of the last call, whose operations an accelerator may still run
+    # In the last step of the generation, the logs of all its models. As its call ends, they have ended.
+    ending: Sequence[RunLog] = ()
+    ended: bool = (
+        False  # the last step of the generation ran, in this model or in another one of the pipeline
+    )
+    unseen: str = ""  # why the generation is observed no longer; empty: it is
 
     def __post_init__(self) -> None:
         self.began = time.perf_counter()
@@ -90,9 +103,34 @@ class RunLog:
         self.height, self.width = size  # of the sample (for latent diffusion, of the latents)
         self.references = tuple(sizes[1:])  # likewise, of each reference picture
 
+    def observe(self, look: Callable[..., Result], *given: Any) -> Result | None:
+        """Call what only observes the generation, and return its result.
+
+        An error in it costs a figure and not the picture: the generation is then observed no longer. None is
+        returned, as by all later calls.
+        """
+        if self.unseen:
+            return None
+        try:
+            return look(*given)
+        except Exception as error:
+            self.give_up(error)
+            return None
+
+    def give_up(self, error: Exception) -> None:
+        """Note why the generation is observed no longer, and drop what was kept to compare."""
+        self.unseen = f"observing the generation failed: {type(error).__name__}: {why(error)}"
+        self.sample = self.last = None
+        self.noise = AddedNoise()
+        for kept in (self.missed, self.outputs, self.errors):
+            kept.clear()
+
     def note_end(self) -> None:
-        """Note the time at the end of a call."""
+        """Note the end of a call, and its time."""
         self.seconds = time.perf_counter() - self.began
+        for log in self.ending:
+            log.ended = True
+        self.ending = ()
 
     def note_forecast(
         self, decision: Decision, copies: int, part: str, before: Residual | None, truth: Tensor
@@ -104,14 +142,17 @@ class RunLog:
         all parts have one unit: that of the latents.
         """
         known = decision.forecasts.get(part)
-        if known is None or before is None:
+        if known is None or before is None or self.sample is None:
             return
         first, delta, agreement = (tensors[0] for tensors in before)
         if truth.shape != first.shape:
             return
+        samples = len(self.sample)
         change = truth - first
         error = torch.addcmul(change, delta, agreement * known[0], value=-1)  # as `extrapolated` forecasts it
-        error, change = (_length(_guided(own, self.guidance, copies)) for own in (error, change))
+        error, change = (
+            _length(_guided(_of_samples(own, samples), self.guidance, copies)) for own in (error, change)
+        )
         self.missed.append((part, known[1], error / change.clamp(min=_TINY)))
 
     def note_output(self, decision: Decision, copies: int, tracker: StepTracker, result: Any) -> None:
@@ -121,9 +162,13 @@ class RunLog:
         output = result if isinstance(result, Tensor) else result[0]
         if sample is None or not isinstance(output, Tensor) or sample.ndim != output.ndim:
             return  # such as a sample of token ids
+        if tracker.is_last:
+            self.last = output.detach().sum(dtype=torch.float32)
         if self.noise.kept is not None and decision.deep is not None and decision.finest is not None:
             return  # a step that skips all parts
-        sample, output = sample.detach().chunk(copies)[0], _guided(output.detach(), self.guidance, copies)
+        sample, output = sample.detach(), output.detach()
+        if _is_guided(sample, self.guidance, copies):
+            sample, output = sample.chunk(copies)[0], _guided(output, self.guidance, copies)
         # Some models get more than the sample, or return more.
         common = tuple(slice(min(sizes)) for sizes in zip(sample.shape, output.shape, strict=True))
         sample, output = sample[common], output[common]
@@ -136,6 +181,7 @@ class RunLog:
             before = self.outputs.get((tracker.call, part))
             if before is not None and before.shape == output.shape:
                 change = _length(output - before) * (weight / output[0].numel() ** 0.5)
+                error = error.to(change.device)  # a model may be on several
                 self.errors.append(ForecastError(tracker.done, part, gap, error * change))
         for part, skipped in (("deep", decision.deep), ("finest", decision.finest)):
             if skipped is None:
@@ -154,8 +200,14 @@ def shown_by(logs: Sequence[RunLog]) -> Shown:
     """Return what a generation's logs show of its error, the largest of a batch. It waits for the device."""
     errors = [error for log in logs for error in log.errors]
     measured = [log.noise for log in logs if log.noise.kept is not None][:1]
-    tensors: list[Any] = [*(error.error.max() for error in errors), *(noise.kept for noise in measured)]
+    lasts = [log.last for log in logs if log.last is not None]
+    tensors: list[Any] = [
+        *(error.error.max() for error in errors),
+        *(noise.kept for noise in measured),
+        *lasts,
+    ]
     values = torch.stack([one.to(tensors[0].device) for one in tensors]).cpu().tolist() if tensors else []
+    last = sum(values.pop() for _ in lasts)
     noise = noise_of(values.pop(), *measured[0].levels) if measured else 1.0
     found: dict[str, dict[int, float]] = {}
     for one, error in zip(errors, values, strict=True):
@@ -164,16 +216,31 @@ def shown_by(logs: Sequence[RunLog]) -> Shown:
         of_part[one.step] = before if math.isnan(before) else max(error, before)
     levels = next((log.levels.sigmas for log in logs if log.levels is not None), ())
     steps = next((log.steps for log in logs if log.steps is not None), 0)
-    return Shown(found, levels[-steps - 1 :], noise)
+    return Shown(found, levels[-steps - 1 :], noise, last)
+
+
+def _of_samples(tensor: Tensor, samples: int) -> Tensor:
+    """Return a tensor of a part of the model as ``[samples, …]``, for each sample of the model's call.
+
+    Models of videos fold frames or places into the batch, beside each other for each sample. A batch that
+    does not fit counts as one sample.
+    """
+    return tensor.reshape(1 if len(tensor) % samples else samples, -1)
 
 
 def _length(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor.flatten(1), dim=1, dtype=torch.float32)
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return torch.linalg.vector_norm(tensor.flatten(1), dim=1, dtype=dtype)
+
+
+def _is_guided(tensor: Tensor, scale: float | None, copies: int) -> bool:
+    """Return whether a batch holds what classifier-free guidance combines, and how it does is known."""
+    return copies > 1 and scale is not None and len(tensor) % copies == 0
 
 
 def _guided(tensor: Tensor, scale: float | None, copies: int) -> Tensor:
     """Return a tensor as classifier-free guidance combines it, if its batch holds both parts."""
-    if copies < 2 or scale is None:
+    if scale is None or not _is_guided(tensor, scale, copies):
         return tensor
     unguided, guided, *_ = tensor.chunk(copies)
     return torch.lerp(unguided, guided, scale)

@@ -14,7 +14,6 @@ from tokenmerge.config import CACHED_FEATURES, ToMeConfig
 from tokenmerge.config.origin import instead
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.base import Grid
-from tokenmerge.plans import Schedule
 from tokenmerge.plans.generation import Merging, Runs
 from tokenmerge.runtime.blocks.skipping import finish_run
 from tokenmerge.runtime.memory.run_log import RunLog, StepKind, StepLog, shown_by
@@ -107,19 +106,22 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     state: ModelState = root.__dict__[STATE]
     thread = state.threads.value
     context, memory = thread.context, thread.memory
-    if not torch.compiler.is_compiling() and memory.log is not None:
-        memory.log.note_end()
+    log = None if torch.compiler.is_compiling() else memory.log
     if state.follows_steps:
         finish_run(thread)
-        assert memory.log is not None
+        assert log is not None
         if context.decision.caches:
-            memory.log.note_output(context.decision, context.guidance_copies, memory.tracker, result)
+            log.observe(log.note_output, context.decision, context.guidance_copies, memory.tracker, result)
         if memory.tracker.is_last:
             memory.forget_results(memory.tracker.call, memory.tracker.call)
         if state.config.guided_planner:
             _compare_guidance(memory, context, result if isinstance(result, Tensor) else result[0])
-    if context.step_log is not None:
-        context.step_log.end_call()
+    if log is not None:
+        log.observe(log.note_end)
+        if context.step_log is not None:
+            log.observe(context.step_log.end_call)
+        if log.unseen and not context.seed.is_meta:  # no operations are counted
+            state.warn_once(f"no estimate: {log.unseen}; the picture is as without it")
 
 
 def _compare_guidance(memory: Memory, context: CallContext, made: Any) -> None:
@@ -198,8 +200,11 @@ def _config_of(call: _Call) -> ToMeConfig:
     if step is not None and memory.config is not None:
         if memory.tolerance is not None and memory.log is not None:
             if memory.tolerance.asks(step.done):  # after a complete step, this waits once
-                logs = [own.log for own in state.pipeline.memories_of(step.generation)]
-                memory.tolerance.follow(step.done, shown_by([log for log in logs if log is not None]))
+                found = [own.log for own in state.pipeline.memories_of(step.generation)]
+                logs = [log for log in found if log is not None]
+                shown = memory.log.observe(shown_by, logs)
+                seen = shown is not None and not any(log.unseen for log in logs)
+                memory.tolerance.follow(step.done, shown if seen else None)
             memory.config = memory.log.config = memory.tolerance.config
         return memory.config
     config, tolerance, told = state.config, None, ""
@@ -273,21 +278,37 @@ def _note_call(call: _Call, config: ToMeConfig, decision: Decision, merges: bool
     state, step, sample, memory = call.state, call.step, call.sample, call.memory
     if memory.log is None or step is None:
         grids = state.threads.value.grid.shapes if state.merges else ()
-        steps = getattr(call.scheduler, "num_inference_steps", None) if step is None else step.steps
-        steps = steps if isinstance(steps, int) else None
-        guidance = guidance_scale(call.pipe)
-        levels = None if step is None else noise_levels(call.scheduler, step)
-        schedule = Schedule() if step is None else step.generation.schedule
-        log = RunLog(config, len(sample), grids, state.call.patch, steps, guidance, levels, schedule)
-        log.began = log.began if memory.log is None else memory.log.began  # of this generation's first call
+        log = RunLog(config, len(sample), grids, state.call.patch, None if step is None else step.steps)
+        if memory.log is not None:  # of an earlier call of this generation
+            log.began, log.unseen = memory.log.began, memory.log.unseen
         memory.log = log
+        log.observe(_note_facts, call, log)
     state.last_run = memory.log
-    memory.log.sample = sample if decision.caches and isinstance(sample, Tensor) else None
     kind: StepKind = "reused"
     if decision.runs is Runs.EVERYTHING:
         kind = "merged" if merges and decision.merging is Merging.MERGES else "unmerged"
+    return memory.log.observe(_note_step, call, memory.log, kind, decision.caches)
+
+
+def _note_facts(call: _Call, log: RunLog) -> None:
+    """Note what a generation is like."""
+    step, steps = call.step, getattr(call.scheduler, "num_inference_steps", None)
+    if step is None:
+        log.steps = steps if isinstance(steps, int) else None
+    else:
+        log.levels, log.schedule = noise_levels(call.scheduler, step), step.generation.schedule
+    log.guidance = guidance_scale(call.pipe)
+
+
+def _note_step(call: _Call, log: RunLog, kind: StepKind, caches: bool) -> StepLog | None:
+    """Note what a step does. Return the log of the steps; None: they are not recorded."""
+    state, step = call.state, call.step
+    log.sample = call.sample if caches and isinstance(call.sample, Tensor) else None
     if step is not None:
-        memory.log.kind_of_step[step.index] = kind
+        log.kind_of_step[step.index] = kind
+        if step.index >= step.total - 1:
+            logs = (own.log for own in state.pipeline.memories_of(step.generation))
+            log.ending = [own for own in (log, *logs) if own is not None]
     if state.recorder is None:
         return None
     if step is None:

@@ -274,7 +274,7 @@ class NoiseLevels:
     def picture(self, sample: Tensor, output: Tensor, index: int) -> Tensor:
         """Return the picture that a model predicts with an output, as guidance combines it: float32."""
         of_sample, of_output = self._shares(index)
-        return torch.add(sample.float() * of_sample, output, alpha=of_output)
+        return torch.add(sample.float() * of_sample, output, alpha=of_output).float()
 
 
 def noise_levels(scheduler: Any, step: DenoisingStep) -> NoiseLevels | None:
