@@ -39,7 +39,9 @@ def test_a_mask_of_any_form_follows_the_tokens_of_flux(scope, shape, added, monk
     ("name", "scope"),
     [
         ("Flux2Transformer2DModel", "layers"),
+        ("Flux2Transformer2DModel", "block"),
         ("BriaFiboTransformer2DModel", "layers"),
+        ("BriaFiboTransformer2DModel", "block"),
         ("OvisImageTransformer2DModel", "layers"),
         ("OvisImageTransformer2DModel", "block"),
     ],

@@ -124,7 +124,16 @@ def structure(family: Family) -> Hashable:
     """Return the facts about a family's model that its merging depends on."""
     host = find_hosts(family.build())[0]
     blocks = frozenset(
-        (b.layers, b.layout, b.block_layout, b.method, b.grid is None, b.level, frozenset(b.dense))
+        (
+            b.layers,
+            b.layout,
+            b.block_layout,
+            b.skippable,
+            b.method,
+            b.grid is None,
+            b.level,
+            frozenset(b.dense),
+        )
         for b in host.blocks
     )
     functions = tuple(

@@ -69,10 +69,10 @@ def _animate_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
     }
 
 
-def _skyreels() -> Any:
+def _skyreels(inject_sample_info: bool = True) -> Any:
     from diffusers import SkyReelsV2Transformer3DModel
 
-    return SkyReelsV2Transformer3DModel(inject_sample_info=True, **WAN)
+    return SkyReelsV2Transformer3DModel(inject_sample_info=inject_sample_info, **WAN)
 
 
 def _skyreels_causal() -> Any:
@@ -89,6 +89,25 @@ def _skyreels_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
 def _causal_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
     sample = noise(batch, 4, 4, 2 * rows, 2 * columns)
     return {**_inputs(batch, rows, columns), "hidden_states": sample}
+
+
+def _frames_with_times(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    """Each frame has a timestep of its own, as in diffusion forcing."""
+    times = torch.tensor([100.0, 300.0, 500.0]).repeat(batch, 1)
+    return {**_inputs(batch, rows, columns), "timestep": times, "enable_diffusion_forcing": True}
+
+
+def _wan_22() -> Any:
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel(**WAN)
+
+
+def _tokens_with_times(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    """The tokens of the first frame, which is given, have another timestep."""
+    times = torch.full((batch, FRAMES * rows * columns), 500.0)
+    times[:, : rows * columns] = 0
+    return {**_inputs(batch, rows, columns), "timestep": times}
 
 
 def _chronoedit() -> Any:
@@ -256,10 +275,11 @@ def _ltx_from_a_picture(batch: int, rows: int, columns: int) -> dict[str, Any]:
     }
 
 
-def _cosmos() -> Any:
+def _cosmos(**more: Any) -> Any:
     from diffusers import CosmosTransformer3DModel
 
     return CosmosTransformer3DModel(
+        **more,
         in_channels=5,
         out_channels=4,
         num_layers=2,
@@ -276,6 +296,17 @@ def _cosmos_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
     mask = torch.zeros(batch, 1, FRAMES, 2 * rows, 2 * columns)
     mask[:, :, :1] = 1
     return {**_inputs(batch, rows, columns), "condition_mask": mask}
+
+
+def _cosmos_controlled_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    """Each frame has a timestep of its own, and a ControlNet adds to the tokens of each block."""
+    times = torch.tensor([0.1, 0.3, 0.5]).view(1, 1, FRAMES, 1, 1).repeat(batch, 1, 1, 1, 1)
+    added = list(noise(batch, 2, FRAMES * rows * columns, 32).unbind(1))
+    return {
+        **_cosmos_inputs(batch, rows, columns),
+        "timestep": times,
+        "block_controlnet_hidden_states": added,
+    }
 
 
 def _allegro() -> Any:
@@ -343,6 +374,10 @@ FAMILIES: dict[str, Family] = {
     "WanAnimateTransformer3DModel": Family(_animate, _animate_inputs, **VIDEO),
     "SkyReelsV2Transformer3DModel": Family(_skyreels, _skyreels_inputs, **VIDEO),
     "SkyReelsV2Transformer3DModel by blocks of frames": Family(_skyreels_causal, _causal_inputs, frames=4),
+    "SkyReelsV2Transformer3DModel, times of frames": Family(
+        lambda: _skyreels(inject_sample_info=False), _frames_with_times, **VIDEO
+    ),
+    "WanTransformer3DModel, times of tokens": Family(_wan_22, _tokens_with_times, **VIDEO),
     "ChronoEditTransformer3DModel": Family(_chronoedit, _inputs, **VIDEO),
     "HunyuanVideoTransformer3DModel": Family(_hunyuan, _hunyuan_inputs, **VIDEO),
     "HunyuanVideoTransformer3DModel from a picture": Family(
@@ -364,6 +399,9 @@ FAMILIES: dict[str, Family] = {
     "LTXVideoTransformer3DModel": Family(_ltx, _ltx_inputs, **VIDEO),
     "LTXVideoTransformer3DModel from a picture": Family(_ltx, _ltx_from_a_picture, **VIDEO),
     "CosmosTransformer3DModel": Family(_cosmos, _cosmos_inputs, **VIDEO),
+    "CosmosTransformer3DModel with a ControlNet": Family(
+        lambda: _cosmos(controlnet_block_every_n=1), _cosmos_controlled_inputs, **VIDEO
+    ),
     "AllegroTransformer3DModel": Family(_allegro, _allegro_inputs, **VIDEO),
     "Kandinsky5Transformer3DModel": Family(_kandinsky5, _kandinsky5_inputs, **VIDEO),
 }

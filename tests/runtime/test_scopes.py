@@ -5,7 +5,7 @@ from __future__ import annotations
 import hosts
 import pytest
 import torch
-from tests.models.test_every_family import DISTINCT, call, model_of, reordering, settings
+from tests.models.test_every_family import DISTINCT, call, model_of, settings
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -30,18 +30,6 @@ HALF = {"ratio": 0.5}
 
 def wide(family) -> bool:
     return any(block.block_layout for block in find_hosts(model_of(family))[0].blocks)
-
-
-@DISTINCT
-def test_reordering_tokens_around_whole_blocks_changes_nothing(family, monkeypatch):
-    """Each token must keep its own position, mask and condition in all of the block."""
-    if not wide(family):
-        pytest.skip("its blocks do not run on merged tokens as a whole")
-    model, arguments = model_of(family), family.inputs(2, 8, 8)
-    dense = call(model, arguments)
-    monkeypatch.setitem(PLANNERS, "tome", reordering)
-    apply_token_merging(model, settings(family, scope="block", proportional=True))
-    assert_close(call(model, arguments), dense, rtol=1e-5, atol=1e-5 * dense.abs().max().item())
 
 
 @DISTINCT

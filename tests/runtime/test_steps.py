@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 from typing import Any
@@ -35,6 +36,7 @@ from tokenmerge import (
     apply_token_merging,
 )
 from tokenmerge.config import dense_outside
+from tokenmerge.models.families import qwen_image
 from tokenmerge.ops.plan import Plan
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.memory.caches import Residual, extrapolated, updated
@@ -537,8 +539,9 @@ def test_a_loop_that_goes_on_elsewhere_begins_anew():
     assert ran == [True, False, True, False, True]
 
 
-def test_reuse_is_refused_where_nothing_can_be_left_out():
+def test_reuse_is_refused_where_nothing_can_be_left_out(monkeypatch):
     model = model_of(FAMILIES["QwenImageTransformer2DModel"])
+    monkeypatch.setattr(qwen_image, "listed", functools.partial(qwen_image.listed, skippable=False))
     with pytest.raises(UnsupportedModelError, match=r"reuse\.every=2: no part of QwenImage"):
         apply_token_merging(model, ToMeConfig(**HALF, reuse=StepReuse(every=2)))
 

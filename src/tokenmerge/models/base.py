@@ -74,10 +74,7 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class TokenArgument:
-    """An argument with an entry for each token, such as a position table or a mask.
-
-    A merged token gets the entry of the token whose place it takes.
-    """
+    """An argument with an entry for each token, such as a position table or a mask."""
 
     name: str  # a missing argument, or None, is left alone
     axes: tuple[int, ...]  # of the tokens; an axis of length 1, which the host broadcasts, is left alone
@@ -90,6 +87,9 @@ class TokenArgument:
     # The number of axes that the host broadcasts it to. Missing ones are added in front, and ``axes`` count
     # with them. None: no axes are missing.
     broadcasts_to: int | None = None
+    # False: a merged token gets the entry of the token whose place it takes. True: the block adds the entries
+    # [b, n, c] to its tokens, or joins them, and they are combined as the tokens are: by default, their mean.
+    combined: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,9 @@ class Layout:
     padding: str | None = None
     token_arguments: tuple[TokenArgument, ...] = ()
     same_as_tokens: str | None = None  # name of an argument that may be the same tensor as the tokens
-    outputs: tuple[int, ...] = (0,)  # indices of the image tokens in a result that is a tuple
+    # Indices of the image tokens in a result that is a tuple: first of the tokens for the next block, then of
+    # further entries for each token.
+    outputs: tuple[int, ...] = (0,)
     dense_if: tuple[str, ...] = ()  # arguments that only fit the whole grid: a call with one stays dense
     batched: bool = dataclasses.field(init=False, default=True)  # all token arguments have a batch axis
 
@@ -161,6 +163,9 @@ class Block:
     layers: tuple[Layer, ...]  # those that can merge, in the order in which they run
     layout: Layout = PLAIN  # of its call, as far as the layers need it, and where the image is in the result
     block_layout: Layout | None = None  # of its call if it can run on merged tokens from start to end
+    # Step reuse can skip it: it returns as many tokens as it gets, alone or beside those of the text in its
+    # argument ``encoder_hidden_states``. A block that needs the whole grid cannot merge, and can be skipped.
+    skippable: bool = True
     method: str = "forward"  # the method that gradient checkpointing recomputes, or "_forward"
     # The module whose first argument [b, c, h, w] has the block's token grid, n = h·w; None: the model's.
     grid: nn.Module | None = None
@@ -243,7 +248,7 @@ class Host(ModelCall):
     @property
     def can_skip(self) -> bool:
         """Whether step reuse can skip parts of it: stages of a UNet, or whole blocks."""
-        return bool(self.stages) or any(block.block_layout is not None for block in self.blocks)
+        return bool(self.stages) or any(block.skippable for block in self.blocks)
 
     def grid_at(self, height: int, width: int) -> GridShape:
         """Return the finest token grid for a height and width of the sample."""

@@ -139,7 +139,7 @@ def _level_at(host: Host, path: str) -> int:
 
 def _part(host: Host, path: str, block: Block | None) -> Part:
     if not host.stages:
-        return "blocks" if block is not None and block.block_layout is not None else "always"
+        return "blocks" if block is not None and block.skippable else "always"
     stage = _stage_of(host, path)
     return "deep" if stage in host.deep_stages else "finest" if stage else "always"
 

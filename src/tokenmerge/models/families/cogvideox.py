@@ -16,9 +16,10 @@ def describe(root: Any) -> Host:
     """Find the blocks. The smaller checkpoints have no rotary positions."""
     config = root.config
     attention = ROTARY if config.use_rotary_positional_embeddings else PLAIN
+    layers = (Layer("attn1", "attn1", attention), Layer("ff", "ff"))
     return transformer_host(
         root,
-        listed(root, "transformer_blocks", (Layer("attn1", "attn1", attention), Layer("ff", "ff"))),
+        listed(root, "transformer_blocks", layers, block_layout=attention),
         _others,
         text=(config.max_text_seq_length, config.text_embed_dim),
         grids=_grids,

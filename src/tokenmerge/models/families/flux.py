@@ -52,12 +52,10 @@ _WORDS = 512
 def describe(root: Any) -> Host:
     """Find the blocks of both lists."""
     second = is_a(root, _SECOND)
-    # The blocks of FIBO get their mask inside another argument.
-    block_layout = None if second or is_a(root, "BriaFiboTransformer2DModel") else _BLOCK
     dense = {} if second else {"ff": FUSED_MLP}
     blocks = (
-        *listed(root, "transformer_blocks", _LAYERS, layout=Layout(outputs=(1,)), block_layout=block_layout),
-        *listed(root, "single_transformer_blocks", _LAYERS, block_layout=block_layout, dense=dense),
+        *listed(root, "transformer_blocks", _LAYERS, layout=Layout(outputs=(1,)), block_layout=_BLOCK),
+        *listed(root, "single_transformer_blocks", _LAYERS, block_layout=_BLOCK, dense=dense),
     )
     return transformer_host(
         root,

@@ -22,18 +22,26 @@ CLASSES = tuple(_SIZES)
 _WORDS = 256
 _ATTENTION = Layout(text="last", token_arguments=(POSITIONS, KEY_MASK))
 _LAYERS = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
+# Most blocks with two streams have another name for the positions.
+_POSITIONS = replace(POSITIONS, name="freqs_cis")
+_BLOCK = Layout(text="last", token_arguments=(POSITIONS, _POSITIONS, KEY_MASK))
 # The mask of 1.5 covers the text only.
 _LAYERS_15 = (Layer("attn1", "attn", replace(ROTARY, text="last")), Layer("ff", "ff"))
+_BLOCK_15 = Layout(text="last", token_arguments=(_POSITIONS,))
 
 
 def describe(root: Any) -> Host:
     """Find the blocks. Version 1.5 has only blocks with two streams."""
     if is_a(root, "HunyuanVideo15Transformer3DModel"):
-        blocks = listed(root, "transformer_blocks", _LAYERS_15)
+        blocks = listed(root, "transformer_blocks", _LAYERS_15, block_layout=_BLOCK_15)
     else:
+        # Some image-to-video models count the tokens of the first frame, to modulate them apart.
+        replaces = getattr(root.config, "image_condition_type", None) == "token_replace"
+        whole = None if replaces else _BLOCK
+        dense = {"ff": FUSED_MLP}
         blocks = (
-            *listed(root, "transformer_blocks", _LAYERS),
-            *listed(root, "single_transformer_blocks", _LAYERS, dense={"ff": FUSED_MLP}),
+            *listed(root, "transformer_blocks", _LAYERS, block_layout=whole),
+            *listed(root, "single_transformer_blocks", _LAYERS, block_layout=whole, dense=dense),
         )
     # In most checkpoints of HunyuanImage, the sample is [b, c, h, w].
     patch = root.config.patch_size

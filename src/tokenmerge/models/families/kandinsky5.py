@@ -16,6 +16,7 @@ CLASSES = ("Kandinsky5Transformer3DModel",)
 _FRAMES = 31  # latent frames: 121 frames of video
 _WORDS = 256
 _ATTENTION = Layout(token_arguments=(TokenArgument("rotary_emb", axes=(1,), batched=True),))
+_BLOCK = Layout(token_arguments=(TokenArgument("rope", axes=(1,), batched=True),))
 _LAYERS = (
     Layer("attn1", "self_attention", _ATTENTION),
     Layer("attn2", "cross_attention"),
@@ -27,7 +28,7 @@ def describe(root: Any) -> Host:
     """Find the blocks that see the video."""
     return transformer_host(
         root,
-        listed(root, "visual_transformer_blocks", _LAYERS),
+        listed(root, "visual_transformer_blocks", _LAYERS, block_layout=_BLOCK),
         _others,
         text=(_WORDS, root.config.in_text_dim),
         grids=_grids,

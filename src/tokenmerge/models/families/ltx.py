@@ -7,7 +7,16 @@ from typing import Any
 import torch
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import OWN_POSITIONS, Arguments, Grid, Grids, Host, Layer, Layout
+from tokenmerge.models.base import (
+    OWN_POSITIONS,
+    Arguments,
+    Grid,
+    Grids,
+    Host,
+    Layer,
+    Layout,
+    TokenArgument,
+)
 from tokenmerge.models.family import Blank, listed, transformer_host
 from tokenmerge.models.grids import grids_of_coordinates, in_tokens
 
@@ -16,6 +25,9 @@ CLASSES = ("LTXVideoTransformer3DModel",)
 _FRAMES = 21  # latent frames: 161 frames of video
 # Tokens of given pictures stand before the tokens of the video.
 _ATTENTION = Layout(text="first", token_arguments=(OWN_POSITIONS,))
+# With given pictures, each token has a timestep.
+_TIMES = TokenArgument("temb", axes=(1,), batched=True)
+_BLOCK = Layout(text="first", token_arguments=(OWN_POSITIONS, _TIMES))
 _LAYERS = (Layer("attn1", "attn1", _ATTENTION), Layer("attn2", "attn2"), Layer("ff", "ff"))
 
 
@@ -23,7 +35,7 @@ def describe(root: Any) -> Host:
     """Find the blocks."""
     return transformer_host(
         root,
-        listed(root, "transformer_blocks", _LAYERS),
+        listed(root, "transformer_blocks", _LAYERS, block_layout=_BLOCK),
         _others,
         text=(128, root.config.caption_channels),
         text_mask="encoder_attention_mask",

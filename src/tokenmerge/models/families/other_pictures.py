@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import (
     OWN_POSITIONS,
+    PLAIN,
+    POSITIONS,
     ROTARY,
     Arguments,
     Grid,
@@ -25,8 +28,9 @@ _AURAFLOW = (Layer("attn1", "attn"), Layer("ff", "ff"))
 
 def _auraflow(root: Any) -> Host:
     # Blocks with two streams, then blocks with one. Positions are added before the first block.
-    double = listed(root, "joint_transformer_blocks", _AURAFLOW, layout=Layout(outputs=(1,)))
-    single = listed(root, "single_transformer_blocks", _AURAFLOW)
+    returned = Layout(outputs=(1,))
+    double = listed(root, "joint_transformer_blocks", _AURAFLOW, layout=returned, block_layout=returned)
+    single = listed(root, "single_transformer_blocks", _AURAFLOW, block_layout=PLAIN)
     return transformer_host(root, (*double, *single), text=(256, root.config.joint_attention_dim))
 
 
@@ -38,9 +42,9 @@ _SHARED = "CogView4 runs one MLP on the image and then on the text; merge_mlp le
 
 def _cogview(root: Any) -> Host:
     if is_a(root, "CogView4Transformer2DModel"):
-        blocks = listed(root, "transformer_blocks", _COGVIEW4, dense={"ff": _SHARED})
+        blocks = listed(root, "transformer_blocks", _COGVIEW4, block_layout=ROTARY, dense={"ff": _SHARED})
     else:
-        blocks = listed(root, "transformer_blocks", _COGVIEW3)
+        blocks = listed(root, "transformer_blocks", _COGVIEW3, block_layout=PLAIN)
     text = 224, root.config.text_embed_dim
     return transformer_host(root, blocks, _cogview_sizes, text=text, grids=_cogview_grids)
 
@@ -82,13 +86,17 @@ def _basic_dit_others(root: Any, zeros: Blank, height: int, width: int) -> dict[
     }
 
 
-# Hunyuan-DiT has self- and cross-attention, which applies rotary positions to its queries too.
+# Hunyuan-DiT has self- and cross-attention, which applies rotary positions to its queries too. Blocks of the
+# second half also get the tokens that one of the first half returned.
 _HUNYUAN_DIT = (Layer("attn1", "attn1", ROTARY), Layer("attn2", "attn2", ROTARY), Layer("ff", "ff"))
+_SKIP = TokenArgument("skip", axes=(1,), batched=True, combined=True)
+_HUNYUAN_DIT_BLOCK = Layout(token_arguments=(POSITIONS, _SKIP))
 
 
 def _hunyuan_dit(root: Any) -> Host:
     text = root.config.text_len, root.config.cross_attention_dim
-    return transformer_host(root, listed(root, "blocks", _HUNYUAN_DIT), _hunyuan_dit_others, text=text)
+    blocks = listed(root, "blocks", _HUNYUAN_DIT, block_layout=_HUNYUAN_DIT_BLOCK)
+    return transformer_host(root, blocks, _hunyuan_dit_others, text=text)
 
 
 def _hunyuan_dit_others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
@@ -106,30 +114,29 @@ def _hunyuan_dit_others(root: Any, zeros: Blank, height: int, width: int) -> dic
 
 
 # Lumina refines text and image apart. Joint blocks follow, with the text first and padding last.
-_LUMINA_BLOCK = Layout(text="first", padding="attention_mask")
-_LUMINA_ATTENTION = Layout(
-    text="first",
-    token_arguments=(OWN_POSITIONS, TokenArgument("attention_mask", axes=(1,), batched=True)),
-    same_as_tokens="encoder_hidden_states",
-)
+_LUMINA_ARGUMENTS = (OWN_POSITIONS, TokenArgument("attention_mask", axes=(1,), batched=True))
+_LUMINA_REFINER = Layout(token_arguments=_LUMINA_ARGUMENTS)
+_LUMINA_BLOCK = replace(_LUMINA_REFINER, text="first", padding="attention_mask")
+_LUMINA_ATTENTION = replace(_LUMINA_REFINER, text="first", same_as_tokens="encoder_hidden_states")
 _LUMINA = (Layer("attn1", "attn", _LUMINA_ATTENTION), Layer("ff", "feed_forward"))
 
 
 def _lumina(root: Any) -> Host:
-    refining = listed(root, "noise_refiner", _LUMINA)
-    joint = listed(root, "layers", _LUMINA, layout=_LUMINA_BLOCK)
+    refining = listed(root, "noise_refiner", _LUMINA, block_layout=_LUMINA_REFINER)
+    joint = listed(root, "layers", _LUMINA, layout=_LUMINA_BLOCK, block_layout=_LUMINA_BLOCK)
     text = 256, root.config.cap_feat_dim
     return transformer_host(root, (*refining, *joint), text=text, text_mask="encoder_attention_mask")
 
 
 # In PRX the image attends to itself and to the text. Rotary positions are [b, 1, n, d / 2, 2, 2].
 _PRX_POSITIONS = TokenArgument("image_rotary_emb", axes=(2,), batched=True)
-_PRX = (Layer("attn1", "attention", Layout(token_arguments=(_PRX_POSITIONS,))),)
+_PRX_BLOCK = Layout(token_arguments=(_PRX_POSITIONS,))  # its mask covers the text only
+_PRX = (Layer("attn1", "attention", _PRX_BLOCK),)
 _NO_LAYER = "the MLP of PRX is not a separate layer; merge_mlp leaves it dense"
 
 
 def _prx(root: Any) -> Host:
-    blocks = listed(root, "blocks", _PRX, dense={"ff": _NO_LAYER})
+    blocks = listed(root, "blocks", _PRX, block_layout=_PRX_BLOCK, dense={"ff": _NO_LAYER})
     text = 256, root.config.context_in_dim
     return transformer_host(root, blocks, text=text, text_mask="attention_mask", sample_size=(64, 64))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tokenmerge.models.base import KEY_MASK, ROTARY, Host, Layer, Layout, TokenArgument, is_a
+from tokenmerge.models.base import KEY_MASK, POSITIONS, ROTARY, Host, Layer, Layout, TokenArgument, is_a
 from tokenmerge.models.family import Blank, listed, transformer_host
 
 # Allegro has self- and cross-attention. Each token has an index into tables of rotary positions: the argument
@@ -20,7 +20,7 @@ _ALLEGRO = (Layer("attn1", "attn1", _ALLEGRO_ATTENTION), Layer("attn2", "attn2")
 def _allegro(root: Any) -> Host:
     return transformer_host(
         root,
-        listed(root, "transformer_blocks", _ALLEGRO),
+        listed(root, "transformer_blocks", _ALLEGRO, block_layout=_ALLEGRO_ATTENTION),
         _allegro_positions,
         text=(512, root.config.caption_channels),
         text_mask="encoder_attention_mask",
@@ -38,13 +38,24 @@ def _allegro_positions(root: Any, zeros: Blank, height: int, width: int) -> dict
     return {"image_rotary_emb": (tuple(tables), (places,) * 3)}
 
 
-# Cosmos has self- and cross-attention. The whole batch shares its rotary positions.
+# Cosmos has self- and cross-attention. The whole batch shares its rotary positions. Each block adds learned
+# positions to its tokens, and may add what a ControlNet found. A timestep of each frame is repeated for each
+# token.
 _COSMOS_FRAMES = 16  # latent frames: 121 frames of video
 _COSMOS = (Layer("attn1", "attn1", ROTARY), Layer("attn2", "attn2"), Layer("ff", "ff"))
+_COSMOS_TIMES = ("embedded_timestep", "temb")
+_COSMOS_ADDED = ("extra_pos_emb", "controlnet_residual")
+_COSMOS_BLOCK = Layout(
+    token_arguments=(
+        POSITIONS,
+        *(TokenArgument(name, axes=(1,), batched=True, ndim=3) for name in _COSMOS_TIMES),
+        *(TokenArgument(name, axes=(1,), batched=True, combined=True) for name in _COSMOS_ADDED),
+    )
+)
 
 
 def _cosmos(root: Any) -> Host:
-    blocks = listed(root, "transformer_blocks", _COSMOS)
+    blocks = listed(root, "transformer_blocks", _COSMOS, block_layout=_COSMOS_BLOCK)
     frames, size = _COSMOS_FRAMES, (88, 160)
     return transformer_host(root, blocks, _cosmos_others, sample_size=size, latent_frames=frames)
 
@@ -76,7 +87,7 @@ def _easyanimate(root: Any) -> Host:
         dataclasses.replace(block, layers=_EASYANIMATE[:1], dense={"ff": _SHARED})
         if block.module.txt_ff is None
         else block
-        for block in listed(root, "transformer_blocks", _EASYANIMATE)
+        for block in listed(root, "transformer_blocks", _EASYANIMATE, block_layout=ROTARY)
     )
     text, frames = (256, root.config.text_embed_dim), 13  # latent frames: 49 frames of video
     return transformer_host(root, tuple(blocks), _second_text, text=text, latent_frames=frames)
@@ -97,7 +108,7 @@ _MOCHI = (Layer("attn1", "attn1", _MOCHI_ATTENTION), Layer("ff", "ff"))
 def _mochi(root: Any) -> Host:
     return transformer_host(
         root,
-        listed(root, "transformer_blocks", _MOCHI),
+        listed(root, "transformer_blocks", _MOCHI, block_layout=_MOCHI_ATTENTION),
         text=(root.config.max_sequence_length, root.config.text_embed_dim),
         text_mask="encoder_attention_mask",
         sample_size=(60, 106),

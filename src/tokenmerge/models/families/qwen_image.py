@@ -15,7 +15,12 @@ _CONTROLNET = "QwenImageControlNetModel"
 CLASSES = ("QwenImageTransformer2DModel", _CONTROLNET)
 
 _MADE = 5  # pictures that QwenImage-Layered makes: four layers, and all of them together
-_ATTENTION = Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,), element=0),))
+_POSITIONS = TokenArgument("image_rotary_emb", axes=(0,), element=0)
+_ATTENTION = Layout(token_arguments=(_POSITIONS,))
+# Editing models can modulate the tokens of the picture being made and of others apart. Blocks return (text,
+# image).
+_MODULATION = TokenArgument("modulate_index", axes=(1,), batched=True)
+_BLOCK = Layout(token_arguments=(_POSITIONS, _MODULATION), outputs=(1,))
 _LAYERS = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "img_mlp"))
 
 
@@ -23,7 +28,7 @@ def describe(root: Any) -> Host:
     """Find the blocks."""
     return transformer_host(
         root,
-        listed(root, "transformer_blocks", _LAYERS, layout=Layout(outputs=(1,))),
+        listed(root, "transformer_blocks", _LAYERS, layout=_BLOCK, block_layout=_BLOCK),
         _others,
         text=(512, root.config.joint_attention_dim),
         grids=_grids,

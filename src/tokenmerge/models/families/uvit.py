@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.models.base import Arguments, Grid, Grids, Host, Layer
+from tokenmerge.models.base import PLAIN, Arguments, Grid, Grids, Host, Layer
 from tokenmerge.models.family import Blank, basic_blocks, listed, transformer_host
 
 CLASSES = ("UVit2DModel",)
@@ -18,9 +18,9 @@ _OUTER = (Layer("attn2", "attn1"), Layer("attn2", "attn2"))
 def describe(root: Any) -> Host:
     """Find the blocks of all three parts, which have the same tokens."""
     blocks = (
-        *listed(root, "down_block.attention_blocks", _OUTER),
+        *listed(root, "down_block.attention_blocks", _OUTER, block_layout=PLAIN),
         *basic_blocks(root, "transformer_layers"),
-        *listed(root, "up_block.attention_blocks", _OUTER),
+        *listed(root, "up_block.attention_blocks", _OUTER, block_layout=PLAIN),
     )
     return transformer_host(
         root,

@@ -5,6 +5,7 @@ Rotary positions are broadcast over the batch.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tokenmerge.models.base import Host, Layer, Layout, TokenArgument, is_a
@@ -21,21 +22,29 @@ CLASSES = (
 _FRAMES = 21  # latent frames: 81 frames of video
 _POSITIONS = TokenArgument("rotary_emb", axes=(1,), batched=True)
 # Image-to-video models of Wan 2.2 have a timestep for each token.
-_BLOCK = Layout(token_arguments=(_POSITIONS, TokenArgument("temb", axes=(1,), batched=True, ndim=4)))
+_TIMES = TokenArgument("temb", axes=(1,), batched=True, ndim=4)
+_BLOCK = Layout(token_arguments=(_POSITIONS, _TIMES))
 # SkyReels-V2 can mask later frames.
 _MASK = TokenArgument("attention_mask", axes=(-2, -1), batched=True)
 _ATTENTION = Layout(token_arguments=(_POSITIONS, _MASK))
+_SKYREELS_BLOCK = Layout(token_arguments=(_POSITIONS, _MASK, replace(_TIMES, axes=(2,))))
 _LAYERS = (Layer("attn1", "attn1", _ATTENTION), Layer("attn2", "attn2"), Layer("ff", "ffn"))
-_CONTROL = Layout(tokens="control_hidden_states", outputs=(1,))
+# Control blocks return what other blocks add to their tokens, and the tokens of the next control block. The
+# first one adds the tokens of the video.
+_VIDEO = TokenArgument("hidden_states", axes=(1,), batched=True, combined=True)
+_CONTROL = Layout("control_hidden_states", token_arguments=(_POSITIONS, _VIDEO), outputs=(1, 0))
 
 
 def describe(root: Any) -> Host:
     """Find the blocks. VACE has further blocks for the control video."""
-    # Blocks of SkyReels-V2 may get a mask between frames, and timesteps of each token in another layout.
-    block_layout = None if is_a(root, "SkyReelsV2Transformer3DModel") else _BLOCK
+    block_layout = _SKYREELS_BLOCK if is_a(root, "SkyReelsV2Transformer3DModel") else _BLOCK
     blocks = listed(root, "blocks", _LAYERS, block_layout=block_layout)
     if is_a(root, "WanVACETransformer3DModel"):
-        blocks = (*listed(root, "vace_blocks", _LAYERS, layout=_CONTROL), *blocks)
+        # They are not skipped, since more than the next of them reads what they return.
+        control = listed(
+            root, "vace_blocks", _LAYERS, layout=_CONTROL, block_layout=_CONTROL, skippable=False
+        )
+        blocks = (*control, *blocks)
     text = 512, root.config.text_dim
     return transformer_host(root, blocks, _others, text=text, sample_size=(60, 104), latent_frames=_FRAMES)
 

@@ -10,15 +10,19 @@ from tokenmerge.models.family import Blank, listed, transformer_host
 
 CLASSES = ("ZImageTransformer2DModel",)
 
-_BLOCK = Layout(text="last")
-_PER_TOKEN = (TokenArgument(name, axes=(1,), batched=True) for name in ("freqs_cis", "attention_mask"))
-_ATTENTION = Layout(text="last", token_arguments=tuple(_PER_TOKEN))
-_LAYERS = (Layer("attn1", "attention", _ATTENTION), Layer("ff", "feed_forward", _BLOCK))
+# Blocks call their mask by another name than attention.
+_NAMES = ("freqs_cis", "attn_mask", "attention_mask")
+_PER_TOKEN = tuple(TokenArgument(name, axes=(1,), batched=True) for name in _NAMES)
+_BLOCK = Layout(text="last", token_arguments=_PER_TOKEN)
+_LAYERS = (Layer("attn1", "attention", _BLOCK), Layer("ff", "feed_forward", Layout(text="last")))
 
 
 def describe(root: Any) -> Host:
     """Find the blocks that see the image."""
-    refining, joint = (listed(root, name, _LAYERS, layout=_BLOCK) for name in ("noise_refiner", "layers"))
+    refining, joint = (
+        listed(root, name, _LAYERS, layout=_BLOCK, block_layout=_BLOCK)
+        for name in ("noise_refiner", "layers")
+    )
     return transformer_host(
         root,
         (*refining, *joint),

@@ -35,7 +35,8 @@ def merged_call(
     """Return the result of a call with merged tokens, unmerged.
 
     Where ``pictures`` have plans of their own, arguments without a batch axis are made for each of them. With
-    ``change_only``, each token gets only what the call added to the merged token that holds it.
+    ``change_only``, each token gets only what the call added to the merged token that holds it. Further
+    entries of a token have nothing to be added to, and are those of the merged token.
     """
     tokens = layout.tokens_of(call)
     n, m = plan.inverse.shape[1], plan.keep.shape[1]
@@ -45,7 +46,7 @@ def merged_call(
     else:
         merged = combined(whole, tokens, combine)
     name = layout.tokens or call.names[0]
-    now = _following(call, layout, plan, pictures).replaced(name, merged)
+    now = _following(call, layout, plan, combine, pictures).replaced(name, merged)
     if layout.same_as_tokens and call.argument(layout.same_as_tokens) is call.argument(name):
         now = now.replaced(layout.same_as_tokens, merged)
     # A block hands its arguments on to its attention, which is then called for each image.
@@ -54,15 +55,18 @@ def merged_call(
     def add_change(image: Tensor) -> Tensor:
         return layout.image(tokens, n) + plan.unmerge(image - layout.image(merged, m))
 
-    def back(value: Tensor) -> Tensor:
-        if whole is not None and not change_only and value.shape[1] == merged.shape[1]:
+    def back(value: Tensor, adds_change: bool) -> Tensor:
+        if whole is not None and not adds_change and value.shape[1] == merged.shape[1]:
             return whole.unmerge(value)
-        return _replace_image(layout, value, m, add_change if change_only else plan.unmerge)
+        return _replace_image(layout, value, m, add_change if adds_change else plan.unmerge)
 
     if isinstance(result, Tensor):
-        return back(result)
+        return back(result, change_only)
     return tuple(
-        back(value) if i in layout.outputs and value is not None else value for i, value in enumerate(result)
+        back(value, change_only and i == layout.outputs[0])
+        if i in layout.outputs and value is not None
+        else value
+        for i, value in enumerate(result)
     )
 
 
@@ -76,7 +80,7 @@ def keyed_call(attention: nn.Module, call: HostCall, state: LayerState, plan: Pl
     layout, keys = state.layer.layout, state.layer.keys
     assert keys is not None
     merged = combined(plan, layout.tokens_of(call), combine)
-    return _following(call, layout, plan).replaced(keys, merged).result()
+    return _following(call, layout, plan, combine).replaced(keys, merged).result()
 
 
 def result_by_image(call: HostCall, images: int) -> Any:
@@ -149,24 +153,31 @@ def add_lost(layout: Layout, plan: Plan, result: Any, residuals: Tensors, combin
 def added_to_image(layout: Layout, result: Any, base: Tensor | float, n: int) -> Tensors:
     """Return how each tensor of a result differs from ``base`` in the n tokens of the image.
 
-    None stands for a tensor without them: merging loses nothing of the text.
+    Further entries of a token have no base. None stands for a tensor without tokens of the image: merging
+    loses nothing of the text.
     """
     before = base if isinstance(base, float) else layout.image(base, n)
     if isinstance(result, Tensor):
         return (layout.image(result, n) - before,)
     return tuple(
-        layout.image(value, n) - before if i in layout.outputs and value is not None else None
+        layout.image(value, n) - (before if i == layout.outputs[0] else 0.0)
+        if i in layout.outputs and value is not None
+        else None
         for i, value in enumerate(result)
     )
 
 
-def _following(call: HostCall, layout: Layout, plan: Plan, pictures: int = 1) -> HostCall:
+def _following(call: HostCall, layout: Layout, plan: Plan, combine: str, pictures: int = 1) -> HostCall:
     """Return the call with the arguments that have an entry for each token cut down to the merged tokens."""
     for argument in layout.token_arguments:
         value, element = call.argument(argument.name), argument.element
         if value is None:
             continue
-        follow = partial(_followed, argument=argument, layout=layout, plan=plan, pictures=pictures)
+        follow: Callable[..., Any]
+        if argument.combined:
+            follow = partial(_combined_entries, layout=layout, plan=plan, combine=combine)
+        else:
+            follow = partial(_followed, argument=argument, layout=layout, plan=plan, pictures=pictures)
         if element is None:
             now = follow(value)
         elif isinstance(value, dict):
@@ -175,6 +186,12 @@ def _following(call: HostCall, layout: Layout, plan: Plan, pictures: int = 1) ->
             now = type(value)(follow(part) if i == element else part for i, part in enumerate(value))
         call = call.replaced(argument.name, now)
     return call
+
+
+def _combined_entries(value: Tensor, layout: Layout, plan: Plan, combine: str) -> Tensor:
+    """Return the merged entries of an argument that a block adds to its tokens, or joins with them."""
+    b, n = plan.inverse.shape
+    return _replace_image(layout, value.expand(b, -1, -1), n, lambda image: combined(plan, image, combine))
 
 
 def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan, pictures: int) -> Any:

@@ -31,7 +31,7 @@ def sequence_in(state: BlockState, settings: MergeSettings) -> TokenSequence:
 def active_call(state: BlockState, call: HostCall) -> BlockMerge:
     """Find out what the running call of a block merges, and refuse an input of fewer tokens than its grid."""
     thread, settings, whole = state.model.threads.value, state.settings, state.block_layout
-    if settings.scope == "block" and (whole is None or call.has(whole.dense_if)):
+    if not state.merges or (settings.scope == "block" and (whole is None or call.has(whole.dense_if))):
         return BlockMerge(settings)
     x, sequence = state.layout.tokens_of(call), sequence_in(state, settings)
     if x.shape[1] < sequence.tokens:

@@ -241,7 +241,10 @@ class ModelState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockState:
-    """A transformer block that merges; other fields are as in :class:`tokenmerge.models.base.Block`."""
+    """A transformer block that merges or is skipped.
+
+    Other fields are as in :class:`tokenmerge.models.base.Block`.
+    """
 
     model: ModelState
     path: str
@@ -249,6 +252,7 @@ class BlockState:
     grid: PerThread[Grid] | None  # noted by the module around it; None: that of the model
     layout: Layout
     block_layout: Layout | None
+    merges: bool  # something of it merges at some step
     caches_residuals: bool  # it is skipped on some steps by itself, and not with its whole stage
     plans_first: bool  # it is the first of the blocks that share plans
     is_first: bool  # of its level

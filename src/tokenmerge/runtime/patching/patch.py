@@ -57,6 +57,22 @@ def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
     return [layer for layer in block.layers if any(takes_part(layer, own) for _, own in phases)]
 
 
+def blocks_to_change(host: Host, config: ToMeConfig) -> list[tuple[Block, list[Layer]]]:
+    """Return the blocks in which something merges, and those that are only skipped, in their order."""
+    merging = {block.path: layers for block, layers in parts_to_merge(host, config)}
+    levels = {block.level for block in host.blocks if block.path in merging}
+    return [
+        (block, merging.get(block.path, []))
+        for block in host.blocks
+        if block.path in merging or (block.level in levels and skips(host, block, config))
+    ]
+
+
+def skips(host: Host, block: Block, config: ToMeConfig) -> bool:
+    """Return whether some step skips a block by itself, and not with its whole stage."""
+    return config.reuse.on and not host.deep_stages and block.skippable
+
+
 def skipped_parts(host: Host, config: ToMeConfig) -> Iterator[tuple[str, bool, bool]]:
     """Yield the stages that some steps skip: path, whether at the finest level, whether last there."""
     if config.reuse.on:
@@ -129,7 +145,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
         # Settings for reference pictures are for calls that have some.
         grids = [host.grid_at(*size)] * (2 if host.takes_references else 1)
         check_grid(phases_at(config, *sorted({block.level for block, _ in parts})), *grids, method=method)
-    for block, layers in parts:
+    for block, layers in blocks_to_change(host, config):
         check_swappable(block.module, block.path, block.method)
         for layer in layers:
             check_swappable(getattr(block.module, layer.name), f"{block.path}.{layer.name}", "forward")
@@ -139,17 +155,21 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
 
 def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) -> ModelState:
     """Return the state of a host that :func:`check_host` accepts, with further ``facts`` of a ModelState."""
-    merging = parts_to_merge(host, config)
+    changed = blocks_to_change(host, config)
     skipped = list(skipped_parts(host, config))
-    blocks = [block for block, _ in merging]
-    plan_groups = [block.plan_group if config.plans.blocks else block.path for block in blocks]
-    others = sum(len(layers) for _, layers in merging) + len(skipped)  # layers and stages have no plans
+    blocks = [block for block, _ in changed]
+    merging = [merges(block, config) for block in blocks]
+    # Blocks that are only skipped have no plans, nor have layers and stages.
+    plan_groups = [
+        None if not plans else block.plan_group if config.plans.blocks else block.path
+        for block, plans in zip(blocks, merging, strict=True)
+    ]
+    others = sum(len(layers) for _, layers in changed) + len(skipped)
     groups = (*plan_groups, *[None] * others)
-    levels = [block.level for block in blocks]
-    phases = phases_at(config, *sorted(set(levels)))
+    levels = [block.level if plans else None for block, plans in zip(blocks, merging, strict=True)]
+    phases = phases_at(config, *sorted({block.level for block in blocks}))
     state = ModelState(config, host.call, phases, groups, pipeline, **facts)
     grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}
-    own_skips = config.reuse.on and not host.deep_stages
     block_states = [
         BlockState(
             state,
@@ -158,15 +178,16 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
             None if block.grid is None else grids[block.grid],
             block.layout,
             block.block_layout,
-            caches_residuals=own_skips and block.block_layout is not None,
-            plans_first=plan_groups[place] not in plan_groups[:place],
-            is_first=block.level not in levels[:place],
-            is_last=block.level not in levels[place + 1 :],
+            merges=merging[place],
+            caches_residuals=skips(host, block, config),
+            plans_first=merging[place] and plan_groups[place] not in plan_groups[:place],
+            is_first=merging[place] and block.level not in levels[:place],
+            is_last=merging[place] and block.level not in levels[place + 1 :],
             is_read_between=host.controlnet,
         )
         for place, block in enumerate(blocks)
     ]
-    layers = [(block, layer) for block, (_, own) in zip(block_states, merging, strict=True) for layer in own]
+    layers = [(block, layer) for block, (_, own) in zip(block_states, changed, strict=True) for layer in own]
     state.parts = (
         *block_states,
         *[LayerState(block, f"{block.path}.{layer.name}", layer) for block, layer in layers],
