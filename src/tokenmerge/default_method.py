@@ -6,12 +6,9 @@ A plan that ``tokenmerge tune`` found takes their place in generations of the ki
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
-
-from torch import nn
 
 from tokenmerge.config import Correction, FoundFor, PlanSharing, Rule, SavedSettings, StepReuse, ToMeConfig
 from tokenmerge.config.checks import at_least_1, check_counts, check_fields, number, optional
@@ -19,6 +16,7 @@ from tokenmerge.config.origin import DEFAULT
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.find import find_hosts
+from tokenmerge.models.fused import is_fused, splits_attention
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import Attention, fewest_tokens
 from tokenmerge.plans import ROUNDING, Facts, Schedule, facts_of, plan_for
@@ -30,9 +28,6 @@ from tokenmerge.runtime.steps.scheduler import next_schedule
 
 __all__ = ["DefaultMethod", "TunedMethod", "default_guidance", "default_steps", "settings_for"]
 
-# Functions that run fused attention, of PyTorch or other kernels, called by the model or by its processor in
-# diffusers.
-_FUSED = {"scaled_dot_product_attention", "dispatch_attention_fn", "memory_efficient_attention"}
 _STEPS = 20  # of a generation whose number of steps is unknown
 _SIDE = 64  # of latents whose size is unknown
 Change = Callable[[ToMeConfig], ToMeConfig]
@@ -160,6 +155,7 @@ class DefaultMethod:
             plain,
             ratio=0.5,
             scope="layers",
+            proportional=self.facts.proportional,
             plans=PlanSharing(blocks=True),
             correction=Correction(every=2),
             reuse=StepReuse(every=2, shallow_every=2) if skips else StepReuse(),
@@ -254,17 +250,8 @@ def settings_for(
 
 
 def allows_proportional(pipe_or_model: object, hosts: Sequence[Host]) -> bool:
-    """Return whether proportional attention is possible in every block."""
-    # Perturbed-attention guidance replaces processors during a call, and splits the batch in attention.
-    if hasattr(pipe_or_model, "pag_applied_layers"):
-        return False
+    """Return whether proportional attention is possible in every block, with the processors of now."""
     blocks = (block for host in hosts for block in host.blocks)
     layers = ((getattr(block.module, layer.name), layer) for block in blocks for layer in block.layers)
-    return all(_is_fused(module) for module, layer in layers if layer.kind != "ff")
-
-
-def _is_fused(attention: nn.Module) -> bool:
-    processor = getattr(attention, "processor", None)
-    call = type(attention).forward if processor is None else type(processor).__call__
-    code = getattr(inspect.unwrap(call), "__code__", None)
-    return code is not None and not _FUSED.isdisjoint(code.co_names)
+    own = (module for module, layer in layers if layer.kind == "attn1" and layer.own_keys)
+    return not splits_attention(pipe_or_model) and all(map(is_fused, own))

@@ -28,6 +28,7 @@ from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
 from tokenmerge.report.summary import Conditions, RunSteps, summary
 from tokenmerge.runtime.memory.run_log import RunLog, StepRecorder, shown_by
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
+from tokenmerge.runtime.patching.call_checks import why_tokens_count_once
 from tokenmerge.runtime.patching.patch import refuse_in_use, restore, state_of
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies, latent_scale
 from tokenmerge.vit.planner import RecordedTokens
@@ -292,6 +293,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         check_counts(height=height, width=width, batch=batch, steps=steps)
         optional(number("a number ≥ 0, such as 7.5", lambda scale: scale >= 0))("guidance", guidance)
         config, references = self._settings_at(height, width, steps, guidance), tuple(references or ())
+        if config.proportional and why_tokens_count_once(self._state, self._denoiser.root, self._model):
+            config = dataclasses.replace(config, proportional=False)
         dense = {root: state.kept.dense for root, state in self._states.items()}
         key = height, width, batch, steps, guidance, config, references, tuple(dense.values())
         if self._counted is None or self._counted[0] != key:

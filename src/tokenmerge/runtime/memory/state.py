@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.config.checks import integer, refuse
-from tokenmerge.config.origin import named
+from tokenmerge.config.origin import RATIO, is_default, named
 from tokenmerge.models.base import Grid, Layer, Layout, ModelCall
 from tokenmerge.models.placement import Shard
 from tokenmerge.ops.plan import Plan
@@ -180,6 +180,8 @@ class ModelState:
         reuse = self.config.reuse
         self.settings: Mapping[int, MergeSettings] = dict(reversed(self.phases))  # of the first phase
         self.follows_steps = self.config.follows_steps
+        # Whether merged tokens may count once where attention cannot count them more often.
+        self.may_count_once = self.default is not None or is_default(self.method) or self.method == RATIO
         self.over_steps = named(self.method, " and ".join(self.config.over_steps))  # for messages
         # Whether what blocks add is cached at some step, to skip them or to plan by it.
         self.caches_results = reuse.on or self.config.cached_features is not None

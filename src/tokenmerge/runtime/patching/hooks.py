@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from tokenmerge.runtime.patching.call_checks import (
     refuse_caches,
     refuse_training,
     warn_where_nothing_is_saved,
+    why_tokens_count_once,
 )
 from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.pipeline import PerThread, guidance_copies, guidance_scale, running_pipeline
@@ -65,6 +67,8 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     decision, settings = decide(config, tracker, call.shape), state.settings
     if step is not None:
         settings = {level: config.at_step(step.done, step.steps).at_level(level) for level in settings}
+    elif config is not state.config:
+        settings = {level: config.at_level(level) for level in settings}
     # What a later step plans by is cached.
     phases = () if step is None or torch.is_grad_enabled() else phases_at(config, *settings)
     cached = frozenset(
@@ -208,20 +212,29 @@ def _config_of(call: _Call) -> ToMeConfig:
             memory.config = memory.log.config = memory.tolerance.config
         return memory.config
     config, tolerance, told = state.config, None, ""
+    pipe, compiling, timesteps = call.pipe or call.running, torch.compiler.is_compiling(), None
+    if step is None and not compiling:
+        timesteps = getattr(scheduler_of(pipe, call.timestep), "timesteps", None)
+        if memory.config is not None and timesteps is not None and memory.timesteps is timesteps:
+            return memory.config
+    reason = why_tokens_count_once(state, call.root, pipe) if state.may_count_once and not compiling else ""
+    weighs = not reason
     if step is not None and state.default is not None:
         default, grid, generation = state.default, state.threads.value.grid.shapes[0], step.generation
         facts = default.facts_at(grid, step.steps, guidance_scale(call.pipe), generation.schedule)
+        facts = dataclasses.replace(facts, proportional=facts.proportional and weighs)
         told = default.shortfall(facts)
         if default not in generation.tolerances:  # the pipeline's models share it
             generation.tolerances[default] = default.tolerance(facts)
         tolerance = generation.tolerances[default]
         config = default.settings(facts) if tolerance is None else tolerance.config
+    if not weighs:
+        weighed = state.config.proportional if state.default is None else state.default.facts.proportional
+        state.warn_once(reason if weighed else "")  # else it was known when the model was patched
+        config = dataclasses.replace(config, proportional=False) if config.proportional else config
     if call.seed.is_meta:  # the operations of single steps are counted
         state.keep(state.kept, memory)
-    elif not torch.compiler.is_compiling():
-        pipe = call.pipe or call.running
-        scheduler = None if step is not None else scheduler_of(pipe, call.timestep)
-        timesteps = getattr(scheduler, "timesteps", None)
+    elif not compiling:
         if memory.config is None or memory.timesteps is not timesteps:  # a generation begins
             grids = state.threads.value.grid.shapes if state.merges else None
             state.keep(look(state, call.root, pipe, config, grids), memory)
