@@ -32,7 +32,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokenmerge import Correction, PlanSharing, ToMeConfig, apply_patch, apply_token_merging, remove_patch
+from tokenmerge import (
+    Correction,
+    PlanSharing,
+    ToMeConfig,
+    apply_patch,
+    apply_token_merging,
+    presets,
+    remove_patch,
+)
 from tokenmerge.models.find import find_hosts
 from tokenmerge_tools.bench.loaded_model import find_geometry
 
@@ -47,6 +55,7 @@ SIZES = {
 }
 SHARED = PlanSharing(blocks=True)
 OLD_CALL = "`apply_patch(ratio=0.5)`"
+TODO = "`presets.todo()`"
 # What the columns of the table are called, and the settings. SDXL merges at its second level only.
 METHODS: dict[str, dict[str, Any]] = {
     "`ToMeConfig(ratio=0.5)`": {},
@@ -185,6 +194,8 @@ def merged(name: str, model: nn.Module, height: int, width: int, method: str) ->
     arguments = example(name, model, height, width)
     if method == OLD_CALL:
         apply_patch(model, ratio=0.5, max_downsample=deepest)
+    elif method == TODO:
+        apply_token_merging(model, presets.todo(max_downsample=deepest))
     else:
         apply_token_merging(model, ToMeConfig(ratio=0.5, max_downsample=deepest, **METHODS[method]))
     try:
@@ -204,6 +215,7 @@ def counts(name: str, model: nn.Module, height: int, width: int) -> Iterator[tup
         yield "tomesd", launches(model, arguments).total()
         tomesd.remove_patch(model)
         yield OLD_CALL, merged(name, model, height, width, OLD_CALL)
+        yield TODO, merged(name, model, height, width, TODO)
     for method in METHODS:
         yield method, merged(name, model, height, width, method)
     if "sample" not in arguments:  # a transformer

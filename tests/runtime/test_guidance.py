@@ -64,6 +64,15 @@ def test_parts_of_a_batch_share_a_plan_and_its_images_do_not(pipe, parts):
     assert not torch.equal(first[0], first[1])
 
 
+def test_a_planner_that_compares_nothing_joins_no_tokens(monkeypatch):
+    """It has one plan for all images, and what joins those of guidance would be thrown away."""
+    joined = []
+    monkeypatch.setattr(planning, "shared_features", lambda features, parts: joined.append(parts))
+    of_uniform = last_labels(Pipe(hosts.unet()), hosts.inputs(4), planner="uniform", seed=None)
+    assert not joined
+    assert len({tuple(labels.tolist()) for labels in of_uniform}) == 1
+
+
 def test_of_a_pipeline_that_does_not_tell_equal_samples_share_a_plan():
     """PixArt's, CogVideoX's and others only know within their call whether they guide."""
     arguments = hosts.inputs(2)

@@ -20,6 +20,7 @@ from tokenmerge.config.json_file import (
 from tokenmerge.config.parts import Correction, PlanSharing, StepReuse, check_known, flat
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
+    COMPARES_NOTHING,
     GUIDED_PLANNERS,
     OWN_NUMBER,
     PLANNERS,
@@ -32,6 +33,7 @@ from tokenmerge.config.tome import SETTINGS, Rule, ToMeConfig, dense_outside
 
 __all__ = [
     "CACHED_FEATURES",
+    "COMPARES_NOTHING",
     "GUIDED_PLANNERS",
     "OWN_NUMBER",
     "PLANNERS",

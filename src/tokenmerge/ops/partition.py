@@ -107,11 +107,17 @@ def strided_partition(
     >>> dst.tolist(), src.tolist()
     ([0, 2], [1, 3, 5, 7, 6, 8, 4, 9])
     """
-    inside, outside = whole_cells(grid, cell, device)
     if draw is None:
-        return torch.cat([inside[1:].flatten(), outside]), inside[0]
+        return _partition_without_draw(grid, cell, device)
+    inside, outside = whole_cells(grid, cell, device)
     size, count = inside.shape
     return partition_at(inside, outside, arithmetic().remainders(size, draw, count, device))
+
+
+@made_once
+def _partition_without_draw(grid: Sides, cell: Sides, device: Device) -> tuple[Tensor, Tensor]:
+    inside, outside = whole_cells(grid, cell, device)
+    return torch.cat([inside[1:].flatten(), outside]), inside[0]
 
 
 def uniform_noise(draw: Draw, n: int, device: Device = None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmerge.config import CACHED_FEATURES, GUIDED_PLANNERS, MergeSettings
+from tokenmerge.config import CACHED_FEATURES, COMPARES_NOTHING, GUIDED_PLANNERS, MergeSettings
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops.matching import features_if_shared, shared_features
@@ -76,10 +76,11 @@ def _plan_of(state: BlockState, sequence: TokenSequence, call: HostCall, x: Tens
 def _new_plan(state: BlockState, planner: str, sequence: TokenSequence, features: Tensor) -> Plan:
     """Plan for the tokens of a block: once for the copies of a sample that guidance compares."""
     context, images, repeats = state.model.threads.value.context, len(features), 1
-    if context.copies_equal is not None and images % context.guidance_copies == 0:
+    compares = planner not in COMPARES_NOTHING
+    if compares and context.copies_equal is not None and images % context.guidance_copies == 0:
         equal = context.copies_equal.to(features.device)
         features = features_if_shared(features, context.guidance_copies, equal)
-    else:
+    elif compares:
         repeats = images // pictures_of(context, images)
         features = features if repeats == 1 else shared_features(features, repeats)
     importance = _importance(state, features) if planner in GUIDED_PLANNERS else None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.config import COMPARES_NOTHING, MergeSettings, ToMeConfig
 from tokenmerge.config.checks import integer, refuse
 from tokenmerge.config.origin import RATIO, is_default, named
 from tokenmerge.models.base import Grid, Layer, Layout, ModelCall
@@ -185,6 +185,9 @@ class ModelState:
         self.over_steps = named(self.method, " and ".join(self.config.over_steps))  # for messages
         # Whether what blocks add is cached at some step, to skip them or to plan by it.
         self.caches_results = reuse.on or self.config.cached_features is not None
+        # Whether any plan depends on the step: what it draws, or what it compares.
+        fixed = [own.seed is None and own.planner in COMPARES_NOTHING for _, own in self.phases]
+        self.numbers_steps = self.follows_steps or not all(fixed)
         # Whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
         self.merges = reuse.on or any(own.merges for _, own in self.phases)
         self.threads = PerThread(functools.partial(ThreadState, CallContext(self.settings), self.groups))

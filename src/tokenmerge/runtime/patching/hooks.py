@@ -15,6 +15,7 @@ from tokenmerge.config import CACHED_FEATURES, ToMeConfig
 from tokenmerge.config.origin import instead
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.base import Grid
+from tokenmerge.ops.once import first_numbers
 from tokenmerge.plans.generation import Merging, Runs
 from tokenmerge.runtime.blocks.skipping import finish_run
 from tokenmerge.runtime.memory.run_log import RunLog, StepKind, StepLog, shown_by
@@ -147,7 +148,10 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
     """Begin a call with these arguments, by name: return what is known of it."""
     sample, by = arguments[state.call.sample], state.call.timestep
     timestep, first = arguments[by] if isinstance(by, str) else by(root, arguments), sample[0]
-    seed = step_seed(timestep, first.device, state.threads.value.numbers)
+    if state.numbers_steps:
+        seed = step_seed(timestep, first.device, state.threads.value.numbers)
+    else:  # without a launch
+        seed = first_numbers(1, first.device)[0]
     running = running_pipeline()
     pipe, shape = state.pipeline.of_call(running), (len(sample), *first.shape)
     compiling, scheduler, step = torch.compiler.is_compiling(), None, None
