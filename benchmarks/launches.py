@@ -1,4 +1,4 @@
-"""Count the kernels that one call of a model launches, for docs/measuring-a-gpu.md.
+"""Count the kernels that one call of a model launches, for docs/launches.md.
 
 The models are on the meta device, so nothing is computed, and no accelerator is needed. The counted call is
 the second one, with another timestep: what depends on the token grid alone is known by then, and what depends
@@ -45,7 +45,7 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge_tools.bench.loaded_model import find_geometry
 
 RECORD = Path(__file__).with_name("launches_meta.jsonl")
-PAGE = Path(__file__).parents[1] / "docs" / "measuring-a-gpu.md"
+PAGE = Path(__file__).parents[1] / "docs" / "launches.md"
 SIZES = {
     "sd15": ((512, 512), (768, 768), (1024, 1024)),
     "sdxl": ((1024, 1024),),
@@ -257,9 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", choices=[*SIZES, []], help="default: all")
     parser.add_argument("--record", metavar="NAME", help="what the counts are kept as, such as a commit")
-    parser.add_argument(
-        "--table", action="store_true", help="only write the table into docs/measuring-a-gpu.md"
-    )
+    parser.add_argument("--table", action="store_true", help="only write the table into docs/launches.md")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     for name in [] if options.table else options.models or SIZES:

@@ -91,9 +91,8 @@ def test_the_page_has_the_recorded_launches(tmp_path, monkeypatch):
     written.write_text(launches.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(launches, "PAGE", written)
     launches.write_table()
-    assert written.read_text(encoding="utf-8") == (
-        SCRIPT.parents[1] / "docs" / "measuring-a-gpu.md"
-    ).read_text(encoding="utf-8")
+    page = SCRIPT.parents[1] / "docs" / "launches.md"
+    assert written.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
