@@ -11,7 +11,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from unittest import mock
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention
 
+from on_gpu.record import Facts
 from tokenmerge.ops.once import once
 from tokenmerge.ops.sized_attention import attend_by_columns
 from tokenmerge.runtime.blocks.proportional_attention import ProportionalAttention
@@ -137,22 +138,16 @@ def using(name: str) -> Iterator[None]:
     """
     calls = Counter[str]()
 
-    def attend(
-        self: Any, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = dict(kwargs or {})
-        if function is not F.scaled_dot_product_attention or not self.is_pending:
-            return function(*args, **given)
-        given |= zip(("query", "key", "value", "attn_mask"), args, strict=False)
+    def attend(self: ProportionalAttention, attention: Callable[..., Tensor], given: Facts) -> Tensor:
         if given.get("attn_mask") is not None:
             raise RuntimeError("attention that has a mask of its own is not measured here")
         sizes = self._sizes_of(len(given["key"]), given["key"].shape[-2])
         if sizes is None:
-            return function(**given)
+            return attention(**given)
         calls[name] += 1
         return BIASES[name](given["query"], given["key"], given["value"], sizes)
 
-    with mock.patch.object(ProportionalAttention, "__torch_function__", attend):
+    with mock.patch.object(ProportionalAttention, "attend_with_mask", attend):
         yield
     if not calls:
         raise RuntimeError(f"no attention asked for its bias, so it was not computed by {name}")
