@@ -27,12 +27,14 @@ from tokenmerge.models.find import DENOISERS, find_hosts
 from tokenmerge.report import Report
 from tokenmerge.runtime.memory.state import RecordedPlan, warn_caller
 from tokenmerge.runtime.patching.patch import (
+    changing,
     hosts_that_merge,
     new_state,
     patch_host,
     refuse_in_use,
     restore,
     state_of,
+    take_over,
 )
 from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.pipeline import Pipeline
@@ -264,7 +266,7 @@ def merge_in_hosts(
     """
     hosts = hosts or hosts_of(model)
     merging, _ = hosts_that_merge(hosts, config, size=None, check_size=check_size, method=method)
-    refuse_in_use([host.root for host in hosts])
+    refuse_in_use(host.root for host in hosts)
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
     facts = {"dense_if_too_small": dense_if_too_small, "told": set(), "method": method, "default": default}
     denoiser = next((host for host in merging if not host.controlnet), merging[0])
@@ -273,20 +275,25 @@ def merge_in_hosts(
     for host in merging:
         states[host.root] = state = new_state(host, config, pipeline, **facts)
         state.keep(look(state, host.root, pipeline.given(), first), state.threads.value.own_memory)
-    for host in hosts:
-        restore(host.root)
-    for host in merging:
-        patch_host(host, states[host.root])
+    with changing(host.root for host in hosts):
+        for host in hosts:
+            if host.root in states:
+                take_over(state_of(host.root), states[host.root])
+            restore(host.root)
+        for host in merging:
+            patch_host(host, states[host.root])
     return DiffusionPatch(model, states, denoiser)
 
 
 def _merge_in_encoders(model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]:
     encoders = checked_encoders(model, config)
-    refuse_in_use(list(encoders))
+    refuse_in_use(encoders)
     states = {root: EncoderState(config, encoder) for root, encoder in encoders.items()}
-    for root, state in states.items():
-        restore(root)
-        patch_encoder(root, state)
+    with changing(encoders):
+        for root, state in states.items():
+            take_over(state_of(root), state)
+            restore(root)
+            patch_encoder(root, state)
     return EncoderPatch(model, states, next(iter(states.values())))
 
 
@@ -315,9 +322,9 @@ def remove_token_merging(pipe_or_model: object) -> None:
     patchable = _patchable(pipe_or_model)
     if not patchable:
         find_hosts(pipe_or_model)  # raises an error that names the supported models
-    refuse_in_use([root for root, _ in patchable])
-    for root, _ in patchable:
-        restore(root)
+    with changing(root for root, _ in patchable):
+        for root, _ in patchable:
+            restore(root)
 
 
 @contextlib.contextmanager
@@ -332,11 +339,13 @@ def token_merging(pipe_or_model: object, config: Any = None, **arguments: Any) -
     try:
         yield handle
     finally:
-        refuse_in_use([root for root, _, _ in before])
-        for root, patch, state in before:
-            restore(root)
-            if state is not None:
-                patch(state)
+        with changing(root for root, _, _ in before):
+            for root, patch, state in before:
+                if state is not None:
+                    take_over(state_of(root), state)
+                restore(root)
+                if state is not None:
+                    patch(state)
 
 
 def _patchable(model: object) -> list[tuple[nn.Module, Callable[[Any], None]]]:

@@ -29,8 +29,14 @@ from tokenmerge.report.summary import Conditions, RunSteps, summary
 from tokenmerge.runtime.memory.run_log import RunLog, StepRecorder, shown_by
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.patching.call_checks import why_tokens_count_once
-from tokenmerge.runtime.patching.patch import refuse_in_use, restore, state_of
-from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps, guidance_copies, latent_scale
+from tokenmerge.runtime.patching.patch import changing, restore, state_of
+from tokenmerge.runtime.steps.pipeline import (
+    PerThread,
+    default_guidance,
+    default_steps,
+    guidance_copies,
+    latent_scale,
+)
 from tokenmerge.vit.planner import RecordedTokens
 from tokenmerge.vit.report import ViTReport, predict_vit
 
@@ -53,7 +59,12 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
     @property
     def config(self) -> Any:
-        """The settings; of the default method, those of the last generation, or of one by default."""
+        """The settings; of the default method, those of the last generation, or of one by default.
+
+        The last generation is that of the thread that reads this property, or the latest one of any thread if
+        this thread has run none. So it is in :meth:`report`, :meth:`metadata`, :attr:`estimate` and
+        :attr:`steps`, and where the handle is printed.
+        """
         return self._state.config
 
     def _repr_html_(self) -> str:
@@ -137,9 +148,9 @@ class Patch(Generic[AnyReport, AnyRecord]):
             ModelInUseError: another thread runs one of them; all stay as they are.
         """
         mine = [root for root, state in self._states.items() if state_of(root) is state]
-        refuse_in_use(mine)
-        for root in mine:
-            restore(root)
+        with changing(mine):
+            for root in mine:
+                restore(root)
 
     def record_steps(self, on: bool = True) -> None:
         """Record what each denoising step does from now on, for :attr:`steps`.
@@ -159,8 +170,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
     def steps(self) -> RunSteps:
         """What each step of the last generation did, after :meth:`record_steps`; ``print`` shows a table.
 
-        The last generation is the one that began last in this thread, or in any thread if this one has run
-        none. It may still be running. Reading this property waits for the device.
+        It may still be running. Reading this property waits for the device.
 
         Raises:
             ConfigError: nothing was recorded.
@@ -235,7 +245,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         super().__init__(model, states, states[denoiser.root])
         self._denoiser = denoiser
         self._default: DefaultMethod | None = self._state.default
-        self._counted: tuple[tuple[object, ...], Report, str | None] | None = None
+        # The latest report of each thread: what it is for, the report, and a note on its speed.
+        self._counted: PerThread[list[tuple[tuple[object, ...], Report, str | None]]] = PerThread(list)
 
     @property
     def config(self) -> ToMeConfig:
@@ -252,8 +263,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if state_of(self._denoiser.root) is not state:
             gone = "this patch was removed, or another one took its place"
             raise ConfigError(f"record_steps: {gone}; apply token merging again, and use its handle")
-        refuse_in_use([self._denoiser.root])
-        state.recorder = StepRecorder() if on else None
+        with changing([self._denoiser.root]):
+            state.recorder = StepRecorder() if on else None
 
     @property
     def steps(self) -> RunSteps:
@@ -297,12 +308,13 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             config = dataclasses.replace(config, proportional=False)
         dense = {root: state.kept.dense for root, state in self._states.items()}
         key = height, width, batch, steps, guidance, config, references, tuple(dense.values())
-        if self._counted is None or self._counted[0] != key:
+        counted = self._counted.value
+        if not counted or counted[0][0] != key:
             report = predict(self._model, config, height, width, batch, steps, references, dense)
             slower = hardly_faster(report, self._fewest_tokens)
             report = dataclasses.replace(report, notes=(*report.notes, *filter(None, [slower])))
-            self._counted = key, report, slower
-        report, default = self._counted[1], self._default
+            counted[:] = [(key, report, slower)]
+        report, default = counted[0][1], self._default
         if default is None:
             return report
         facts, (error, why_none) = self._facts_at(height, width, steps, guidance), self._closeness()
@@ -328,7 +340,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         report, notes = None, {"left alone": self._state.kept.note}
         try:
             report = self.report()
-            notes["hardly faster"] = (self._counted and self._counted[2]) or ""
+            notes["hardly faster"] = self._counted.value[0][2] or ""
         except Exception as error:  # a handle can always be printed
             notes["not counted"] = why(error)
         pipe = self._model if getattr(self._model, "scheduler", None) is not None else None

@@ -169,7 +169,8 @@ def _new(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def patched(host: Host, config: ToMeConfig, kept: Kept) -> Iterator[ModelState]:
     """Within the context, patch a host that is not patched."""
-    state = new_state(host, config, Pipeline(), kept=kept)
+    state = new_state(host, config, Pipeline())
+    state.all_kept.set(kept)
     patch_host(host, state)
     try:
         yield state

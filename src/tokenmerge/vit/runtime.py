@@ -12,6 +12,8 @@ input has its place in what is collected, and takes one of the equal tokens of e
 from __future__ import annotations
 
 import dataclasses
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,7 @@ from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.call import HostCall, HostMethod, parameters
 from tokenmerge.models.find import parts
 from tokenmerge.runtime.memory.state import STATE
+from tokenmerge.runtime.memory.uses import CHANGES, Mark, Uses, mark_in
 from tokenmerge.runtime.patching.patch import restore
 from tokenmerge.runtime.patching.swap import add_hook, check_swappable, swap
 from tokenmerge.runtime.steps.pipeline import PerThread
@@ -50,6 +53,8 @@ _NOT_MERGED = {
 class EncoderCall:
     """A call of the model that one thread runs."""
 
+    begun: bool = False  # this thread has begun a call since the model was patched
+    part: Mark | None = None  # lives while a part of the model is called by itself, from its first layer on
     # Whether it is a method that collects the tokens of its layers, if ``by_keyword`` is False.
     collects: bool = False
     # What the tokens at the input of each layer stand for, if ``by_keyword`` is False.
@@ -70,6 +75,7 @@ class EncoderState:
         # What the tokens after each layer stand for, by path, while :meth:`Patch.record` collects it.
         self.record: dict[str, RecordedTokens] | None = None
         self.running = PerThread(EncoderCall)
+        self.uses = Uses()  # the threads that run it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,6 +112,7 @@ def checked_encoders(model: object, config: ViTConfig) -> dict[nn.Module, Encode
 
 def patch_encoder(root: nn.Module, state: EncoderState) -> None:
     """Patch an encoder from :func:`checked_encoders` that is not patched yet."""
+    state.running = PerThread(EncoderCall)
     for index, layer in enumerate(state.facts.layers):
         module, layer_state = root.get_submodule(layer.path), EncoderLayerState(state, index, layer)
         swap(module, "forward", layer_call, layer_state)
@@ -113,6 +120,7 @@ def patch_encoder(root: nn.Module, state: EncoderState) -> None:
     if state.facts.family.collector:
         swap(root, state.facts.family.collector, collecting_call, state)
     add_hook(root, begin, state)
+    root.register_forward_hook(end, always_call=True)
 
 
 def check_attention(model: nn.Module, config: ViTConfig) -> None:
@@ -128,7 +136,16 @@ def check_attention(model: nn.Module, config: ViTConfig) -> None:
 
 def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Start a call in which nothing has merged yet; a hook before the model's forward."""
-    encoder: EncoderState = model.__dict__[STATE]
+    if torch.compiler.is_compiling():
+        encoder: EncoderState = model.__dict__[STATE]
+    else:
+        with CHANGES:  # another thread may restore or patch the model until then
+            begun: EncoderState | None = model.__dict__.get(STATE)
+            if begun is None:
+                return None
+            begun.uses.begin_call(mark_in(sys._getframe(1)))
+        encoder = begun
+        encoder.running.value.begun = True
     check_attention(model, encoder.config)
     call = HostCall(model.forward, parameters(type(model).forward), args, kwargs)
     _check_mask(encoder, call.argument(encoder.facts.family.mask))
@@ -138,12 +155,20 @@ def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple,
     return args, {**asked, **kwargs, _TOKENS: [None] * (len(encoder.r) + 1)}
 
 
+def end(model: nn.Module, args: tuple, result: Any) -> None:
+    """End a call, whether it returned or raised an error; a hook after the model's forward."""
+    encoder: EncoderState | None = model.__dict__.get(STATE)
+    if encoder is not None and not torch.compiler.is_compiling():
+        encoder.uses.end_call(failed=result is None)
+        encoder.running.value.tokens_of_layers = None
+
+
 def layer_call(original: HostMethod) -> Callable:
     """Make the method of the layer: its attention is proportional, its result is merged."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: EncoderLayerState | None = self.__dict__.get(STATE)
-        if state is None:
+        if state is None or _is_in_the_middle(self, state):
             return original.of(self)(*args, **kwargs)
         encoder, running = state.encoder, state.encoder.running.value
         given = kwargs.pop(_TOKENS, None)
@@ -174,6 +199,8 @@ def layer_call(original: HostMethod) -> Callable:
                 y, tokens = running.plan.merge(_one_tensor(y, state)), running.plan.after
         finally:
             running.r, running.tokens, running.plan = 0, None, None
+            if state.index + 1 == len(encoder.r):
+                running.part = None
         tokens_of_layers[state.index + 1] = tokens
         if tokens is not None:
             if encoder.record is not None:
@@ -183,6 +210,22 @@ def layer_call(original: HostMethod) -> Callable:
         return y
 
     return forward
+
+
+def _is_in_the_middle(layer: nn.Module, state: EncoderLayerState) -> bool:
+    """Return whether another thread has patched or restored the model in the middle of this thread's call."""
+    running = state.encoder.running.value
+    # Gradient checkpointing repeats calls of layers, perhaps in a thread that has begun none.
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    if state.index == 0 and not state.encoder.uses.calls_here:
+        with CHANGES:  # all layers are patched, and stay so until the last one has run
+            if layer.__dict__.get(STATE) is not state:
+                return True
+            running.begun = True
+            running.part = Mark()
+            state.encoder.uses.begin_call(weakref.ref(running.part))
+    return not running.begun
 
 
 def keys_call(original: HostMethod) -> Callable:

@@ -125,6 +125,14 @@ class RunLog:
         for kept in (self.missed, self.outputs, self.errors):
             kept.clear()
 
+    def drop_tensors(self) -> None:
+        """Drop what only later calls would compare; what is known of the closeness stays."""
+        self.sample = None
+        self.missed.clear()
+        self.outputs = {}
+        self.noise.before = None
+        self.ending = ()
+
     def note_end(self) -> None:
         """Note the end of a call, and its time."""
         self.seconds = time.perf_counter() - self.began

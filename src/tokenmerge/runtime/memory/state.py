@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import sys
 import warnings
-from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ from tokenmerge.ops.plan import Plan
 from tokenmerge.plans.estimate import Tolerance
 from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Call
 from tokenmerge.runtime.memory.run_log import RunLog, StepLog, StepRecorder
-from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline, WeakDictionary
+from tokenmerge.runtime.memory.uses import Uses
+from tokenmerge.runtime.steps.pipeline import Latest, PerThread, Pipeline, WeakDictionary
 from tokenmerge.runtime.steps.scheduler import Generation
 from tokenmerge.runtime.steps.step_tracker import Decision, SampleTracker, StepTracker
 
@@ -77,8 +79,9 @@ class CallContext:
 class Memory:
     """All that one model caches between calls.
 
-    It belongs to one generation. Where settings do not follow the steps, it belongs to one thread. The
-    ``groups`` say for each part of the model (block, layer or stage) with which parts it shares its plans.
+    It belongs to one generation, and ends with it or with the thread that runs it. Where settings do not
+    follow the steps, it belongs to one thread. The ``groups`` say for each part of the model (block, layer or
+    stage) with which parts it shares its plans.
     """
 
     def __init__(self, groups: Sequence[Hashable]) -> None:
@@ -87,8 +90,9 @@ class Memory:
         self.seed: Tensor | None = None  # the number that draws of the running step depend on
         self.config: ToMeConfig | None = None  # at its guidance scale; None before its first call
         self.tolerance: Tolerance | None = None  # what changes the settings while the generation runs
-        # The scheduler's, where settings do not follow the steps; others begin a generation.
-        self.timesteps: Any = None
+        # The scheduler's, where settings do not follow the steps; others begin a generation. Nothing but the
+        # scheduler holds them, so that a generation ends with them.
+        self._timesteps: Callable[[], Any] = lambda: None
         self.log: RunLog | None = None
         # What guidance changed in the results of the last step, by the call that planned.
         self.guidance_differences: dict[int, Tensor] = {}
@@ -96,6 +100,34 @@ class Memory:
         self.model_residuals: dict[tuple[int, int, int], Tensor] = {}
         plans: dict[Hashable, dict[Call, Plan]] = {group: {} for group in groups}
         self.caches = tuple(Cache(plans[group]) for group in groups)
+        self._generation: weakref.ref[Generation] | None = None
+        self._thread: weakref.ref[ThreadState] | None = None
+
+    def belong_to(self, generation: Generation, thread: ThreadState, memories: Memories) -> None:
+        """Note the generation, and the thread that runs it; with either of them, all that is cached ends.
+
+        An idle thread still holds this object, so it is emptied.
+        """
+        if self._thread is not None and self._thread() is thread:
+            return
+        own, all_memories = weakref.ref(self), weakref.ref(memories)
+        self._generation = living = weakref.ref(generation, lambda _: _close(own()))
+        self._thread = weakref.ref(thread, lambda _: _close(own(), all_memories(), living()))
+
+    def is_at(self, timesteps: Any) -> bool:
+        """Return whether a scheduler's timesteps are those that were noted."""
+        return self._timesteps() is timesteps
+
+    def note_timesteps(self, timesteps: Any) -> None:
+        """Note the timesteps of the scheduler; None: it has none."""
+        self._timesteps = weakref.ref(timesteps) if isinstance(timesteps, Tensor) else lambda: timesteps
+
+    def close(self) -> None:
+        """Drop all that is cached, for good."""
+        self.sample.forget()
+        self.forget()
+        if self.log is not None:
+            self.log.drop_tensors()
 
     def forget(self, first: int = 0, last: int = sys.maxsize) -> None:
         """Drop all that is cached of the calls with these numbers."""
@@ -114,6 +146,17 @@ class Memory:
         _drop(first, last, *(cache.plans for cache in self.caches))
 
 
+Memories = WeakDictionary  # the Memory of each living generation
+
+
+def _close(memory: Memory | None, memories: Memories | None = None, generation: Any = None) -> None:
+    """Close a memory whose generation or thread is gone, and take it out of those of its model."""
+    if memory is not None:
+        memory.close()
+    if memories is not None and generation is not None and memories.get(generation) is memory:
+        del memories[generation]
+
+
 def _drop(first: int, last: int, *dictionaries: dict[Any, Any]) -> None:
     """Drop the entries of some calls; keys are their numbers, or begin with them."""
     for cached in dictionaries:
@@ -127,7 +170,9 @@ class ThreadState:
     """What belongs to a thread that calls a patched model, as its running call or the last one left it."""
 
     def __init__(self, context: CallContext, groups: Sequence[Hashable]) -> None:
-        self.context = context  # before the first call, what blocks find that are called without their model
+        # Before the first call, what blocks find that are called without their model. They run dense, unless
+        # this thread has patched the model: others may be in the middle of a call.
+        self.context = context
         self.grid = Grid()  # the model's finest token grid
         self.shard: Shard | None = None  # of the sequence, that this process has; None: all of it
         self.own_memory = Memory(groups)  # what is cached where settings do not follow the steps
@@ -169,12 +214,14 @@ class ModelState:
     blocks: Sequence[BlockState] = ()  # the blocks among them
     skips_blocks: bool = False  # some step skips blocks by themselves, and not whole stages
     shares_positions: bool = False  # some token argument has no batch axis
-    memories: MutableMapping[Generation, Memory] = dataclasses.field(default_factory=WeakDictionary)
+    memories: Memories = dataclasses.field(default_factory=WeakDictionary)
     given_grid: Grid | None = None  # the model's finest token grid in the next calls, where the user gave it
     record: dict[str, RecordedPlan] | None = None  # where each block leaves its latest plan, by its path
-    last_run: RunLog | None = None  # of the generation that began last
     recorder: StepRecorder | None = None
-    kept: Kept = dataclasses.field(default_factory=Kept)  # since a generation last began, or since patching
+    uses: Uses = dataclasses.field(default_factory=Uses)  # the threads that run it
+    runs: Latest[RunLog | None] = dataclasses.field(default_factory=lambda: Latest(None))
+    # Since a generation last began, or since patching.
+    all_kept: Latest[Kept] = dataclasses.field(default_factory=lambda: Latest(Kept()))
 
     def __post_init__(self) -> None:
         reuse = self.config.reuse
@@ -190,7 +237,19 @@ class ModelState:
         self.numbers_steps = self.follows_steps or not all(fixed)
         # Whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
         self.merges = reuse.on or any(own.merges for _, own in self.phases)
-        self.threads = PerThread(functools.partial(ThreadState, CallContext(self.settings), self.groups))
+        before = CallContext(self.settings, blocks_are_dense=True)
+        self._new_thread = functools.partial(ThreadState, before, self.groups)
+        self.threads = PerThread(self._new_thread)
+
+    @property
+    def last_run(self) -> RunLog | None:
+        """The run of this thread, or the latest one of any thread if this one has run none."""
+        return self.runs.value
+
+    @property
+    def kept(self) -> Kept:
+        """What other people's code changes in that run."""
+        return self.all_kept.value
 
     def warn_once(self, message: str) -> None:
         """Warn, unless the message is empty or was given before."""
@@ -224,24 +283,30 @@ class ModelState:
 
     def keep(self, kept: Kept, memory: Memory) -> None:
         """Leave dense what other people's code looks at, and no more, as :attr:`kept` says from now on."""
-        self.kept = kept
+        self.all_kept.set(kept)
         for part, cache in zip(self.parts, memory.caches, strict=True):
             cache.dense = part.path in kept.dense
 
     def begin_call(self) -> None:
         """Prepare for a call of the model, in which blocks count theirs from 0."""
-        self.threads.value.running_blocks = None  # of a call that was interrupted
-        self.threads.value.spans.clear()
+        self.end_call()  # one that was interrupted
         for part in self.parts:
             part.threads.value.number = -1
 
+    def end_call(self) -> None:
+        """Drop what only the running call needs, whether it returned or raised an error."""
+        thread = self.threads.value
+        thread.running_blocks = None
+        thread.spans.clear()
+
     def forget(self) -> None:
-        """Drop all that is cached, as the model is restored; a handle may still hold this object."""
+        """Drop all that is cached in any thread, as the model is restored; a handle may still hold this."""
         for memory in (*self.memories.values(), self.threads.value.own_memory):
-            memory.sample.forget()
-            memory.forget()
+            memory.close()
         self.memories.clear()
-        self.begin_call()
+        self.threads = PerThread(self._new_thread)  # the values of all threads go with the former object
+        for part in self.parts:
+            object.__setattr__(part, "threads", PerThread(PartState))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from tokenmerge.ops.once import first_numbers
 from tokenmerge.plans.generation import Merging, Runs
 from tokenmerge.runtime.blocks.skipping import finish_run
 from tokenmerge.runtime.memory.run_log import RunLog, StepKind, StepLog, shown_by
-from tokenmerge.runtime.memory.state import STATE, CallContext, Memory, ModelState, StageState
+from tokenmerge.runtime.memory.state import STATE, CallContext, Kept, Memory, ModelState, StageState
+from tokenmerge.runtime.memory.uses import CHANGES, mark_in
 from tokenmerge.runtime.patching.call_checks import (
     check_call,
     phases_at,
@@ -30,7 +32,13 @@ from tokenmerge.runtime.patching.call_checks import (
 )
 from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.pipeline import PerThread, guidance_copies, guidance_scale, running_pipeline
-from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync, noise_levels, scheduler_of
+from tokenmerge.runtime.steps.scheduler import (
+    DenoisingStep,
+    needs_sync,
+    noise_levels,
+    scheduler_of,
+    waits_to_read,
+)
 from tokenmerge.runtime.steps.step_tracker import Decision, decide, same_step, step_seed
 
 
@@ -52,7 +60,15 @@ class _Call(NamedTuple):
 
 def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Before the model: check the call, and build what holds for it."""
-    state: ModelState = root.__dict__[STATE]
+    if torch.compiler.is_compiling():
+        state: ModelState = root.__dict__[STATE]
+    else:
+        with CHANGES:  # another thread may restore or patch the model until then
+            begun: ModelState | None = root.__dict__.get(STATE)
+            if begun is None:
+                return
+            begun.uses.begin_call(mark_in(sys._getframe(1)))
+        state = begun
     arguments = {**dict(zip(state.call.parameters[: len(args)], args, strict=True)), **kwargs}
     check_call(state, root, arguments)
     call = _call_with(state, root, arguments)
@@ -108,7 +124,20 @@ def before_blocks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
 
 def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     """After a model: cache what its blocks added, and drop it after the last step; record the step."""
-    state: ModelState = root.__dict__[STATE]
+    state: ModelState | None = root.__dict__.get(STATE)
+    if state is None or torch.compiler.is_compiling():
+        if state is not None:
+            _note_result(state, result)
+        return
+    # It began before the model was patched, or with settings that its own thread has replaced.
+    is_noted = state.uses.end_call(failed=result is None) and state.threads.value.memory.log is not None
+    if is_noted and result is not None:
+        _note_result(state, result)
+    state.end_call()
+
+
+def _note_result(state: ModelState, result: Any) -> None:
+    """Cache what the blocks of a model added in a call, and compare its result."""
     thread = state.threads.value
     context, memory = thread.context, thread.memory
     log = None if torch.compiler.is_compiling() else memory.log
@@ -127,6 +156,8 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
             log.observe(context.step_log.end_call)
         if log.unseen and not context.seed.is_meta:  # no operations are counted
             state.warn_once(f"no estimate: {log.unseen}; the picture is as without it")
+    if context.guidance_difference is not None and not torch.is_grad_enabled():  # then blocks may run again
+        thread.context = dataclasses.replace(context, guidance_difference=None)
 
 
 def _compare_guidance(memory: Memory, context: CallContext, made: Any) -> None:
@@ -174,8 +205,22 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
         text = arguments.get("encoder_hidden_states")
         if isinstance(text, Tensor):  # joint blocks change it too, and its length may differ at the next step
             shape = (*shape, *text.shape)
+    if not compiling:
+        _note_generation(state, step, running, scheduler, timestep)
     memory = _begin_in_memory(state, root, step, seed)
     return _Call(state, root, sample, timestep, seed, running, pipe, scheduler, step, shape, memory)
+
+
+def _note_generation(
+    state: ModelState, step: DenoisingStep | None, running: Any, scheduler: Any, timestep: Any
+) -> None:
+    """Note that this thread runs a generation, and drop what is cached of those that it has broken off."""
+    if step is None and running is None and not waits_to_read(timestep, scheduler):
+        with contextlib.suppress(ConfigError):  # a scheduler of another thread
+            step = state.pipeline.step(scheduler, timestep, False)
+    for ended in state.uses.note_generation(step, running):
+        if (memory := state.memories.pop(ended, None)) is not None:
+            memory.close()
 
 
 def _begin_in_memory(state: ModelState, root: nn.Module, step: DenoisingStep | None, seed: Tensor) -> Memory:
@@ -193,6 +238,7 @@ def _begin_in_memory(state: ModelState, root: nn.Module, step: DenoisingStep | N
                 "to the very pipeline that runs: others that share its models have schedulers of their own"
             )
         memory = state.memories.setdefault(step.generation, known or Memory(state.groups))
+        memory.belong_to(step.generation, thread, state.memories)
         if (stale := memory.tracker.begin_call(step)) is not None:
             memory.forget(stale)
     memory.seed = seed
@@ -219,7 +265,7 @@ def _config_of(call: _Call) -> ToMeConfig:
     pipe, compiling, timesteps = call.pipe or call.running, torch.compiler.is_compiling(), None
     if step is None and not compiling:
         timesteps = getattr(scheduler_of(pipe, call.timestep), "timesteps", None)
-        if memory.config is not None and timesteps is not None and memory.timesteps is timesteps:
+        if memory.config is not None and timesteps is not None and memory.is_at(timesteps):
             return memory.config
     reason = why_tokens_count_once(state, call.root, pipe) if state.may_count_once and not compiling else ""
     weighs = not reason
@@ -239,19 +285,31 @@ def _config_of(call: _Call) -> ToMeConfig:
     if call.seed.is_meta:  # the operations of single steps are counted
         state.keep(state.kept, memory)
     elif not compiling:
-        if memory.config is None or memory.timesteps is not timesteps:  # a generation begins
+        if memory.config is None or not memory.is_at(timesteps):  # a generation begins
             grids = state.threads.value.grid.shapes if state.merges else None
-            state.keep(look(state, call.root, pipe, config, grids), memory)
-            memory.timesteps, memory.log = timesteps, None
+            if state.pipeline.began_before(call.scheduler, call.timestep):
+                kept = _all_dense(state)
+            else:
+                kept = look(state, call.root, pipe, config, grids)
+            state.keep(kept, memory)
+            memory.note_timesteps(timesteps)
+            memory.log = None
             memory.tracker.noted.pop((memory.tracker.call, "answer"), None)
             # What others look at takes no part in a tolerance.
             memory.tolerance = tolerance if state.kept.config is config else None
             config = config if step is None else state.kept.config
         if step is not None:
             warn_where_nothing_is_saved(state, config, step)
-    state.warn_once("" if state.kept.note else told)  # a model that is left alone runs on all tokens
+    if told and not state.kept.note:  # a model that is left alone runs on all tokens
+        state.warn_once(told)
     memory.config = config
     return config
+
+
+def _all_dense(state: ModelState) -> Kept:
+    """Return that nothing merges in a generation that began before the model was patched."""
+    note = "this generation began before token merging was applied, in another thread, and stays dense"
+    return Kept(ToMeConfig(ratio=0.0), frozenset(part.path for part in state.parts), note)
 
 
 def _makes_plans(call: _Call, config: ToMeConfig) -> bool:
@@ -293,6 +351,7 @@ def _sample_gone(state: ModelState, memory: Memory | None, generation: weakref.r
 def _note_call(call: _Call, config: ToMeConfig, decision: Decision, merges: bool) -> StepLog | None:
     """Note what a call does, for the handle. Return the log of its steps; None: they are not recorded."""
     state, step, sample, memory = call.state, call.step, call.sample, call.memory
+    begins = memory.log is None
     if memory.log is None or step is None:
         grids = state.threads.value.grid.shapes if state.merges else ()
         log = RunLog(config, len(sample), grids, state.call.patch, None if step is None else step.steps)
@@ -300,7 +359,7 @@ def _note_call(call: _Call, config: ToMeConfig, decision: Decision, merges: bool
             log.began, log.unseen = memory.log.began, memory.log.unseen
         memory.log = log
         log.observe(_note_facts, call, log)
-    state.last_run = memory.log
+    state.runs.set(memory.log, begins)
     kind: StepKind = "reused"
     if decision.runs is Runs.EVERYTHING:
         kind = "merged" if merges and decision.merging is Merging.MERGES else "unmerged"

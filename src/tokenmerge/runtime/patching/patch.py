@@ -6,9 +6,8 @@ steps; ``swap`` does that. The models around them keep their classes, which pipe
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -21,11 +20,12 @@ from tokenmerge.models.placement import shard_of
 from tokenmerge.runtime.blocks.forward import block_call, layer_call, takes_part
 from tokenmerge.runtime.blocks.proportional_attention import leave_kernels, reach_kernels
 from tokenmerge.runtime.blocks.skipping import stage_call
-from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState, ModelState, StageState
+from tokenmerge.runtime.memory.state import STATE, BlockState, CallContext, LayerState, ModelState, StageState
+from tokenmerge.runtime.memory.uses import CHANGES
 from tokenmerge.runtime.patching.call_checks import check_grid, phases_at
 from tokenmerge.runtime.patching.hooks import after_model, before_blocks, before_model
 from tokenmerge.runtime.patching.swap import add_hook, check_swappable, swap, undo
-from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline, is_pipeline
+from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline
 
 
 def parts_to_merge(host: Host, config: ToMeConfig) -> list[tuple[Block, list[Layer]]]:
@@ -213,13 +213,21 @@ def patch_host(host: Host, state: ModelState) -> None:
             call = layer_call if isinstance(part, LayerState) else stage_call
             swap(host.root.get_submodule(part.path), "forward", call, part)
     reach_kernels(state)
+    state.pipeline.note_patched()
+    state.threads.value.context = CallContext(state.settings)  # this thread is not in the middle of a call
     add_hook(host.root, before_model, state)
-    host.root.register_forward_hook(after_model)
+    host.root.register_forward_hook(after_model, always_call=True)
 
 
 def state_of(root: nn.Module) -> ModelState | None:
     """Return the state of a patched model; None for a model that is not patched."""
     return root.__dict__.get(STATE)
+
+
+def take_over(former: Any, state: Any) -> None:
+    """Let a state that takes the place of another one know what threads run of the model."""
+    if former is not None:
+        state.uses = former.uses
 
 
 def restore(root: nn.Module) -> None:
@@ -232,29 +240,24 @@ def restore(root: nn.Module) -> None:
             undo(module)
 
 
-def refuse_in_use(models: Collection[nn.Module]) -> None:
-    """Refuse to change models that other threads run, as their call stacks say.
+@contextlib.contextmanager
+def changing(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Change models within the context, while no call of them begins; refuse those that other threads run."""
+    with CHANGES:
+        refuse_in_use(models)
+        yield
 
-    Between two steps, a pipeline of diffusers is seen to use a model, and a loop of another kind is not.
+
+def refuse_in_use(models: Iterable[nn.Module]) -> None:
+    """Refuse to change models that other threads run.
+
+    A thread runs a patched model in a call, and in a generation between its first and its last step.
     """
-    own = threading.get_ident()
-    for thread, innermost in sys._current_frames().items():
-        frame = None if thread == own else innermost
-        while frame is not None:
-            owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
-            if used := next((model for model in models if _uses(owner, model)), None):
-                raise ModelInUseError(
-                    f"a generation with this {type(used).__name__} runs in another thread, and its settings "
-                    "would change under it; wait until it has ended, with a lock around applying and "
-                    "generating, or give each thread a copy of the model that shares its weights"
-                )
-            frame = frame.f_back
-
-
-def _uses(owner: Any, model: nn.Module) -> bool:
-    """Return whether an object is a model, or a pipeline that has it, alone or in a list."""
-    if owner is model or not is_pipeline(owner):
-        return owner is model
-    values = vars(owner).values()
-    parts = [part for value in values for part in (value if isinstance(value, list | tuple) else [value])]
-    return any(part is model or getattr(part, "_orig_mod", None) is model for part in parts)
+    for model in models:
+        if STATE in model.__dict__ and model.__dict__[STATE].uses.elsewhere():
+            raise ModelInUseError(
+                f"a generation with this {type(model).__name__} runs in another thread, and its settings "
+                "would change under it; wait until it has ended, with a lock around applying and generating, "
+                "or give each thread a copy of the model that shares its weights; a loop of your own that "
+                "was broken off ends when its thread does, or begins another generation"
+            )

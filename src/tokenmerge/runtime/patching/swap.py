@@ -92,6 +92,7 @@ def undo(module: nn.Module) -> None:
             if getattr(hook, "__module__", "").startswith("tokenmerge."):
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
     del module.__dict__[STATE]
 
 

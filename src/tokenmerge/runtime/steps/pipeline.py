@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tokenmerge.models.base import is_a
-from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, step_of
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, is_midway, step_of
 
 Value = TypeVar("Value")
 
@@ -40,6 +40,26 @@ class PerThread(threading.local, Generic[Value]):
         return PerThread, (self._make,)
 
 
+class Latest(Generic[Value]):
+    """What belongs to the latest run: that of the thread that asks, or of any if this one has run none."""
+
+    def __init__(self, value: Value) -> None:
+        self._own: PerThread[list[Value]] = PerThread(list)  # it is empty before the thread's first run
+        self._of_any = value
+
+    @property
+    def value(self) -> Value:
+        """The value of this thread's latest run."""
+        own = self._own.value
+        return own[0] if own else self._of_any
+
+    def set(self, value: Value, begins: bool = True) -> None:
+        """Set the value of the run in this thread; ``begins``: it is the latest of all threads, too."""
+        self._own.value[:] = [value]
+        if begins:
+            self._of_any = value
+
+
 class WeakDictionary(WeakIdKeyDictionary):
     """A dictionary of objects that others own, compared by identity. Deep copies and pickles are empty."""
 
@@ -61,8 +81,28 @@ class Pipeline:
         self.given: Callable[[], Any] = lambda: None  # returns the pipeline, or None if it is gone
         self._given_step: PerThread[DenoisingStep | None] = PerThread(lambda: None)
         self._is_given = pipe is not None
+        # The thread that patched its models, and the timesteps that its schedulers had then.
+        self._patched_in: int | None = None
+        self._timesteps_then: list[weakref.ref[Any]] = []
         with contextlib.suppress(TypeError):  # of None, and of a plain namespace with models in it
             self.given = weakref.ref(pipe)
+
+    def note_patched(self) -> None:
+        """Note that this thread patches the models of the pipeline now."""
+        self._patched_in = threading.get_ident()
+        self._timesteps_then = [
+            weakref.ref(timesteps)
+            for name, value in getattr(self.given(), "__dict__", {}).items()
+            if name.endswith("scheduler")
+            and isinstance(timesteps := getattr(value, "timesteps", None), Tensor)
+        ]
+
+    def began_before(self, scheduler: Any, timestep: Tensor | float) -> bool:
+        """Return whether a generation began before another thread patched the model that is called."""
+        timesteps = getattr(scheduler, "timesteps", None)
+        if self._patched_in == threading.get_ident() or timesteps is None:
+            return False
+        return any(then() is timesteps for then in self._timesteps_then) and is_midway(scheduler, timestep)
 
     def of_call(self, running: Any) -> Any:
         """Return the ``running`` pipeline, or the given one; None where a model alone was given."""

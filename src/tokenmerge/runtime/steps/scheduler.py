@@ -120,6 +120,14 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
     return DenoisingStep(index, total, generation)
 
 
+def is_midway(scheduler: Any, timestep: Tensor | float) -> bool:
+    """Return whether a scheduler of diffusers has made steps of its generation, as far as it is known."""
+    made = getattr(scheduler, "step_index", None)
+    if made is not None:
+        return bool(made > (getattr(scheduler, "begin_index", None) or 0))
+    return (_offset(timestep, scheduler.timesteps) or 0) > (getattr(scheduler, "begin_index", None) or 0)
+
+
 def ends_clean(sigmas: Any) -> bool:
     """Return whether flow matching has almost no noise left before its last step, which then changes little.
 
@@ -211,6 +219,16 @@ def _offset(timestep: object, timesteps: object) -> int | None:
         return None
     place, between = divmod(int(timestep.storage_offset() - timesteps.storage_offset()), stride)
     return place if not between and 0 <= place < len(timesteps) else None
+
+
+def waits_to_read(timestep: Tensor | float, scheduler: Any) -> bool:
+    """Return whether the step that a scheduler is at can be read only by waiting for a device."""
+    timesteps = getattr(scheduler, "timesteps", None)
+    tensors = [value for value in (timestep, timesteps) if isinstance(value, Tensor)]
+    if all(value.device.type == "cpu" for value in tensors):
+        return False
+    counts = getattr(scheduler, "step_index", None) is not None
+    return not counts and _offset(timestep, timesteps) is None
 
 
 def _read(timestep: Tensor | float, timesteps: Any) -> tuple[float, Tensor]:
