@@ -35,6 +35,7 @@ from tokenmerge.runtime.steps.pipeline import (
     default_guidance,
     default_steps,
     guidance_copies,
+    latent_frames,
     latent_scale,
 )
 from tokenmerge.vit.planner import RecordedTokens
@@ -47,7 +48,7 @@ AnyRecord = TypeVar("AnyRecord")
 Given = int | None  # an argument; None: left out
 Sizes = Sequence[tuple[int, int]] | None
 _NOT_FINITE = "the latents had numbers that are infinite, or no numbers (NaN)"
-_OF_REPORT = ("height", "width", "steps", "guidance", "batch", "references")
+_OF_REPORT = ("height", "width", "steps", "guidance", "batch", "frames", "references")
 
 
 class Patch(Generic[AnyReport, AnyRecord]):
@@ -79,6 +80,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
         guidance: float | None = None,
         batch: int | None = None,
         references: Sequence[tuple[int, int]] | None = None,
+        frames: int | None = None,
         **unknown: object,
     ) -> AnyReport:
         """Count what merging does to each block, and what it saves.
@@ -98,6 +100,8 @@ class Patch(Generic[AnyReport, AnyRecord]):
             batch: batch size of a call of the model, ≥ 1. Guidance usually makes it 2 for one picture.
             references: (height, width) of each reference picture that an editing model reads in the sequence
                 of the sample, likewise. Before the first run, the default is none.
+            frames: number of frames of a video, ≥ 1, as in a call of the pipeline. For a model without its
+                pipeline, and where the scale of the VAE over time is unknown, it is that of the latents.
             unknown: arguments of other names, which are refused.
 
         Raises:
@@ -108,10 +112,17 @@ class Patch(Generic[AnyReport, AnyRecord]):
         for name in unknown:
             takes = f"patch.report takes {', '.join(_OF_REPORT)}, got {name}={shown(unknown[name])}"
             raise TypeError(f"{name}: {takes}{nearest_of(name, _OF_REPORT)}")
-        return self._report(height, width, steps, guidance, batch, references)
+        return self._report(height, width, steps, guidance, batch, references, frames)
 
     def _report(
-        self, height: Given, width: Given, steps: Given, guidance: Any, batch: Given, references: Sizes
+        self,
+        height: Given,
+        width: Given,
+        steps: Given,
+        guidance: Any,
+        batch: Given,
+        references: Sizes,
+        frames: Given,
     ) -> AnyReport:
         raise NotImplementedError
 
@@ -287,7 +298,14 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         return RunSteps(tuple(signed))
 
     def _report(
-        self, height: Given, width: Given, steps: Given, guidance: Any, batch: Given, references: Sizes
+        self,
+        height: Given,
+        width: Given,
+        steps: Given,
+        guidance: Any,
+        batch: Given,
+        references: Sizes,
+        frames: Given,
     ) -> Report:
         run = self._state.last_run
         height, width = _in_latents(self._model, "height, width", height, width)
@@ -299,25 +317,29 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             height, width = run.height if height is None else height, run.width if width is None else width
             batch = run.batch if batch is None else batch
             steps = run.steps if steps is None else steps
+        frames = self._frames(frames)
         batch = self._denoiser.usual_batch if batch is None else batch
         steps = default_steps(self._model) if steps is None else steps
         check_counts(height=height, width=width, batch=batch, steps=steps)
         optional(number("a number ≥ 0, such as 7.5", lambda scale: scale >= 0))("guidance", guidance)
-        config, references = self._settings_at(height, width, steps, guidance), tuple(references or ())
+        config, references = (
+            self._settings_at(height, width, frames, steps, guidance),
+            tuple(references or ()),
+        )
         if config.proportional and why_tokens_count_once(self._state, self._denoiser.root, self._model):
             config = dataclasses.replace(config, proportional=False)
         dense = {root: state.kept.dense for root, state in self._states.items()}
-        key = height, width, batch, steps, guidance, config, references, tuple(dense.values())
+        key = height, width, frames, batch, steps, guidance, config, references, tuple(dense.values())
         counted = self._counted.value
         if not counted or counted[0][0] != key:
-            report = predict(self._model, config, height, width, batch, steps, references, dense)
+            report = predict(self._model, config, height, width, batch, steps, references, dense, frames)
             slower = hardly_faster(report, self._fewest_tokens)
             report = dataclasses.replace(report, notes=(*report.notes, *filter(None, [slower])))
             counted[:] = [(key, report, slower)]
         report, default = counted[0][1], self._default
         if default is None:
             return report
-        facts, (error, why_none) = self._facts_at(height, width, steps, guidance), self._closeness()
+        facts, (error, why_none) = self._facts_at(height, width, steps, guidance, frames), self._closeness()
         text = f"no estimate: {why_none}" if why_none else ""
         text = text if error is None else f"estimated from the last run: {error}"
         if run is None or config is not run.config:
@@ -437,23 +459,50 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         pictures, others = divmod(run.batch, guidance_copies(pipe) if self._denoiser.usual_batch > 1 else 1)
         return None if others else pictures
 
-    def _facts_at(self, height: Given, width: Given, steps: Given, guidance: float | None = None) -> Facts:
-        """Return the facts of a generation; the schedule is that of the last run, and guidance by default."""
+    def _frames(self, frames: Given) -> Given:
+        """Return the frames of the token grid of a video; by default those of the last run."""
+        run, patch = self._state.last_run, self._denoiser.patch_frames
+        if frames is None:
+            return None if run is None or not patch else run.frames
+        if not patch:
+            made = "makes pictures, or holds the frames of a video in its batch"
+            raise ConfigError(
+                f"frames: {type(self._denoiser.root).__name__} {made}, got {shown(frames)}; leave it out"
+            )
+        integer(1)("frames", frames)
+        return -(-latent_frames(self._model, frames) // patch)
+
+    def _facts_at(
+        self,
+        height: Given,
+        width: Given,
+        steps: Given,
+        guidance: float | None = None,
+        frames: Given = None,
+    ) -> Facts:
+        """Return the facts of a generation.
+
+        Its schedule is that of the last run, and so are guidance and frames by default.
+        """
         assert self._default is not None
         run = self._state.last_run
         if guidance is None:
             guidance = self._default.facts.guidance if run is None else run.guidance
-        grid = None if height is None or width is None else self._denoiser.grid_at(height, width)
+        if frames is None and run is not None:
+            frames = run.frames
+        grid = None if height is None or width is None else self._denoiser.grid_at(height, width, frames)
         return self._default.facts_at(grid, steps, guidance, None if run is None else run.schedule)
 
-    def _settings_at(self, height: Given, width: Given, steps: Given, guidance: float | None) -> ToMeConfig:
+    def _settings_at(
+        self, height: Given, width: Given, frames: Given, steps: Given, guidance: float | None
+    ) -> ToMeConfig:
         """Return the settings of a run with this size of the latents, number of steps and guidance."""
         run = self._state.last_run
         same = run is not None and (height, width, steps) == (run.height, run.width, run.steps)
-        same = same and guidance in (None, run and run.guidance)
+        same = same and guidance in (None, run and run.guidance) and frames in (None, run and run.frames)
         if self._default is None or same or self._state.kept.note:
             return self._in_force
-        return self._default.settings(self._facts_at(height, width, steps, guidance))
+        return self._default.settings(self._facts_at(height, width, steps, guidance, frames))
 
 
 def _in_latents(model: object, name: str, *sides: Any) -> tuple[Any, ...]:
@@ -468,9 +517,21 @@ class EncoderPatch(Patch[ViTReport, RecordedTokens]):
     """The handle on a patched vision transformer."""
 
     def _report(
-        self, height: Given, width: Given, steps: Given, guidance: Any, batch: Given, references: Sizes
+        self,
+        height: Given,
+        width: Given,
+        steps: Given,
+        guidance: Any,
+        batch: Given,
+        references: Sizes,
+        frames: Given,
     ) -> ViTReport:
-        for name, given in {"steps": steps, "guidance": guidance, "references": references or None}.items():
+        for name, given in {
+            "steps": steps,
+            "guidance": guidance,
+            "references": references or None,
+            "frames": frames,
+        }.items():
             if given is not None:
                 refused = f"a vision transformer has no {name}, got {shown(given)}"
                 raise ConfigError(f"{name}: {refused}; leave it out")

@@ -217,10 +217,13 @@ class Host(ModelCall):
     root: nn.Module
     blocks: tuple[Block, ...]  # in the order in which they run
     sample_size: tuple[int, int] | None  # height and width that the model was made for, if it says them
-    # (height, width, batch, sizes of references if it takes them) → arguments of a call at that size.
+    # (height, width, batch, sizes of references if it takes them, frames=None) → arguments of a call at that
+    # size. The frames are those of the token grid; None: those that the model was made for.
     example: Callable[..., dict[str, Any]]
     controlnet: bool = False  # a ControlNet may stay dense next to a denoiser that merges
     frames: int = 1  # of the token grid that the model was made for; 1 for pictures
+    # Latent frames that make one token; 0: it makes pictures, or its batch holds the frames.
+    patch_frames: int = 0
     limits: tuple[str, ...] = ()  # what users should know before merging in this model, as text
     # Paths and levels of the stages of a UNet, in the order in which they run; empty if none can be skipped.
     # All but the first and the last are deep. What follows them reads the result of the last one alone.
@@ -250,9 +253,13 @@ class Host(ModelCall):
         """Whether step reuse can skip parts of it: stages of a UNet, or whole blocks."""
         return bool(self.stages) or any(block.skippable for block in self.blocks)
 
-    def grid_at(self, height: int, width: int) -> GridShape:
-        """Return the finest token grid for a height and width of the sample."""
-        return self.frames, -(-height // self.patch), -(-width // self.patch)
+    def grid_at(self, height: int, width: int, frames: int | None = None) -> GridShape:
+        """Return the finest token grid for a height and width of the sample.
+
+        The ``frames`` are those of the grid; None, or a model of pictures: those that it was made for.
+        """
+        own = self.frames if frames is None or not self.patch_frames else frames
+        return own, -(-height // self.patch), -(-width // self.patch)
 
     @property
     def usual_batch(self) -> int:

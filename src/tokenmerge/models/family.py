@@ -20,8 +20,9 @@ Sizes = Sequence[tuple[int, int]]  # heights and widths of the latents of refere
 class Blank:
     """Makes inputs of zeros for a batch, on the device and in the dtype of a model."""
 
-    def __init__(self, root: Any, batch: int) -> None:
+    def __init__(self, root: Any, batch: int, frames: int = 1) -> None:
         self._root, self.batch, self._dtype = root, batch, dtype_of(root)
+        self.frames = frames  # of the latents of a video
         self._device = next(root.parameters()).device
 
     def __call__(self, *shape: int) -> Tensor:
@@ -43,18 +44,28 @@ def device_of_values(root: Any) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def example_of(root: Any, example: Example, timestep: str | Callable[..., Tensor] = "timestep") -> Example:
+def example_of(
+    root: Any,
+    example: Example,
+    timestep: str | Callable[..., Tensor] = "timestep",
+    latent_frames: int = 1,
+    patch_frames: int = 0,
+) -> Example:
     """Return the example of a :class:`Host` from that of a family, which gets :class:`Blank` for the batch.
 
-    It adds the timestep, if the model has one, and the guidance scale of a model that takes it.
+    ``latent_frames`` are those that the model was made for, and ``patch_frames`` as in :class:`Host`. It adds
+    the timestep, if the model has one, and the guidance scale of a model that takes it.
     """
 
-    def arguments(height: int, width: int, batch: int, *references: Any) -> dict[str, Any]:
-        zeros = Blank(root, batch)
-        given = {timestep: zeros().fill_(500)} if isinstance(timestep, str) else {}
+    def arguments(
+        height: int, width: int, batch: int, *references: Any, frames: int | None = None
+    ) -> dict[str, Any]:
+        given = None if frames is None or not patch_frames else frames * patch_frames
+        zeros = Blank(root, batch, latent_frames if given is None else given)
+        usual = {timestep: zeros().fill_(500)} if isinstance(timestep, str) else {}
         if getattr(getattr(root, "config", None), "guidance_embeds", False):
-            given["guidance"] = zeros().fill_(3.5)
-        return {**given, **example(root, zeros, height, width, *references)}
+            usual["guidance"] = zeros().fill_(3.5)
+        return {**usual, **example(root, zeros, height, width, *references)}
 
     return arguments
 
@@ -157,7 +168,8 @@ def transformer_host(
 
     The blocks, the patch and the grids are as in :class:`Host`, and ``particulars`` are further fields of it.
     """
-    frames = (latent_frames,) if latent_frames > 1 else ()
+    is_video = latent_frames > 1
+    patch_frames = patch_of(root.config)[0] if is_video else 0
     sample, controlnet = particulars.get("sample", "hidden_states"), is_called(root, "ControlNet")
 
     def example(root: Any, zeros: Blank, height: int, width: int, *references: Any) -> dict[str, Any]:
@@ -165,6 +177,7 @@ def transformer_host(
         usual: dict[str, Any] = {}
         for name in (sample, "controlnet_cond") if controlnet else (sample,):
             if name not in own:
+                frames = (zeros.frames,) if is_video else ()
                 usual[name] = zeros(root.config.in_channels, *frames, height, width)
         if text is not None:
             usual["encoder_hidden_states"] = zeros(*text)
@@ -175,12 +188,15 @@ def transformer_host(
     return Host(
         root=root,
         blocks=blocks,
-        example=example_of(root, example, particulars.get("timestep", "timestep")),
+        example=example_of(
+            root, example, particulars.get("timestep", "timestep"), latent_frames, patch_frames
+        ),
         sample_size=sample_size or _sample_size(root.config),
         patch=patch or patch_of(root.config)[2],
-        frames=latent_frames // patch_of(root.config)[0] if frames else 1,
+        frames=latent_frames // patch_frames if is_video else 1,
+        patch_frames=patch_frames,
         controlnet=controlnet,
-        grids=grids or (video_grids if frames else picture_grids),
+        grids=grids or (video_grids if is_video else picture_grids),
         **particulars,
     )
 

@@ -50,6 +50,7 @@ class Report(Tabled):
         flops_of_steps: operations of each of these steps. Empty: likewise.
         plan: one sign for each of these steps, such as ``"MMffMM"``. Empty: likewise.
         scale: pixels per position of the sample along a side; None: unknown.
+        frames: frames of the token grid of a video; None: of a picture, or the batch holds the frames.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Report(Tabled):
     flops_of_steps: tuple[int, ...] = ()
     plan: str = ""
     scale: int | None = None
+    frames: int | None = None
 
     @property
     def speedup(self) -> float:
@@ -123,6 +125,8 @@ class Report(Tabled):
         size = f"{self.width} × {self.height} latents"
         if self.scale:
             size = f"{self.width * self.scale} × {self.height * self.scale} px ({size})"
+        if self.frames is not None:
+            size += f", {self.frames} frame{'s' if self.frames > 1 else ''} of tokens"
         share = f"{saved(self.flops_dense, self.flops)} of the operations saved"
         steps = f", {self.steps} steps" * bool(self.steps)
         title = [f"{self.model}: {size}{steps}", f"counted: {self.speedup:.2f}× ({share})"]
@@ -165,6 +169,7 @@ def predict(
     steps: int | None = None,
     references: Sequence[tuple[int, int]] = (),
     dense: Mapping[nn.Module, Collection[str]] | None = None,
+    frames: int | None = None,
 ) -> Report:
     """Count what merging saves, by running a copy of the model on the meta device.
 
@@ -180,6 +185,7 @@ def predict(
             steps. Counting takes up to half a second for each step. None: operations are not averaged.
         references: (height, width) of each reference picture in the sequence, in the unit of the sample.
         dense: paths of the blocks and layers that do not merge although the settings say so, by model.
+        frames: frames of the token grid of a video, ≥ 1. None: those that the model was made for.
 
     Raises:
         NothingToMergeError: no token would merge at this size.
@@ -187,11 +193,11 @@ def predict(
         ConfigError: no size is given and the model has no default size, a number is out of range, or the
             model takes no reference pictures.
     """
-    check_counts(height=height, width=width, batch=batch, steps=steps)
+    check_counts(height=height, width=width, batch=batch, steps=steps, frames=frames)
     hosts = find_hosts(pipe_or_model)
     _check_references(hosts, references)
     height, width = given_or_default(hosts, height, width)
-    merging, left_dense = hosts_that_merge(hosts, config, (height, width))
+    merging, left_dense = hosts_that_merge(hosts, config, (height, width, frames))
     steps = steps if config.follows_steps else None
     classes = [type(host.root).__name__ for host in merging]
     labels = [
@@ -200,7 +206,7 @@ def predict(
     ]
     try:
         reports = [
-            _predict_host(host, name, config, (height, width, batch), steps, references, dense or {})
+            _predict_host(host, name, config, (height, width, batch), frames, steps, references, dense or {})
             for host, name in zip(merging, labels, strict=True)
         ]
     except TokenMergingError:
@@ -286,13 +292,15 @@ def _predict_host(
     name: str,
     config: ToMeConfig,
     size: tuple[int, int, int],
+    frames: int | None,
     steps: int | None,
     references: Sequence[tuple[int, int]],
     dense_paths: Mapping[nn.Module, Collection[str]],
 ) -> Report:
     kept, whole = Kept(dense=frozenset(dense_paths.get(host.root, ()))), type(host.root).__name__
     (copied,) = find_hosts(weightless(host.root, host.on_cpu))
-    example = copied.example(*size, *([tuple(references)] if host.takes_references else []))
+    more = [tuple(references)] if host.takes_references else []
+    example = copied.example(*size, *more, frames=frames)
     arguments = partial(copy.deepcopy, example)  # a model may change what it gets
     dense = count_flops(copied.root, arguments())
     # Keep step reuse, because step reuse alone is allowed if no token merges.
@@ -336,4 +344,5 @@ def _predict_host(
         steps=steps,
         flops_mean=round(sum(of_steps) / len(of_steps)) if of_steps else None,
         flops_of_steps=of_steps,
+        frames=host.grid_at(*size[:2], frames)[0] if host.patch_frames else None,
     )

@@ -90,7 +90,7 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     if report.flops == report.flops_dense and (is_default(conditions.method) or not config.merges):
         return "none"
     if not rows and is_default(conditions.method):
-        tokens = math.prod(conditions.denoiser.grid_at(report.height, report.width))
+        tokens = math.prod(conditions.denoiser.grid_at(report.height, report.width, report.frames))
         pays = "step reuse alone changes the picture less"
         return f"none; {pays if conditions.merging_pays else f'on {tokens} tokens it saves too little time'}"
     if not rows:

@@ -41,7 +41,7 @@ def _frames(root: Any) -> int:
 
 def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
-    sample = zeros(_frames(root), config.in_channels, height, width)
+    sample = zeros(zeros.frames, config.in_channels, height, width)
     arguments: dict[str, Any] = {"hidden_states": sample}
     if config.use_rotary_positional_embeddings:
         tokens = math.prod(_grids(root, arguments, Grid())[0])

@@ -48,10 +48,10 @@ def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
 
 def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
-    sides = in_tokens((_FRAMES, height, width), config)
+    sides = in_tokens((zeros.frames, height, width), config)
     channels = 2 * config.in_visual_dim + 1 if config.visual_cond else config.in_visual_dim
     return {
-        "hidden_states": zeros(_FRAMES, height, width, channels),
+        "hidden_states": zeros(zeros.frames, height, width, channels),
         "pooled_projections": zeros(config.in_text_dim2),
         "visual_rope_pos": [torch.arange(side, device=root.device) for side in sides],
         "text_rope_pos": torch.arange(_WORDS, device=root.device),

@@ -62,9 +62,9 @@ def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
 
 def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     return {
-        "hidden_states": zeros(_FRAMES * height * width, root.config.in_channels),
+        "hidden_states": zeros(zeros.frames * height * width, root.config.in_channels),
         "timestep": zeros(1).fill_(500),
-        "num_frames": _FRAMES,
+        "num_frames": zeros.frames,
         "height": height,
         "width": width,
     }

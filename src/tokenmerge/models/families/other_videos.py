@@ -30,7 +30,7 @@ def _allegro(root: Any) -> Host:
 
 def _allegro_positions(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
-    frames = config.sample_frames // config.patch_size_t
+    frames = zeros.frames // config.patch_size_t
     rows, columns = height // config.patch_size, width // config.patch_size
     axis = config.attention_head_dim // 3
     tables = [(torch.zeros(side, axis, device=root.device),) * 2 for side in (frames, rows, columns)]
@@ -65,8 +65,8 @@ def _cosmos_others(root: Any, zeros: Blank, height: int, width: int) -> dict[str
     text_dim = config.crossattn_proj_in_channels if config.use_crossattn_projection else config.text_embed_dim
     # One of `in_channels` is the mask of frames that are given. The padding mask is an extra channel.
     arguments: dict[str, Any] = {
-        "hidden_states": zeros(config.in_channels - 1, _COSMOS_FRAMES, height, width),
-        "condition_mask": zeros(1, _COSMOS_FRAMES, height, width),
+        "hidden_states": zeros(config.in_channels - 1, zeros.frames, height, width),
+        "condition_mask": zeros(1, zeros.frames, height, width),
         "encoder_hidden_states": zeros(512, text_dim),
     }
     if config.img_context_dim_in:

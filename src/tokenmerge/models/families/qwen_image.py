@@ -61,7 +61,7 @@ def _others(root: Any, zeros: Blank, height: int, width: int, references: Sizes 
     config = root.config
     made = [(height, width)]
     if _is_layered(root):
-        made, references = made * _MADE, references or made  # there is always a picture to split
+        made, references = made * zeros.frames, references or made  # there is always a picture to split
     shapes = [(1, rows // 2, columns // 2) for rows, columns in [*made, *references]]
     tokens = zeros(sum(rows * columns for _, rows, columns in shapes), config.in_channels)
     arguments: dict[str, Any] = {"hidden_states": tokens, "img_shapes": [shapes] * zeros.batch}

@@ -51,7 +51,7 @@ def describe(root: Any) -> Host:
 
 def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
-    frames = _FRAMES - _FRAMES % getattr(config, "num_frame_per_block", 1)
+    frames = zeros.frames - zeros.frames % getattr(config, "num_frame_per_block", 1)
     arguments: dict[str, Any] = {"hidden_states": zeros(config.in_channels, frames, height, width)}
     if config.image_dim is not None:
         arguments["encoder_hidden_states_image"] = zeros(257, config.image_dim)

@@ -102,6 +102,7 @@ class RunLog:
         size: tuple[int | None, int | None] = sizes[0] if sizes else (None, None)
         self.height, self.width = size  # of the sample (for latent diffusion, of the latents)
         self.references = tuple(sizes[1:])  # likewise, of each reference picture
+        self.frames = self.grids[0][0] if self.grids else None  # of the sample's token grid
 
     def observe(self, look: Callable[..., Result], *given: Any) -> Result | None:
         """Call what only observes the generation, and return its result.

@@ -107,14 +107,15 @@ def why_nothing_merges(host: Host, config: ToMeConfig) -> str:
 def hosts_that_merge(
     hosts: Sequence[Host],
     config: ToMeConfig,
-    size: tuple[int, int] | None,
+    size: tuple[int, int, int | None] | tuple[int, int] | None,
     check_size: bool = True,
     method: str = "",
 ) -> tuple[list[Host], list[NothingToMergeError]]:
     """Return the models of a pipeline that merge, and why ControlNets stay dense, before any is changed.
 
-    The size is the height and width of the sample; None stands for what each model was made for. A denoiser,
-    or a ControlNet without one, that would merge nothing is refused.
+    The size is the height and width of the sample, and perhaps the frames of its token grid; None stands
+    for what each model was made for. A denoiser, or a ControlNet without one, that would merge nothing is
+    refused.
     """
     merging, left_dense = [], []
     for host in hosts:
@@ -130,7 +131,12 @@ def hosts_that_merge(
     return merging, left_dense
 
 
-def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, method: str = "") -> None:
+def check_host(
+    host: Host,
+    config: ToMeConfig,
+    size: tuple[int, int, int | None] | tuple[int, int] | None,
+    method: str = "",
+) -> None:
     """Refuse a host that would not merge, or not at this size of the sample, before anything is changed."""
     parts = parts_to_merge(host, config)
     if not parts:

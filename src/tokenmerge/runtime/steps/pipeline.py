@@ -149,6 +149,13 @@ def latent_scale(pipe: object) -> int | None:
     return next((int(getattr(pipe, name)) for name in names if getattr(pipe, name, None)), None)
 
 
+def latent_frames(pipe: object, frames: int) -> int:
+    """Return the number of latent frames of a video; it is given in those where the scale is unknown."""
+    names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+    scale = next((int(getattr(pipe, name)) for name in names if getattr(pipe, name, None)), 1)
+    return -(-(frames - 1) // scale) + 1
+
+
 def default_guidance(pipe: object) -> float | None:
     """Return the scale of classifier-free guidance that a pipeline takes by itself; None: unknown."""
     if getattr(pipe, "guider", None) is not None or not hasattr(type(pipe), "do_classifier_free_guidance"):
