@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tokenmerge.ops.sized_attention import attend_by_columns, attend_by_values, head_size_with_columns
+from tokenmerge.ops import sized_attention
+from tokenmerge.ops.sized_attention import (
+    Bias,
+    attend_by_columns,
+    attend_by_flex,
+    attend_by_groups,
+    attend_by_values,
+    choose_bias,
+    head_size_with_columns,
+)
 
 LARGEST = 16  # size of a key
 HUGE = 4000  # size of a key that stands for nearly all tokens of a large picture
@@ -72,6 +81,81 @@ def test_each_key_counts_as_often_as_its_size_says(attend, d, dtype, folded):
     assert result.dtype == dtype
     error = (result - exact(query, key, value, sizes, d**-0.5)).abs().max().item()
     assert error < bound(query, key, value, d**-0.5)
+
+
+def by_columns(
+    query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, scale: float | None = None
+) -> Tensor:
+    kernel = F.scaled_dot_product_attention
+    return attend_by_columns(kernel, query, key, value, sizes, scale, heads_first=True)
+
+
+def by_mask(query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, scale: float | None = None) -> Tensor:
+    mask = sizes.log().to(query.dtype)[:, None, None]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+OF_FUSED = {
+    Bias.MASK: by_mask,
+    Bias.COLUMNS: by_columns,
+    Bias.FLEX: attend_by_flex,
+    Bias.GROUPS: attend_by_groups,
+}
+
+
+@CASES
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("d", [40, 64, 128])
+@pytest.mark.parametrize("way", Bias)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_each_way_of_fused_attention_is_right_to_rounding(way, d, scale, dtype):
+    """The images of the batch have other sizes, and some keys count once, as text does."""
+    query, key, value, sizes = case(d, dtype, folded=False)
+    assert not torch.equal(sizes[0].sort().values, sizes[1].sort().values)
+    heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    result = OF_FUSED[way](*heads_first, sizes, scale).transpose(1, 2)
+    assert result.dtype == dtype
+    used = d**-0.5 if scale is None else scale
+    error = (result - exact(query, key, value, sizes, used)).abs().max().item()
+    assert error < bound(query, key, value, used)
+
+
+@pytest.mark.parametrize("way", Bias)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_images_with_equal_sizes_and_fewer_queries_than_keys(way):
+    query, key, value, sizes = case(64, torch.float32, folded=False)
+    query, sizes = query[:, :5], sizes[:1].repeat(2, 1)
+    heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    result = OF_FUSED[way](*heads_first, sizes).transpose(1, 2)
+    error = (result - exact(query, key, value, sizes, 64**-0.5)).abs().max().item()
+    assert error < bound(query, key, value, 64**-0.5)
+
+
+def test_groups_are_refused_where_no_kernel_returns_sums():
+    heads = [torch.empty(1, 2, 8, 16, device="meta") for _ in range(3)]
+    with pytest.raises(NotImplementedError, match="'meta' returns no log-sum-exp"):
+        sized_attention._with_log_sums(*heads)
+
+
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "d", "keys", "has_mask", "expected"),
+    [
+        ("cpu", torch.float32, 40, 4096, False, Bias.MASK),
+        ("mps", torch.float16, 40, 4096, False, Bias.MASK),
+        ("cuda", torch.float16, 40, 4096, False, Bias.COLUMNS),
+        ("cuda", HALF, 40, 8192, False, Bias.COLUMNS),
+        ("cuda", HALF, 40, 2048, False, Bias.MASK),
+        ("cuda", HALF, 40, 8192, True, Bias.MASK),
+        ("cuda", torch.float32, 40, 8192, False, Bias.MASK),
+        ("cuda", HALF, 64, 16384, False, Bias.MASK),
+        ("cuda", HALF, 128, 16384, False, Bias.MASK),
+    ],
+)
+def test_the_way_that_the_records_have_as_the_fastest_is_chosen(device, dtype, d, keys, has_mask, expected):
+    assert choose_bias(device, dtype, d, keys, has_mask) is expected
 
 
 @CASES

@@ -25,6 +25,7 @@ from torch.testing import assert_close
 
 from tokenmerge import ToMeConfig, apply_token_merging
 from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.ops.sized_attention import Bias
 from tokenmerge.runtime.blocks import proportional_attention
 
 HALF = ToMeConfig(ratio=0.5, proportional=True)
@@ -106,7 +107,7 @@ def test_nothing_but_attention_is_intercepted_in_a_merged_block(scope):
     for block in [*model.transformer_blocks, *model.single_transformer_blocks]:
         block.attn.to_q.register_forward_pre_hook(note)
     apply_token_merging(model, settings(FLUX, scope=scope, proportional=True))
-    call(model, FLUX.inputs(2, 8, 8))
+    call(model, FLUX.inputs(1, 8, 8))
     assert seen == [[]] * 4
 
 
@@ -127,7 +128,7 @@ class Attentions(TorchFunctionMode):
 def test_modes_of_other_people_see_each_attention_once(compiled):
     def masks(model: nn.Module) -> list[Tensor | None]:
         with Attentions() as outer, Attentions() as inner, torch.no_grad():
-            call(model, FLUX.inputs(2, 8, 8))
+            call(model, FLUX.inputs(1, 8, 8))
         assert len(outer.masks) == len(inner.masks)
         return outer.masks
 
@@ -401,6 +402,34 @@ def test_a_whole_model_compiles_into_one_graph(name, by):
         expected = call(model, arguments)
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         assert torch.equal(call(compiled, arguments), expected)
+
+
+@pytest.mark.parametrize("way", Bias)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "UNet2DConditionModel",
+        "FluxTransformer2DModel",
+        "QwenImageTransformer2DModel",
+        "WanTransformer3DModel",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_each_bias_of_pytorch_s_attention_gives_the_same(monkeypatch, name, way):
+    """Qwen-Image gives a mask of its own."""
+    chosen = []
+
+    def choose(device: str, dtype: torch.dtype, d: int, keys: int, has_mask: bool) -> Bias:
+        chosen.append(Bias.MASK if has_mask else way)
+        return chosen[-1]
+
+    family = FAMILIES[name]
+    model, arguments = model_of(family), family.inputs(2, 8, 8)
+    apply_token_merging(model, settings(family, proportional=True))
+    expected = call(model, arguments)
+    monkeypatch.setattr(proportional_attention, "choose_bias", choose)
+    close(call(model, arguments), expected)
+    assert chosen == [Bias.MASK if name.startswith("Qwen") else way] * len(chosen) != []
 
 
 def test_attention_by_matrix_products_is_still_refused():

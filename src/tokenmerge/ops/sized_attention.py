@@ -1,13 +1,16 @@
-"""Attention in which each key counts as often as its size says, with kernels that take no mask.
+"""Attention in which each key counts as often as its size says.
 
-With a mask, the logarithm of a key's size is added to its logits, so that the result is
-``Σ s · exp(logit) · v / Σ s · exp(logit)``, summed over the keys with sizes s and values v. The two functions
-here compute the same without one. Tensors are ``[b, n, heads, d]`` or ``[b · heads, n, d]``, and ``sizes``
-those of the keys, ``[b, m]`` or ``[b · heads, m]``. A kernel gets ``query``, ``key`` and ``value`` by name.
+The logarithm of a key's size is added to its logits, so that the result is
+``Σ s · exp(logit) · v / Σ s · exp(logit)``, summed over the keys with sizes s and values v. A mask does so,
+and so do the functions here without one. ``sizes`` are those of the keys, ``[b, m]`` or ``[b · heads, m]``.
+Tensors are ``[b, heads, n, d]`` as for PyTorch's attention, ``[b, n, heads, d]`` as for other kernels, or
+``[b · heads, n, d]``. A kernel gets ``query``, ``key`` and ``value`` by name.
 """
 
 from __future__ import annotations
 
+import enum
+import functools
 from collections.abc import Callable
 
 import torch
@@ -15,6 +18,38 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _GROUP = 8  # kernels take head sizes that are multiples of this
+# Kernels compute with at least this head size, so that columns which still fit cost nothing in the kernel.
+_NARROWEST = 64
+# The fewest keys for which columns are faster than a mask there. Recorded on an H200 and an H100 with heads
+# of 40: a layer with a mask takes 0.9 to 0.95 times as long as with columns at 2048 keys, 1.3 times at 4608,
+# and 1.4 times at 8192 (benchmarks/gpu_h200_b.jsonl, gpu_h200_c.jsonl, gpu_h100_b.jsonl; part "attention").
+_KEYS_FOR_COLUMNS = 3072
+
+
+class Bias(enum.Enum):
+    """How attention learns the sizes of keys."""
+
+    MASK = "mask"
+    COLUMNS = "columns"  # attend_by_columns
+    FLEX = "flex"  # attend_by_flex
+    GROUPS = "groups"  # attend_by_groups
+
+
+def choose_bias(device: str, dtype: torch.dtype, d: int, keys: int, has_mask: bool) -> Bias:
+    """Choose the fastest way for a type of device, a dtype, heads of d channels and a number of keys.
+
+    On CUDA in half precision, columns are faster where they fit in the narrowest head and there are many
+    keys, by the records of an H200 and an H100. For heads of 64 and 128, the same records have a mask at 0.75
+    to 0.92 of the time of columns. FlexAttention and groups were not measured on a GPU. They are not chosen:
+    FlexAttention has to be compiled first, which takes seconds, and groups wait for the device, since their
+    number depends on the plan. On a CPU, a mask takes 2 to 9 % longer than no
+    bias, and each of the others longer (benchmarks/bias_cpu.jsonl). A host's own mask leads to the kernels
+    with masks in any case.
+    """
+    if device != "cuda" or has_mask or dtype not in (torch.float16, torch.bfloat16):
+        return Bias.MASK
+    fits = head_size_with_columns(d) <= _NARROWEST
+    return Bias.COLUMNS if fits and keys >= _KEYS_FOR_COLUMNS else Bias.MASK
 
 
 def head_size_with_columns(d: int) -> int:
@@ -29,6 +64,7 @@ def attend_by_columns(
     value: Tensor,
     sizes: Tensor,
     scale: float | None = None,
+    heads_first: bool = False,
 ) -> Tensor:
     """Attention by one call of the kernel, with 1 to 8 more channels for each head.
 
@@ -40,14 +76,14 @@ def attend_by_columns(
     d = query.shape[-1]
     more = head_size_with_columns(d) - d
     scale = d**-0.5 if scale is None else scale
-    parts = _of_each_key(sizes.log() / (scale * more), key).to(key.dtype)
+    parts = _of_each_key(sizes.log() / (scale * more), key, heads_first).to(key.dtype)
     result = kernel(
         query=F.pad(query, (0, more), value=1.0),
         key=torch.cat([key, parts.expand(*key.shape[:-1], more)], dim=-1),
         value=F.pad(value, (0, more)),
         scale=scale,
     )
-    return result[..., :d]
+    return result[..., : value.shape[-1]]
 
 
 def attend_by_values(
@@ -64,6 +100,84 @@ def attend_by_values(
     return kernel(query=query, key=key, value=value * counts) / kernel(query=query, key=key, value=counts)
 
 
-def _of_each_key(numbers: Tensor, key: Tensor) -> Tensor:
-    """``[b, m]`` → ``[b, m, 1]`` or ``[b, m, 1, 1]``: as many axes as the keys or values have."""
-    return numbers.view(*numbers.shape, *[1] * (key.ndim - 2))
+def attend_by_flex(
+    query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, scale: float | None = None
+) -> Tensor:
+    """Attention by PyTorch's FlexAttention, whose kernel reads ``log(size)``: ``[b, heads, n, d]``.
+
+    On a CUDA device the kernel is compiled in the first call. Elsewhere the logits of all pairs are computed,
+    which is exact and slow.
+    """
+    logarithms = sizes.log()
+
+    def with_size(logit: Tensor, image: Tensor, head: Tensor, of_query: Tensor, of_key: Tensor) -> Tensor:
+        return logit + logarithms[image, of_key]
+
+    result: Tensor = _flex(query.device.type == "cuda")(query, key, value, score_mod=with_size, scale=scale)
+    return result
+
+
+@functools.cache
+def _flex(compiled: bool) -> Callable[..., Tensor]:
+    """Import it when it is needed: that takes a second."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention) if compiled else flex_attention  # type: ignore[return-value]
+
+
+def attend_by_groups(
+    query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, scale: float | None = None
+) -> Tensor:
+    """Attention by one call of a fused kernel for the keys of each size: ``[b, heads, n, d]``, no gradients.
+
+    Keys of one size need no bias. The results are weighted by the sums of exponentials that the kernel
+    returns, times the size. Reading which sizes there are waits for the device. Images whose sizes differ
+    are computed one by one.
+
+    Raises:
+        NotImplementedError: on a device other than a CPU and CUDA, whose kernels return no such sums.
+    """
+    order = sizes.argsort(dim=1)
+    in_order = sizes.gather(1, order)
+    if len(sizes) > 1 and not torch.equal(in_order, in_order[:1].expand_as(in_order)):
+        images = zip(query.split(1), key.split(1), value.split(1), sizes.split(1), strict=True)
+        return torch.cat([attend_by_groups(*image, scale=scale) for image in images])
+    groups, counts = in_order[0].unique_consecutive(return_counts=True)
+    place = order[:, None, :, None].expand(key.shape)
+    keys = key.gather(2, place).split(counts.tolist(), dim=2)
+    values = value.gather(2, place[..., :1].expand(value.shape)).split(counts.tolist(), dim=2)
+    found = [_with_log_sums(query, *run, scale=scale) for run in zip(keys, values, strict=True)]
+    log_sums = torch.stack([log_sum for _, log_sum in found]) + groups.log().view(-1, 1, 1, 1)
+    weights = log_sums.softmax(dim=0).unsqueeze(-1)
+    total = weights.new_zeros(*query.shape[:-1], value.shape[-1])
+    for (result, _), weight in zip(found, weights, strict=True):
+        total.addcmul_(result.to(weight.dtype), weight)
+    return total.to(query.dtype)
+
+
+def _with_log_sums(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the result of fused attention, and the log-sum-exp of each query ``[b, heads, n]``."""
+    kernels, device, d = torch.ops.aten, query.device.type, query.shape[-1]
+    if device == "cpu":
+        result, log_sum = kernels._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=scale)
+        return result, log_sum
+    if device != "cuda":
+        raise NotImplementedError(f"attention on {device!r} returns no log-sum-exp; take a mask")
+    if query.dtype == torch.float32:
+        result, log_sum, *_ = kernels._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, scale=scale
+        )
+        return result, log_sum[..., : query.shape[2]]
+    scale = d**-0.5 if scale is None else scale
+    filled = [F.pad(part, (0, -d % _GROUP)) for part in (query, key, value)]
+    result, log_sum, *_ = kernels._scaled_dot_product_flash_attention(*filled, scale=scale)
+    return result[..., :d], log_sum
+
+
+def _of_each_key(numbers: Tensor, key: Tensor, heads_first: bool = False) -> Tensor:
+    """``[b, m]`` → ``[b, m, 1]``, ``[b, m, 1, 1]`` or ``[b, 1, m, 1]``: as many axes as the keys have."""
+    if key.ndim == 3:
+        return numbers.unsqueeze(2)
+    return numbers[:, None, :, None] if heads_first else numbers[:, :, None, None]

@@ -27,7 +27,15 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Layout
 from tokenmerge.ops.once import once
 from tokenmerge.ops.plan import Plan
-from tokenmerge.ops.sized_attention import attend_by_columns, attend_by_values, head_size_with_columns
+from tokenmerge.ops.sized_attention import (
+    Bias,
+    attend_by_columns,
+    attend_by_flex,
+    attend_by_groups,
+    attend_by_values,
+    choose_bias,
+    head_size_with_columns,
+)
 from tokenmerge.runtime.memory.state import BlockState, ModelState
 from tokenmerge.runtime.steps.pipeline import PerThread
 
@@ -47,6 +55,7 @@ _WITH_MASK = ("native", "_native_cudnn", "_native_efficient", "_native_math")
 # takes two sizes alone, and no other scale than theirs.
 _LARGEST_HEADS = {"sage_blackwell": 0, "sage": 128, "_sage": 128, "flash_4": 128}
 _LARGEST_HEAD = 256  # of all others
+_AXES = 4  # of queries and keys, unless a host folds heads into the batch
 
 _patched: weakref.WeakSet[ModelState] = weakref.WeakSet()
 
@@ -64,7 +73,8 @@ _of_thread = PerThread(_Running)
 class ProportionalAttention:
     """While this context lasts, attention adds the logarithm of each key's size to its logits.
 
-    PyTorch's own attention gets a mask for that, and a kernel without masks gets longer heads. This happens
+    PyTorch's own attention gets what is fastest for that, mostly a mask, and a kernel without masks gets
+    longer heads. This happens
     at the call of the kernel, because hosts have nothing else in common: most of them take no mask, or take
     it in a form of their own. Only the first call counts, or the first for each image, since an adapter may
     attend to other keys after it. What a kernel itself calls does not count.
@@ -87,20 +97,21 @@ class ProportionalAttention:
         """Whether the attention of some image is still to come."""
         return self._images_seen < len(self.sizes)
 
-    def attend_with_mask(self, attention: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
-        """Return the result of PyTorch's attention, called with the arguments ``given`` and a mask."""
-        key: Tensor = given["key"]
+    def attend_fused(self, attention: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+        """Return the result of PyTorch's attention, called with the arguments ``given`` and a bias."""
+        key, mask = given["key"], given.get("attn_mask")
         sizes = self._sizes_of(len(key), key.shape[-2])
         if sizes is None:
             return attention(**given)
-        bias = once(sizes, key.dtype, lambda: _log(sizes, key.dtype))
-        bias = bias.view(len(bias), *[1] * (key.ndim - 2), -1)
-        mask = given.get("attn_mask")
-        if mask is not None and mask.dtype == torch.bool:
-            bias = torch.where(mask, bias, float("-inf"))
-        elif mask is not None:
-            bias = bias + mask
-        return attention(**{**given, "attn_mask": bias})
+        way = choose_bias(key.device.type, key.dtype, key.shape[-1], key.shape[-2], mask is not None)
+        if way is Bias.MASK or key.ndim != _AXES or given.get("dropout_p") or given.get("is_causal"):
+            return attention(**{**given, "attn_mask": _mask_of(sizes, key, mask)})
+        query, key, value, scale = (given.pop(name, None) for name in ("query", "key", "value", "scale"))
+        if way is Bias.COLUMNS:
+            call = functools.partial(attention, **given)
+            return attend_by_columns(call, query, key, value, sizes, scale, heads_first=True)
+        attend = attend_by_flex if way is Bias.FLEX else attend_by_groups
+        return attend(query, key, value, sizes, scale)
 
     def attend(self, kernel: Callable[..., Any], largest_head: int, given: dict[str, Any]) -> Any:
         """Return the result of a kernel that takes no mask, called with the arguments ``given``.
@@ -152,6 +163,15 @@ class ProportionalAttention:
             )
 
 
+def _mask_of(sizes: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mask that adds ``log(size)`` to the logits of each key, on top of a mask of the host."""
+    bias = once(sizes, key.dtype, lambda: _log(sizes, key.dtype))
+    bias = bias.view(len(bias), *[1] * (key.ndim - 2), -1)
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, float("-inf")) if mask.dtype == torch.bool else bias + mask
+
+
 def _log(sizes: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the logarithm of sizes in a dtype: one launch, but in a graph, which fuses two."""
     if torch.compiler.is_compiling():
@@ -190,7 +210,7 @@ def _original(function: Any) -> Any:
 def _places() -> Iterator[tuple[dict[Any, Any], Any, Callable[[Any], Any]]]:
     """Yield where callers look a kernel up, in a dictionary by a key, and what makes one that asks."""
     for names in (vars(F), *_importers(len(sys.modules))):
-        yield names, _FUSED, _asking_for_mask
+        yield names, _FUSED, _asking_for_bias
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
     backends = getattr(getattr(dispatch, "_AttentionBackendRegistry", None), "_backends", {})
     for backend in list(backends):
@@ -244,8 +264,8 @@ def _asking(largest_head: int, takes_mask: bool, function: Callable[..., Any]) -
 
 
 @functools.lru_cache(maxsize=128)
-def _asking_for_mask(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return PyTorch's attention, which asks the running :class:`ProportionalAttention` for a mask."""
+def _asking_for_bias(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return PyTorch's attention, which asks the running :class:`ProportionalAttention` for a bias."""
 
     @functools.wraps(function)
     def attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -256,7 +276,7 @@ def _asking_for_mask(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         given = {**dict(zip(_ARGUMENTS[: len(args)], args, strict=True)), **kwargs}
         running.attention = None
         try:
-            return proportional.attend_with_mask(plain, given)
+            return proportional.attend_fused(plain, given)
         finally:
             running.attention = proportional
 
