@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 
 import hosts
 import pytest
@@ -122,3 +123,12 @@ def test_a_soft_plan_and_its_model_compile_into_one_graph():
     merged = hosts.call(unet, **hosts.inputs())
     compiled = torch.compile(unet, fullgraph=True, backend="eager")
     assert torch.equal(hosts.call(compiled, **hosts.inputs()), merged)
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "ratio", [torch.tensor([]), torch.tensor([0.1, 0.2]), "0.5", None, [0.5], 10**400, object(), math.nan]
+)
+def test_what_is_no_ratio_is_refused(name, ratio):
+    with pytest.raises(ConfigError, match=r"^ratio: expected"):
+        getattr(presets, name)(ratio)

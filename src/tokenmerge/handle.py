@@ -206,7 +206,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
             raise ConfigError(
                 f"index, steps: expected integers, 0 ≤ index < steps, got {shown(index)}, {shown(steps)}"
             )
-        integer(1)("steps", steps)  # refuses numbers that are too large to count with
+        check_counts(steps=steps)  # refuses numbers that are too large to plan for
         for pipeline in {state.pipeline for state in self._states.values()}:
             pipeline.set_step(index, steps)
 

@@ -406,3 +406,31 @@ def test_in_inference_mode_the_same_is_counted(monkeypatch):
     monkeypatch.setattr(counting, "_RESULTS", {})
     with torch.inference_mode():
         assert predict(unet, HALF) == expected
+
+
+QUANTIZED = ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("of", ["unet", "FluxTransformer2DModel"])
+def test_quantized_weights_are_counted_as_dense_ones(name, of):
+    quantization = pytest.importorskip("torchao.quantization")
+    model = hosts.unet() if of == "unet" else model_of(FAMILIES[of])
+    expected = predict(model, ToMeConfig(ratio=0.5), 16, 16)
+    quantization.quantize_(model, getattr(quantization, name)())
+    assert type(next(p for p in model.parameters() if p.ndim == 2).data) is not torch.Tensor
+    found = predict(model, ToMeConfig(ratio=0.5), 16, 16)
+    assert (found.flops_dense, found.flops_merged) == (expected.flops_dense, expected.flops_merged)
+
+
+def test_a_model_that_cannot_be_copied_is_not_advised_about_its_size(monkeypatch):
+    def fails(*_: object) -> None:
+        raise NotImplementedError("aten.empty_like")
+
+    unet = hosts.unet()
+    monkeypatch.setattr(counting, "_without_values", fails)
+    with pytest.raises(ConfigError) as caught:
+        predict(unet, ToMeConfig(ratio=0.5), 16, 16)
+    told = str(caught.value)
+    assert "cannot be copied without its weights (aten.empty_like); generating works as before" in told
+    assert "height" not in told

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 import threading
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -285,3 +286,17 @@ def test_a_tolerance_that_asks_for_little_costs_nothing():
     with apply(pipe, 1) as patch:
         pipe((0, 1))
         assert "; the plan aims at 7 dB, to be safe. No step was added\n" in str(patch)
+
+
+@pytest.mark.parametrize("kind", [Unet, Flux])
+@pytest.mark.parametrize("speedup", [1, 1.0, 1.001, 1.01])
+def test_a_tolerance_at_hardly_any_speed(kind, speedup):
+    """Also where the last step could be skipped for nothing, so that no plan is as slow as that."""
+    pipe = kind()
+    dense = pipe()
+    with apply(pipe, 30, speedup) as patch, warnings.catch_warnings():
+        warnings.simplefilter("error" if speedup == 1 else "ignore")
+        picture = pipe()
+        assert str(patch)
+    if speedup == 1:
+        assert torch.equal(picture, dense)

@@ -20,6 +20,7 @@ Check = Callable[[str, Any], Any]
 V = TypeVar("V", bound="Value")
 
 _MOST = 2**63 - 1
+MOST_STEPS = 5_000  # of a generation; plans for more would take too long to make
 
 
 class Value:
@@ -53,18 +54,20 @@ def check_fields(settings: object, prefix: str, checks: Mapping[str, Check]) -> 
 
 
 def check_counts(**counts: Any) -> None:
-    """Check arguments that are integers ≥ 1, or None."""
+    """Check arguments that are integers ≥ 1, or None; there are at most ``MOST_STEPS`` ``steps``."""
     for name, value in counts.items():
-        optional(integer(1))(name, value)
+        optional(integer(1, MOST_STEPS if name == "steps" else _MOST))(name, value)
 
 
-def integer(lowest: int | None = None) -> Check:
-    """Accept a whole number of at least ``lowest`` that fits into 64 bits."""
+def integer(lowest: int | None = None, highest: int = _MOST) -> Check:
+    """Accept a whole number from ``lowest`` to ``highest``, which fits into 64 bits."""
     wanted = "an integer" if lowest is None else f"an integer ≥ {lowest}"
+    if highest < _MOST:
+        wanted = f"{wanted} and ≤ {highest:,}"
 
     def check(name: str, value: Any) -> int:
         whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        if not whole or (lowest is not None and value < lowest):
+        if not whole or (lowest is not None and value < lowest) or highest < value <= _MOST:
             refuse(name, wanted, value)
         if abs(int(value)) > _MOST:
             refuse(name, f"{wanted} that fits into 64 bits", value)

@@ -17,7 +17,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tokenmerge.config.checks import at_least_1, check_fields, integer, number, of_type, optional, refuse
+from tokenmerge.config.checks import (
+    MOST_STEPS,
+    at_least_1,
+    check_fields,
+    integer,
+    number,
+    of_type,
+    optional,
+    refuse,
+)
 from tokenmerge.config.origin import is_default
 from tokenmerge.config.tome import ToMeConfig
 from tokenmerge.errors import ConfigError, shown
@@ -43,7 +52,7 @@ class FoundFor:
 
     def __post_init__(self) -> None:
         name, guidance = of_type(str, "the name of a class"), number("a number ≥ 0", lambda value: value >= 0)
-        counts = dict.fromkeys(("height", "width", "steps"), integer(1))
+        counts = {"height": integer(1), "width": integer(1), "steps": integer(1, MOST_STEPS)}
         checks = {"model": name, "solver": optional(name), **counts, "guidance": optional(guidance)}
         check_fields(self, "for.", checks)
 

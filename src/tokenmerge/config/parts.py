@@ -9,7 +9,17 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from tokenmerge.config.checks import Value, as_items, as_number, check_fields, integer, number, refuse, switch
+from tokenmerge.config.checks import (
+    MOST_STEPS,
+    Value,
+    as_items,
+    as_number,
+    check_fields,
+    integer,
+    number,
+    refuse,
+    switch,
+)
 from tokenmerge.errors import ConfigError, nearest_of, shown
 
 _EXACT = 2**53  # floats represent every integer up to here
@@ -96,6 +106,8 @@ def check_full(name: str, value: Any) -> float:
 
 def _check_places(name: str, value: Any) -> tuple[float, ...]:
     items = as_items(value)
+    if items is not None and len(items) > MOST_STEPS:
+        raise ConfigError(f"{name}: expected at most {MOST_STEPS:,} places, got {len(items):,}")
     places = [as_number(item) for item in items or ()]
     plain = tuple(place for place in places if place is not None and 0 <= place <= 1)
     if items is None or len(plain) < len(places) or list(plain) != sorted(set(plain)):

@@ -99,11 +99,14 @@ class Rule(Value):
 
 
 Rules = tuple[Rule, ...]
+_MOST_RULES = 100  # each may begin a phase, and each phase is checked
 
 
 def _check_rules(name: str, value: Any) -> Rules:
     if not isinstance(value, list | tuple):
         refuse(name, 'a list of rules, such as [{"level": 2, "ratio": 0.25}]', value)
+    if len(value) > _MOST_RULES:
+        raise ConfigError(f"{name}: expected at most {_MOST_RULES} rules, got {len(value):,}")
     rules = []
     for place, given in enumerate(value):
         try:

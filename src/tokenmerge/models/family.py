@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokenmerge.errors import ConfigError, reason_of, shown
 from tokenmerge.models.base import KEY_MASK, Block, Host, Layer, Layout, ReadGrids, is_a, is_called
 from tokenmerge.models.grids import patch_of, picture_grids, video_grids
 from tokenmerge.models.placement import dtype_of
@@ -65,7 +66,14 @@ def example_of(
         usual = {timestep: zeros().fill_(500)} if isinstance(timestep, str) else {}
         if getattr(getattr(root, "config", None), "guidance_embeds", False):
             usual["guidance"] = zeros().fill_(3.5)
-        return {**usual, **example(root, zeros, height, width, *references)}
+        try:
+            return {**usual, **example(root, zeros, height, width, *references)}
+        except (RuntimeError, OverflowError, TypeError) as error:  # of tensors that are too large
+            raise ConfigError(
+                f"height, width: {type(root).__name__} cannot be called with a sample of {shown(height)} × "
+                f"{shown(width)} ({reason_of(error)}); give another size. By default it is that of the "
+                "model's config, such as sample_size"
+            ) from error
 
     return arguments
 

@@ -233,9 +233,9 @@ def reaches_of(runs: Sequence[int], steps: int, ends_clean: bool = False) -> lis
     >>> reaches_of((0, 1, 4), 5)
     [16.0, 48.0]
     """
-    reaches, before, last = [], 0, 0
+    reaches, before, last, ran = [], 0, 0, {*runs}
     for step in range(steps - ends_clean):
-        if step in runs:
+        if step in ran:
             before, last = last, step
         else:
             reaches.append((step - last) * (step - before) / 2 * (_REFERENCE / steps) ** 2)

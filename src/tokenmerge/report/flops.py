@@ -46,7 +46,7 @@ def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
     for tensor in chain(root.parameters(), root.buffers()):
         # Dtypes that are only for storage, such as float8, are cast before computing.
         dtype = torch.float32 if tensor.is_floating_point() and tensor.itemsize == 1 else tensor.dtype
-        empty = torch.empty_like(tensor, device="meta", dtype=dtype)
+        empty = _without_values(tensor, dtype)
         memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
     for name in on_cpu:
         parameter = root.get_parameter(name)
@@ -67,6 +67,18 @@ def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
         if hasattr(processor, "_attention_backend"):
             processor._attention_backend = "native"  # other kernels of diffusers know no meta device
     return copied
+
+
+def _without_values(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor on the meta device that is like another one.
+
+    Some quantized weights, such as those of torchao, can only be copied with their values. They act as dense
+    weights of their shape.
+    """
+    try:
+        return torch.empty_like(tensor, device="meta", dtype=dtype)
+    except NotImplementedError:
+        return torch.empty(tensor.shape, device="meta", dtype=dtype)
 
 
 def _plain_processor(attention: nn.Module) -> dict[int, Any]:

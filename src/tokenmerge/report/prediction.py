@@ -298,7 +298,15 @@ def _predict_host(
     dense_paths: Mapping[nn.Module, Collection[str]],
 ) -> Report:
     kept, whole = Kept(dense=frozenset(dense_paths.get(host.root, ()))), type(host.root).__name__
-    (copied,) = find_hosts(weightless(host.root, host.on_cpu))
+    try:
+        plain = weightless(host.root, host.on_cpu)
+    except Exception as error:  # of weights that another library keeps in its own way
+        raise ConfigError(
+            f"operations of {whole} cannot be counted, since it cannot be copied without its weights "
+            f"({reason_of(error)}); generating works as before. Count them with the same model loaded in "
+            "full precision"
+        ) from error
+    (copied,) = find_hosts(plain)
     more = [tuple(references)] if host.takes_references else []
     example = copied.example(*size, *more, frames=frames)
     arguments = partial(copy.deepcopy, example)  # a model may change what it gets

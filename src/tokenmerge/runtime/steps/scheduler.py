@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import threading
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from itertools import pairwise
 from typing import Any
 
@@ -85,7 +85,7 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
     timesteps = getattr(scheduler, "timesteps", None)
     if timesteps is None or len(timesteps) == 0:
         return None
-    trained = getattr(getattr(scheduler, "config", None), "num_train_timesteps", None)
+    trained = setting_of(scheduler, "num_train_timesteps")
     if getattr(scheduler, "num_inference_steps", None) is None and len(timesteps) == trained:
         return None  # another scheduler is in use
     # The counter is None before the first step. Image-to-image begins at a later one.
@@ -155,7 +155,7 @@ def next_schedule(pipe: Any, steps: int) -> Schedule:
     try:
         scheduler = type(scheduler).from_config(scheduler.config)
         scheduler.set_timesteps(steps)
-    except (AttributeError, TypeError, ValueError):  # no scheduler of diffusers, or one that asks for more
+    except Exception:  # no scheduler of diffusers, or one that asks for more
         return noisy
     return noisy._replace(ends_clean=_ends_clean(scheduler))
 
@@ -190,15 +190,21 @@ def _makes_noise(scheduler: Any) -> bool:
 def _ends_clean(scheduler: Any) -> bool:
     if not is_flow(scheduler) or not hasattr(scheduler, "sigmas"):
         return False
-    trained = getattr(getattr(scheduler, "config", None), "num_train_timesteps", 1000)
+    trained = setting_of(scheduler, "num_train_timesteps", 1000)
     _, scheduled = _read(0.0, scheduler.timesteps)  # which others read too
     return ends_clean([*(scheduled / trained).tolist(), 0.0])
 
 
 def is_flow(scheduler: Any) -> bool:
     """Return whether a scheduler is of flow matching."""
-    config = getattr(scheduler, "config", {})
-    return "FlowMatch" in type(scheduler).__name__ or bool(config.get("use_flow_sigmas", False))
+    return "FlowMatch" in type(scheduler).__name__ or bool(setting_of(scheduler, "use_flow_sigmas"))
+
+
+def setting_of(scheduler: Any, name: str, default: Any = None) -> Any:
+    """Return a setting in the config of a scheduler: a mapping, an object with attributes, or none at all."""
+    config = getattr(scheduler, "config", None)
+    found = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return default if found is None else found
 
 
 def needs_sync(value: Tensor) -> bool:
@@ -297,10 +303,11 @@ class NoiseLevels:
 
 def noise_levels(scheduler: Any, step: DenoisingStep) -> NoiseLevels | None:
     """Return the noise levels of a generation, without waiting for the device; None: they are unknown."""
-    timesteps, config = getattr(scheduler, "timesteps", None), getattr(scheduler, "config", {})
-    if getattr(timesteps, _GENERATION, None) is not step.generation or hasattr(config, "sigma_data"):
+    timesteps = getattr(scheduler, "timesteps", None)
+    if getattr(timesteps, _GENERATION, None) is not step.generation or setting_of(scheduler, "sigma_data"):
         return None
-    predicts, levels = config.get("prediction_type", "epsilon"), _sigmas(scheduler, step.total)
+    predicts = setting_of(scheduler, "prediction_type", "epsilon")
+    levels = _sigmas(scheduler, step.total)
     if is_flow(scheduler) or predicts == "flow_prediction":
         predicts = "flow"
         levels = [min(level / max(1 - level, 1 / _MOST), _MOST) for level in levels]
