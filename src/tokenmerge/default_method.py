@@ -118,7 +118,7 @@ class DefaultMethod:
 
     def shortfall(self, facts: Facts, closeness: bool = True) -> str:
         """Return what the generation does not reach, in speed or in closeness; empty: it reaches all."""
-        if self.min_psnr is not None and self.speedup > 1 and self.is_dense(facts):
+        if self.min_psnr is not None and self.is_dense(facts):
             return f"min_psnr={self.min_psnr:g}: no plan is so close, so this generation is dense; lower it"
         return self.missed(facts, closeness)
 

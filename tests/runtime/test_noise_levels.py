@@ -6,14 +6,17 @@ import inspect
 from typing import Any
 
 import diffusers
+import hosts
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tokenmerge.plans.estimate import noise_of
+from tokenmerge import apply_token_merging
+from tokenmerge.plans.estimate import BEFORE_A_RUN, influence_of, noise_of
+from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.runtime.memory.run_log import AddedNoise
-from tokenmerge.runtime.steps.scheduler import NoiseLevels, noise_levels, step_of
+from tokenmerge.runtime.steps.scheduler import NoiseLevels, clips_pictures_alone, noise_levels, step_of
 
 # Of NumPy, in diffusers.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
@@ -147,3 +150,83 @@ def test_timesteps_of_another_generation_tell_nothing():
     assert noise_levels(schedulers[0], step) is not None
     assert noise_levels(schedulers[1], step) is None
     assert noise_levels(None, step) is None
+
+
+CLIPPING = [
+    (name, setting)
+    for name in dir(diffusers)
+    if name.endswith("Scheduler") and inspect.isclass(getattr(diffusers, name))
+    for setting in ("clip_sample", "thresholding")
+    if setting in inspect.signature(getattr(diffusers, name).__init__).parameters
+]
+KEEPS_NOISE = ("DDIMScheduler", "DDIMParallelScheduler", "DDIMInverseScheduler")
+
+
+@pytest.mark.parametrize(("name", "setting"), CLIPPING)
+@pytest.mark.parametrize("predicts", ["epsilon", "v_prediction"])
+def test_solvers_that_clip_the_picture_and_not_the_noise_are_told(name, setting, predicts):
+    cls = getattr(diffusers, name)
+    known = inspect.signature(cls.__init__).parameters
+    given = {"clip_sample": False, "thresholding": False, "prediction_type": predicts}
+    plain = {key: value for key, value in given.items() if key in known}
+    try:
+        schedulers = [cls(**plain), cls(**{**plain, setting: True})]
+    except NotImplementedError:
+        pytest.skip("diffusers does not have it")
+    assert [clips_pictures_alone(one) for one in schedulers] == [False, name in KEEPS_NOISE]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("predicts", ["epsilon", "v_prediction"])
+def test_where_the_picture_is_clipped_the_error_of_the_noise_stays(predicts, clips):
+    """The share of an error that a step of DDIM leaves is that of the estimate."""
+    scheduler = diffusers.DDIMScheduler(clip_sample=clips, prediction_type=predicts)
+    scheduler.set_timesteps(8)
+    step = step_of(scheduler, scheduler.timesteps[0])
+    assert step is not None
+    levels = noise_levels(scheduler, step)
+    assert levels is not None
+    assert levels.clips is clips
+    index, sample = 4, torch.full((1, 1), 3.0, dtype=torch.float64)
+    t, later = scheduler.timesteps[index : index + 2]
+    root = scheduler.alphas_cumprod[later].sqrt()
+    outputs = [torch.full_like(sample, output) for output in (-2.0, -1.99)]
+    pictures = [levels.picture(sample, output, index) for output in outputs]
+    assert min(abs(float(picture)) for picture in pictures) > 1  # they are clipped
+    latents = [scheduler.step(output, t, sample).prev_sample / root for output in outputs]
+    left = abs(float((latents[1] - latents[0]) / (pictures[1] - pictures[0])))
+    before, after = levels.sigmas[index : index + 2]
+    assert left == pytest.approx(influence_of([before, after], clips=clips)[0], rel=1e-3)
+
+
+def test_the_estimate_of_a_solver_that_clips_is_lower_and_wider():
+    found = []
+    for clips in (False, True):
+        pipe = Clipped()
+        pipe.scheduler = diffusers.DDIMScheduler(clip_sample=clips)
+        patch = apply_token_merging(pipe, speedup=1.5)
+        pipe()
+        found.append(patch.estimate)
+    plain, clipped = found
+    assert clipped.psnr < plain.psnr - 3
+    assert (plain.within, clipped.within) == (ESTIMATE["within"], BEFORE_A_RUN)
+    expects_more = f"{clipped.psnr - BEFORE_A_RUN:.0f} to {clipped.psnr + BEFORE_A_RUN:.0f}"
+    assert expects_more in str(clipped)
+
+
+class Clipped:
+    """A pipeline of a tiny UNet without guidance."""
+
+    do_classifier_free_guidance = False
+    scheduler: Any
+
+    def __init__(self) -> None:
+        self.scheduler, self.unet = diffusers.DDIMScheduler(), hosts.unet()
+
+    def __call__(self) -> None:
+        latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+        self.scheduler.set_timesteps(12)
+        with torch.no_grad():
+            for t in self.scheduler.timesteps:
+                output = self.unet(latents, t, torch.zeros(1, 4, 16), return_dict=False)[0]
+                latents = self.scheduler.step(output, t, latents, return_dict=False)[0]

@@ -38,6 +38,9 @@ class Shown:
     # Noise of each step, divided by the share of the picture, and that after the last one; empty: unknown.
     sigmas: Sequence[float] = ()
     noise: float = 1.0  # 1 where the solver adds none, 2 where it adds as much as DDPM, more where more
+    clips: bool = (
+        False  # the solver clips the picture of each step, and keeps the noise that was predicted with it
+    )
     last: float = (
         0.0  # the sum of the model's last output, which is not finite where any of its numbers is not
     )
@@ -103,35 +106,48 @@ def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estima
         return None
     # What new noise of the solver does to errors is in what was shown.
     facts = dataclasses.replace(facts, schedule=facts.schedule._replace(adds_noise=False))
-    errors, squared, together = _errors(config, facts.steps, shown), 0.0, 0.0
-    for step in range(facts.steps + 1):
+    squared = _squared(config, facts.steps, shown)
+    merging = merging_harm_of(facts, config)
+    skipping = skipping_harm_of(facts, config.reuse.steps_of(facts.steps))
+    if any(shown.errors.values()):
+        if shown.clips:  # the policy was made with solvers that do not clip
+            plain = _squared(config, facts.steps, dataclasses.replace(shown, clips=False))
+            skipping *= squared / max(plain, _LEAST**2)
+        skipping = squared ** ESTIMATE["shown"] * skipping ** (1 - ESTIMATE["shown"])
+    return Estimate(psnr_of(skipping + merging), BEFORE_A_RUN if shown.clips else ESTIMATE["within"])
+
+
+def _squared(config: ToMeConfig, steps: int, shown: Shown) -> float:
+    """Return the squared error of the picture that the errors of its steps are expected to add up to."""
+    errors, squared, together = _errors(config, steps, shown), 0.0, 0.0
+    for step in range(steps + 1):
         if step in errors:
             together += errors[step]
         else:
             squared, together = squared + (ESTIMATE["scale"] * together) ** 2, 0.0
-    merging = merging_harm_of(facts, config)
-    skipping = skipping_harm_of(facts, config.reuse.steps_of(facts.steps))
-    if any(shown.errors.values()):
-        skipping = squared ** ESTIMATE["shown"] * skipping ** (1 - ESTIMATE["shown"])
-    return Estimate(psnr_of(skipping + merging), ESTIMATE["within"])
+    return squared
 
 
-def influence_of(sigmas: Sequence[float], noise: float = 1.0) -> list[float]:
+def influence_of(sigmas: Sequence[float], noise: float = 1.0, clips: bool = False) -> list[float]:
     """Return which share of an error of each step's predicted picture is left in the picture.
 
     A step keeps a share of the noise in its sample, and the predicted picture takes the place of the rest.
-    Later steps take an error for a part of the picture by as much as there is more picture than noise. The
-    arguments are those of :class:`Shown`.
+    Later steps take an error for a part of the picture by as much as there is more picture than noise. Where
+    the predicted picture is clipped, its error is cut off, and that of the noise stays. The arguments are
+    those of :class:`Shown`.
 
     >>> [round(share, 2) for share in influence_of([3.0, 1.0, 0.0])]
     [0.33, 1.0]
     >>> [round(share, 2) for share in influence_of([3.0, 1.0, 0.0], noise=2.0)]
     [0.44, 1.0]
+    >>> [round(share, 2) for share in influence_of([3.0, 2.0, 0.0], clips=True)]
+    [0.5, 1.0]
     """
     left, shares = 1.0, []
     for before, after in reversed(list(pairwise(sigmas))):
-        replaced = 1 - (after / before) ** noise if before else 0.0
-        shares.append(replaced * left)
+        kept = (after / before) ** noise if before else 1.0
+        replaced = 1 - kept
+        shares.append(left * (max(replaced, kept) if clips and before else replaced))
         left *= 1 - replaced * before / (1 + before)
     shares.reverse()
     for step, (before, after) in enumerate(pairwise(sigmas[:-1])):
@@ -162,7 +178,7 @@ def _errors(config: ToMeConfig, steps: int, shown: Shown) -> dict[int, float]:
     runs, sigmas = config.reuse.steps_of(steps), shown.sigmas
     shares, noise = [1 / steps] * steps, [1.0] * steps  # where the noise is unknown, all steps count alike
     if len(sigmas) == steps + 1:
-        shares = influence_of(sigmas, shown.noise)
+        shares = influence_of(sigmas, shown.noise, shown.clips)
         noise = [sigma / (1 + sigma) for sigma in sigmas[:steps]]
     deep = _of_steps(runs.full, noise, shown.errors.get("deep", {}))
     # The forecast of the finest level, if the model has one, takes the place of all parts.

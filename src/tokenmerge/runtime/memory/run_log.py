@@ -225,7 +225,8 @@ def shown_by(logs: Sequence[RunLog]) -> Shown:
         of_part[one.step] = before if math.isnan(before) else max(error, before)
     levels = next((log.levels.sigmas for log in logs if log.levels is not None), ())
     steps = next((log.steps for log in logs if log.steps is not None), 0)
-    return Shown(found, levels[-steps - 1 :], noise, last)
+    clips = any(log.levels is not None and log.levels.clips for log in logs)
+    return Shown(found, levels[-steps - 1 :], noise, clips, last)
 
 
 def _of_samples(tensor: Tensor, samples: int) -> Tensor:

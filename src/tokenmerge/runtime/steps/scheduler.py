@@ -22,8 +22,12 @@ from tokenmerge.plans.estimate import Tolerance
 # tensor for each generation, and a deep copy of the tensor takes the attribute along.
 _GENERATION = "_tokenmerge_generation"
 _ON_CPU = "_tokenmerge_on_cpu"  # that by which timesteps on a device hold a copy on the CPU
+_PROBED_STEPS = 10  # of a solver that is asked how it clips
+_MORE = 1.5  # by which the change differs where the picture is clipped
+_CLIPPED, _CHANGE = 100.0, 0.1  # an output of a model whose picture is clipped, and a small change
 _ALMOST_NONE = 0.02  # noise before the last step, as a share of the first
 _NOISY: MutableMapping[Any, bool] = weakref.WeakKeyDictionary()  # schedulers, and whether they add noise
+_CLIPS: MutableMapping[Any, bool] = weakref.WeakKeyDictionary()  # schedulers, by ``clips_pictures_alone``
 _MOST = 1e4  # the noise level of a sample that is noise alone
 
 
@@ -187,6 +191,44 @@ def _makes_noise(scheduler: Any) -> bool:
     return made != [zeros.tolist()] * len(made)
 
 
+def clips_pictures_alone(scheduler: Any) -> bool:
+    """Return whether a solver clips the picture that is predicted in a step, and not the noise.
+
+    DDIM does so with ``clip_sample`` or ``thresholding``. What a model errs in its output changes the
+    predicted picture and the predicted noise in opposite directions. Where the picture is clipped, all of the
+    change of the noise stays. Other solvers make the noise from the clipped picture, so that nothing of it
+    stays.
+    """
+    if not (setting_of(scheduler, "clip_sample") or setting_of(scheduler, "thresholding")):
+        return False
+    with contextlib.suppress(KeyError, TypeError):
+        return _CLIPS[scheduler]
+    clips = _keeps_noise(scheduler)
+    with contextlib.suppress(TypeError):  # without a hash
+        _CLIPS[scheduler] = clips
+    return clips
+
+
+def _keeps_noise(scheduler: Any) -> bool:
+    """Return whether a change of the model's output changes a step more where the picture is clipped."""
+    changes = []
+    try:
+        with torch.device("cpu"):
+            for output in (0.0, _CLIPPED):
+                made = []
+                for change in (0.0, _CHANGE):
+                    copied = type(scheduler).from_config(scheduler.config)
+                    copied.set_timesteps(_PROBED_STEPS)
+                    draws = "generator" in inspect.signature(copied.step).parameters
+                    given = {"generator": torch.Generator().manual_seed(0)} if draws else {}
+                    zeros, step = torch.zeros(1, 1, 1, 1), copied.timesteps[_PROBED_STEPS // 2]
+                    made.append(copied.step(zeros + output + change, step, zeros, **given)[0])
+                changes.append(abs(float(made[1] - made[0])))
+    except Exception:  # no scheduler of diffusers, or one whose steps need more
+        return False
+    return changes[1] > _MORE * changes[0]
+
+
 def _ends_clean(scheduler: Any) -> bool:
     if not is_flow(scheduler) or not hasattr(scheduler, "sigmas"):
         return False
@@ -274,6 +316,7 @@ class NoiseLevels:
     # Noise of each step of the scheduler, divided by the share of the picture, and that after the last step.
     sigmas: tuple[float, ...]
     predicts: str  # "epsilon", "v_prediction", "sample" or, of flow matching, "flow"
+    clips: bool = False  # see ``clips_pictures_alone``
 
     def scaled(self, sample: Tensor, index: int) -> Tensor:
         """Return the picture plus noise of this level, from the sample that a model gets: float32."""
@@ -313,7 +356,9 @@ def noise_levels(scheduler: Any, step: DenoisingStep) -> NoiseLevels | None:
         levels = [min(level / max(1 - level, 1 / _MOST), _MOST) for level in levels]
     known = predicts in ("epsilon", "v_prediction", "sample", "flow")
     rises = any(later > before for before, later in pairwise(levels))
-    return NoiseLevels(tuple(levels), predicts) if levels and known and not rises else None
+    if not levels or not known or rises:
+        return None
+    return NoiseLevels(tuple(levels), predicts, clips_pictures_alone(scheduler))
 
 
 def _sigmas(scheduler: Any, total: int) -> list[float]:
