@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.config import PlanSharing, ToMeConfig, parts
-from tokenmerge.config.checks import as_number
+from tokenmerge.config import checks
 
 __all__ = ["ca_tome", "ibtm", "sdtm", "sito", "todo", "toma", "tomesd"]
 
@@ -130,7 +130,7 @@ def sdtm(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 
     Not for ratios above 0.56 with 2 × 2 windows: the first steps would remove more than 3 of 4 tokens.
     """
-    mean = as_number(ratio) or 0.0  # what is no number is refused below
+    mean = checks.as_number(ratio) or 0.0  # what is no number is refused below
     falling = [{"start": part / 5, "ratio": round((1.32 - 0.16 * part) * mean, 4)} for part in range(5)]
     rules = [*falling, {"start": 0.4, "planner": "tome"}]
     return _preset(changes, ratio=ratio, scope="block", planner="windows", rules=rules)
