@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.config import PlanSharing, ToMeConfig, parts
-from tokenmerge.config import checks
+from tokenmerge.config import PlanSharing, ToMeConfig, checks, parts
 
 __all__ = ["ca_tome", "ibtm", "sdtm", "sito", "todo", "toma", "tomesd"]
 
