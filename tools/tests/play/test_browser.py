@@ -186,6 +186,24 @@ def test_it_listens_to_this_machine_alone(address: str) -> None:
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
 
 
+MARKUP = """<img src=x onerror="window.run=1"><script>window.run=1</script><b id=bold>a cat</b>"""
+
+
+def test_a_prompt_of_html_is_shown_as_text(visits: Any) -> None:
+    """The answer of the server has it as it is, in JSON; the page escapes it wherever it shows it."""
+    visit = visits()
+    visit.choose("Method", "tome")
+    visit.draw(prompt=MARKUP, **SMALL)
+    expect(visit.tried.first).to_be_visible()
+    visit.tried.first.get_by_role("button").click()  # shows the trial again
+    visit.begin(prompt=MARKUP, size="9x9x9", steps=2)  # an error, which may quote what was asked for
+    visit.expect_message("size: expected")
+    visit.page.wait_for_timeout(500)
+    assert "a cat" in visit.page.content()
+    assert visit.page.evaluate("window.run") is None
+    assert visit.page.locator("#bold, img[src=x]").count() == 0
+
+
 def test_a_picture_is_drawn_compared_and_drawn_again_by_its_lines(visits: Any) -> None:
     visit = visits()
     visit.choose("Method", "tome")

@@ -115,6 +115,52 @@ def test_a_page_from_elsewhere_cannot_call(server: Server, origin: str) -> None:
     assert server.join("end", [], origin=server.address)[1].status_code == 200
 
 
+ROUTES = (
+    *("/", "/config", "/gradio_api/info", "/gradio_api/upload", "/gradio_api/queue/join", "/theme.css"),
+    *("/gradio_api/queue/data?session_hash=x", "/gradio_api/heartbeat/x", "/gradio_api/file=/etc/hostname"),
+    *("/gradio_api/stream/x/y/z/playlist.m3u8", "/login", "/gradio_api/proxy=https://evil.example/x"),
+)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "PUT", "DELETE"])
+def test_no_route_answers_a_foreign_page_or_a_name_that_points_here(
+    server: Server, path: str, method: str
+) -> None:
+    own = server.address.partition("//")[2]
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    foreign = {"origin": "http://evil.example", "host": own}, {"origin": "null", "host": own}
+    rebound = {"origin": "http://evil.example:7860", "host": "evil.example:7860"}, {"host": "evil.example"}
+    for headers, status in [*((one, 403) for one in foreign), *((one, 400) for one in rebound)]:
+        answer = httpx.request(method, server.address + path, headers={**headers, **asks}, timeout=PATIENCE)
+        assert answer.status_code == status, headers
+        assert not [name for name in answer.headers if name.startswith("access-control")], headers
+
+
+def test_no_websocket_is_opened(server: Server) -> None:
+    upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    key = {"sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ=="}
+    for origin in ({}, {"origin": "http://evil.example"}):
+        answer = server.get(f"{API}/queue/join", **upgrade, **key, **origin)
+        assert answer.status_code in (403, 404, 405)
+
+
+TOLD_BY_PROXIES = {
+    "x-forwarded-host": "evil.example",
+    "x-forwarded-proto": "https",
+    "x-forwarded-for": "6.6.6.6",
+    "x-gradio-server": "https://evil.example",
+    "forwarded": "host=evil.example;proto=https",
+}
+
+
+@pytest.mark.parametrize("name", TOLD_BY_PROXIES)
+def test_a_header_does_not_move_the_page(server: Server, name: str) -> None:
+    told = {name: TOLD_BY_PROXIES[name]}
+    assert server.get("/config", **told).json()["root"] == server.address
+    assert "evil.example" not in server.get("/", **told).text
+
+
 @pytest.mark.parametrize(
     "path", ["upload", "run/drawn", "call/drawn", "api/predict", "component_server", "process_recording", "x"]
 )
@@ -159,6 +205,21 @@ def test_values_of_other_types_are_named(server: Server, name: str) -> None:
         assert ended["output"]["error"].startswith(f"{name}: "), value
     file = {"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}}
     assert server.draw(**{**method, name: file})["output"]["error"]
+
+
+def test_no_part_of_the_page_that_shows_html_gets_a_prompt_as_it_is(server: Server) -> None:
+    """The parts that show text do; test_browser opens them."""
+    markup = "<img src=x onerror=run()><script>run()</script>"
+    config = server.get("/config").json()
+    kinds = {part["id"]: part["type"] for part in config["components"]}
+    outputs = next(one["outputs"] for one in config["dependencies"] if one["api_name"] == "drawn")
+    ended = server.draw(prompt=markup)
+    assert ended["success"]
+    shown = zip(outputs, ended["output"]["data"], strict=True)
+    as_html = [str(value) for part, value in shown if kinds[part] in ("html", "markdown")]
+    assert as_html
+    assert not any("<script" in value or "<img" in value for value in as_html)
+    assert "<img" not in server.draw(size="<img src=x>")["output"]["error"]
 
 
 @pytest.mark.parametrize("event", [None, [1], {}, {"index": "x"}, {"index": 3, "value": None}, {"index": -1}])

@@ -25,6 +25,9 @@ def play(
     port: Annotated[
         int | None, _server("Port. Default: the first free one from 7860 on.", parser="integer")
     ] = None,
+    root_path: Annotated[
+        str, _server("Address by which others open the page, such as that of a proxy: https://box.lan/play.")
+    ] = "",
     browser: Annotated[
         bool, _server("Open the page in the default browser.", "--browser/--no-browser")
     ] = True,
@@ -37,6 +40,10 @@ def play(
     require_gradio()
     if port is not None and not 1 <= port <= _HIGHEST_PORT:
         raise ConfigError(f"port: expected an integer from 1 to {_HIGHEST_PORT}, got {shown(port)}")
+    if root_path and not root_path.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"root_path: expected an address such as https://box.lan/play, got {shown(root_path)}"
+        )
     find_model(model)
     resolve_dtype(dtype, resolve_device(device))
     quiet_libraries("tokenmerge play")
@@ -48,4 +55,5 @@ def play(
         port,
         browser,
         on_ready=lambda address: print(f"{address} (Ctrl-C ends it)", flush=True),
+        root_path=root_path,
     )

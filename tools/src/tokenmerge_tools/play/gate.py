@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ipaddress
+import socket
 import sys
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -17,17 +20,70 @@ _WRITES = f"{_API}/deep_link"  # a GET that keeps a file for each state of the f
 _LARGEST_BODY = 2**18  # bytes; the longest prompt takes at most 120,000 in JSON
 _HEARTBEAT, _EVENTS = f"{_API}/heartbeat/", f"{_API}/queue/data"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_ANY_ADDRESS = "*"  # in place of a name: every address, of which no page can have another than its own
+_POLICY = 1008  # the status of WebSocket for a refusal
+# By these, Gradio takes another address for that of the page.
+_FROM_PROXIES = (b"x-forwarded-", b"forwarded", b"x-gradio-server")
 
 # The open connections that wait for news, by the session of their visitor.
 Visitors = collections.Counter[str]
 
 
 class Gate:
-    """Refuses what the page does not send, before Gradio reads it. An ASGI middleware.
+    """Refuses what the page does not send, before Gradio reads it. An ASGI middleware around all others.
 
-    A request is refused if its ``Origin`` is another page, or if its body is not that of a call of the page.
-    All others go to ``app``.
+    A request is refused if its ``Host`` is no name of this server, if its ``Origin`` is another page, or if
+    its body is not that of a call of the page. Others go to ``app``, without what proxies tell of themselves.
+    ``names`` are those of :func:`served_names`, and ``root_path`` is the address that others know it by.
     """
+
+    def __init__(self, app: Any, names: Sequence[str], root_path: str = "") -> None:
+        self.app, self.names, self.root = app, names, urlsplit(root_path)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        from starlette.responses import JSONResponse
+
+        if scope["type"] == "websocket":  # the page opens none
+            await send({"type": "websocket.close", "code": _POLICY})
+            return
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = [pair for pair in scope["headers"] if not pair[0].lower().startswith(_FROM_PROXIES)]
+        scope = {**scope, "headers": headers, "scheme": "http"}
+        if (refusal := self._refusal(scope)) is not None:
+            await JSONResponse({"detail": refusal[1]}, refusal[0])(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _refusal(self, scope: Any) -> tuple[int, str] | None:
+        """Return the status and the reason if a request is refused."""
+        from starlette.datastructures import Headers
+
+        headers = Headers(scope=scope)
+        host = headers.get("host", "").lower()
+        if not _is_served(host, self.names):
+            return 400, "Host: this server has another name; tokenmerge play --host and --root-path tell it"
+        if (origin := headers.get("origin")) is not None:
+            page = urlsplit(origin)
+            known = page.netloc and (page.scheme, page.netloc.lower()) == (self.root.scheme, self.root.netloc)
+            if not known and page.netloc.lower() != host:
+                return 403, "Origin: another page sent this request; open the playground itself"
+        if scope["method"] in ("GET", "HEAD") and scope["path"].rstrip("/") != _WRITES:
+            return None
+        if scope["method"] != "POST" or scope["path"] not in _POSTS:
+            return 405, f"{scope['method']} {scope['path'][:200]}: the page has no such request"
+        length = headers.get("content-length", "")
+        if "transfer-encoding" in headers or not (length.isdecimal() and len(length) < 10):
+            return 411, "Content-Length: the length of the body is needed"
+        if int(length) > _LARGEST_BODY:
+            return 413, f"body: expected at most {_LARGEST_BODY:,} bytes, got {int(length):,}"
+        return None
+
+
+class Reception:
+    """Counts the connections of visitors, and answers where Gradio fails. An ASGI middleware."""
 
     def __init__(self, app: Any, visitors: Visitors) -> None:
         self.app, self.visitors = app, visitors
@@ -38,9 +94,6 @@ class Gate:
 
         if scope["type"] != "http":
             await self.app(scope, receive, send)
-            return
-        if (refusal := _refusal(scope)) is not None:
-            await JSONResponse({"detail": refusal[1]}, refusal[0])(scope, receive, send)
             return
         session = _session(scope)
         self.visitors[session] += 1
@@ -58,36 +111,32 @@ class Gate:
                 del self.visitors[session]
 
 
-def _refusal(scope: Any) -> tuple[int, str] | None:
-    """Return the status and the reason if a request is refused."""
-    from starlette.datastructures import Headers
+def served_names(host: str, root_path: str = "") -> list[str]:
+    """Return the names under which a server that listens on ``host`` answers; ``"*"`` is any address.
 
-    headers = Headers(scope=scope)
-    origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
-        return 403, "Origin: another page sent this request; open the playground itself"
-    if scope["method"] in ("GET", "HEAD") and scope["path"].rstrip("/") != _WRITES:
-        return None
-    if scope["method"] != "POST" or scope["path"] not in _POSTS:
-        return 405, f"{scope['method']} {scope['path'][:200]}: the page has no such request"
-    length = headers.get("content-length", "")
-    if "transfer-encoding" in headers or not (length.isdecimal() and len(length) < 10):
-        return 411, "Content-Length: the length of the body is needed"
-    if int(length) > _LARGEST_BODY:
-        return 413, f"body: expected at most {_LARGEST_BODY:,} bytes, got {int(length):,}"
-    return None
-
-
-def served_names(host: str) -> list[str]:
-    """Return the names under which a server that listens on ``host`` answers; ``"*"`` is any.
-
-    Others can point a name of theirs here, whose pages could then read this one.
+    Others can point a name of theirs here, whose pages could then read this one. ``root_path`` adds the name
+    in the address that others know the server by.
     """
     name = host.strip("[]").lower()
-    if name in ("0.0.0.0", "::"):
-        return ["*"]
     written = f"[{name}]" if ":" in name else name  # an address of IPv6
-    return list(_LOOPBACK) if written in _LOOPBACK else [written]
+    names = list(_LOOPBACK) if written in _LOOPBACK else [written]
+    if name in ("0.0.0.0", "::"):
+        own = {known.lower() for known in (socket.gethostname(), socket.getfqdn())}
+        names = [_ANY_ADDRESS, *_LOOPBACK, *sorted(own | {f"{known}.local" for known in own})]
+    public = urlsplit(root_path).hostname
+    return [*names, public] if public and public not in names else names
+
+
+def _is_served(host: str, names: Sequence[str]) -> bool:
+    """Return whether a header ``Host`` has one of the served names, with or without a port."""
+    name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+    if name in names:
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return _ANY_ADDRESS in names
 
 
 def _session(scope: Any) -> str:

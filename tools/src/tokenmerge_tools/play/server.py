@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenmerge.errors import ConfigError, MissingExtraError
-from tokenmerge_tools.play.gate import Gate, Visitors, served_names
+from tokenmerge_tools.play.gate import Gate, Reception, Visitors, served_names
 
 LOCAL = "127.0.0.1"
 # Gradio's own colours are too pale to read.
@@ -40,18 +40,20 @@ def serve(
     port: int | None = None,
     browser: bool = False,
     on_ready: Callable[[str], None] = print,
+    root_path: str = "",
 ) -> None:
     """Serve a page, which ``build`` makes as Gradio's ``Blocks``, until Ctrl-C.
 
     ``build`` is given the visitors who are there. Any host other than 127.0.0.1 lets other machines use the
     page. Without a port, it is the first free one from 7860 on. ``on_ready`` gets its address.
+    ``root_path`` is the address by which others know it, as that of a proxy; headers do not tell it.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     with tempfile.TemporaryDirectory(prefix="tokenmerge-play-") as pictures:
         os.environ["GRADIO_TEMP_DIR"] = pictures  # Gradio reads it when it is imported
         import gradio as gr
+        from gradio.routes import App, ORJSONResponse
         from starlette.middleware import Middleware
-        from starlette.middleware.trustedhost import TrustedHostMiddleware
 
         from tokenmerge_tools.play.page import STYLE
 
@@ -59,10 +61,11 @@ def serve(
         fonts = ("system-ui", "sans-serif")
         theme = gr.themes.Default(font=fonts, font_mono=("ui-monospace", "monospace"), primary_hue="blue")
         theme.set(**_READABLE)
-        middleware = [
-            Middleware(TrustedHostMiddleware, allowed_hosts=served_names(host)),
-            Middleware(Gate, visitors=visitors),
-        ]
+        # Around Gradio's own middleware, which answers other pages that ask what they may send.
+        reception = Middleware(Reception, visitors=visitors)
+        app: Any = App(default_response_class=ORJSONResponse, middleware=[reception])
+        inner, names = app.build_middleware_stack, served_names(host, root_path)
+        app.build_middleware_stack = lambda: Gate(inner(), names, root_path)
         page = build(visitors)
         try:
             off = ("share", "run_history", "enable_monitoring", "ssr_mode", "pwa", "mcp_server")
@@ -74,7 +77,8 @@ def serve(
                 quiet=True,
                 footer_links=[],
                 show_error=True,
-                app_kwargs={"middleware": middleware},
+                root_path=root_path,
+                _app=app,
                 theme=theme,
                 css_paths=STYLE,
                 **dict.fromkeys(off, False),
