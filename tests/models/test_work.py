@@ -22,6 +22,21 @@ KNOWN = (
     "WanTransformer3DModel",
     "PixArtTransformer2DModel",
 )
+# Models in which whole blocks merge and are skipped, with text and tokens in other places.
+OTHERS = (
+    "QwenImageTransformer2DModel",
+    "Flux2Transformer2DModel",
+    "BriaFiboTransformer2DModel",
+    "AuraFlowTransformer2DModel",
+    "HunyuanVideoTransformer3DModel",
+    "CogVideoXTransformer3DModel",
+    "EasyAnimateTransformer3DModel",
+    "MochiTransformer3DModel",
+    "LTXVideoTransformer3DModel",
+    "CosmosTransformer3DModel",
+    "AllegroTransformer3DModel",
+    "WanVACETransformer3DModel",
+)
 MERGING = ToMeConfig(ratio=0.5, max_downsample=8, planner="tiled", plans=PlanSharing(blocks=True))
 SETTINGS = {
     "layers": MERGING,
@@ -33,8 +48,13 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *[(name, settings) for name in KNOWN for settings in SETTINGS],
+        *[(name, settings) for name in OTHERS for settings in ("whole blocks", "step reuse")],
+    ],
+)
 def test_the_speed_up_is_the_counted_one(name, settings):
     """To 1 %: a text whose length depends on the call is estimated."""
     model, config = FAMILIES[name].build(), SETTINGS[settings]

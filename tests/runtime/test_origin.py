@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from tests.models.tiny import FAMILIES
 
 from tokenmerge import Correction, StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.config import save_config
+from tokenmerge.models.families import ltx
 
 REUSE = ToMeConfig(ratio=0.5, reuse=StepReuse(every=3))
 OWN = "or pass settings of your own, such as ToMeConfig(ratio=0.5)"
@@ -107,7 +109,8 @@ def test_a_sample_with_too_few_tokens():
         assert str(caught.value).endswith(way_out)
 
 
-def test_a_model_that_can_leave_nothing_out_refuses_a_file_by_name(tmp_path):
+def test_a_model_that_can_leave_nothing_out_refuses_a_file_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(ltx, "listed", functools.partial(ltx.listed, skippable=False))
     transformer = FAMILIES["LTXVideoTransformer3DModel"].build()
     file = tmp_path / "tuned.json"
     save_config(REUSE, file)

@@ -24,7 +24,9 @@ class Blank:
     def __init__(self, root: Any, batch: int, frames: int = 1) -> None:
         self._root, self.batch, self._dtype = root, batch, dtype_of(root)
         self.frames = frames  # of the latents of a video
-        self._device = next(root.parameters()).device
+        devices = [weight.device for weight in root.parameters()]
+        # In a copy without weights, a few may be on the CPU.
+        self._device = next((device for device in devices if device.type == "meta"), devices[0])
 
     def __call__(self, *shape: int) -> Tensor:
         """Return zeros ``[batch, *shape]``."""
