@@ -147,7 +147,7 @@ def using(name: str) -> Iterator[None]:
         calls[name] += 1
         return BIASES[name](given["query"], given["key"], given["value"], sizes)
 
-    with mock.patch.object(ProportionalAttention, "attend_with_mask", attend):
+    with mock.patch.object(ProportionalAttention, "attend_fused", attend):
         yield
     if not calls:
         raise RuntimeError(f"no attention asked for its bias, so it was not computed by {name}")

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tokenmerge.ops.once import once
+
 _GROUP = 8  # kernels take head sizes that are multiples of this
 # Kernels compute with at least this head size, so that columns which still fit cost nothing in the kernel.
 _NARROWEST = 64
@@ -131,21 +133,20 @@ def attend_by_groups(
     """Attention by one call of a fused kernel for the keys of each size: ``[b, heads, n, d]``, no gradients.
 
     Keys of one size need no bias. The results are weighted by the sums of exponentials that the kernel
-    returns, times the size. Reading which sizes there are waits for the device. Images whose sizes differ
-    are computed one by one.
+    returns, times the size. Reading which sizes there are waits for the device, once for all calls with these
+    sizes. Images whose sizes differ are computed one by one.
 
     Raises:
         NotImplementedError: on a device other than a CPU and CUDA, whose kernels return no such sums.
     """
-    order = sizes.argsort(dim=1)
-    in_order = sizes.gather(1, order)
-    if len(sizes) > 1 and not torch.equal(in_order, in_order[:1].expand_as(in_order)):
-        images = zip(query.split(1), key.split(1), value.split(1), sizes.split(1), strict=True)
+    order, groups, counts = once(sizes, "groups", lambda: _groups(sizes))
+    if counts is None:
+        each = once(sizes, "images", lambda: [own.clone() for own in sizes.split(1)])
+        images = zip(query.split(1), key.split(1), value.split(1), each, strict=True)
         return torch.cat([attend_by_groups(*image, scale=scale) for image in images])
-    groups, counts = in_order[0].unique_consecutive(return_counts=True)
     place = order[:, None, :, None].expand(key.shape)
-    keys = key.gather(2, place).split(counts.tolist(), dim=2)
-    values = value.gather(2, place[..., :1].expand(value.shape)).split(counts.tolist(), dim=2)
+    keys = key.gather(2, place).split(counts, dim=2)
+    values = value.gather(2, place[..., :1].expand(value.shape)).split(counts, dim=2)
     found = [_with_log_sums(query, *run, scale=scale) for run in zip(keys, values, strict=True)]
     log_sums = torch.stack([log_sum for _, log_sum in found]) + groups.log().view(-1, 1, 1, 1)
     weights = log_sums.softmax(dim=0).unsqueeze(-1)
@@ -153,6 +154,15 @@ def attend_by_groups(
     for (result, _), weight in zip(found, weights, strict=True):
         total.addcmul_(result.to(weight.dtype), weight)
     return total.to(query.dtype)
+
+
+def _groups(sizes: Tensor) -> tuple[Tensor, Tensor, list[int] | None]:
+    """Return the order of the keys by size, the sizes, and how many keys have each; None: images differ."""
+    in_order, order = sizes.sort(dim=1)
+    if len(sizes) > 1 and not torch.equal(in_order, in_order[:1].expand_as(in_order)):
+        return order, in_order, None
+    groups, counts = in_order[0].unique_consecutive(return_counts=True)
+    return order, groups, counts.tolist()
 
 
 def _with_log_sums(

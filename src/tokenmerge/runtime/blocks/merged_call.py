@@ -205,9 +205,10 @@ def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan, p
     made = []
     for picture in range(1 if argument.batched else pictures):
         follow = partial(_at_kept_tokens, value, argument, layout, plan, picture)
-        # Hosts give all blocks the same tensor.
-        key = id(value), argument, layout, picture
-        made.append(follow() if changes else once(plan.keep, key, follow, value))
+        if changes:
+            made.append(follow())
+        else:  # hosts give all blocks the same tensor
+            made.append(once(plan.keep, (id(value), argument, layout, picture), follow, value))
     return made[0] if len(made) == 1 else OfPictures(tuple(made))
 
 
