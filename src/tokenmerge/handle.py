@@ -35,6 +35,7 @@ from tokenmerge.runtime.steps.pipeline import (
     default_guidance,
     default_steps,
     guidance_copies,
+    is_guided,
     latent_frames,
     latent_scale,
 )
@@ -454,7 +455,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         run = self._state.last_run
         if run is None:
             return 1
-        if getattr(pipe, "do_classifier_free_guidance", None) is None:
+        if is_guided(pipe) is None:
             return None
         pictures, others = divmod(run.batch, guidance_copies(pipe) if self._denoiser.usual_batch > 1 else 1)
         return None if others else pictures

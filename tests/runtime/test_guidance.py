@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from typing import Any
 
 import cached
+import diffusers
 import hosts
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tokenmerge.config.checks import one_of
 from tokenmerge.planners import PLANNERS
 from tokenmerge.planners.importance import importance_of_tokens
 from tokenmerge.runtime.blocks import planning
+from tokenmerge.runtime.steps.pipeline import guidance_copies, guidance_scale, is_guided
 
 HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 8}
 
@@ -335,3 +338,22 @@ def test_importance_that_does_not_fit_the_tokens_is_said():
     patch.at_step(2, 3)
     with pytest.warns(UserWarning, match=r"shape \(5, 4, 16, 16\) does not fit .* it plans as 'tome' does"):
         call(unet, inputs)
+
+
+def test_the_guidance_of_pipelines_that_deny_it_is_unknown():
+    """Their property is always False, and their call has a variable of its name that is not."""
+    denying = []
+    for name in dir(diffusers):
+        cls = getattr(diffusers, name) if name.endswith("Pipeline") else None
+        told = inspect.getattr_static(cls, "do_classifier_free_guidance", None)
+        if isinstance(told, property) and told.fget.__code__.co_consts[-1] is False:
+            local = inspect.unwrap(cls.__call__).__code__.co_varnames
+            if "do_classifier_free_guidance" in local:
+                denying.append(cls)
+    assert [cls.__name__ for cls in denying] == ["StableDiffusionPanoramaPipeline"]
+    for cls in denying:
+        pipe = cls.__new__(cls)
+        assert pipe.do_classifier_free_guidance is False
+        assert is_guided(pipe) is None
+        assert guidance_copies(pipe) == 2
+        assert guidance_scale(pipe) is None

@@ -22,6 +22,7 @@ Value = TypeVar("Value")
 _STEPS = 20  # where a pipeline has no default
 # Their batches hold the picture guided by text and image, by the image alone, and by nothing.
 _GUIDED_TWICE = ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLInstructPix2PixPipeline")
+_DENY_GUIDANCE = ("StableDiffusionPanoramaPipeline",)  # they guide, and always say that they do not
 
 
 class PerThread(threading.local, Generic[Value]):
@@ -172,10 +173,17 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
+def is_guided(pipe: Any) -> bool | None:
+    """Return whether a pipeline guides without a classifier in the running generation; None: unknown."""
+    guided = getattr(pipe, "do_classifier_free_guidance", None)
+    return None if guided is None or is_a(pipe, *_DENY_GUIDANCE) else bool(guided)
+
+
 def guidance_copies(pipe: Any) -> int:
     """Return how many times a batch of ``pipe`` holds each sample, if it batches what guidance compares."""
     # Not all pipelines tell. Then a batch that is twice the same is taken for a guided one.
-    guided = bool(getattr(pipe, "do_classifier_free_guidance", pipe is not None))
+    told = is_guided(pipe)
+    guided = pipe is not None if told is None else told
     perturbed = bool(getattr(pipe, "do_perturbed_attention_guidance", False))
     return 1 + guided + perturbed + (guided and is_a(pipe, *_GUIDED_TWICE))
 
@@ -195,7 +203,7 @@ def guidance_scale(pipe: Any) -> float | None:
         known = all(isinstance(scale, int | float) for scale in scales)
         original = bool(getattr(guider, "use_original_formulation", False))
         return float(max(scales)) + original if known else None
-    guided = getattr(pipe, "do_classifier_free_guidance", None)
+    guided = is_guided(pipe)
     if guided is None:
         return _number(_default_of(pipe, "true_cfg_scale"))
     return _number(getattr(pipe, "guidance_scale", None) if guided else 1.0)
