@@ -36,8 +36,9 @@ class PlanSharing(Value):
         every: a plan is used for this many denoising steps, ≥ 1. Raising it makes planning cheaper and the
             picture a little less close. 1: each step has its own plans.
         blocks: blocks with the same token grid use the plan of the first of them. A UNet's way down and way
-            up have a plan each, and so do a transformer's joint and single blocks. The cost of planning is
-            divided by the number of blocks that share a plan; the picture gets a little less close.
+            up have a plan each. The cost of planning is divided by the number of blocks that share a plan;
+            the picture gets a little less close. With ``scope="block"``, tokens then merge before the first
+            block and are unmerged after the last one: the same picture in much less time.
         guidance: the samples that classifier-free guidance compares, one with the prompt and one without, use
             one plan. Guidance amplifies the difference between the two; with two plans, it would amplify the
             difference between the plans as well. It costs no time and pays most under strong guidance. If the

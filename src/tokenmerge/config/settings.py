@@ -28,6 +28,7 @@ PLANNERS = tuple(_TEXTS)
 GUIDED_PLANNERS = _that_say("GUIDED = True")  # look at what guidance changed; plan as "tome" before that
 OWN_NUMBER = _that_say("OWN_NUMBER = True")  # may remove another number of tokens than they are asked to
 OVER_TIME = _that_say("OVER_TIME = True")  # have cells that may reach over several frames of a video
+SOFT_PLANNERS = _that_say("SOFT = True")  # share each token out over several merged ones
 COMPARES_NOTHING = _that_say("COMPARES_NOTHING = True")  # do not use the values of the tokens
 
 SCOPES = ("layers", "block", "keys")

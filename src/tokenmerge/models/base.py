@@ -181,8 +181,10 @@ class Block:
     @property
     def plan_group(self) -> tuple[object, ...]:
         """What is the same in all blocks that can share a plan."""
-        # On a UNet's way up tokens are alike in other ways than on its way down.
-        return self.level, self.path.partition(".")[0]
+        # On a UNet's way up tokens are alike in other ways than on its way down. All blocks of a transformer
+        # have one plan, so that a stack of them can merge once.
+        way = "" if self.grid is None else self.path.partition(".")[0]
+        return self.level, way
 
 
 # (root, arguments of a call, grids of the last call) → the finest token grid of each picture in the sequence,

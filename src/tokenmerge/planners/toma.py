@@ -12,6 +12,7 @@ from tokenmerge.ops.plan import Plan
 from tokenmerge.ops.soft import make_soft_plan, tile
 from tokenmerge.planners.sequences import cell_of
 
+SOFT = True
 # Factor of the cosines in the softmax. With 1000, a lead of 0.01 takes nearly the whole token.
 _SHARPNESS = 1000.0
 # Gains closer than this for each place of a tile count as equal. Two places that are left and most similar to

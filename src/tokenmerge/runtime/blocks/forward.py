@@ -23,9 +23,9 @@ from tokenmerge.runtime.blocks.merged_call import (
     merged_call,
     result_by_image,
 )
-from tokenmerge.runtime.blocks.planning import active_call, caches_features, pictures_of, with_cached_features
+from tokenmerge.runtime.blocks.planning import active_call, caches_residual, pictures_of, with_cached_residual
 from tokenmerge.runtime.blocks.proportional_attention import ProportionalAttention
-from tokenmerge.runtime.blocks.skipping import block_in_run
+from tokenmerge.runtime.blocks.stack import call_in_stack, is_in_stack
 from tokenmerge.runtime.memory.caches import BlockMerge
 from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState
 
@@ -48,10 +48,8 @@ def block_call(original: HostMethod) -> Callable:
         if state.threads.value.running is None and not state.threads.value.counted:
             count_call(state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
-        # A block that is compiled alone is skipped outside its graph, and its result is cached there.
-        if generates and state.model.caches_results:
-            return with_caches(state, call, lambda: _block(state, call))
-        return _block(state, call)
+        # A block that is compiled alone is in its stack outside its graph.
+        return with_caches(state, call, _block) if generates else _block(state, call)
 
     return forward
 
@@ -107,16 +105,15 @@ def _fits(call: HostCall, layer: Layer, running: BlockMerge) -> bool:
     return tokens.shape[0] == images and tokens.shape[1] >= n and not call.has(layer.layout.dense_if)
 
 
-def with_caches(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
-    """Return what ``run`` returns, unless the block is skipped; cache what it adds if later plans need it."""
-    if caches_features(state):
-        run = functools.partial(with_cached_features, state, call, run)
-    return block_in_run(state, call, run) if is_skipped(state) else run()
+def with_caches(state: BlockState, call: HostCall, run: Callable[[BlockState, HostCall], Any]) -> Any:
+    """Return the result of a block, which ``run`` returns, as a part of its stack.
 
-
-def is_skipped(state: BlockState) -> bool:
-    """Return whether a block is one of those that are skipped on some steps of the running generation."""
-    return state.caches_residuals and state.model.context.decision.caches
+    What later plans compare is cached.
+    """
+    own = functools.partial(run, state)
+    if caches_residual(state):
+        own = functools.partial(with_cached_residual, state, own)
+    return call_in_stack(state, call, own) if is_in_stack(state) else own(call)
 
 
 def _block(state: BlockState, call: HostCall) -> Any:
@@ -129,7 +126,7 @@ def _block(state: BlockState, call: HostCall) -> Any:
             block.running = active_call(state, call)
         settings, running = block.running.settings, block.running
         layout = state.block_layout if settings.scope == "block" else None
-        if layout is None or running.is_dense:
+        if layout is None or running.is_dense or running.merges_in_stack:
             return call.result()
 
         def merged(plan: Plan) -> Any:
@@ -187,7 +184,7 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
         outside = (
             context.caches_plans or context.step_log is not None or state.settings.features in CACHED_FEATURES
         )
-        if not (outside or is_skipped(state) or caches_features(state)):
+        if not (outside or is_in_stack(state) or caches_residual(state)):
             return graph(*args, **kwargs)
         if splits_tokens(self):
             raise UnsupportedModelError(
@@ -197,13 +194,15 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
                 "features='input', and no patch.record_steps()"
             )
         count_call(state)
-        block, call = state.threads.value, HostCall(graph, names(), args, kwargs)
+        call = HostCall(graph, names(), args, kwargs)
 
-        def run_graph() -> Any:
-            block.running = active_call(state, call) if outside else None
+        def run_graph(state: BlockState, call: HostCall) -> Any:
+            block = state.threads.value
+            if block.running is None and outside:
+                block.running = active_call(state, call)
             block.counted = True
             try:
-                return graph(*args, **kwargs)
+                return call.result()
             finally:
                 block.running, block.counted = None, False
 

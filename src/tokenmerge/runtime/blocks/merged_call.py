@@ -29,26 +29,43 @@ def combined(plan: Plan, x: Tensor, combine: str) -> Tensor:
     return plan.merge(x) if combine == "mean" else keep_destinations(plan, x)
 
 
+def merged_tokens(layout: Layout, plan: Plan, tokens: Tensor, combine: str) -> Tensor:
+    """Return a sequence of tokens with its image merged; its text stays as it is."""
+    n = plan.inverse.shape[1]
+    whole = _with_text(layout, plan, tokens.shape[1] - n)
+    if whole is None:
+        return image_replaced(layout, tokens, n, lambda image: combined(plan, image, combine))
+    return combined(whole, tokens, combine)
+
+
+def with_merged_tokens(
+    call: HostCall, layout: Layout, plan: Plan, merged: Tensor, combine: str, pictures: int = 1
+) -> HostCall:
+    """Return a call with merged tokens, and with what belongs to them in its other arguments.
+
+    Where ``pictures`` have plans of their own, arguments without a batch axis are made for each of them.
+    """
+    name = layout.tokens or call.names[0]
+    now = _following(call, layout, plan, combine, pictures).replaced(name, merged)
+    if layout.same_as_tokens and call.argument(layout.same_as_tokens) is call.argument(name):
+        now = now.replaced(layout.same_as_tokens, merged)
+    return now
+
+
 def merged_call(
     call: HostCall, layout: Layout, plan: Plan, combine: str, pictures: int = 1, change_only: bool = False
 ) -> Any:
     """Return the result of a call with merged tokens, unmerged.
 
-    Where ``pictures`` have plans of their own, arguments without a batch axis are made for each of them. With
-    ``change_only``, each token gets only what the call added to the merged token that holds it. Further
-    entries of a token have nothing to be added to, and are those of the merged token.
+    The ``pictures`` are those of :func:`with_merged_tokens`. With ``change_only``, each token gets only what
+    the call added to the merged token that holds it. Further entries of a token have nothing to be added to,
+    and are those of the merged token.
     """
     tokens = layout.tokens_of(call)
     n, m = plan.inverse.shape[1], plan.keep.shape[1]
     whole = _with_text(layout, plan, tokens.shape[1] - n)
-    if whole is None:
-        merged = _replace_image(layout, tokens, n, lambda image: combined(plan, image, combine))
-    else:
-        merged = combined(whole, tokens, combine)
-    name = layout.tokens or call.names[0]
-    now = _following(call, layout, plan, combine, pictures).replaced(name, merged)
-    if layout.same_as_tokens and call.argument(layout.same_as_tokens) is call.argument(name):
-        now = now.replaced(layout.same_as_tokens, merged)
+    merged = merged_tokens(layout, plan, tokens, combine)
+    now = with_merged_tokens(call, layout, plan, merged, combine, pictures)
     # A block hands its arguments on to its attention, which is then called for each image.
     result = now.result() if pictures == 1 or change_only else result_by_image(now, len(merged))
 
@@ -58,7 +75,7 @@ def merged_call(
     def back(value: Tensor, adds_change: bool) -> Tensor:
         if whole is not None and not adds_change and value.shape[1] == merged.shape[1]:
             return whole.unmerge(value)
-        return _replace_image(layout, value, m, add_change if adds_change else plan.unmerge)
+        return image_replaced(layout, value, m, add_change if adds_change else plan.unmerge)
 
     if isinstance(result, Tensor):
         return back(result, change_only)
@@ -142,7 +159,7 @@ def add_lost(layout: Layout, plan: Plan, result: Any, residuals: Tensors, combin
     def add(value: Tensor, residual: Tensor) -> Tensor:
         image = layout.image(residual, n)
         lost = image - plan.unmerge(combined(plan, image, combine))
-        return _replace_image(layout, value, n, lambda tokens: tokens + lost)
+        return image_replaced(layout, value, n, lambda tokens: tokens + lost)
 
     if isinstance(result, Tensor):
         return add(result, residuals[0])
@@ -191,7 +208,7 @@ def _following(call: HostCall, layout: Layout, plan: Plan, combine: str, picture
 def _combined_entries(value: Tensor, layout: Layout, plan: Plan, combine: str) -> Tensor:
     """Return the merged entries of an argument that a block adds to its tokens, or joins with them."""
     b, n = plan.inverse.shape
-    return _replace_image(layout, value.expand(b, -1, -1), n, lambda image: combined(plan, image, combine))
+    return image_replaced(layout, value.expand(b, -1, -1), n, lambda image: combined(plan, image, combine))
 
 
 def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan, pictures: int) -> Any:
@@ -256,8 +273,8 @@ def _entries(plan: Plan, text: int, layout: Layout) -> Tensor:
     return torch.cat([beside, kept + text] if layout.text == "first" else [kept, beside + n], dim=1)
 
 
-def _replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Change the n image tokens of a sequence and leave its text as it is."""
+def image_replaced(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a sequence whose n image tokens are changed, and whose text stays as it is."""
     text = x.shape[1] - n
     if text == 0:
         return change(x)

@@ -64,13 +64,27 @@ def _plan_of(state: BlockState, sequence: TokenSequence, call: HostCall, x: Tens
             plan = _new_plan(state, settings.planner, sequence, features)
         if context.caches_plans:
             plans[number] = plan
+    _note(state, sequence, plan)
+    return plan if start is None else plan.within(start, x.shape[1])
+
+
+def note_plan(state: BlockState, settings: MergeSettings) -> None:
+    """Note the plan by which a block runs on merged tokens, which the first block of its stack has made."""
+    context, block = state.model.context, state.threads.value
+    plan = block.cache.plans.get((context.plan_call, block.number))
+    if plan is not None:
+        _note(state, sequence_in(state, settings), plan)
+
+
+def _note(state: BlockState, sequence: TokenSequence, plan: Plan) -> None:
+    """Note a plan, if somebody records what merges."""
+    model = state.model
     if model.record is not None:
         first, *others = (picture.grid for picture in sequence.pictures)
         model.record[state.path] = RecordedPlan(plan, first, tuple(others))
-    log = model.threads.value.memory.log
-    if context.step_log is not None and log is not None and not torch.compiler.is_compiling():
-        log.observe(context.step_log.note_plan, n, plan.keep.shape[1])
-    return plan if start is None else plan.within(start, x.shape[1])
+    step_log, log = model.context.step_log, model.threads.value.memory.log
+    if step_log is not None and log is not None and not torch.compiler.is_compiling():
+        log.observe(step_log.note_plan, sequence.tokens, plan.keep.shape[1])
 
 
 def _new_plan(state: BlockState, planner: str, sequence: TokenSequence, features: Tensor) -> Plan:
@@ -142,35 +156,24 @@ def _compared(state: BlockState, features: str, x: Tensor, image: Tensor, start:
     return image if added is None or added.shape != image.shape else added
 
 
-def caches_features(state: BlockState) -> bool:
-    """Return whether something of a block's call is cached, for plans of a later step."""
-    cached, level = state.model.context.caches_features, state.level
-    own = state.plans_first and (level, "residual") in cached
-    return own or ((state.is_first or state.is_last) and (level, "model_residual") in cached)
+def caches_residual(state: BlockState) -> bool:
+    """Return whether what a block adds by itself is cached, for plans of a later step."""
+    return state.plans_first and (state.level, "residual") in state.model.context.caches_features
 
 
-def with_cached_features(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
-    """Return the result of a block, which ``run`` returns; cache what it, or its level, adds to the image."""
-    cached, level, place = state.model.context.caches_features, state.level, (*state.call, state.level)
-    residuals, thread = state.threads.value.cache.residuals, state.model.threads.value
+def with_cached_residual(state: BlockState, run: Callable[[HostCall], Any], call: HostCall) -> Any:
+    """Return the result of a block, which ``run`` returns; cache what it adds to the image."""
+    residuals = state.threads.value.cache.residuals
     before, n = residuals.get(state.call), sequence_in(state, state.settings).tokens
     start = state.layout.start_of(call, n)
     image = state.layout.image(state.layout.tokens_of(call), n, start)
-    if state.is_first and (level, "model_residual") in cached:
-        thread.spans[place] = (image,)
-    result = run()
+    result = run(call)
     results, at = ((result,), 0) if isinstance(result, Tensor) else (result, state.image_place)
     made = state.layout.image(results[at], n, start)
     # What a correction has cached in this call already stays.
-    if state.plans_first and (level, "residual") in cached and residuals.get(state.call) is before:
+    if residuals.get(state.call) is before:
         residuals.pop(state.call, None)
         if made.shape == image.shape:
             added = made - image
             residuals[state.call] = tuple(added if i == at else None for i in range(len(results)))
-    first, *_ = thread.spans.get(place, (None,))
-    if state.is_last and first is not None:
-        thread.memory.model_residuals.pop(place, None)
-        if first.shape == made.shape:
-            thread.memory.model_residuals[place] = made - first
-            thread.spans[place] = (first, made)
     return result

@@ -33,8 +33,8 @@ class Cache:
     plans: dict[Call, Plan] = dataclasses.field(default_factory=dict)  # blocks may share the dictionary
     # What a block or layer added to each tensor of its result; None for those without image.
     residuals: dict[Call, Tensors] = dataclasses.field(default_factory=dict)
-    # Of what steps skip, what takes its place: for a block a tokenmerge.runtime.blocks.skipping.BlockRun, for
-    # a stage a residual, or tensors without memory in the shapes of a result that no running module reads.
+    # A StackResidual for each block of a stack. For a stage that steps skip, a Residual, or tensors without
+    # memory in the shapes of a result that no running module reads.
     skippable: dict[Call, Any] = dataclasses.field(default_factory=dict)
     dense: bool = False  # a block or layer does not merge, since other people's code looks at it
 
@@ -47,6 +47,7 @@ class BlockMerge(NamedTuple):
     images: int = 0  # in its input, unless it is dense
     tokens: int = 0  # of each, padding included
     plan: Plan | None = None  # None on a correction step, which measures what merging would lose
+    merges_in_stack: bool = False  # its tokens are merged already, since its stack merges once
 
 
 class Residual(NamedTuple):
@@ -55,6 +56,16 @@ class Residual(NamedTuple):
     latest: Tensors  # what it added to each tensor of its result
     delta: Tensors  # change of ``latest`` since the run before, 0 where there was none
     agreement: Tensors  # how far the delta kept its direction, 0 to 1 for each image
+
+
+@dataclasses.dataclass(eq=False)
+class StackResidual:
+    """What one block of a stack of blocks caches, from the last step that ran it."""
+
+    residual: Residual | None = None  # in the first block, that of the whole stack: image and text
+    blocks: int = 0  # in the first block, the number of blocks of the stack; 0 where it was interrupted
+    single: bool = True  # the block returned one tensor, and not a pair
+    no_text: bool = True  # what it returned has no text
 
 
 def updated(before: Residual | None, latest: Tensors, shard: Shard | None = None) -> Residual:

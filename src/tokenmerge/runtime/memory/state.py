@@ -66,6 +66,7 @@ class CallContext:
     call: int = 0  # its number in its step
     plan_call: int = 0  # that of the call whose plans this one uses
     caches_plans: bool = False
+    shares_plans: bool = False  # blocks with the same grid have one plan, so stacks of them can merge once
     caches_features: frozenset[tuple[int, str]] = frozenset()  # level and kind, for plans of a later step
     blocks_are_dense: bool = False  # nothing merges, is skipped or is cached in blocks
     decision: Decision = dataclasses.field(default_factory=Decision)
@@ -98,6 +99,8 @@ class Memory:
         self.guidance_differences: dict[int, Tensor] = {}
         # What all blocks of a level added to the image, by the call of the first block and its level.
         self.model_residuals: dict[tuple[int, int, int], Tensor] = {}
+        # Paths of blocks whose tokens something else than the next block reads: a stack ends there.
+        self.read_between: set[str] = set()
         plans: dict[Hashable, dict[Call, Plan]] = {group: {} for group in groups}
         self.caches = tuple(Cache(plans[group]) for group in groups)
         self._generation: weakref.ref[Generation] | None = None
@@ -177,11 +180,10 @@ class ThreadState:
         self.shard: Shard | None = None  # of the sequence, that this process has; None: all of it
         self.own_memory = Memory(groups)  # what is cached where settings do not follow the steps
         self.memory = Memory(())  # what the call caches
-        # By call and level, the image tokens that the first block was called with, followed by those that the
-        # last block returned, once it has run.
-        self.spans: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
+        # By call and level, the tokens that the first block of the level was called with.
+        self.spans: dict[tuple[int, int, int], Tensor] = {}
         self.numbers: dict[tuple[int, torch.device], Tensor] = {}  # see ``steps.step_tracker.step_seed``
-        self.running_blocks: Any = None  # tokenmerge.runtime.blocks.skipping.RunningBlocks, if there are any
+        self.stack: Any = None  # the tokenmerge.runtime.blocks.stack.Stack that runs; None: there is none
 
 
 @dataclasses.dataclass(eq=False)
@@ -296,7 +298,7 @@ class ModelState:
     def end_call(self) -> None:
         """Drop what only the running call needs, whether it returned or raised an error."""
         thread = self.threads.value
-        thread.running_blocks = None
+        thread.stack = None
         thread.spans.clear()
 
     def forget(self) -> None:

@@ -18,7 +18,7 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.base import Grid
 from tokenmerge.ops.once import first_numbers
 from tokenmerge.plans.generation import Merging, Runs
-from tokenmerge.runtime.blocks.skipping import finish_run
+from tokenmerge.runtime.blocks.stack import end_stack
 from tokenmerge.runtime.memory.run_log import RunLog, StepKind, StepLog, shown_by
 from tokenmerge.runtime.memory.state import STATE, CallContext, Kept, Memory, ModelState, StageState
 from tokenmerge.runtime.memory.uses import CHANGES, mark_in
@@ -103,6 +103,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         or (config.plans.guidance and memory.sample.last is not None)
         # Gradient checkpointing may run blocks again after the model's forward.
         or (step is not None and torch.is_grad_enabled()),
+        shares_plans=config.plans.blocks,
         caches_features=cached,
         blocks_are_dense=not (merges or cached or (decision.caches and state.skips_blocks)),
         decision=decision,
@@ -141,8 +142,8 @@ def _note_result(state: ModelState, result: Any) -> None:
     thread = state.threads.value
     context, memory = thread.context, thread.memory
     log = None if torch.compiler.is_compiling() else memory.log
+    end_stack(thread)  # whose last tokens nobody has read
     if state.follows_steps:
-        finish_run(thread)
         assert log is not None
         if context.decision.caches:
             log.observe(log.note_output, context.decision, context.guidance_copies, memory.tracker, result)

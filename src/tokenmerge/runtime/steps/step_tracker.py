@@ -128,6 +128,10 @@ class StepTracker:
         self.noted[self.call, "correction"] = 0 if due else since + 1, shape
         return due
 
+    def measure_next(self, call: int) -> None:
+        """Let a call measure what merging loses in its next complete step."""
+        self.noted.pop((call, "correction"), None)
+
     def answer(self, question: object, look: Callable[[], bool]) -> bool:
         """Return the answer to a question, for which ``look`` has to wait for the device.
 

@@ -1,0 +1,340 @@
+"""Stacks of blocks: they merge once, are corrected once, and are skipped together.
+
+A stack is a run of blocks with nothing between them that looks at the tokens. Its tokens merge before the
+first block and are unmerged after the last one. M merges, U unmerges, and f stands for all of its blocks:
+
+    y = x + U (f(M x) − M x) + lost(R),    lost(R) = R − U M R,    R = y − x of the step before
+
+This equals merging around each block, since M U is the identity: what a block gets is the merged result of
+the block before it. Corrections of single blocks add up to lost(R), since M lost(R) = 0. So one residual R
+for each stack is all that is cached. Planners compare it, and steps that skip the stack extrapolate it.
+
+Nobody says where a stack ends. A block returns :class:`StackTokens`, and the next block takes the merged
+tokens from them. Anything else that reads them gets ordinary tokens, and the stack ends there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from tokenmerge.config import SOFT_PLANNERS, MergeSettings
+from tokenmerge.models.base import Layout
+from tokenmerge.models.call import HostCall
+from tokenmerge.ops.plan import Plan
+from tokenmerge.runtime.blocks.merged_call import combined, image_replaced, merged_tokens, with_merged_tokens
+from tokenmerge.runtime.blocks.planning import active_call, note_plan, pictures_of, sequence_in
+from tokenmerge.runtime.blocks.skipping import note_forecast
+from tokenmerge.runtime.memory.caches import BlockMerge, Call, Residual, StackResidual, extrapolated, updated
+from tokenmerge.runtime.memory.state import BlockState, ThreadState
+
+Run = Callable[[HostCall], Any]  # makes a call of a block, without what its stack does
+
+
+@dataclasses.dataclass(eq=False)
+class Stack:
+    """A stack that runs in a call of the model."""
+
+    thread: ThreadState
+    first: BlockState
+    number: Call  # of the first block
+    start: Tensor  # tokens that the first block was called with, with the text that shares their sequence
+    text: Any  # the other stream of tokens that it was called with, or None
+    before: StackResidual | None  # what is cached of it from the step before
+    made: StackResidual  # what takes its place
+    settings: MergeSettings | None  # those by which its whole blocks merge; None where they do not
+    plan: Plan | None  # None where nothing merges in this step
+    n: int  # image tokens of each picture, as the plan counts them
+    value: Tensor  # what its last block returned so far, in merged tokens if there is a plan
+    text_value: Any  # the other stream that its last block returned
+    start_merged: Tensor | None = None  # ``start`` in merged tokens
+    last: BlockState | None = None  # its last block so far
+    blocks: int = 0  # that have run
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of its calls."""
+        return self.first.block_layout or self.first.layout
+
+    def continues_with(
+        self, state: BlockState, tokens: Any, text: Any, settings: MergeSettings | None
+    ) -> bool:
+        """Return whether a block is called with what the last block returned, and merges as that does."""
+        if not isinstance(tokens, StackTokens) or tokens.stack is not self or tokens.blocks != self.blocks:
+            return False
+        if settings is not self.settings or tokens.was_read:
+            return False
+        if settings is not None and state.block_layout != self.first.block_layout:
+            return False
+        # What steps that skip the stack add to the text is cached too. Blocks without text pass it on.
+        return not is_skipped(state) or text is self.text_value or text is None
+
+    def unmerged(self, value: Tensor, correction: Tensor | None = None) -> Tensor:
+        """Return ordinary tokens for what a block returned: those of ``start``, with what was added to them.
+
+        ``correction`` ``[b, n, c]`` is what the stack added to the image in the step before.
+        """
+        plan, start = self.plan, self.start
+        if plan is None:
+            return value
+        assert self.settings is not None
+        image, m = self.layout.image(start, self.n), plan.keep.shape[1]
+        if correction is None:
+            assert self.start_merged is not None
+            base, merged = image, self.layout.image(self.start_merged, m)
+        else:
+            # y = x + U (z − M x) + R − U M R, with one merge: that of x + R.
+            base = image + correction
+            merged = combined(plan, base, self.settings.combine)
+        return image_replaced(self.layout, value, m, lambda made: base + plan.unmerge(made - merged))
+
+
+class StackTokens(Tensor):
+    """The tokens between two blocks of a stack: merged, or all of them in a step that merges nothing.
+
+    To others it is a tensor ``[b, n, c]`` of ordinary tokens, which are made when somebody reads them.
+    """
+
+    stack: Stack
+    value: Tensor
+    blocks: int  # of the stack that had run
+    path: str  # of the block that returned it
+    ordinary: Tensor | None  # None until somebody reads it
+
+    # Operations are seen below, in ``__torch_dispatch__``.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, stack: Stack) -> StackTokens:
+        """Return what the last block of a stack returned so far."""
+        value = stack.value
+        tokens: StackTokens = Tensor._make_wrapper_subclass(
+            cls, stack.start.shape, dtype=value.dtype, device=value.device
+        )
+        assert stack.last is not None
+        tokens.stack, tokens.value, tokens.ordinary = stack, value, None
+        tokens.blocks, tokens.path = stack.blocks, stack.last.path
+        return tokens
+
+    @property
+    def was_read(self) -> bool:
+        """Whether somebody has read the tokens."""
+        return self.ordinary is not None
+
+    def read(self) -> Tensor:
+        """Return ordinary tokens. If no block has run since, the stack ends here."""
+        if self.ordinary is None:
+            stack, thread = self.stack, self.stack.thread
+            thread.memory.read_between.add(self.path)
+            if thread.stack is stack and stack.blocks == self.blocks:
+                self.ordinary = end_stack(thread)
+            else:
+                # The stack went on. It ends here from the next step on, which measures what its parts lose.
+                self.ordinary = stack.unmerged(self.value)
+                thread.memory.tracker.measure_next(stack.number[0])
+        assert self.ordinary is not None
+        return self.ordinary
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map(plain, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def plain(value: Any) -> Any:
+    """Return ordinary tokens for the tokens of a stack, and any other value as it is."""
+    return value.read() if isinstance(value, StackTokens) else value
+
+
+def is_skipped(state: BlockState) -> bool:
+    """Return whether a block is one of those that are skipped on some steps of the running generation."""
+    return state.caches_residuals and state.model.context.decision.caches
+
+
+def is_in_stack(state: BlockState) -> bool:
+    """Return whether the running call of a block belongs to a stack."""
+    context = state.model.context
+    if is_skipped(state) or (state.level, "model_residual") in context.caches_features:
+        return True
+    return _merges_in_stacks(state, context.settings[state.level])
+
+
+def _merges_in_stacks(state: BlockState, settings: MergeSettings) -> bool:
+    # A soft plan keeps a merge for each block: merging what it unmerged changes the tokens. So does a planner
+    # that compares what a single block added.
+    return (
+        settings.scope == "block"
+        and settings.merges
+        and state.model.context.shares_plans
+        and state.block_layout is not None
+        and settings.planner not in SOFT_PLANNERS
+        and settings.features != "residual"
+    )
+
+
+def _settings_of_merge(state: BlockState, call: HostCall) -> MergeSettings | None:
+    """Return the settings by which a block merges as a whole here; None if it does not, in any step."""
+    settings = state.model.context.settings[state.level]
+    if not _merges_in_stacks(state, settings) or state.threads.value.cache.dense:
+        return None
+    assert state.block_layout is not None
+    if call.has(state.block_layout.dense_if) or not sequence_in(state, settings).removed:
+        return None
+    return settings
+
+
+def call_in_stack(state: BlockState, call: HostCall, run: Run) -> Any:
+    """Return the result of a block in a stack, which merges, is corrected and is skipped as one."""
+    context, thread, block = state.model.context, state.model.threads.value, state.threads.value
+    tokens, text = state.layout.tokens_of(call), call.argument("encoder_hidden_states")
+    residuals, number = block.cache.skippable, state.call
+    known: StackResidual | None = residuals.get(number)
+    if context.decision.deep is not None and known is not None and state.caches_residuals:
+        return _skipped(state, known, tokens, text, context.decision.deep)
+    settings = _settings_of_merge(state, call)
+    stack: Stack | None = thread.stack
+    if stack is None or not stack.continues_with(state, tokens, text, settings):
+        tokens = plain(tokens)
+        end_stack(thread)
+        stack = _begin(state, _with_tokens(state, call, tokens), tokens, text, settings)
+    made = residuals[number] = stack.made if stack.blocks == 0 else StackResidual()
+    try:
+        result = run(_prepared(state, stack, call))
+    finally:
+        block.running = None
+    place = state.image_place
+    image, other = (result, None) if isinstance(result, Tensor) else (result[place], result[1 - place])
+    made.single, made.no_text = isinstance(result, Tensor), other is None
+    stack.value, stack.last, stack.blocks = image, state, stack.blocks + 1
+    if other is not None:
+        stack.text_value = other
+    ends = state.is_last or state.is_read_between or state.path in thread.memory.read_between
+    returned = end_stack(thread) if ends else StackTokens.of(stack)
+    if isinstance(result, Tensor):
+        return returned
+    return tuple(returned if index == place else value for index, value in enumerate(result))
+
+
+def end_stack(thread: ThreadState) -> Tensor | None:
+    """End the running stack, and cache what it added.
+
+    Return its ordinary tokens, to which what merging loses is given back, or None where no stack runs.
+    """
+    stack: Stack | None = thread.stack
+    thread.stack = None
+    if stack is None or stack.last is None:
+        return None
+    decision, layout = stack.first.model.context.decision, stack.layout
+    known = stack.before.residual if stack.before is not None else None
+    # After a change of what belongs to the stack, what it added before is for other blocks.
+    if known is not None and (stack.before is None or stack.before.blocks != stack.blocks):
+        known = None
+    correction = None
+    if decision.corrects and stack.plan is not None:
+        if known is not None and known.latest[0].shape == stack.start.shape:
+            correction = layout.image(known.latest[0], stack.n)
+        else:
+            thread.memory.tracker.measure_next(stack.number[0])
+    tokens = stack.unmerged(stack.value, correction)
+    of_level = (stack.first.level, "model_residual") in stack.first.model.context.caches_features
+    if not (of_level or decision.corrects or is_skipped(stack.first)):
+        return tokens
+    added = tokens - stack.start
+    if of_level:
+        _note_level(stack, tokens, added)
+    if is_skipped(stack.first):
+        note_forecast(thread, "deep", known, added)
+        text = None if stack.text_value is stack.text else stack.text_value - stack.text
+        stack.made.residual = updated(known, (added, text), thread.shard)
+    elif decision.corrects:
+        stack.made.residual = Residual((added, None), (), ())
+    stack.made.blocks = stack.blocks
+    return tokens
+
+
+def _begin(
+    state: BlockState, call: HostCall, tokens: Tensor, text: Any, settings: MergeSettings | None
+) -> Stack:
+    """Begin a stack at a block that is called with these ordinary tokens."""
+    thread, context = state.model.threads.value, state.model.context
+    known: StackResidual | None = state.threads.value.cache.skippable.get(state.call)
+    made = StackResidual(residual=None if known is None else known.residual)
+    plan, n, start_merged = None, tokens.shape[1], None
+    if settings is not None:
+        running = active_call(state, call)
+        plan = running.plan
+        if plan is not None:
+            n = running.tokens
+            layout = state.block_layout
+            assert layout is not None
+            start_merged = merged_tokens(layout, plan, tokens, settings.combine)
+    value = tokens if start_merged is None else start_merged
+    if state.is_first and (state.level, "model_residual") in context.caches_features:
+        thread.spans[(*state.call, state.level)] = tokens
+    stack = Stack(
+        thread, state, state.call, tokens, text, known, made, settings, plan, n, value, text, start_merged
+    )
+    thread.stack = stack
+    return stack
+
+
+def _prepared(state: BlockState, stack: Stack, call: HostCall) -> HostCall:
+    """Return the call of a block with the tokens of its stack, and note for its layers what merges."""
+    if stack.settings is None:
+        return _with_tokens(state, call, stack.value)
+    block = state.threads.value
+    if stack.plan is None:
+        block.running = BlockMerge(stack.settings)
+        return _with_tokens(state, call, stack.value)
+    block.running = BlockMerge(
+        stack.settings, False, len(stack.value), stack.n, stack.plan, merges_in_stack=True
+    )
+    if stack.blocks:
+        note_plan(state, stack.settings)
+    layout, pictures = state.block_layout, 1
+    assert layout is not None
+    if not layout.batched:
+        pictures = pictures_of(state.model.context, len(stack.plan.keep))
+    return with_merged_tokens(call, layout, stack.plan, stack.value, stack.settings.combine, pictures)
+
+
+def _with_tokens(state: BlockState, call: HostCall, tokens: Tensor) -> HostCall:
+    if state.layout.tokens_of(call) is tokens:
+        return call
+    return call.replaced(state.layout.tokens or call.names[0], tokens)
+
+
+def _skipped(state: BlockState, known: StackResidual, tokens: Any, text: Any, distance: Tensor) -> Any:
+    """Return the result of a block that the step skips: the first one of a stack stands for all of it."""
+    if known.residual is not None:
+        tokens, changed = extrapolated(known.residual, (plain(tokens), text), distance)
+        text = text if changed is None else changed
+    if known.single:
+        return tokens
+    other = None if known.no_text else text
+    return (tokens, other) if state.image_place == 0 else (other, tokens)
+
+
+def _note_level(stack: Stack, tokens: Tensor, added: Tensor) -> None:
+    """Note what all blocks of a level added to the image, if this stack has the last of them."""
+    thread, last = stack.thread, stack.last
+    assert last is not None
+    place = (*stack.number, last.level)
+    start = thread.spans.get(place)
+    if not last.is_last or start is None:
+        return
+    thread.memory.model_residuals.pop(place, None)
+    if start is stack.start:
+        thread.memory.model_residuals[place] = added  # one tensor for the planner, corrections and skipping
+        return
+    if start.shape[1] < tokens.shape[1]:  # the text has joined the sequence since
+        tokens = stack.layout.image(tokens, start.shape[1])
+    if start.shape == tokens.shape:
+        thread.memory.model_residuals[place] = tokens - start
