@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "paddle": "integrations.paddle",
     "planners": "ops config",
     "models": "errors ops",
-    "plans": "config models",
+    "plans": "ops config models",
     "runtime.steps": "errors ops config models plans",
     "runtime.memory": "errors ops config models plans runtime.steps",
     "runtime.blocks": "errors ops config planners models plans runtime.steps runtime.memory",

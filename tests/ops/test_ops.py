@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.ops import matching
+from tokenmerge.ops.arithmetic import arithmetic
 from tokenmerge.ops.matching import bipartite_soft_matching
 from tokenmerge.ops.partition import strided_partition
 
@@ -43,10 +44,27 @@ def test_the_draw_is_uniform(seed, timestep):
     assert (counts - 1024).abs().max() < 6 * (4096 * 0.25 * 0.75) ** 0.5
 
 
-def test_neighbouring_steps_draw_independently():
-    """Each of 4096 cells agrees with probability 1/4: 1024 expected, standard deviation 27.7."""
-    same = (destinations(0, 7, 128, 128) == destinations(0, 8, 128, 128)).sum()
-    assert abs(same - 1024) < 6 * 27.7
+def bits(timestep: float) -> int:
+    """The number of the step with this timestep."""
+    return arithmetic().bits(torch.tensor(timestep)).item()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (7, 8),
+        (7, 9),
+        (0, 2**29),
+        (bits(999.0), bits(998.0)),
+        (bits(1.0), bits(0.5)),
+        (bits(981.0), bits(1.0)),
+    ],
+)
+def test_two_steps_draw_independently(one, other):
+    """Of 4096 cells, 1024 are expected to be 0, 1, 2 or 3 places further on, with standard deviation 27.7."""
+    places = [arithmetic().choices(4, (0, torch.tensor(step)), 4096, "cpu") for step in (one, other)]
+    counts = torch.bincount((places[0] - places[1]) % 4, minlength=4)
+    assert (counts - 1024).abs().max() < 6 * 27.7
 
 
 def test_matching_in_slices_is_matching_at_once(monkeypatch):

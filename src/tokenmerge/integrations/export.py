@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tokenmerge.ops.arithmetic import FACTORS, Arithmetic, Draw, use_in_exports
+from tokenmerge.ops.arithmetic import FACTORS, STEP_FACTOR, Arithmetic, Draw, avalanche, use_in_exports
 
 Limbs = tuple[Tensor, Tensor, Tensor]  # the lowest first
 
@@ -38,10 +38,11 @@ class ExportedArithmetic(Arithmetic):
         found = (exponent - (exponent > 0).to(torch.int64)) * 2**23 + digits
         return torch.where(value < 0, found - 2**31, found)
 
-    def remainders(self, size: int, draw: Draw, n: int, device: torch.device | str | None) -> Tensor:
-        """Compute from limbs."""
+    def choices(self, size: int, draw: Draw, n: int, device: torch.device | str | None) -> Tensor:
+        """Compute ``hash * size >> 32`` from limbs."""
         low, middle, high = _limbs(*draw, n, device)
-        return (high * (2 ** (2 * _LIMB) % size) + middle * (2**_LIMB % size) + low) % size
+        carried = (low * size >> _LIMB) + middle * size
+        return ((carried >> _LIMB) + high * size) >> (32 - 2 * _LIMB)
 
     def upper_bits(self, draw: Draw, n: int, device: torch.device | str | None) -> Tensor:
         """Compute from limbs."""
@@ -59,14 +60,20 @@ class ExportedArithmetic(Arithmetic):
 
 def hash_in_limbs(seed: int, step: Tensor, place: Tensor) -> Limbs:
     """As :func:`tokenmerge.ops.arithmetic.hash_of`, in limbs."""
-    state = _split(seed)
-    for counter in (step, place):
-        low, middle, high = (limb ^ other for limb, other in zip(state, _split(counter), strict=True))
-        state = low, middle, high
-        for shift, factor in zip((16, 15), FACTORS, strict=True):
-            state = _times(_xor_shifted(state, shift), factor)
-        state = _xor_shifted(state, 16)
-    return state
+    of_place = _avalanche(_xor(_split(place), _split(avalanche(seed & 0xFFFFFFFF))))
+    low, middle, high = _times(_split(step), _split(STEP_FACTOR))
+    return _times(of_place, (low | 1, middle, high))
+
+
+def _avalanche(state: Limbs) -> Limbs:
+    """As :func:`tokenmerge.ops.arithmetic.avalanche`, in limbs."""
+    for shift, factor in zip((16, 15), FACTORS, strict=True):
+        state = _times(_xor_shifted(state, shift), _split(factor))
+    return _xor_shifted(state, 16)
+
+
+def _xor(x: Limbs, y: Limbs) -> Limbs:
+    return x[0] ^ y[0], x[1] ^ y[1], x[2] ^ y[2]
 
 
 _found: Any = WeakTensorKeyDictionary()
@@ -93,10 +100,10 @@ def _xor_shifted(x: Limbs, shift: int) -> Limbs:
     return low ^ down, middle ^ (high >> bits), high
 
 
-def _times(x: Limbs, factor: int) -> Limbs:
+def _times(x: Limbs, factor: Limbs) -> Limbs:
     """``x * factor`` modulo 2³²: each limb of the result is the sum of up to three products of 22 bits."""
     low, middle, high = x
-    a, b, c = _split(factor)
+    a, b, c = factor
     first = low * a
     second = low * b + middle * a + (first >> _LIMB)
     third = low * c + middle * b + high * a + (second >> _LIMB)

@@ -50,7 +50,7 @@ def partition(
     outside = [tokens[: rows * height, columns * width :].ravel(), tokens[rows * height :].ravel()]
     if draw is not None:
         # The destination comes first; the others follow it round the cell.
-        first = _hash(*draw, np.arange(rows * columns, dtype=np.int64)) % len(inside)
+        first = _hash(*draw, np.arange(rows * columns, dtype=np.int64)) * len(inside) >> 32
         inside = np.take_along_axis(inside, (np.arange(len(inside))[:, None] + first) % len(inside), axis=0)
     src, dst = np.concatenate([inside[1:].ravel(), *outside]), inside[0].copy()
     src.flags.writeable = dst.flags.writeable = False
@@ -70,15 +70,17 @@ def own_cell(grid: tuple[int, int], cell: tuple[int, int], tokens: np.ndarray) -
 
 
 def _hash(seed: int, step: int, place: np.ndarray) -> np.ndarray:
-    """Make uniform 32-bit integers from three counters, as ``hash_of`` of ``tokenmerge.ops.arithmetic``."""
-    # As int64, products of 32 and 31 bits do not overflow.
-    state = np.full(place.shape, seed & _MASK32, dtype=np.int64)
-    for counter in (step & _MASK32, place):
-        state = state ^ counter
-        state = (state ^ (state >> 16)) * 0x7FEB352D & _MASK32
-        state = (state ^ (state >> 15)) * 0x846CA68B & _MASK32
-        state = state ^ (state >> 16)
-    return state
+    """Make 32-bit integers from three counters, as ``hash_of`` of ``tokenmerge.ops.arithmetic``."""
+    first = _avalanche(np.array(seed & _MASK32, dtype=np.int64))
+    of_step = (step * 0x9E3779B4 + 1) & _MASK32
+    return _avalanche(place.astype(np.int64) ^ first) * of_step & _MASK32
+
+
+def _avalanche(state: np.ndarray) -> np.ndarray:
+    # Products of int64 wrap around, which leaves their lower 32 bits right.
+    state = (state ^ (state >> 16)) * 0x7FEB352D & _MASK32
+    state = (state ^ (state >> 15)) * 0x846CA68B & _MASK32
+    return state ^ (state >> 16)
 
 
 class Plan(NamedTuple):

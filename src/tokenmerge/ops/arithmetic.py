@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from tokenmerge.ops.once import Device, first_numbers, once
 Draw = tuple[int, Tensor]  # a seed, and the number of a step as a 0-dimensional integer tensor
 
 FACTORS = (0x7FEB352D, 0x846CA68B)  # of the avalanche function "lowbias32"
+STEP_FACTOR = 0x9E3779B4  # 2³² divided by the golden ratio, as a multiple of four: small steps become large
 _MASK32 = 0xFFFFFFFF
 
 
@@ -24,13 +27,17 @@ class Arithmetic:
         """
         return value.view(torch.int32).to(torch.int64)
 
-    def remainders(self, size: int, draw: Draw, n: int, device: Device) -> Tensor:
-        """Return the hashes of n places modulo ``size``: ``[n]``.
+    def choices(self, size: int, draw: Draw, n: int, device: Device) -> Tensor:
+        """Return a drawn integer 0 … ``size`` − 1 for each of n places: ``[n]``.
 
-        >>> Arithmetic().remainders(4, (0, torch.tensor(7)), 8, "cpu").tolist()
-        [0, 2, 2, 2, 0, 1, 2, 2]
+        >>> Arithmetic().choices(4, (0, torch.tensor(7)), 8, "cpu").tolist()
+        [0, 1, 3, 1, 3, 0, 0, 3]
         """
-        return hash_of(*draw, first_numbers(n, device)) % size
+        state = _mixed(*draw, first_numbers(n, device))
+        bits = size.bit_length() - 1
+        if size == 1 << bits:  # one launch less than below, and the same numbers
+            return (state >> (32 - bits)) & (size - 1)
+        return (state & _MASK32) * size >> 32
 
     def upper_bits(self, draw: Draw, n: int, device: Device) -> Tensor:
         """Return the upper 23 bits of the hashes of n places, as integers: ``[n]``."""
@@ -45,22 +52,31 @@ class Arithmetic:
 
 
 def hash_of(seed: int, step: Tensor, place: Tensor) -> Tensor:
-    """Return uniform 32-bit integers from three counters, of the shape of ``place``, 0 ≤ place < 2³²."""
-    # Each counter is added by an exclusive or. Then the state passes through x ^ x >> 16, two products, and
-    # x ^ x >> 16 again. This step is linear, and for 32 bits its own inverse. So the one before the place is
-    # added and the one after it cancel, and remain for the place alone.
-    first, state = seed & _MASK32, step & _MASK32
-    state = _multiplied(_folded(state ^ first if first else state))
-    return _folded(_multiplied(state ^ once(place, "folded", lambda: _folded(place))))
+    """Return pseudo-random 32-bit integers from three counters, of the shape of ``place``, 0 ≤ place < 2³².
+
+    All that does not depend on the step is computed once: a random number P of each place. The hash is the
+    lower half of P · (C · step + 1), where C is a multiple of four. Of two steps, these factors are odd and
+    differ by a multiple of four, so what differs between the two upper bits of both products depends on the
+    lower bits of P alone. The lower bits of the result are worse. The two upper bits of the step do not
+    count: for timesteps, those are the sign, and what tells 2 from 0.
+    """
+    return _mixed(seed, step, place) & _MASK32
 
 
-def _folded(state: Tensor) -> Tensor:
+def _mixed(seed: int, step: Tensor, place: Tensor) -> Tensor:
+    """Return the hash in the lower 32 bits of integers."""
+    of_places = once(place, ("hashed", seed), lambda: avalanche(place ^ avalanche(seed & _MASK32)))
+    return of_places * (step * STEP_FACTOR + 1)
+
+
+def avalanche(state: Any) -> Any:
+    """Return 32-bit integers of which each bit depends on all bits of ``state``, which has 32 bits too.
+
+    This is "lowbias32" of C. Wellons, public domain. It takes integers or tensors of them.
+    """
+    state = (state ^ (state >> 16)) * FACTORS[0] & _MASK32
+    state = (state ^ (state >> 15)) * FACTORS[1] & _MASK32
     return state ^ (state >> 16)
-
-
-def _multiplied(state: Tensor) -> Tensor:
-    state = state * FACTORS[0] & _MASK32
-    return (state ^ (state >> 15)) * FACTORS[1] & _MASK32
 
 
 _pytorch = _in_exports = Arithmetic()

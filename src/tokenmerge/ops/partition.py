@@ -2,8 +2,6 @@
 
 The destination of each cell is drawn at random, by a seed, the denoising step and the cell alone. So the
 draws need no generator, are the same for all images of a batch, and can be recomputed in a backward pass.
-These three counters pass one after another through the avalanche function "lowbias32" (C. Wellons, public
-domain): if one input bit changes, each bit of the 32-bit result changes with probability 1/2.
 """
 
 from __future__ import annotations
@@ -111,7 +109,7 @@ def strided_partition(
         return _partition_without_draw(grid, cell, device)
     inside, outside = whole_cells(grid, cell, device)
     size, count = inside.shape
-    return partition_at(inside, outside, arithmetic().remainders(size, draw, count, device))
+    return partition_at(inside, outside, arithmetic().choices(size, draw, count, device))
 
 
 @made_once

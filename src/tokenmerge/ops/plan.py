@@ -38,7 +38,8 @@ class IndexPlan(NamedTuple):
 
     def kept(self) -> Tensor:
         """``[b, m]``: index 0 … n−1 of the token whose place each merged token takes."""
-        return self.keep % self.inverse.shape[1]
+        b, n = self.inverse.shape
+        return self.keep if b == 1 else self.keep % n
 
     def merge(self, x: Tensor) -> Tensor:
         """Replace merged tokens by their mean: ``[b, n, c]`` → ``[b, m, c]``, differentiable.

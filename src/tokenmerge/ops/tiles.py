@@ -23,9 +23,10 @@ def tiled_matching(
 ) -> tuple[Tensor, Tensor]:
     """Connect each source to its most similar destination in the tile around it.
 
-    The cells are divided into boxes, of ``sides`` cells along each axis, even numbers. The sources of a box
-    are compared with the destinations of a window around it, twice as long along each axis. If one box covers
-    the grid, and cells divide its rows and columns, the result is that of ``bipartite_soft_matching``.
+    The cells are divided into boxes, of at most ``sides`` cells along each axis, even numbers. The sources of
+    a box are compared with the destinations of a window around it, up to twice as long along each axis. If
+    one box covers the grid, and cells divide its rows and columns, the result is that of
+    ``bipartite_soft_matching``.
     ``src`` ``[s]`` and ``dst`` ``[d]`` are those of ``strided_partition`` for this grid and cell.
     """
     sources, lengths, destinations = compared(features, src, dst)
@@ -161,21 +162,42 @@ def _padded(runs: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.cat([run, run[-1:].expand(longest - len(run))]) for run in runs])
 
 
+def boxes_along(cells: int, side: int) -> list[tuple[int, int]]:
+    """Return where the boxes along an axis begin and end: as few as there must be, of about the same length.
+
+    >>> boxes_along(26, 16), boxes_along(16, 16), boxes_along(35, 16)
+    ([(0, 13), (13, 26)], [(0, 16)], [(0, 11), (11, 23), (23, 35)])
+    """
+    count = -(-cells // side)
+    bounds = [i * cells // count for i in range(count + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+def window_of(box: tuple[int, int], cells: int, side: int) -> tuple[int, int]:
+    """Return where the window around a box begins and ends: half a side longer at each end.
+
+    >>> window_of((13, 26), 26, 16)
+    (5, 26)
+    """
+    start, end = box
+    return max(0, start - side // 2), min(cells, end + side // 2)
+
+
 def _tiles(
     grid: Sides, cell: Sides, sides: Sides, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor, tuple[slice, ...] | None]]:
     """Yield for each box its cells, the cells of the window around it, and its place in a frame, in tokens.
 
-    A window is half a side longer at each end of each axis. The place is None unless its box is last in time.
+    The place is None unless its box is last in time.
     """
     counts = [side // stride for side, stride in zip(grid, cell, strict=True)]
     index = torch.arange(num_tokens(counts), device=device).view(counts)
-    for starts in itertools.product(*map(range, [0] * len(counts), counts, sides)):
+    axes = [boxes_along(count, side) for count, side in zip(counts, sides, strict=True)]
+    for box in itertools.product(*axes):
         tile, window, in_frame = [], [], []
-        for start, side, stride, count in zip(starts, sides, cell, counts, strict=True):
-            end = start + side
+        for (start, end), side, stride, count in zip(box, sides, cell, counts, strict=True):
             tile.append(slice(start, end))
-            window.append(slice(max(0, start - side // 2), end + side // 2))
+            window.append(slice(*window_of((start, end), count, side)))
             in_frame.append(slice(start * stride, end * stride if end < count else None))
         outside = (slice(None), *in_frame[1:]) if tile[0].stop >= counts[0] else None
         yield index[tuple(tile)].flatten(), index[tuple(window)].flatten(), outside

@@ -12,11 +12,13 @@ from typing import Any, Literal, NamedTuple
 from tokenmerge.config import ToMeConfig
 from tokenmerge.models.base import Host
 from tokenmerge.models.work import Part, Planning, Share, Work, work_of
+from tokenmerge.ops.tiles import boxes_along, window_of
 from tokenmerge.plans import policy
 
 ModelClass = Literal["unet", "transformer", "other"]
-# Sides of a box of cells whose tokens are compared, and how far the window around it reaches further.
-_BOX, _MARGIN = 16, 8
+# The longest side of a box of cells whose tokens are compared with those of a window around it, as in the
+# planner "tiled".
+_BOX = 16
 _DENSE = ToMeConfig(ratio=0.0)
 
 
@@ -162,11 +164,13 @@ def _of_plan(facts: Facts, merging: ToMeConfig, plan: Planning) -> float:
 def _compared(cells: int) -> int:
     """Return the pairs of cells that are compared along an axis: those of each box with the window around it.
 
-    On an accelerator, the boxes and windows at the ends are filled up to the size of the largest ones.
+    On an accelerator, smaller boxes and windows are filled up to the size of the largest ones.
 
     >>> _compared(12), _compared(16), _compared(24), _compared(64)
-    (144, 256, 768, 2048)
+    (144, 256, 480, 2048)
     """
-    boxes = range(0, cells, _BOX)
-    windows = [min(cells, start + _BOX + _MARGIN) - max(0, start - _MARGIN) for start in boxes]
-    return len(boxes) * min(cells, _BOX) * max(windows)
+    boxes = boxes_along(cells, _BOX)
+    windows = [window_of(box, cells, _BOX) for box in boxes]
+    longest_box = max(end - start for start, end in boxes)
+    longest_window = max(end - start for start, end in windows)
+    return len(boxes) * longest_box * longest_window

@@ -43,7 +43,7 @@ def test_limbs_and_all_that_leads_to_them_fit_in_24_bits(monkeypatch):
 class Draws(torch.nn.Module):
     def forward(self, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
         draw, ours = (3, step), arithmetic()
-        below_4, below_6 = (ours.remainders(size, draw, 600, None) for size in (4, 6))
+        below_4, below_6 = (ours.choices(size, draw, 600, None) for size in (4, 6))
         return below_4, below_6, uniform_noise(draw, 600)
 
 

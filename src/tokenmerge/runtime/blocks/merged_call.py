@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Layout, TokenArgument
 from tokenmerge.models.call import HostCall
-from tokenmerge.ops.once import once
+from tokenmerge.ops.once import first_numbers, once
 from tokenmerge.ops.plan import IndexPlan, Plan, keep_destinations
 from tokenmerge.runtime.memory.caches import Tensors
 from tokenmerge.runtime.memory.state import LayerState
@@ -269,7 +269,7 @@ def _entries(plan: Plan, text: int, layout: Layout) -> Tensor:
     if text == 0:
         return kept
     b, n = plan.inverse.shape
-    beside = torch.arange(text, device=kept.device).expand(b, -1)
+    beside = first_numbers(text, kept.device).expand(b, -1)
     return torch.cat([beside, kept + text] if layout.text == "first" else [kept, beside + n], dim=1)
 
 
