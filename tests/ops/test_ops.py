@@ -54,7 +54,7 @@ def bits(timestep: float) -> int:
     [
         (7, 8),
         (7, 9),
-        (0, 2**29),
+        (bits(512.0), bits(256.0)),
         (bits(999.0), bits(998.0)),
         (bits(1.0), bits(0.5)),
         (bits(981.0), bits(1.0)),
