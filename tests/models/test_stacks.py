@@ -42,16 +42,19 @@ def decibels(found: Tensor, wanted: Tensor) -> float:
     return math.inf if error == 0 else 10 * math.log10(wanted.square().mean().item() / error)
 
 
-def samples(family: Family) -> list[dict[str, Any]]:
+def samples(family: Family, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
     """The arguments of a call in each step: the samples change a little, as in a generation."""
-    first = family.inputs(2, 8, 8)
+    first = {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in family.inputs(2, 8, 8).items()
+    }
     generator = torch.Generator().manual_seed(1)
 
     def moved(name: str, value: Any) -> Any:
         is_sample = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 2
         if not is_sample or "text" in name or "encoder" in name or "rotary" in name or "ids" in name:
             return value
-        return value + 0.05 * torch.randn(value.shape, generator=generator)
+        return value + 0.05 * torch.randn(value.shape, generator=generator, dtype=dtype)
 
     return [{name: moved(name, value) for name, value in first.items()} for _ in range(_STEPS)]
 
@@ -60,7 +63,7 @@ def generation(model: nn.Module, family: Family, **changes: Any) -> list[Tensor]
     """The results of the steps of one generation."""
     patch = apply_token_merging(model, settings(family, **{**_STACKS, **changes}))
     results = []
-    for index, arguments in enumerate(samples(family)):
+    for index, arguments in enumerate(samples(family, next(model.parameters()).dtype)):
         patch.at_step(index, _STEPS + 1)
         results.append(call(model, arguments))
     patch.remove()
@@ -79,6 +82,10 @@ def is_unet(model: nn.Module) -> bool:
     return any(block.grid is not None for block in find_hosts(model)[0].blocks)
 
 
+# In float32, rounding would sort edges of its residuals that are almost equal.
+_WITH_EQUAL_EDGES = ("Latte",)
+
+
 @EVERY
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_stack_is_what_its_blocks_are_one_by_one(family, kind, monkeypatch):
@@ -87,6 +94,8 @@ def test_a_stack_is_what_its_blocks_are_one_by_one(family, kind, monkeypatch):
         pytest.skip("no block of it can run as a whole")
     if is_unet(model) and "features" in changes:
         pytest.skip("these features are for transformers; here equal edges are sorted by rounding")
+    if type(model).__name__.startswith(_WITH_EQUAL_EDGES):
+        model.double()
     wanted = block_by_block(monkeypatch, model, family, **changes)
     for found, one in zip(generation(model, family, **changes), wanted, strict=True):
         assert decibels(found, one) >= _DECIBELS
