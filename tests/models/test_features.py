@@ -247,19 +247,21 @@ def test_the_report_counts_what_a_generation_caches(name):
     assert any("features='residual'" in note for note in counted.notes)
 
 
+SHARED = PlanSharing(blocks=True)
+
+
 @pytest.mark.parametrize(
     ("features", "others"),
     [
         ("residual", {"scope": "block", "correction": Correction(every=2)}),
-        ("model_residual", {"reuse": StepReuse(every=2)}),
+        ("model_residual", {"plans": SHARED, "reuse": StepReuse(every=2)}),
+        ("model_residual", {"plans": SHARED, "scope": "block", "correction": Correction(every=2)}),
     ],
 )
 def test_residuals_that_are_cached_anyway_cost_no_memory(features, others):
     model = model_of(SD3)
     counted = [
-        apply_token_merging(model, settings(SD3, **own, plans=PlanSharing(blocks=True), **others))
-        .report(height=16, width=16)
-        .kept_bytes
+        apply_token_merging(model, settings(SD3, **own, **others)).report(height=16, width=16).kept_bytes
         for own in ({}, {"features": features})
     ]
     assert counted[0] == counted[1] > 0

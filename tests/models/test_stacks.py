@@ -73,7 +73,7 @@ def generation(model: nn.Module, family: Family, **changes: Any) -> list[Tensor]
 def block_by_block(monkeypatch: pytest.MonkeyPatch, *args: Any, **changes: Any) -> list[Tensor]:
     """The results where each block merges by itself."""
     with monkeypatch.context() as patched:
-        patched.setattr(stack, "_merges_in_stacks", lambda *_: False)
+        patched.setattr(stack, "merges_in_stacks", lambda *_: False)
         return generation(*args, **changes)
 
 
@@ -225,7 +225,7 @@ def test_skipped_layers_belong_to_the_stack(sd3, monkeypatch):
     inputs = family.inputs(2, 8, 8) | {"skip_layers": [1]}
     changes = settings(family, **_STACKS)
     with monkeypatch.context() as patched:
-        patched.setattr(stack, "_merges_in_stacks", lambda *_: False)
+        patched.setattr(stack, "merges_in_stacks", lambda *_: False)
         patch = apply_token_merging(model, changes)
         wanted = call(model, inputs)
         patch.remove()

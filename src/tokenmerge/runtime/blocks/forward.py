@@ -49,7 +49,9 @@ def block_call(original: HostMethod) -> Callable:
             count_call(state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         # A block that is compiled alone is in its stack outside its graph.
-        return with_caches(state, call, _block) if generates else _block(state, call)
+        if generates and (state.model.context.has_stacks or state.model.caches_results):
+            return with_caches(state, call, _block)
+        return _block(state, call)
 
     return forward
 
@@ -113,7 +115,9 @@ def with_caches(state: BlockState, call: HostCall, run: Callable[[BlockState, Ho
     own = functools.partial(run, state)
     if caches_residual(state):
         own = functools.partial(with_cached_residual, state, own)
-    return call_in_stack(state, call, own) if is_in_stack(state) else own(call)
+    if state.model.context.has_stacks and is_in_stack(state):
+        return call_in_stack(state, call, own)
+    return own(call)
 
 
 def _block(state: BlockState, call: HostCall) -> Any:

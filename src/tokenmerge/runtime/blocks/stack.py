@@ -163,17 +163,20 @@ def is_in_stack(state: BlockState) -> bool:
     context = state.model.context
     if is_skipped(state) or (state.level, "model_residual") in context.caches_features:
         return True
-    return _merges_in_stacks(state, context.settings[state.level])
+    settings = context.settings[state.level]
+    return merges_in_stacks(context.shares_plans, settings) and state.block_layout is not None
 
 
-def _merges_in_stacks(state: BlockState, settings: MergeSettings) -> bool:
-    # A soft plan keeps a merge for each block: merging what it unmerged changes the tokens. So does a planner
-    # that compares what a single block added.
+def merges_in_stacks(shares_plans: bool, settings: MergeSettings) -> bool:
+    """Return whether blocks with these settings merge once for a stack, where they can merge as a whole.
+
+    A soft plan keeps a merge for each block, since merging what it unmerged changes the tokens. So does a
+    planner that compares what a single block added.
+    """
     return (
-        settings.scope == "block"
+        shares_plans
+        and settings.scope == "block"
         and settings.merges
-        and state.model.context.shares_plans
-        and state.block_layout is not None
         and settings.planner not in SOFT_PLANNERS
         and settings.features != "residual"
     )
@@ -181,10 +184,12 @@ def _merges_in_stacks(state: BlockState, settings: MergeSettings) -> bool:
 
 def _settings_of_merge(state: BlockState, call: HostCall) -> MergeSettings | None:
     """Return the settings by which a block merges as a whole here; None if it does not, in any step."""
-    settings = state.model.context.settings[state.level]
-    if not _merges_in_stacks(state, settings) or state.threads.value.cache.dense:
+    context = state.model.context
+    settings = context.settings[state.level]
+    if not merges_in_stacks(context.shares_plans, settings):
         return None
-    assert state.block_layout is not None
+    if state.block_layout is None or state.threads.value.cache.dense:
+        return None
     if call.has(state.block_layout.dense_if) or not sequence_in(state, settings).removed:
         return None
     return settings

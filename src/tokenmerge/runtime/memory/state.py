@@ -69,6 +69,7 @@ class CallContext:
     shares_plans: bool = False  # blocks with the same grid have one plan, so stacks of them can merge once
     caches_features: frozenset[tuple[int, str]] = frozenset()  # level and kind, for plans of a later step
     blocks_are_dense: bool = False  # nothing merges, is skipped or is cached in blocks
+    has_stacks: bool = False  # blocks merge once for a stack of them, or what a stack adds is cached
     decision: Decision = dataclasses.field(default_factory=Decision)
     guidance_copies: int = 1  # how many times the batch holds each sample, for as many prompts
     # In a graph and on accelerators, whether it does hold equal samples; None: it does.

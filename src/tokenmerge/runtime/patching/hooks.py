@@ -18,7 +18,7 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.base import Grid
 from tokenmerge.ops.once import first_numbers
 from tokenmerge.plans.generation import Merging, Runs
-from tokenmerge.runtime.blocks.stack import end_stack
+from tokenmerge.runtime.blocks.stack import end_stack, merges_in_stacks
 from tokenmerge.runtime.memory.run_log import RunLog, StepKind, StepLog, shown_by
 from tokenmerge.runtime.memory.state import STATE, CallContext, Kept, Memory, ModelState, StageState
 from tokenmerge.runtime.memory.uses import CHANGES, mark_in
@@ -105,6 +105,9 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         or (step is not None and torch.is_grad_enabled()),
         shares_plans=config.plans.blocks,
         caches_features=cached,
+        has_stacks=(decision.caches and state.skips_blocks)
+        or any(own == "model_residual" for _, own in cached)
+        or any(merges_in_stacks(config.plans.blocks, own) for own in settings.values()),
         blocks_are_dense=not (merges or cached or (decision.caches and state.skips_blocks)),
         decision=decision,
         guidance_copies=copies,
