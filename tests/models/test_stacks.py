@@ -83,7 +83,7 @@ def is_unet(model: nn.Module) -> bool:
 
 
 # In float32, rounding would sort edges of its residuals that are almost equal.
-_WITH_EQUAL_EDGES = ("Latte",)
+_WITH_EQUAL_EDGES = ("Latte", "LTX")
 
 
 @EVERY
@@ -101,23 +101,37 @@ def test_a_stack_is_what_its_blocks_are_one_by_one(family, kind, monkeypatch):
         assert decibels(found, one) >= _DECIBELS
 
 
-# Between their blocks, these models add a control, a face or motion, run blocks over other axes, or put text
-# and image into one sequence.
-_READ_BETWEEN = ("WanVACE", "WanAnimate", "Latte", "Chroma")
+# How many stacks a model has, by the beginning of its class; 1 is the default. The others add a control, a
+# face or motion between blocks, run blocks over other axes, put text and image into one sequence, or have a
+# list of blocks for the image alone before the others. FIBO joins another text embedding for each block.
+_STACKS_OF = {
+    "AuraFlow": 2,
+    "BriaFibo": None,
+    "Chroma": 2,
+    "Flux2": 2,
+    "Latte": None,
+    "Lumina2": 2,
+    "UVit": 3,
+    "WanAnimate": None,
+    "WanVACE": None,
+    "ZImage": 2,
+}
 
 
 @EVERY
 def test_the_blocks_of_a_transformer_merge_once(family, monkeypatch):
     model = model_of(family)
     host = find_hosts(model)[0]
-    reads = host.controlnet or type(model).__name__.startswith(_READ_BETWEEN)
-    if is_unet(model) or reads or not all(block.block_layout is not None for block in host.blocks):
-        pytest.skip("it has no single stack")
+    named = [stacks for name, stacks in _STACKS_OF.items() if type(model).__name__.startswith(name)]
+    (stacks,) = named or [1]
+    can_merge = all(block.block_layout is not None for block in host.blocks)
+    if is_unet(model) or host.controlnet or stacks is None or not can_merge:
+        pytest.skip("how many stacks it has depends on what stands between its blocks")
     unmerged = []
     own = IndexPlan.unmerge
     monkeypatch.setattr(IndexPlan, "unmerge", lambda plan, y: unmerged.append(0) or own(plan, y))
     generation(model, family)
-    assert len(unmerged) == _STEPS
+    assert len(unmerged) == stacks * _STEPS
 
 
 @pytest.fixture

@@ -164,7 +164,7 @@ def is_in_stack(state: BlockState) -> bool:
     if is_skipped(state) or (state.level, "model_residual") in context.caches_features:
         return True
     settings = context.settings[state.level]
-    return merges_in_stacks(context.shares_plans, settings) and state.block_layout is not None
+    return state.merges and merges_in_stacks(context.shares_plans, settings)
 
 
 def merges_in_stacks(shares_plans: bool, settings: MergeSettings) -> bool:
@@ -188,7 +188,9 @@ def _settings_of_merge(state: BlockState, call: HostCall) -> MergeSettings | Non
     settings = context.settings[state.level]
     if not merges_in_stacks(context.shares_plans, settings):
         return None
-    if state.block_layout is None or state.threads.value.cache.dense:
+    if not state.merges or state.block_layout is None or state.threads.value.cache.dense:
+        return None
+    if len(state.block_layout.outputs) > 1:  # what else it returns for each token is for somebody else
         return None
     if call.has(state.block_layout.dense_if) or not sequence_in(state, settings).removed:
         return None
@@ -292,22 +294,36 @@ def _begin(
 
 def _prepared(state: BlockState, stack: Stack, call: HostCall) -> HostCall:
     """Return the call of a block with the tokens of its stack, and note for its layers what merges."""
-    if stack.settings is None:
-        return _with_tokens(state, call, stack.value)
-    block = state.threads.value
-    if stack.plan is None:
-        block.running = BlockMerge(stack.settings)
-        return _with_tokens(state, call, stack.value)
-    block.running = BlockMerge(
-        stack.settings, False, len(stack.value), stack.n, stack.plan, merges_in_stack=True
-    )
-    if stack.blocks:
-        note_plan(state, stack.settings)
-    layout, pictures = state.block_layout, 1
-    assert layout is not None
-    if not layout.batched:
-        pictures = pictures_of(state.model.context, len(stack.plan.keep))
-    return with_merged_tokens(call, layout, stack.plan, stack.value, stack.settings.combine, pictures)
+    block, layout = state.threads.value, state.block_layout or state.layout
+    known = _from_the_stack(call, layout, stack)
+    if stack.settings is None or stack.plan is None:
+        if stack.settings is not None:
+            block.running = BlockMerge(stack.settings)
+        now = _with_tokens(state, call, stack.value)
+    else:
+        block.running = BlockMerge(
+            stack.settings, False, len(stack.value), stack.n, stack.plan, merges_in_stack=True
+        )
+        if stack.blocks:
+            note_plan(state, stack.settings)
+        pictures = 1 if layout.batched else pictures_of(state.model.context, len(stack.plan.keep))
+        for name in known:  # they are merged already
+            call = call.replaced(name, None)
+        combine = stack.settings.combine
+        now = with_merged_tokens(call, layout, stack.plan, stack.value, combine, pictures)
+    for name, value in known.items():
+        now = now.replaced(name, value)
+    return now
+
+
+def _from_the_stack(call: HostCall, layout: Layout, stack: Stack) -> dict[str, Tensor]:
+    """Return the arguments of a call that are tokens of its own stack, by a skip connection."""
+    found: dict[str, Tensor] = {}
+    for argument in layout.token_arguments if stack.blocks else ():
+        value = call.argument(argument.name)
+        if argument.combined and isinstance(value, StackTokens) and value.stack is stack:
+            found[argument.name] = value.value
+    return found
 
 
 def _with_tokens(state: BlockState, call: HostCall, tokens: Tensor) -> HostCall:
