@@ -394,6 +394,22 @@ def test_dpm_plus_plus_and_plms_are_what_their_names_say(pipe):
     assert pipe.scheduler.config.skip_prk_steps
 
 
+@pytest.mark.parametrize("name", ["ddim", "ddpm", "lcm"])
+def test_latents_are_not_clipped_unless_the_pipeline_says_so(pipe, name):
+    """Solvers that clip by default clip to the range of pictures, and latents have another one."""
+    before, wanted = diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear"), SCHEDULER_NAMES[name]
+    given = {"beta_schedule": "scaled_linear", "clip_sample": True}
+    for present, has_latents in ((before, True), (before, False), (diffusers.DDPMScheduler(**given), True)):
+        is_changed = has_latents and present is before
+        pipe.scheduler, vae = present, pipe.vae
+        pipe.vae = vae if has_latents else None
+        set_scheduler(pipe, wanted)
+        pipe.vae = vae
+        default = inspect.signature(type(pipe.scheduler).__init__).parameters["clip_sample"].default
+        expected = False if is_changed else present.config.get("clip_sample", default)
+        assert pipe.scheduler.config.clip_sample is expected
+
+
 def test_a_class_name_is_a_scheduler_name_too():
     assert scheduler_class_name("KDPM2DiscreteScheduler") == "KDPM2DiscreteScheduler"
     assert scheduler_class_name("DDIM") == "DDIMScheduler"

@@ -115,7 +115,12 @@ def set_scheduler(pipe: DiffusionPipeline, name: str) -> None:
             f"scheduler: {wanted.__name__} does not fit a model made for {type(present).__name__}; "
             f"use one of {', '.join(compatible)}"
         )
-    pipe.scheduler = wanted.from_config(present.config, **_SCHEDULER_SETTINGS.get(wanted.__name__, {}))
+    settings = dict(_SCHEDULER_SETTINGS.get(wanted.__name__, {}))
+    clips = inspect.signature(wanted.__init__).parameters.get("clip_sample")
+    # Some solvers clip by default what a model predicts, to the range of pictures. Latents have another one.
+    if clips is not None and "clip_sample" not in present.config and getattr(pipe, "vae", None) is not None:
+        settings["clip_sample"] = False
+    pipe.scheduler = wanted.from_config(present.config, **settings)
 
 
 def attention_choice(field: str, name: Any) -> str:
