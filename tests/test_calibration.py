@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,13 +75,13 @@ def test_grids_are_timed_where_an_offloaded_model_runs(monkeypatch):
     assert asked == [torch.device("cuda:0")]
 
 
-def test_a_measurement_in_which_nothing_gains_is_kept_for_a_week(monkeypatch):
+def test_a_measurement_is_kept_for_three_months_or_for_a_week_if_nothing_gains(monkeypatch):
     """A device on which merging never pays is not timed at each patching.
 
-    But a machine that is busy for a moment must not keep models dense for ever.
+    But a machine that is busy for a moment must not decide for ever.
     """
     never, day = (2 * calibration.SIDES[-1]) ** 2, 24 * 3600
-    found, now = iter([never, never, 256]), [1.8e9]
+    found, now = iter([never, never, 256, 576]), [1.8e9]
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: next(found))
     monkeypatch.setattr(calibration.time, "time", lambda: now[0])
     assert [calibration.fewest_tokens(Attention(MPS, torch.float32)) for _ in range(3)] == [never] * 3
@@ -89,8 +91,10 @@ def test_a_measurement_in_which_nothing_gains_is_kept_for_a_week(monkeypatch):
     assert calibration.fewest_tokens(Attention(MPS, torch.float32)) == never
     now[0] += 2 * day
     assert calibration.fewest_tokens(Attention(MPS, torch.float32)) == 256
-    now[0] += 400 * day
+    now[0] += 90 * day
     assert calibration.fewest_tokens(Attention(MPS, torch.float32)) == 256
+    now[0] += 2 * day
+    assert calibration.fewest_tokens(Attention(MPS, torch.float32)) == 576
 
 
 def test_merging_has_to_pay_on_all_larger_grids_too(monkeypatch):
@@ -246,6 +250,62 @@ def test_a_cache_that_fails_is_no_matter(failing, own_cache, monkeypatch):
         monkeypatch.setattr(calibration.tempfile, "gettempdir", lambda: str(own_cache))
     assert calibration.fewest_tokens(Attention(MPS, torch.float32)) == 256
     assert calibration.fewest_tokens(Attention(MPS, torch.float32)) == 256
+    assert not [path for path in own_cache.rglob("*") if path.is_file()]
+
+
+def test_without_a_home_folder_each_process_measures_once(own_cache, monkeypatch):
+    """A folder for temporary files is everybody's, and others may have put a link there."""
+    measured = iter([256])
+
+    def fail() -> None:
+        raise RuntimeError
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("LOCALAPPDATA", raising=False)
+    monkeypatch.setattr(calibration.Path, "home", fail)
+    monkeypatch.setattr(calibration.tempfile, "gettempdir", lambda: str(own_cache))
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: next(measured))
+    monkeypatch.setattr(calibration, "_of_process", {})
+    assert calibration.cache_file() is None
+    assert [calibration.fewest_tokens(Attention(MPS, torch.float32)) for _ in range(2)] == [256, 256]
+    assert not [*own_cache.iterdir()]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_named_pipe_in_place_of_the_file_is_replaced(monkeypatch):
+    file = calibration.cache_file()
+    file.parent.mkdir()
+    os.mkfifo(file)
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 256)
+    done = []
+    thread = threading.Thread(
+        target=lambda: done.append(calibration.fewest_tokens(Attention(MPS, torch.float32))), daemon=True
+    )
+    thread.start()
+    thread.join(20)
+    assert done == [256]
+    assert [tokens for tokens, _ in json.loads(file.read_text()).values()] == [256]
+
+
+def test_what_others_measure_at_the_same_time_is_kept(own_cache, monkeypatch):
+    """Each of several writers adds its measurement to those of the others."""
+    others = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    barrier = threading.Barrier(len(others))
+
+    def measure(about: Attention) -> int:
+        barrier.wait(20)  # all have read the file, which is empty
+        return 256
+
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", measure)
+    threads = [
+        threading.Thread(target=calibration.fewest_tokens, args=[Attention(MPS, dtype)]) for dtype in others
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    file = own_cache / "tokenmerge" / "fewest_tokens.json"
+    assert len(json.loads(file.read_text())) == len(others)
 
 
 def test_measuring_takes_seconds():

@@ -34,13 +34,17 @@ Change = Callable[[ToMeConfig], ToMeConfig]
 check_min_psnr = optional(number("a PSNR in dB from 1 to 100, such as 30", lambda value: 1 <= value <= 100))
 
 
+def _unchanged(config: ToMeConfig) -> ToMeConfig:
+    return config
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class DefaultMethod:
     """The default method for one pipeline or model; a ConfigError says that a number is out of range."""
 
     speedup: float  # dense operations divided by those of the generation, ≥ 1, as they are counted
     facts: Facts  # about the model, for the default size and number of steps
-    change: Change = lambda config: config  # changes the settings after these were chosen
+    change: Change = _unchanged  # changes the settings after these were chosen
     min_psnr: float | None = None  # lowest PSNR to the dense picture in dB, > 0; None: speed-up alone decides
 
     def __post_init__(self) -> None:

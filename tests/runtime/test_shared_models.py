@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import pickle
 import re
 import threading
@@ -40,6 +41,10 @@ from tokenmerge import (
     remove_token_merging,
     token_merging,
 )
+from tokenmerge.config import FoundFor, SavedSettings
+from tokenmerge.config.json_file import plan_content
+from tokenmerge.default_method import TunedMethod
+from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge_tools.pipelines.loading import shared_copy
 
 # The arithmetic of some schedulers of diffusers.
@@ -266,6 +271,30 @@ def test_a_pickled_model_in_a_pipeline_shares_plans_for_guidance(pipe):
     expected = draw(pipe, 3, guidance_scale=7.5)
     pipe.unet = pickle.loads(pickle.dumps(pipe.unet))
     assert torch.equal(draw(pipe, 3, guidance_scale=7.5), expected)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"speedup": 2.0}, {"speedup": 2.0, "min_psnr": 20}, {"speedup": 2.0, "start": 0.2, "until": 0.8}],
+    ids=["speedup", "min_psnr", "start and until"],
+)
+def test_a_model_pickled_before_or_after_a_generation_draws_the_same(pipe, asked):
+    apply_token_merging(pipe, **asked)
+    before = pickle.dumps(pipe.unet)
+    expected = draw(pipe, 12, guidance_scale=7.5)
+    for written in (before, pickle.dumps(pipe.unet)):
+        pipe.unet = pickle.loads(written)
+        assert torch.equal(draw(pipe, 12, guidance_scale=7.5), expected)
+
+
+def test_a_model_with_a_plan_of_tune_can_be_pickled(pipe, tmp_path):
+    tuned = FoundFor("UNet2DConditionModel", 16, 16, 12, "DDIMScheduler", 7.5)
+    content = plan_content(SavedSettings(config("reused"), tuned, 1.5))
+    (tmp_path / "tuned.json").write_text(json.dumps(content))
+    apply_token_merging(pipe, tmp_path / "tuned.json")
+    copied = pickle.loads(pickle.dumps(pipe.unet))
+    assert type(state_of(copied).default) is TunedMethod
+    assert state_of(copied).default.found == config("reused")
 
 
 # --- settings of each thread's own ----------------------------------------------------------------

@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import platform
+import stat
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +32,10 @@ _LEAST_SAVED = 0.5  # of the time that would be saved if time were as operations
 _ROUNDS = 5
 _ROUND = 0.01  # seconds of a round, as far as it consists of several calls
 _WEEK = 7 * 24 * 3600
+_SEASON = 13 * _WEEK
+_MOST_BYTES = 2**20  # of a file of measurements; a larger one is none
+_TRIES, _PAUSE = 20, 0.05  # seconds between two tries to write while another process does
+_of_process: dict[str, tuple[int, int]] = {}  # the measurements, where there is no folder to keep them in
 
 
 class Attention(NamedTuple):
@@ -50,8 +56,8 @@ def fewest_tokens(attention: Attention) -> int:
     generation would be much slower than its plan says. On a CPU the number is always the same. On another
     device it is measured with what the default method adds to a merged step, once for each attention and
     version of torch. This takes a second or two on an H200. The result is stored in :func:`cache_file`;
-    delete that file to measure again. If merging paid on no grid, the result holds for a week, because the
-    device may have been busy with something else.
+    delete that file to measure again. It holds for three months, because the device may have been busy with
+    something else. If merging paid on no grid, it holds for a week.
     """
     device, dtype, batch, channels, heads, blocks = attention
     if device.type == "cpu":
@@ -59,25 +65,31 @@ def fewest_tokens(attention: Attention) -> int:
     shape = f"batch {batch}, {heads} × {channels // heads} channels, {blocks} blocks a plan"
     key = f"{_key(device, dtype)}, {shape}, proportional, corrected, {_RATIO:g}, {_LEAST_SAVED:g}"
     file, now = cache_file(), time.time()
-    known = _read(file)
+    known = _of_process if file is None else _read(file)
     if key in known:
         tokens, measured = known[key]
-        if tokens <= SIDES[-1] ** 2 or 0 <= now - measured < _WEEK:
+        if 0 <= now - measured < (_SEASON if tokens <= SIDES[-1] ** 2 else _WEEK):
             return tokens
-    found = measure_fewest_tokens(attention)
-    with contextlib.suppress(OSError):  # if writing fails, also in the middle, the next call measures again
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({**known, key: (found, int(now))}, indent=2), encoding="utf-8")
-    return found
+    found = measure_fewest_tokens(attention), int(now)
+    if file is None:
+        _of_process[key] = found
+    else:
+        with contextlib.suppress(OSError):  # the next call measures again
+            _write(file, key, found)
+    return found[0]
 
 
-def cache_file() -> Path:
-    """Return the path of the measurements: ``tokenmerge/fewest_tokens.json`` in the user's cache folder."""
+def cache_file() -> Path | None:
+    """Return the path of the measurements: ``tokenmerge/fewest_tokens.json`` in the user's cache folder.
+
+    None: the user has no home folder, as in containers. Then each process measures. A folder for temporary
+    files would be everybody's.
+    """
     root = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA")
     try:
         folder = Path(root) if root else Path.home() / ".cache"
-    except RuntimeError:  # a user without a home folder, as in containers
-        folder = Path(tempfile.gettempdir())
+    except RuntimeError:
+        return None
     return folder / "tokenmerge" / "fewest_tokens.json"
 
 
@@ -164,7 +176,49 @@ def _key(device: torch.device, dtype: torch.dtype) -> str:
 def _read(file: Path) -> dict[str, tuple[int, int]]:
     """Read the numbers of tokens in a cache file and the times of measuring; nothing from a damaged file."""
     try:
-        known = json.loads(file.read_text(encoding="utf-8"))
+        # Opening a named pipe would wait for somebody who writes to it.
+        opened = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(opened, encoding="utf-8") as text:
+            about = os.fstat(opened)
+            if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
+                return {}
+            known = json.loads(text.read())
         return {str(key): (int(tokens), int(when)) for key, (tokens, when) in known.items()}
     except Exception:  # whatever is wrong with it, the next call measures again
         return {}
+
+
+def _write(file: Path, key: str, found: tuple[int, int]) -> None:
+    """Add a measurement to a cache file, which is never half written and loses none of other processes."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with _alone_in(file.parent):
+        number, name = tempfile.mkstemp(dir=file.parent)
+        os.close(number)
+        part = Path(name)
+        try:
+            part.write_text(json.dumps({**_read(file), key: found}, indent=2), encoding="utf-8")
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep others from writing to a folder within the context; an OSError says that they do not end."""
+    if sys.platform == "win32":  # a measurement may be lost there, and is then made again
+        yield
+        return
+    import fcntl
+
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        for _ in range(_TRIES - 1):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(_PAUSE)
+        else:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)

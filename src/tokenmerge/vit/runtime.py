@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.call import HostCall, HostMethod, parameters
 from tokenmerge.models.find import parts
 from tokenmerge.runtime.memory.state import STATE
-from tokenmerge.runtime.memory.uses import CHANGES, Mark, Uses, mark_in
+from tokenmerge.runtime.memory.uses import CHANGES, MARK, Mark, Uses
 from tokenmerge.runtime.patching.patch import restore
 from tokenmerge.runtime.patching.swap import add_hook, check_swappable, swap
 from tokenmerge.runtime.steps.pipeline import PerThread
@@ -143,7 +142,9 @@ def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple,
             begun: EncoderState | None = model.__dict__.get(STATE)
             if begun is None:
                 return None
-            begun.uses.begin_call(mark_in(sys._getframe(1)))
+            mark = Mark()  # lives as long as the call
+            sys._getframe(1).f_locals[MARK] = mark
+            begun.uses.begin_call(mark)
         encoder = begun
         encoder.running.value.begun = True
     check_attention(model, encoder.config)
@@ -224,7 +225,7 @@ def _is_in_the_middle(layer: nn.Module, state: EncoderLayerState) -> bool:
                 return True
             running.begun = True
             running.part = Mark()
-            state.encoder.uses.begin_call(weakref.ref(running.part))
+            state.encoder.uses.begin_call(running.part)
     return not running.begun
 
 

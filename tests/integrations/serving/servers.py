@@ -72,6 +72,7 @@ class SGLang:
             "_load_diffusers_pipeline",
             ["self", "model_path", "server_args"],
         ),
+        (sglang_pipelines.DiffusersExecutionStage, "forward", ["self", "batch", "server_args"]),
         (sglang_pipelines.DiffusersExecutionStage, "_build_pipeline_kwargs", ["self", "batch"]),
     )
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from tools.tests.evaluate.conftest import drawn, item, picture
 from torchmetrics.multimodal import CLIPScore
 
@@ -52,6 +54,18 @@ def test_features_do_not_depend_on_the_batch(models: Path) -> None:
     together = network(pictures)
     assert together.shape == (3, 16)
     torch.testing.assert_close(torch.cat([network([one]) for one in pictures]), together)
+
+
+@pytest.mark.parametrize("name", ["clip", "dino"])
+def test_networks_are_not_read_from_pickles(models: Path, tmp_path: Path, name: str) -> None:
+    """A pickle can run code when it is loaded."""
+    folder = shutil.copytree(models / name, tmp_path / name)
+    (weights,) = folder.glob("*.safetensors")
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    load(f"{name}={folder}")
+    weights.unlink()
+    with pytest.raises(ConfigError, match="cannot load"):
+        load(f"{name}={folder}")
 
 
 def test_clip_score_is_that_of_torchmetrics(models: Path) -> None:

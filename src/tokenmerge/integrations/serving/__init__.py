@@ -6,14 +6,18 @@ of the server asks for token merging. Nothing heavy is imported before a pipelin
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
+from collections.abc import Collection, Iterator
 
 from tokenmerge.config.checks import at_least_1
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 
 SPEEDUP, SETTINGS = "TOKENMERGE_SPEEDUP", "TOKENMERGE_SETTINGS"
 REQUESTED = "tokenmerge_speedup"  # what a request calls its own speed-up
+PREFIX = "tokenmerge_"
 DENSE = 1.0
 
 
@@ -41,6 +45,8 @@ def by_environment() -> float | str:
 class ServedPipeline:
     """A pipeline with the speed-up of the server, or of the request that runs.
 
+    Requests take turns: a model has one set of settings, and a scheduler holds the state of one generation.
+
     Args:
         pipe: the diffusers pipeline. If its model is not supported, it stays dense, and a warning says why.
         wanted: speed-up of requests that ask for none, or the path of a file of settings.
@@ -50,17 +56,31 @@ class ServedPipeline:
     def __init__(self, pipe: object, wanted: float | str, log: logging.Logger) -> None:
         self._pipe, self._wanted, self._log = pipe, wanted, log
         self._in_force: float | str = DENSE
+        self._turn = threading.RLock()
         try:
             self._apply(wanted, describe=True)
         except UnsupportedModelError as error:
             self._wanted = DENSE
             log.warning("token merging: the model is served dense: %s", error)
 
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until no other request applies settings or generates, and keep others from it within."""
+        with self._turn:
+            yield
+
     def use(self, requested: object) -> None:
         """Apply the speed-up that the next request asks for: 1 is dense, and None is that of the server."""
         wanted = self._wanted if requested is None else at_least_1(REQUESTED, requested)
-        if wanted != self._in_force:
-            self._apply(wanted)
+        with self._turn:
+            if wanted != self._in_force:
+                self._apply(wanted)
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Refuse what a request calls a setting, and what nobody would read."""
+        unknown = [name for name in names if name.startswith(PREFIX) and name != REQUESTED]
+        if unknown:
+            raise ConfigError(f"{', '.join(unknown)}: a request can ask for {REQUESTED} alone; leave it out")
 
     def _apply(self, wanted: float | str, describe: bool = False) -> None:
         """Apply it, and log it; ``describe``: with what the patch says of itself."""

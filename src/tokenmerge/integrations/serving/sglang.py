@@ -23,6 +23,7 @@ def register() -> None:
     from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
 
     HookRegistry.register(f"{_SERVER}.DiffusersPipeline._load_diffusers_pipeline", _load, HookType.AROUND)
+    HookRegistry.register(f"{_SERVER}.DiffusersExecutionStage.forward", _take_turns, HookType.AROUND)
     HookRegistry.register(f"{_SERVER}.DiffusersExecutionStage._build_pipeline_kwargs", _use, HookType.AFTER)
 
 
@@ -35,7 +36,15 @@ def _load(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return pipe
 
 
+def _take_turns(forward: Callable[..., Any], stage: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply settings and generate while no other request does."""
+    with stage.diffusers_pipe.token_merging.turn():
+        return forward(stage, *args, **kwargs)
+
+
 def _use(call: dict[str, Any], stage: Any, batch: Any) -> dict[str, Any]:
     """Apply what a request asks for, and take it out of the arguments of the pipeline."""
-    stage.diffusers_pipe.token_merging.use(call.pop(REQUESTED, None))
+    merging = stage.diffusers_pipe.token_merging
+    merging.check_names(call)
+    merging.use(call.pop(REQUESTED, None))
     return call

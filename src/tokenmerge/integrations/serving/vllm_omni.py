@@ -31,8 +31,11 @@ def register() -> None:
 
     @functools.wraps(forward)
     def merged_forward(self: Any, req: Any) -> Any:
-        self.token_merging.use((req.sampling_params.extra_args or {}).get(REQUESTED))
-        return forward(self, req)
+        asked = req.sampling_params.extra_args or {}
+        self.token_merging.check_names(asked)
+        with self.token_merging.turn():
+            self.token_merging.use(asked.get(REQUESTED))
+            return forward(self, req)
 
     load_weights.merges_tokens = True  # type: ignore[attr-defined]
     adapter.load_weights, adapter.forward = load_weights, merged_forward

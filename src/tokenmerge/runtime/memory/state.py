@@ -7,7 +7,7 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,9 +92,9 @@ class Memory:
         self.seed: Tensor | None = None  # the number that draws of the running step depend on
         self.config: ToMeConfig | None = None  # at its guidance scale; None before its first call
         self.tolerance: Tolerance | None = None  # what changes the settings while the generation runs
-        # The scheduler's, where settings do not follow the steps; others begin a generation. Nothing but the
-        # scheduler holds them, so that a generation ends with them.
-        self._timesteps: Callable[[], Any] = lambda: None
+        # The scheduler's, where settings do not follow the steps; others begin a generation. As a weak
+        # reference to a tensor: nothing but the scheduler holds it, so that a generation ends with it.
+        self.timesteps: Any = None
         self.log: RunLog | None = None
         # What guidance changed in the results of the last step, by the call that planned.
         self.guidance_differences: dict[int, Tensor] = {}
@@ -117,14 +117,6 @@ class Memory:
         own, all_memories = weakref.ref(self), weakref.ref(memories)
         self._generation = living = weakref.ref(generation, lambda _: _close(own()))
         self._thread = weakref.ref(thread, lambda _: _close(own(), all_memories(), living()))
-
-    def is_at(self, timesteps: Any) -> bool:
-        """Return whether a scheduler's timesteps are those that were noted."""
-        return self._timesteps() is timesteps
-
-    def note_timesteps(self, timesteps: Any) -> None:
-        """Note the timesteps of the scheduler; None: it has none."""
-        self._timesteps = weakref.ref(timesteps) if isinstance(timesteps, Tensor) else lambda: timesteps
 
     def close(self) -> None:
         """Drop all that is cached, for good."""
@@ -292,15 +284,11 @@ class ModelState:
 
     def begin_call(self) -> None:
         """Prepare for a call of the model, in which blocks count theirs from 0."""
-        self.end_call()  # one that was interrupted
+        thread = self.threads.value
+        thread.stack = None  # of a call that was interrupted
+        thread.spans.clear()
         for part in self.parts:
             part.threads.value.number = -1
-
-    def end_call(self) -> None:
-        """Drop what only the running call needs, whether it returned or raised an error."""
-        thread = self.threads.value
-        thread.stack = None
-        thread.spans.clear()
 
     def forget(self) -> None:
         """Drop all that is cached in any thread, as the model is restored; a handle may still hold this."""

@@ -25,7 +25,7 @@ if hasattr(os, "register_at_fork"):  # a child would wait for ever for a thread 
         before=CHANGES.acquire, after_in_parent=CHANGES.release, after_in_child=CHANGES.release
     )
 
-_MARK = "_tokenmerge_mark"  # the name of the mark among the variables of a function call
+MARK = "_tokenmerge_mark"  # the name of the mark among the variables of a function call
 
 
 class Mark:
@@ -38,9 +38,9 @@ MarkRef = weakref.ref[Mark]
 def mark_in(frame: FrameType) -> MarkRef:
     """Leave a mark in a function call of this thread, unless there is one. Return a reference to it."""
     variables = frame.f_locals
-    mark = variables.get(_MARK)
+    mark = variables.get(MARK)
     if mark is None:
-        mark = variables[_MARK] = Mark()
+        mark = variables[MARK] = Mark()
     return weakref.ref(mark)
 
 
@@ -120,11 +120,12 @@ class Uses:
         """Whether this thread runs a call of the model."""
         return any(call.mark() is not None for call in self._own.value.calls)
 
-    def begin_call(self, mark: MarkRef) -> None:
+    def begin_call(self, mark: Mark) -> None:
         """Note that this thread calls the model, until :meth:`end_call`, or for as long as a mark lives."""
         use = self._own.value
-        use.calls = [call for call in use.calls if call.mark() is not None]  # without those interrupted
-        use.calls.append(RunningCall(mark))
+        if use.calls:  # without those that were interrupted
+            use.calls = [call for call in use.calls if call.mark() is not None]
+        use.calls.append(RunningCall(weakref.ref(mark)))
 
     def end_call(self, failed: bool) -> bool:
         """Note the end of this thread's innermost call. Return False where none was noted."""

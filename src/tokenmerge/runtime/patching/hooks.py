@@ -21,7 +21,7 @@ from tokenmerge.plans.generation import Merging, Runs
 from tokenmerge.runtime.blocks.stack import end_stack, merges_in_stacks
 from tokenmerge.runtime.memory.run_log import RunLog, StepKind, StepLog, shown_by
 from tokenmerge.runtime.memory.state import STATE, CallContext, Kept, Memory, ModelState, StageState
-from tokenmerge.runtime.memory.uses import CHANGES, mark_in
+from tokenmerge.runtime.memory.uses import CHANGES, MARK, Mark
 from tokenmerge.runtime.patching.call_checks import (
     check_call,
     phases_at,
@@ -67,7 +67,9 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             begun: ModelState | None = root.__dict__.get(STATE)
             if begun is None:
                 return
-            begun.uses.begin_call(mark_in(sys._getframe(1)))
+            mark = Mark()  # lives as long as the call
+            sys._getframe(1).f_locals[MARK] = mark
+            begun.uses.begin_call(mark)
         state = begun
     arguments = {**dict(zip(state.call.parameters[: len(args)], args, strict=True)), **kwargs}
     check_call(state, root, arguments)
@@ -129,22 +131,18 @@ def before_blocks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
 def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     """After a model: cache what its blocks added, and drop it after the last step; record the step."""
     state: ModelState | None = root.__dict__.get(STATE)
-    if state is None or torch.compiler.is_compiling():
-        if state is not None:
-            _note_result(state, result)
+    if state is None:
         return
-    # It began before the model was patched, or with settings that its own thread has replaced.
-    is_noted = state.uses.end_call(failed=result is None) and state.threads.value.memory.log is not None
-    if is_noted and result is not None:
-        _note_result(state, result)
-    state.end_call()
-
-
-def _note_result(state: ModelState, result: Any) -> None:
-    """Cache what the blocks of a model added in a call, and compare its result."""
     thread = state.threads.value
-    context, memory = thread.context, thread.memory
-    log = None if torch.compiler.is_compiling() else memory.log
+    context, memory, log = thread.context, thread.memory, None
+    if not torch.compiler.is_compiling():
+        log = memory.log
+        is_noted = state.uses.end_call(failed=result is None)
+        # It failed, or began before the model was patched, or with settings that its own thread has replaced.
+        if result is None or log is None or not is_noted:
+            thread.stack = None
+            thread.spans.clear()
+            return
     end_stack(thread)  # whose last tokens nobody has read
     if state.follows_steps:
         assert log is not None
@@ -162,6 +160,7 @@ def _note_result(state: ModelState, result: Any) -> None:
             state.warn_once(f"no estimate: {log.unseen}; the picture is as without it")
     if context.guidance_difference is not None and not torch.is_grad_enabled():  # then blocks may run again
         thread.context = dataclasses.replace(context, guidance_difference=None)
+    thread.spans.clear()
 
 
 def _compare_guidance(memory: Memory, context: CallContext, made: Any) -> None:
@@ -191,7 +190,7 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
     pipe, shape = state.pipeline.of_call(running), (len(sample), *first.shape)
     compiling, scheduler, step = torch.compiler.is_compiling(), None, None
     if not compiling:
-        scheduler = scheduler_of(pipe, timestep)
+        scheduler = None if pipe is None else scheduler_of(pipe, timestep)
     elif state.follows_steps:
         raise UnsupportedModelError(
             f"{state.over_steps}: what follows the denoising steps cannot be compiled into one graph "
@@ -209,7 +208,8 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
         text = arguments.get("encoder_hidden_states")
         if isinstance(text, Tensor):  # joint blocks change it too, and its length may differ at the next step
             shape = (*shape, *text.shape)
-    if not compiling:
+    by_itself = step is None and running is None and scheduler is None
+    if not compiling and not (by_itself and state.pipeline.given_step.value is None):
         _note_generation(state, step, running, scheduler, timestep)
     memory = _begin_in_memory(state, root, step, seed)
     return _Call(state, root, sample, timestep, seed, running, pipe, scheduler, step, shape, memory)
@@ -268,8 +268,10 @@ def _config_of(call: _Call) -> ToMeConfig:
     config, tolerance, told = state.config, None, ""
     pipe, compiling, timesteps = call.pipe or call.running, torch.compiler.is_compiling(), None
     if step is None and not compiling:
-        timesteps = getattr(scheduler_of(pipe, call.timestep), "timesteps", None)
-        if memory.config is not None and timesteps is not None and memory.is_at(timesteps):
+        timesteps = None if pipe is None else getattr(scheduler_of(pipe, call.timestep), "timesteps", None)
+        if isinstance(timesteps, Tensor):
+            timesteps = weakref.ref(timesteps)  # there is one for each tensor
+        if memory.config is not None and timesteps is not None and memory.timesteps is timesteps:
             return memory.config
     reason = why_tokens_count_once(state, call.root, pipe) if state.may_count_once and not compiling else ""
     weighs = not reason
@@ -289,14 +291,14 @@ def _config_of(call: _Call) -> ToMeConfig:
     if call.seed.is_meta:  # the operations of single steps are counted
         state.keep(state.kept, memory)
     elif not compiling:
-        if memory.config is None or not memory.is_at(timesteps):  # a generation begins
+        if memory.config is None or memory.timesteps is not timesteps:  # a generation begins
             grids = state.threads.value.grid.shapes if state.merges else None
             if state.pipeline.began_before(call.scheduler, call.timestep):
                 kept = _all_dense(state)
             else:
                 kept = look(state, call.root, pipe, config, grids)
             state.keep(kept, memory)
-            memory.note_timesteps(timesteps)
+            memory.timesteps = timesteps
             memory.log = None
             memory.tracker.noted.pop((memory.tracker.call, "answer"), None)
             # What others look at takes no part in a tolerance.
@@ -377,7 +379,7 @@ def _note_facts(call: _Call, log: RunLog) -> None:
         log.steps = steps if isinstance(steps, int) else None
     else:
         log.levels, log.schedule = noise_levels(call.scheduler, step), step.generation.schedule
-    log.guidance = guidance_scale(call.pipe)
+    log.guidance = None if call.pipe is None else guidance_scale(call.pipe)
 
 
 def _note_step(call: _Call, log: RunLog, kind: StepKind, caches: bool) -> StepLog | None:
@@ -402,7 +404,7 @@ def _guidance_copies(call: _Call) -> tuple[int, Tensor | None]:
 
     The tensor is there only where reading it would synchronise the device.
     """
-    expected = guidance_copies(call.pipe)
+    expected = 1 if call.pipe is None else guidance_copies(call.pipe)
     if expected == 1:
         return 1, None
     latents, state = call.state.call.latents(call.root, call.sample), call.state

@@ -80,7 +80,7 @@ class Pipeline:
     def __init__(self, pipe: object = None) -> None:
         self.states: list[Any] = []  # of its models, which take part in the same generations
         self.given: Callable[[], Any] = lambda: None  # returns the pipeline, or None if it is gone
-        self._given_step: PerThread[DenoisingStep | None] = PerThread(lambda: None)
+        self.given_step: PerThread[DenoisingStep | None] = PerThread(lambda: None)
         self._is_given = pipe is not None
         # The thread that patched its models, and the timesteps that its schedulers had then.
         self._patched_in: int | None = None
@@ -107,7 +107,7 @@ class Pipeline:
 
     def of_call(self, running: Any) -> Any:
         """Return the ``running`` pipeline, or the given one; None where a model alone was given."""
-        return (running if self._is_given else None) or self.given()
+        return (running or self.given()) if self._is_given else None
 
     def memories_of(self, generation: Generation) -> list[Any]:
         """Return what its models cache for a generation that they take part in."""
@@ -116,14 +116,14 @@ class Pipeline:
 
     def set_step(self, index: int, total: int) -> None:
         """Set the step that comes next in this thread; it overrides the scheduler from now on."""
-        before = self._given_step.value
+        before = self.given_step.value
         continues = before is not None and index > 0 and index - before.index in (0, 1)
         generation = before.generation if before is not None and continues else Generation(index)
-        self._given_step.value = DenoisingStep(index, total, generation)
+        self.given_step.value = DenoisingStep(index, total, generation)
 
     def step(self, scheduler: Any, timestep: Tensor | float, runs_here: bool) -> DenoisingStep | None:
         """Return the step that was set in this thread, or else that of :func:`step_of`."""
-        return self._given_step.value or step_of(scheduler, timestep, runs_here)
+        return self.given_step.value or step_of(scheduler, timestep, runs_here)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         # The copy of a pipeline is in the memo already when its models are copied.

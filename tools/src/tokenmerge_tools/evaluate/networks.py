@@ -35,7 +35,9 @@ class Vision:
         with loading(model):
             # Load the config first, so that an unreachable hub is tried for one file only.
             config = transformers.AutoConfig.from_pretrained(model)
-            self.model = transformers.AutoModel.from_pretrained(model, config=config).eval()
+            # Not from a pickle, which can run code when it is loaded.
+            network = transformers.AutoModel.from_pretrained(model, config=config, use_safetensors=True)
+            self.model = network.eval()
             self.processor = transformers.AutoImageProcessor.from_pretrained(model)
 
     def to(self, device: torch.device) -> None:
