@@ -13,7 +13,7 @@ from tests.models.test_every_family import call, model_of, settings
 from tests.models.tiny import FAMILIES
 
 import tokenmerge
-from tokenmerge import Rule, apply_token_merging
+from tokenmerge import PlanSharing, Rule, apply_token_merging
 from tokenmerge.runtime.steps.pipeline import running_pipeline
 
 PACKAGE = str(Path(tokenmerge.__file__).parent)
@@ -78,6 +78,24 @@ def files_that_act(run):
         sys.setprofile(None)
     assert not handed_on
     return found
+
+
+# 77 and 102 as this was written. A mode for all functions ran some 65 more.
+@pytest.mark.parametrize(("scope", "most"), [("layers", 77), ("block", 102)])
+@torch.no_grad()
+def test_a_merged_block_runs_few_functions(scope, most):
+    """With the plan of the blocks before it, and proportional attention."""
+    family = FAMILIES["FluxTransformer2DModel"]
+    config = settings(family, scope=scope, proportional=True, plans=PlanSharing(blocks=True))
+    arguments, calls = family.inputs(1, 8, 8), []
+    for depth in (1, 3):
+        torch.manual_seed(0)
+        made = dict(model_of(family).config)
+        model = type(model_of(family)).from_config({**made, "num_single_layers": depth}).eval()
+        apply_token_merging(model, config)
+        call(model, arguments)
+        calls.append(sum(functions_called(lambda model=model: call(model, arguments)).values()))
+    assert 0 < (calls[1] - calls[0]) / 2 <= most
 
 
 @torch.no_grad()
