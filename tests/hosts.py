@@ -81,6 +81,12 @@ def inputs(batch: int = 2, height: int = 16, width: int = 16, seed: int = 0) -> 
     }
 
 
+def inputs_at(index: int, batch: int = 1) -> dict[str, object]:
+    """Arguments of a call of :func:`unet` in a step: its sample drifts away, as a solver moves it."""
+    first, other = inputs(batch), inputs(batch, seed=1)
+    return {**first, "sample": first["sample"] + 0.2 * index * other["sample"]}
+
+
 def sdxl_inputs(batch: int = 2, height: int = 16, width: int = 16) -> dict[str, object]:
     conditions = {"text_embeds": torch.zeros(batch, TEXT), "time_ids": torch.zeros(batch, 6)}
     return {**inputs(batch, height, width), "added_cond_kwargs": conditions}

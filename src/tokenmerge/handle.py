@@ -360,7 +360,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         return fewest_tokens(Attention(device, dtype_of(root), batch, *attention))
 
     def __repr__(self) -> str:
-        report, notes = None, {"left alone": self._state.kept.note}
+        report, notes = None, {"left alone": self._state.kept.note, "not reused": self._misfits()}
         try:
             report = self.report()
             notes["hardly faster"] = self._counted.value[0][2] or ""
@@ -387,6 +387,12 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             remarks={"no estimate": why_none, **self._remarks(facts, estimate, report), **notes},
         )
         return "\n".join(summary(self._in_force, conditions, report, run))
+
+    def _misfits(self) -> str:
+        """Say how many calls of the last run could not use what was cached; empty: all could."""
+        misfits = 0 if self._state.last_run is None else self._state.last_run.misfits
+        calls = f"{misfits} call{'s' if misfits > 1 else ''} reused nothing"
+        return f"{calls}, whose sample follows from none of the step before" if misfits else ""
 
     @property
     def _in_force(self) -> ToMeConfig:

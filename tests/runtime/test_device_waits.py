@@ -143,13 +143,16 @@ def test_a_transformer_waits_twice_as_a_generation_begins(method, device):
 
 
 def test_prompts_in_calls_of_their_own_wait_no_more(device):
-    """Two calls with one timestep on the CPU: their steps are compared by value, without the device."""
-    unet = to_device(hosts.unet())
+    """Two calls with one timestep on the CPU: their steps are compared by value, without the device.
+
+    Each has the same text in all steps, as pipelines give it.
+    """
+    unet, texts = to_device(hosts.unet()), [OnDevice(torch.randn(1, 4, 16)) for _ in range(2)]
     patch = apply_token_merging(unet, CORRECTED)
     before = device.waits.total()
     for i, t in enumerate(torch.linspace(900, 10, 4).tolist()):
         patch.at_step(i, 4)
         sample = OnDevice(torch.randn(1, 4, SIDE, SIDE))
-        for _ in range(2):
-            unet(sample, t, OnDevice(torch.randn(1, 4, 16)))
+        for text in texts:
+            unet(sample, t, text)
     assert device.waits.total() == before, device.waits

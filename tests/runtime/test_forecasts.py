@@ -38,7 +38,7 @@ def test_each_step_that_runs_a_part_compares_it_with_its_forecast():
     unet = hosts.unet()
     patch = apply_token_merging(unet, REUSE)
     assert REUSE.reuse.steps_of(STEPS).full == COMPLETE
-    errors = noted(patch, unet, lambda index: hosts.inputs(2, seed=index))
+    errors = noted(patch, unet, lambda index: hosts.inputs_at(index, batch=2))
     deep = [(one.step, one.gap) for one in errors if one.part == "deep"]
     finest = [(one.step, one.gap) for one in errors if one.part == "finest"]
     # The forecast needs two runs.
@@ -79,7 +79,7 @@ def test_the_error_is_what_the_output_would_have_missed():
     outputs = {}
     for index in range(5):
         patch.at_step(index, 5)
-        outputs[index] = call(unet, hosts.inputs(1, seed=index))
+        outputs[index] = call(unet, hosts.inputs_at(index))
     # The noise levels of such a loop are unknown, so that the output itself counts.
     missed = (outputs[3] - outputs[1]).square().mean().sqrt()
     found = [one for one in state_of(unet).last_run.errors if one.step == 3]
@@ -99,7 +99,8 @@ class Guided:
     def __call__(self) -> list[Tensor]:
         """Return the output of each step that guidance makes."""
         self.scheduler.set_timesteps(5)
-        latents, text, made = torch.randn(1, 4, 16, 16), torch.randn(2, 4, 16), []
+        latents = torch.randn(1, 4, 16, 16) * self.scheduler.init_noise_sigma
+        text, made = torch.randn(2, 4, 16), []
         with torch.no_grad():
             for t in self.scheduler.timesteps:
                 sample = self.scheduler.scale_model_input(latents, t)

@@ -89,13 +89,20 @@ def test_no_call_waits(name, scheduler, pipe, monkeypatch, request):
     assert torch.equal(latents, looked_at)
 
 
+def asked_for_copies(found: Counter[str]) -> int:
+    """How often it was asked whether prompts share a sample."""
+    return sum(count for line, count in found.items() if "hooks.py" in line)
+
+
 def test_values_that_are_looked_at_are_found(pipe):
     """On a CPU, where it costs nothing, each call asks."""
     found, _ = waits(pipe, METHODS["auto"])
-    assert sum(found.values()) == 6
+    assert asked_for_copies(found) == 6
+    assert sum(found.values()) > 6  # samples are compared with those of the step before
 
 
 def test_a_larger_batch_is_asked_again(pipe, accelerator):
+    """Beside that, samples are compared, which a callback may have moved."""
     config = METHODS["auto"]
 
     def half(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +112,7 @@ def test_a_larger_batch_is_asked_again(pipe, accelerator):
 
     with tokenmerge.token_merging(pipe, config), Waits() as found:
         draw(pipe, 8, callback_on_step_end=half)
-    assert sum(found.found.values()) == 4
+    assert asked_for_copies(found.found) == 4
 
 
 def test_two_calls_with_one_timestep_have_one_number(accelerator):

@@ -296,12 +296,19 @@ def test_blocks_that_are_compiled_record_as_others_do_in_as_many_graphs(shared):
     assert rows[0].merged_tokens == rows[0].tokens // 2
 
 
-def test_of_several_calls_in_a_step_the_last_says_its_kind():
-    log, step = StepLog(), DenoisingStep(0, 2, generation=Generation(0))
-    for kind in ("unmerged", "merged"):
-        log.begin_call(step, kind, torch.device("cpu"))
-        log.end_call()
-    assert [row.kind for row in log.rows()] == ["merged"]
+def test_a_step_is_of_the_kind_of_the_call_that_leaves_out_most():
+    kinds = [
+        ("unmerged", "merged"),
+        ("reused", "unmerged"),
+        ("merged", "reused", "unmerged"),
+        ("unmerged",) * 2,
+    ]
+    log, generation = StepLog(), Generation(0)
+    for index, calls in enumerate(kinds):
+        for kind in calls:
+            log.begin_call(DenoisingStep(index, 4, generation), kind, torch.device("cpu"))
+            log.end_call()
+    assert [row.kind for row in log.rows()] == ["merged", "reused", "reused", "unmerged"]
 
 
 def test_the_table_says_it_all(pipe):

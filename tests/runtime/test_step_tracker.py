@@ -13,6 +13,7 @@ import diffusers
 import pytest
 import torch
 
+from tokenmerge.runtime.steps.calls import Condition, Given, conditions_in
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, step_of
 from tokenmerge.runtime.steps.step_tracker import StepTracker
 
@@ -107,15 +108,76 @@ def step(index: int, total: int, generation: Generation | None = None) -> Denois
     return DenoisingStep(index, total, generation=generation or Generation(0))
 
 
+def begin(tracker: StepTracker, now: DenoisingStep, given: Given | None = None) -> list[int]:
+    """Begin a call, and return the calls that the step before it did not make, if it begins a step."""
+    stale = tracker.begin_step(now)
+    tracker.begin_call(given or Given())
+    return stale
+
+
+def extrapolation(tracker: StepTracker, *given: Any, **more: Any) -> Any:
+    """How far a call extrapolates its blocks, which run if it does not."""
+    found = tracker.extrapolation("blocks", *given, **more)
+    assert tracker.note_runs({"blocks"})
+    return found
+
+
 def test_calls_of_one_step_are_numbered():
     tracker = StepTracker()
-    stale = [tracker.begin_call(step(index, 3)) for index in (0, 0, 1, 2)]
-    # As the second step begins, calls from number 2 on are stale; as the third does, those from 1 on.
-    assert stale == [0, None, 2, 1]
+    stale = [begin(tracker, step(index, 3)) for index in (0, 0, 1, 2)]
+    # As the third step begins, number 1 is stale: the second has not made it.
+    assert stale == [[], [], [], [1]]
     assert tracker.call == 0
     assert tracker.is_last
-    tracker.begin_call(step(2, 3))
-    assert tracker.call == 1
+    begin(tracker, step(2, 3))
+    assert tracker.call == 2
+
+
+def given(text: torch.Tensor, *, shape: tuple[int, ...] = (1,), waits: bool = False) -> Given:
+    return Given(shape, conditions_in({"encoder_hidden_states": text}), waits=waits)
+
+
+def numbers(*steps: list[Given]) -> list[list[int]]:
+    """The numbers of the calls of some steps."""
+    tracker, found = StepTracker(), []
+    for index, calls in enumerate(steps):
+        found.append([])
+        for one in calls:
+            begin(tracker, step(index, len(steps)), one)
+            found[-1].append(tracker.call)
+    return found
+
+
+def test_a_call_is_known_by_its_text_whichever_comes_first():
+    """Guidance in an interval, and another order. The text is one tensor, a view of one, or made anew."""
+    both = torch.randn(2, 4, 8)
+    for one, other in [
+        (lambda: both[:1], lambda: both[1:]),
+        (lambda: both[:1].clone(), lambda: both[1:].clone()),
+        (lambda kept=both[:1]: kept, lambda: both[1:].clone()),
+    ]:
+        a, b = lambda one=one: given(one()), lambda other=other: given(other())
+        assert numbers([a()], [b(), a()], [b(), a()], [a(), b()], [a()], [a(), b()]) == [
+            *([0], [1, 0], [1, 0], [0, 1], [0]),
+            [0, 2],  # what the second had was dropped
+        ]
+
+
+def test_what_was_written_into_the_text_is_another_one():
+    text = torch.randn(1, 4, 8)
+    first, kept = given(text), given(text.clone())
+    text += 1
+    assert numbers([kept], [given(text)]) == [[0], [1]]
+    # Nothing tells what the first one was: the order has to do.
+    assert numbers([first], [given(text)]) == [[0], [0]]
+
+
+def test_a_device_is_not_asked_again_and_again_for_texts_that_are_made_anew(monkeypatch):
+    asked = []
+    monkeypatch.setattr(Condition, "equals", lambda self, other: asked.append(1) or True)
+    calls = [[given(torch.zeros(1, 4, 8), waits=True)] for _ in range(9)]
+    assert numbers(*calls) == [[0]] * 9
+    assert len(asked) == 4
 
 
 def at(timesteps: torch.Tensor, index: int) -> DenoisingStep:
@@ -169,7 +231,7 @@ def test_plans_last_for_so_many_steps_and_one_shape():
     tracker, small, large = StepTracker(), torch.Size([2]), torch.Size([3])
     due = []
     for index in range(6):
-        tracker.begin_call(step(index, 6))
+        begin(tracker, step(index, 6))
         due.append(tracker.plans(3, large if index == 5 else small))
     assert due == [True, False, False, True, False, True]
 
@@ -178,21 +240,21 @@ def test_how_far_steps_without_blocks_go_on():
     tracker, shape = StepTracker(), (2, 4)
     found = []
     for index in range(8):
-        tracker.begin_call(step(index, 8))
-        found.append(tracker.extrapolation("blocks", index in (0, 1, 4, 7), shape))
+        begin(tracker, step(index, 8))
+        found.append(extrapolation(tracker, index in (0, 1, 4, 7), shape))
     assert found == [None, None, 1.0, 2.0, None, 1 / 3, 2 / 3, None]
     # Guidance is over, and with it half of the batch.
-    tracker.begin_call(step(8, 12))
-    assert tracker.extrapolation("blocks", False, (1, 4)) is None
-    tracker.begin_call(step(9, 12))
-    assert tracker.extrapolation("blocks", False, (1, 4), holds=False) is None
-    tracker.begin_call(step(10, 12))
-    assert tracker.extrapolation("blocks", False, (1, 4)) == 1.0
+    begin(tracker, step(8, 12))
+    assert extrapolation(tracker, False, (1, 4)) is None
+    begin(tracker, step(9, 12))
+    assert extrapolation(tracker, False, (1, 4), holds=False) is None
+    begin(tracker, step(10, 12))
+    assert extrapolation(tracker, False, (1, 4)) == 1.0
 
 
 def test_after_a_single_run_a_part_stays_as_it_was():
     tracker, shape, found = StepTracker(), (2, 4), []
     for index in range(5):
-        tracker.begin_call(step(index, 5))
-        found.append(tracker.extrapolation("blocks", index in (0, 3), shape))
+        begin(tracker, step(index, 5))
+        found.append(extrapolation(tracker, index in (0, 3), shape))
     assert found == [None, 0.0, 0.0, None, 1 / 3]

@@ -308,7 +308,7 @@ def test_in_a_unet_nothing_runs_below_the_finest_level(remove):
     for index in range(8):  # it runs in 0, 1, 4 and 7
         if not remove:
             patch.at_step(index, 8)
-        hosts.call(unet, **hosts.inputs(1, seed=index))
+        hosts.call(unet, **hosts.inputs_at(index))
     assert ran == {**dict.fromkeys(below, 8 if remove else 4), **dict.fromkeys(finest, 8)}
 
 
@@ -327,7 +327,7 @@ def test_on_some_steps_a_unet_runs_its_first_and_last_convolution_alone(every, s
         inside.register_forward_hook(lambda *_, path=path: ran.setdefault(path, []).append(index))
     for index in range(8):
         patch.at_step(index, 8)
-        hosts.call(unet, **hosts.inputs(1, seed=index))
+        hosts.call(unet, **hosts.inputs_at(index))
     assert all(ran[path] == steps_of_all for path in below)
     assert all(ran[path] == steps_of_finest for path in finest)
     assert all(ran[path] == list(range(8)) for path in outside)
@@ -345,7 +345,7 @@ def test_full_steps_lie_where_the_settings_say():
     unet.mid_block.resnets[0].register_forward_hook(lambda *_: ran.append(index))
     for index in range(6):
         patch.at_step(index, 6)
-        hosts.call(unet, **hosts.inputs(1, seed=index))
+        hosts.call(unet, **hosts.inputs_at(index))
     assert ran == [0, 1, 3, 5]
 
 

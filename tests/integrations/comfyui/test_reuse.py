@@ -67,6 +67,7 @@ def test_each_step_is_that_of_the_diffusers_path(pair, only, settings):
             network = model.model.diffusion_model
             here = network(x, time, context=text, transformer_options=options, **more)
             finish_run(sampling)
+            sampling.end_call()
             patch.at_step(i, steps)
             named = {} if "unet" in name else {"pooled_projections": pooled}
             there = theirs(x, timestep=time, encoder_hidden_states=text, **named).sample
@@ -130,6 +131,7 @@ def test_where_nothing_changes_between_steps_nothing_is_lost(unet, shallow, cont
             sampling.begin_call(x.shape, {})
             options, seen[:] = {**given, "wrappers": clone.wrappers, KEY: sampling}, []
             here = network(x, time, context=text, control=copy(), transformer_options=options)
+            sampling.end_call()
             # float32 over this network errs by 1e-6 of the largest value, and nothing is added up.
             assert torch.allclose(here, dense, atol=1e-5 * float(dense.abs().max())), i
             if i == 0:
@@ -224,4 +226,44 @@ def test_a_window_or_a_prompt_of_its_own_is_not_extrapolated_from_another(unet):
         with torch.inference_mode():
             sampling.begin_call(latent, {"context_window": Window(*window), "uuids": ["a"]})
         skipped.append(sampling.decision.deep is not None)
+        if not skipped[-1]:
+            sampling.ran.add("deep")
+        sampling.end_call()
     assert skipped == [False, False, True, False, False, True]
+
+
+def in_tiles(model, order):
+    """A clone that calls the model for each of two tiles, as nodes for large pictures do, in an order."""
+    steps = []
+
+    def wrapper(apply, given):
+        x, sigma, c = given["input"], given["timestep"], given["c"]
+        if not steps or steps[-1] != float(sigma.max()):
+            steps.append(float(sigma.max()))
+        shift, places = order(len(steps))
+        x, result = x.roll(shift, -1), torch.zeros_like(x)
+        for place in places:
+            part = slice(place * 16, place * 16 + 16)
+            result[..., part] = apply(x[..., part].clone(), sigma, **c)
+        return result.roll(-shift, -1)
+
+    clone = model.clone()
+    clone.set_model_unet_function_wrapper(wrapper)
+    return clone
+
+
+def test_tiles_reuse_what_is_their_own_or_nothing(unet, caplog):
+    """In another order they are found again; tiles that move run completely, and this is said once."""
+    size = {"size": (16, 32), "steps": 8, "cfg": 2.0}
+    dense, here = hosts.sample(unet, **size), hosts.sample(reusing(unet, every=2), **size)
+    assert not torch.equal(dense, here)
+    kept = hosts.sample(in_tiles(reusing(unet, every=2), lambda step: (0, (0, 1))), **size)
+    swapped = hosts.sample(
+        in_tiles(reusing(unet, every=2), lambda step: (0, (step % 2, 1 - step % 2))), **size
+    )
+    assert torch.equal(swapped, kept)
+    assert not torch.equal(kept, hosts.sample(in_tiles(unet, lambda step: (0, (0, 1))), **size))
+    assert not caplog.records
+    moved = hosts.sample(in_tiles(reusing(unet, every=2), lambda step: (5 * step, (0, 1))), **size)
+    assert torch.equal(moved, hosts.sample(in_tiles(unet, lambda step: (5 * step, (0, 1))), **size))
+    assert [record.getMessage().count("does not follow") for record in caplog.records] == [1]

@@ -128,9 +128,10 @@ class _Wrappers:
         sampling = sampling_in(options)
         if sampling is None:
             return executor(x, *more, **named)
-        sampling.begin_call(x.shape, options)
+        sampling.begin_call(x.shape, options, x)
         result = executor(x, *more, **named)
         finish_run(sampling)
+        sampling.end_call()
         return result
 
     def diffusion_model(self, executor: Any, *arguments: Any, **named: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ from tokenmerge.planners.importance import importance_of_tokens
 from tokenmerge.planners.sequences import num_removed
 from tokenmerge.plans import Schedule
 from tokenmerge.plans.generation import Merging
-from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, ends_clean
+from tokenmerge.runtime.steps.calls import Given, Shape, detail_of
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, ends_clean, needs_sync
 from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
 
 # Key of a step that merges in ComfyUI's ``transformer_options``, and of this package's wrappers.
@@ -63,7 +65,8 @@ class Sampling:
         self.guidance_change: Tensor | None = None  # of the last step; None: unknown
         # What parts of the model added in the last step that ran them, by call in the step and part: of a
         # stage as a residual that can be extrapolated.
-        self.residuals: dict[Hashable, Any] = {}
+        self.residuals: dict[tuple[int, Hashable], Any] = {}
+        self.ran: set[str] = set()  # parts of the model that the running call has run, "deep" and "finest"
         self.running: Running | None = None  # what the running block merges; None: it is dense
         self.running_blocks: Any = None  # of transformers, see the file transformer
 
@@ -89,15 +92,19 @@ class Sampling:
             self.forget()  # the solver begins anew
         self._step = DenoisingStep(index, self.steps, self._generation)
         self._config = self.settings.config.at_step(index, self.steps)
+        stale = self.tracker.begin_step(self._step)
+        self.tracker.forget(stale)
+        self.residuals = {key: kept for key, kept in self.residuals.items() if key[0] not in stale}
         self._plan_for = tuple(latent), self._config
         self._seed = arithmetic().bits(timestep.float().max())
         self._whole = whole and self._config.plans.guidance
         self._calls = -1
 
-    def begin_call(self, latent: Sequence[int], options: Options) -> None:
+    def begin_call(self, latent: Sequence[int], options: Options, sample: Tensor | None = None) -> None:
         """Decide what a call of the model runs and merges.
 
-        ComfyUI may call it for each prompt, and for parts of the picture.
+        ComfyUI may call it for each prompt, and other nodes for tiles of the picture. A call goes on with
+        what is cached for its prompt and its ``sample``, where that is known.
         """
         self._calls += 1
         # Of the running call: the tokens at level 1, and whether reference pictures stand beside them.
@@ -105,13 +112,45 @@ class Sampling:
         self.running = self.running_blocks = None  # a call before may have been interrupted
         self._prompts = len(options.get("cond_or_uncond") or [0])  # in the batch
         self._replaced = options.get("patches_replace", {})
-        self.tracker.begin_call(self._step)
-        if self.tracker.call == 0 and self.tracker.plans(self._config.plans.every, self._plan_for):
-            self.plans.clear()
+        self.ran = set()
+        is_first = not self.tracker.numbers.made
         # Residuals depend on the prompts, and on shape and place of the latents.
         window = getattr(options.get("context_window"), "index_list", ())
         shape = (*latent, *options.get("uuids", ()), *window)
+        self._recognise(shape, sample)
+        if is_first and self.tracker.plans(self._config.plans.every, self._plan_for):
+            self.plans.clear()
         self.decision = decide(self.settings.config, self.tracker, shape)
+
+    def _recognise(self, shape: Shape, sample: Tensor | None) -> None:
+        """Find out which call of the step before a call continues, and say so if its sample fits none.
+
+        On a device, comparing samples waits for it, so that they are compared where a step has tiles.
+        """
+        numbers, given = self.tracker.numbers, Given(shape)
+        misfits = numbers.misfits
+        if sample is not None:
+            compares = not needs_sync(sample) or numbers.has_tiles
+            given = Given(shape, sample=weakref.ref(sample), detail=detail_of(sample) if compares else None)
+        self.tracker.begin_call(given, self._schedule.adds_noise)
+        if numbers.misfits > misfits and (
+            self.settings.config.reuse.on or self.settings.config.correction.on
+        ):
+            self.say(
+                "the model is called with a sample that does not follow from one of the step before, such as a "
+                "tile that moves; such calls reuse nothing, which saves less time"
+            )
+
+    def end_call(self) -> None:
+        """Note what a call ran of the parts that some steps skip."""
+        target = self.settings.target
+        skippable = {"deep"} if target.cut is not None or not target.is_unet else set()
+        if target.is_unet and self.settings.config.reuse.skips_finest:
+            skippable.add("finest")
+        if not self.tracker.note_runs(self.ran | ({"deep", "finest"} - skippable)):
+            self.say(
+                "another node left out what should have run in a step, as a second cache does; remove one"
+            )
 
     def of(self, part: Hashable) -> Any:
         """Return the residual of a part of the model, from the same call of an earlier step."""

@@ -124,6 +124,7 @@ def finish_run(sampling: Sampling) -> None:
     running, sampling.running_blocks = sampling.running_blocks, None
     if running is None:
         return
+    sampling.ran.add("deep")
     first, *others = (("run", block) for block in running.blocks)
     before, blocks = sampling.of(first) or (None, 0)
     added = each(lambda total: total.to(running.returned[0].dtype), running.added)

@@ -125,6 +125,7 @@ def call_stages(
         if part == skipped:
             (h,) = extrapolated(sampling.of(part), [0.0], getattr(decision, part))
         else:
+            sampling.ran.add(part)
             sampling.keep(part, updated(sampling.of(part), (h.clone(),)))
         return h
 

@@ -31,6 +31,7 @@ def stage_call(original: HostMethod) -> Callable:
             return tree_map(torch.zeros_like, before)  # read by modules that are skipped too
         result = original.of(self)(*args, **kwargs)
         if state.is_last:
+            state.model.threads.value.ran.add("finest" if state.is_finest else "deep")
             added = result.clone()  # hosts change results in place
             note_forecast(state.model.threads.value, "finest" if state.is_finest else "deep", before, added)
             skippable[call] = updated(before, (added,))

@@ -257,6 +257,7 @@ def end_stack(thread: ThreadState) -> Tensor | None:
     if of_level:
         _note_level(stack, tokens, added)
     if is_skipped(stack.first):
+        thread.ran.add("deep")
         note_forecast(thread, "deep", known, added)
         text = None if stack.text_value is stack.text else stack.text_value - stack.text
         stack.made.residual = updated(known, (added, text), thread.shard)

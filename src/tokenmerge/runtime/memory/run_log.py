@@ -26,6 +26,16 @@ _TINY = torch.finfo(torch.float32).tiny
 
 Result = TypeVar("Result")
 StepKind = Literal["merged", "unmerged", "reused"]  # see :class:`StepRow`
+_KINDS: tuple[StepKind, ...] = ("unmerged", "merged", "reused")  # from the most complete to the least
+
+
+def least_complete(*kinds: StepKind) -> StepKind:
+    """Return the kind of a step, by those of its calls.
+
+    >>> least_complete("unmerged", "reused", "merged")
+    'reused'
+    """
+    return max(kinds, key=_KINDS.index)
 
 
 class ForecastError(NamedTuple):
@@ -88,6 +98,7 @@ class RunLog:
     last: Tensor | None = None  # the sum of the model's last output; None: not yet, or it is no tensor
     # Empty if the settings do not follow the steps.
     kind_of_step: dict[int, StepKind] = dataclasses.field(default_factory=dict)
+    misfits: int = 0  # calls whose sample follows from none of the step before, and that reused nothing
     seconds: float = 0.0  # to the end of the last call, whose operations an accelerator may still run
     # In the last step of the generation, the logs of all its models. As its call ends, they have ended.
     ending: Sequence[RunLog] = ()
@@ -140,6 +151,10 @@ class RunLog:
         for log in self.ending:
             log.ended = True
         self.ending = ()
+
+    def note_kind(self, index: int, kind: StepKind) -> None:
+        """Note what a call does in a step, which is known by the call that leaves out most."""
+        self.kind_of_step[index] = least_complete(kind, self.kind_of_step.get(index, kind))
 
     def note_forecast(
         self, decision: Decision, copies: int, part: str, before: Residual | None, truth: Tensor
@@ -319,10 +334,10 @@ class StepLog:
         self._latest = _Step("unmerged")
 
     def begin_call(self, step: DenoisingStep, kind: StepKind, device: torch.device) -> None:
-        """Note a call of the model. Where a step makes several calls, the last one decides its kind."""
+        """Note a call of the model. Of several in a step, the one that leaves out most decides its kind."""
         if self._steps.get(step.index) is not self._latest:
             self._steps[step.index] = self._latest = _Step(kind)
-        self._latest.kind = kind
+        self._latest.kind = least_complete(kind, self._latest.kind)
         self._device = device
         self._latest.times.append([clock(device)])
 

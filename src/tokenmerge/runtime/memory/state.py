@@ -7,7 +7,7 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +63,8 @@ class CallContext:
 
     settings: Mapping[int, MergeSettings]  # of the running step, by level
     seed: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))  # of draws
-    call: int = 0  # its number in its step
+    call: int = 0  # its number, that of the call of the step before that it continues
+    beside: bool = False  # it belongs to no step: it is dense, and nothing of it is kept
     plan_call: int = 0  # that of the call whose plans this one uses
     caches_plans: bool = False
     shares_plans: bool = False  # blocks with the same grid have one plan, so stacks of them can merge once
@@ -125,21 +126,24 @@ class Memory:
         if self.log is not None:
             self.log.drop_tensors()
 
-    def forget(self, first: int = 0, last: int = sys.maxsize) -> None:
-        """Drop all that is cached of the calls with these numbers."""
-        _drop(first, last, self.tracker.noted, self.guidance_differences)
-        self.forget_plans(first, last)
-        self.forget_results(first, last)
+    def forget(self, calls: Collection[int] | None = None) -> None:
+        """Drop all that is cached of the calls with some numbers; None: of all calls."""
+        self.tracker.forget(range(sys.maxsize) if calls is None else calls)
+        if self.log is not None:
+            _drop(calls, self.log.outputs)
+        _drop(calls, self.guidance_differences)
+        self.forget_plans(calls)
+        self.forget_results(calls)
 
-    def forget_results(self, first: int, last: int) -> None:
-        """Drop the cached results of the calls with these numbers."""
-        _drop(first, last, self.model_residuals)
+    def forget_results(self, calls: Collection[int] | None) -> None:
+        """Drop the cached results of the calls with some numbers; None: of all calls."""
+        _drop(calls, self.model_residuals)
         for cache in self.caches:
-            _drop(first, last, cache.residuals, cache.skippable)
+            _drop(calls, cache.residuals, cache.skippable)
 
-    def forget_plans(self, first: int, last: int) -> None:
-        """Drop the plans of the calls with these numbers."""
-        _drop(first, last, *(cache.plans for cache in self.caches))
+    def forget_plans(self, calls: Collection[int] | None) -> None:
+        """Drop the plans of the calls with some numbers; None: of all calls."""
+        _drop(calls, *(cache.plans for cache in self.caches))
 
 
 Memories = WeakDictionary  # the Memory of each living generation
@@ -153,12 +157,11 @@ def _close(memory: Memory | None, memories: Memories | None = None, generation: 
         del memories[generation]
 
 
-def _drop(first: int, last: int, *dictionaries: dict[Any, Any]) -> None:
+def _drop(calls: Collection[int] | None, *dictionaries: dict[Any, Any]) -> None:
     """Drop the entries of some calls; keys are their numbers, or begin with them."""
     for cached in dictionaries:
         for key in tuple(cached):
-            number = key if isinstance(key, int) else key[0]
-            if first <= number <= last:
+            if calls is None or (key if isinstance(key, int) else key[0]) in calls:
                 del cached[key]
 
 
@@ -177,6 +180,7 @@ class ThreadState:
         self.spans: dict[tuple[int, int, int], Tensor] = {}
         self.numbers: dict[tuple[int, torch.device], Tensor] = {}  # see ``steps.step_tracker.step_seed``
         self.stack: Any = None  # the tokenmerge.runtime.blocks.stack.Stack that runs; None: there is none
+        self.ran: set[str] = set()  # parts of the model that the running call has run, "deep" and "finest"
 
 
 @dataclasses.dataclass(eq=False)
@@ -208,6 +212,7 @@ class ModelState:
     parts: tuple[BlockState | LayerState | StageState, ...] = ()  # those that merge or are skipped
     blocks: Sequence[BlockState] = ()  # the blocks among them
     skips_blocks: bool = False  # some step skips blocks by themselves, and not whole stages
+    skippable: frozenset[str] = frozenset()  # the parts that some step skips, of "deep" and "finest"
     shares_positions: bool = False  # some token argument has no batch axis
     memories: Memories = dataclasses.field(default_factory=WeakDictionary)
     given_grid: Grid | None = None  # the model's finest token grid in the next calls, where the user gave it
@@ -287,6 +292,7 @@ class ModelState:
         thread = self.threads.value
         thread.stack = None  # of a call that was interrupted
         thread.spans.clear()
+        thread.ran.clear()
         for part in self.parts:
             part.threads.value.number = -1
 

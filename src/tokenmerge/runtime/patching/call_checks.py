@@ -147,18 +147,6 @@ def why_tokens_count_once(state: ModelState, root: nn.Module, pipe: object) -> s
     return ""
 
 
-def refuse_caches(state: ModelState, root: nn.Module) -> None:
-    """Refuse diffusers' caches, which count the calls of blocks, where blocks are skipped on some steps."""
-    for path, module in root.named_modules() if state.config.reuse.on else ():
-        for hook in getattr(module.__dict__.get("_diffusers_hook"), "hooks", {}).values():
-            if hook._is_stateful:
-                raise UnsupportedModelError(
-                    f"{path}: {named(state.method, state.config.reuse.given)} leaves blocks out on some "
-                    f"steps, and {type(hook).__name__} keeps results from call to call; remove that cache "
-                    f"first: model.disable_cache(), or {instead(state.method, 'take reuse.every=1')}"
-                )
-
-
 def refuse_training(config: ToMeConfig, method: str) -> None:
     """Refuse settings that cache results between steps, in a call under gradients."""
     given, off = config.reuse.given, "reuse.every=1"

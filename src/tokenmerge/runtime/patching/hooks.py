@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.config import CACHED_FEATURES, ToMeConfig
-from tokenmerge.config.origin import instead
+from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.base import Grid
 from tokenmerge.ops.once import first_numbers
@@ -25,21 +25,33 @@ from tokenmerge.runtime.memory.uses import CHANGES, MARK, Mark
 from tokenmerge.runtime.patching.call_checks import (
     check_call,
     phases_at,
-    refuse_caches,
     refuse_training,
     warn_where_nothing_is_saved,
     why_tokens_count_once,
 )
+from tokenmerge.runtime.patching.other_caches import refuse_other_caches
 from tokenmerge.runtime.patching.watched import look
-from tokenmerge.runtime.steps.pipeline import PerThread, guidance_copies, guidance_scale, running_pipeline
+from tokenmerge.runtime.steps.calls import Given, conditions_in, detail_of
+from tokenmerge.runtime.steps.pipeline import (
+    PerThread,
+    guidance_copies,
+    guidance_scale,
+    has_callback,
+    running_pipeline,
+)
 from tokenmerge.runtime.steps.scheduler import (
     DenoisingStep,
+    comes_later,
+    has_run,
+    is_over,
+    is_timestep_of,
     needs_sync,
     noise_levels,
+    repeats,
     scheduler_of,
     waits_to_read,
 )
-from tokenmerge.runtime.steps.step_tracker import Decision, decide, same_step, step_seed
+from tokenmerge.runtime.steps.step_tracker import Decision, decide, number_of, same_step, step_seed
 
 
 class _Call(NamedTuple):
@@ -74,13 +86,15 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     arguments = {**dict(zip(state.call.parameters[: len(args)], args, strict=True)), **kwargs}
     check_call(state, root, arguments)
     call = _call_with(state, root, arguments)
+    if call is None:
+        state.begin_call()
+        state.threads.value.context = _beside(state)
+        return
     step, memory, tracker = call.step, call.memory, call.memory.tracker
     config = _config_of(call)
     copies, equal = _guidance_copies(call) if config.plans.guidance else (1, None)
-    if step is not None and tracker.changes_shape(call.shape):
-        memory.forget_results(tracker.call, tracker.call)
     if _makes_plans(call, config):
-        memory.forget_plans(tracker.plan_call, tracker.plan_call)
+        memory.forget_plans([tracker.plan_call])
     if step is not None and torch.is_grad_enabled():
         refuse_training(config, state.method)
     decision, settings = decide(config, tracker, call.shape), state.settings
@@ -119,6 +133,12 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     )
 
 
+def _beside(state: ModelState) -> CallContext:
+    """Return what holds for a call that belongs to no step: it is dense, and nothing of it is kept."""
+    dense = Decision(merging=Merging.DENSE)
+    return CallContext(settings=state.settings, beside=True, blocks_are_dense=True, decision=dense)
+
+
 def before_blocks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Before the module around some blocks: note their token grid, which its first argument shows."""
     state: PerThread[Grid] | StageState = module.__dict__[STATE]
@@ -138,18 +158,17 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     if not torch.compiler.is_compiling():
         log = memory.log
         is_noted = state.uses.end_call(failed=result is None)
-        # It failed, or began before the model was patched, or with settings that its own thread has replaced.
-        if result is None or log is None or not is_noted:
+        # It failed, belongs to no step, or began before these settings were applied.
+        if result is None or log is None or not is_noted or context.beside:
             thread.stack = None
             thread.spans.clear()
             return
     end_stack(thread)  # whose last tokens nobody has read
     if state.follows_steps:
         assert log is not None
-        if context.decision.caches:
-            log.observe(log.note_output, context.decision, context.guidance_copies, memory.tracker, result)
+        _note_runs(state, root, log, result)
         if memory.tracker.is_last:
-            memory.forget_results(memory.tracker.call, memory.tracker.call)
+            memory.forget_results([memory.tracker.call])
         if state.config.guided_planner:
             _compare_guidance(memory, context, result if isinstance(result, Tensor) else result[0])
     if log is not None:
@@ -161,6 +180,23 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     if context.guidance_difference is not None and not torch.is_grad_enabled():  # then blocks may run again
         thread.context = dataclasses.replace(context, guidance_difference=None)
     thread.spans.clear()
+
+
+def _note_runs(state: ModelState, root: nn.Module, log: RunLog, result: Any) -> None:
+    """Note what a call ran of the parts that some steps skip, and its result."""
+    thread = state.threads.value
+    decision, tracker = thread.context.decision, thread.memory.tracker
+    if tracker.note_runs(thread.ran | ({"deep", "finest"} - state.skippable)):
+        if decision.caches:
+            log.observe(log.note_output, decision, thread.context.guidance_copies, tracker, result)
+        return
+    log.missed, log.sample = [], None
+    log.note_kind(tracker.index, "reused")
+    state.warn_once(
+        f"{type(root).__name__}: other code left out what should have run in a step, as a second cache does "
+        f"beside {named(state.method, state.config.reuse.given)}, so that the picture can be far from the "
+        "dense one; take one of the two off"
+    )
 
 
 def _compare_guidance(memory: Memory, context: CallContext, made: Any) -> None:
@@ -178,8 +214,8 @@ def _compare_guidance(memory: Memory, context: CallContext, made: Any) -> None:
         sample.result = made
 
 
-def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> _Call:
-    """Begin a call with these arguments, by name: return what is known of it."""
+def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> _Call | None:
+    """Begin a call with these arguments, by name: return what is known of it. None: it belongs to no step."""
     sample, by = arguments[state.call.sample], state.call.timestep
     timestep, first = arguments[by] if isinstance(by, str) else by(root, arguments), sample[0]
     if state.numbers_steps:
@@ -198,6 +234,8 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
         )
     if state.follows_steps:
         step = state.pipeline.step(scheduler, timestep, pipe is running)
+        if _belongs_to_no_step(state, scheduler, step, timestep, seed):
+            return None
         if step is None:
             raise ConfigError(
                 f"{state.over_steps}: cannot tell the denoising step, since no scheduler has it; apply "
@@ -212,6 +250,10 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
     if not compiling and not (by_itself and state.pipeline.given_step.value is None):
         _note_generation(state, step, running, scheduler, timestep)
     memory = _begin_in_memory(state, root, step, seed)
+    if step is not None:
+        memory.tracker.begin_call(
+            _given(state, memory, pipe, arguments, shape), step.generation.schedule.adds_noise
+        )
     return _Call(state, root, sample, timestep, seed, running, pipe, scheduler, step, shape, memory)
 
 
@@ -227,23 +269,96 @@ def _note_generation(
             memory.close()
 
 
+def _belongs_to_no_step(
+    state: ModelState, scheduler: Any, step: DenoisingStep | None, timestep: Any, seed: Tensor
+) -> bool:
+    """Return whether a call is beside the steps of a generation, such as one that a callback makes.
+
+    It is at a timestep that is over, or not that of the step in which it is made.
+    """
+    if state.pipeline.step_is_given:
+        known = None if step is None else state.memories.get(step.generation)
+        if step is not None and known is not None and _differs(known, step, seed):
+            raise _over(step)
+        return False
+    if step is None:
+        if not has_run(scheduler):
+            return False
+        if is_over(scheduler, timestep, len(scheduler.timesteps)):
+            return True
+        state.warn_once(
+            f"{state.over_steps}: a call belongs to no step of the scheduler, whose generation is over, and "
+            "runs dense; before each step of a loop of your own, call patch.at_step(i, steps)"
+        )
+        return True
+    if is_over(scheduler, timestep, step.index):
+        return True
+    known = state.memories.get(step.generation)
+    if known is None or known.seed is None:
+        return False
+    if not _differs(known, step, seed):
+        return (
+            step.index == known.tracker.index + 1
+            and (known.seed is seed or not needs_sync(seed))
+            and same_step(known.seed, seed)
+            and not repeats(scheduler, step.index)
+        )
+    # Two calls of one step have different timesteps. Reading these waits for the device.
+    if is_timestep_of(scheduler, number_of(seed), step.index):
+        known.forget()  # of the other call, which was taken for one of this step
+        known.tracker.begin_again()
+        return False
+    other_fits = is_timestep_of(scheduler, number_of(known.seed), step.index)
+    if other_fits and not comes_later(scheduler, number_of(seed), step.index):
+        return True
+    raise _over(step)
+
+
+def _differs(known: Memory, step: DenoisingStep, seed: Tensor) -> bool:
+    """Return whether a call of the running step has another timestep than the one before."""
+    before = known.seed
+    return step.index == known.tracker.index and before is not None and not same_step(before, seed)
+
+
+def _over(step: DenoisingStep) -> ConfigError:
+    return ConfigError(
+        f"step {step.index} of {step.total} is over, by the timestep that the model is called with; "
+        "call patch.at_step(i, steps) before each step of a loop of your own, or apply token merging "
+        "to the very pipeline that runs: others that share its models have schedulers of their own"
+    )
+
+
+def _given(
+    state: ModelState, memory: Memory, pipe: Any, arguments: Mapping[str, Any], shape: tuple[int, ...]
+) -> Given:
+    """Return what a call is given, by which it is recognised.
+
+    Samples are compared on a CPU. On a device, that waits for it: there they are compared where something
+    else than the solver may move them, which are tiles, of which a step has several, and callbacks.
+    """
+    sample = arguments[state.call.sample]
+    waits = needs_sync(sample[0])
+    compares = not waits or memory.tracker.numbers.has_tiles or has_callback(pipe)
+    return Given(
+        shape,
+        conditions_in(arguments),
+        weakref.ref(sample) if isinstance(sample, Tensor) else None,
+        detail_of(sample) if compares else None,
+        waits,
+    )
+
+
 def _begin_in_memory(state: ModelState, root: nn.Module, step: DenoisingStep | None, seed: Tensor) -> Memory:
-    """Begin a call in the memory of its generation: drop what is stale there, refuse a step that is over."""
+    """Begin a call in the memory of its generation, and drop what is stale there."""
     thread = state.threads.value
     memory = thread.own_memory
     if step is not None:
         known = state.memories.get(step.generation)
         if known is None:
-            refuse_caches(state, root)
-        elif known.seed is not None and step.index == known.tracker.index and not same_step(known.seed, seed):
-            raise ConfigError(
-                f"step {step.index} of {step.total} is over, by the timestep that the model is called with; "
-                "call patch.at_step(i, steps) before each step of a loop of your own, or apply token merging "
-                "to the very pipeline that runs: others that share its models have schedulers of their own"
-            )
+            refuse_other_caches(root, state.config, state.method)
         memory = state.memories.setdefault(step.generation, known or Memory(state.groups))
         memory.belong_to(step.generation, thread, state.memories)
-        if (stale := memory.tracker.begin_call(step)) is not None:
+        if stale := memory.tracker.begin_step(step):
             memory.forget(stale)
     memory.seed = seed
     if torch.compiler.is_compiling() or memory is not thread.memory:
@@ -331,7 +446,11 @@ def _makes_plans(call: _Call, config: ToMeConfig) -> bool:
         generation = None if step is None else weakref.ref(step.generation)
         memory.sample.begin_call(first, call.seed, lambda _: _sample_gone(state, held(), generation))
         # It is a second call of one step, and not the first call of the next step.
-        if config.plans.guidance and memory.sample.repeated and (tracker.call > 0 or step is None):
+        if (
+            config.plans.guidance
+            and memory.sample.repeated
+            and (len(tracker.numbers.made) > 1 or step is None)
+        ):
             return False
     if step is None:
         return True
@@ -347,7 +466,7 @@ def _sample_gone(state: ModelState, memory: Memory | None, generation: weakref.r
     if generation is None:
         memory.forget()
     elif memory.tracker.is_last:
-        memory.forget(memory.tracker.plan_call, memory.tracker.call)
+        memory.forget(memory.tracker.calls_on_sample)
         living = generation()
         for other in [] if living is None else state.pipeline.memories_of(living):
             if not other.tracker.is_last:  # of a model that only runs the first steps
@@ -366,6 +485,7 @@ def _note_call(call: _Call, config: ToMeConfig, decision: Decision, merges: bool
         memory.log = log
         log.observe(_note_facts, call, log)
     state.runs.set(memory.log, begins)
+    _note_misfits(call, config)
     kind: StepKind = "reused"
     if decision.runs is Runs.EVERYTHING:
         kind = "merged" if merges and decision.merging is Merging.MERGES else "unmerged"
@@ -387,7 +507,7 @@ def _note_step(call: _Call, log: RunLog, kind: StepKind, caches: bool) -> StepLo
     state, step = call.state, call.step
     log.sample = call.sample if caches and isinstance(call.sample, Tensor) else None
     if step is not None:
-        log.kind_of_step[step.index] = kind
+        log.note_kind(step.index, kind)
         if step.index >= step.total - 1:
             logs = (own.log for own in state.pipeline.memories_of(step.generation))
             log.ending = [own for own in (log, *logs) if own is not None]
@@ -397,6 +517,20 @@ def _note_step(call: _Call, log: RunLog, kind: StepKind, caches: bool) -> StepLo
         with contextlib.suppress(ConfigError):  # settings that follow no step run without one
             step = state.pipeline.step(call.scheduler, call.timestep, call.pipe is call.running)
     return None if step is None else state.recorder.begin_call(step, kind, call.seed.device)
+
+
+def _note_misfits(call: _Call, config: ToMeConfig) -> None:
+    """Note whether a call could use what is cached, and say so the first time that it could not."""
+    state, log, misfits = call.state, call.memory.log, call.memory.tracker.numbers.misfits
+    keeps = config.reuse.on or config.correction.on or config.cached_features or config.plans.every > 1
+    if call.step is None or log is None or not keeps or misfits == log.misfits:
+        return
+    log.misfits = misfits
+    state.warn_once(
+        f"{type(call.root).__name__}: called with a sample that does not follow from one of the step before, "
+        "such as a tile that moves, or pictures that a callback puts in another order; such calls reuse "
+        "nothing, which saves less time"
+    )
 
 
 def _guidance_copies(call: _Call) -> tuple[int, Tensor | None]:

@@ -24,6 +24,7 @@ from tokenmerge.runtime.memory.state import STATE, BlockState, CallContext, Laye
 from tokenmerge.runtime.memory.uses import CHANGES
 from tokenmerge.runtime.patching.call_checks import check_grid, phases_at
 from tokenmerge.runtime.patching.hooks import after_model, before_blocks, before_model
+from tokenmerge.runtime.patching.other_caches import refuse_other_forward
 from tokenmerge.runtime.patching.swap import add_hook, check_swappable, swap, undo
 from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline
 
@@ -141,6 +142,7 @@ def check_host(
     parts = parts_to_merge(host, config)
     if not parts:
         raise NothingToMergeError(why_nothing_merges(host, config))
+    refuse_other_forward(host.root, config, method)
     shard_of(host.root)  # raises where merging does not fit how its tokens are split between devices
     if config.reuse.on and not (host.can_skip or host.controlnet):
         raise UnsupportedModelError(
@@ -202,6 +204,9 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
     state.blocks = block_states
     state.shares_positions = any(not layer.layout.batched for _, layer in layers)
     state.skips_blocks = any(block.caches_residuals for block in block_states)
+    finest = {part.is_finest for part in state.parts if isinstance(part, StageState)}
+    skippable = {"deep": state.skips_blocks or False in finest, "finest": True in finest}
+    state.skippable = frozenset(name for name, is_skipped in skippable.items() if is_skipped)
     pipeline.states.append(state)
     return state
 

@@ -23,7 +23,7 @@ from tokenmerge.runtime.memory.state import STATE, BlockState, Kept, LayerState,
 from tokenmerge.runtime.patching.call_checks import merges_tokens, phases_at
 
 # Processors and hooks of these packages compute a result, and keep nothing of what they see …
-_PACKAGES = ("accelerate", "diffusers", "peft", "tokenmerge", "torch")
+PACKAGES = ("accelerate", "diffusers", "peft", "tokenmerge", "torch")
 # … except for these processors of diffusers' pipelines, each with the attention that its pipeline reads.
 _STORES = {
     "AttendExciteAttnProcessor": ("attn2",),
@@ -50,22 +50,22 @@ def _watcher_of(module: nn.Module) -> Any:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for hook in hooks.values():
             if getattr(hook, "__self__", None) is not module and not _only_computes(hook):
-                return _function(hook)
+                return function_of(hook)
     # ``getattr`` takes ten times as long where there is none.
     processor = module.__dict__.get("processor", module._modules.get("processor"))
     if processor is not None and is_watching(processor):
-        return _function(processor)
+        return function_of(processor)
     if processor is not None or STATE in module.__dict__:  # attention, or something that merges
         for method in ("forward", "_forward"):
             replaced = module.__dict__.get(method)
             if replaced is not None and not (_only_computes(replaced) or _is_own(module, method, replaced)):
-                return _function(replaced)
+                return function_of(replaced)
     return None
 
 
 def is_watching(processor: Any) -> bool:
     """Return whether an attention processor may keep something of what it sees."""
-    return not _only_computes(processor) or _function(processor).__qualname__ in _STORES
+    return not _only_computes(processor) or function_of(processor).__qualname__ in _STORES
 
 
 def look(
@@ -164,7 +164,7 @@ def _meets(path: str, others: Collection[str]) -> bool:
 
 def _only_computes(code: Any) -> bool:
     """Return whether a hook, a processor or a method is of a package whose code keeps nothing."""
-    return _function(code).__module__.partition(".")[0] in _PACKAGES
+    return function_of(code).__module__.partition(".")[0] in PACKAGES
 
 
 def _is_own(module: nn.Module, method: str, function: Any) -> bool:
@@ -173,7 +173,7 @@ def _is_own(module: nn.Module, method: str, function: Any) -> bool:
     return plain is not None and any(vars(cls).get(method) is plain for cls in type(module).__mro__)
 
 
-def _function(code: Any) -> Any:
+def function_of(code: Any) -> Any:
     """Return the function of a partial one, or the class of an object that is called; others as they are."""
     while isinstance(code, functools.partial):
         code = code.func

@@ -19,6 +19,7 @@ from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, is_mid
 
 Value = TypeVar("Value")
 
+_CALLBACKS = ("callback_on_step_end", "callback")  # arguments of pipelines
 _STEPS = 20  # where a pipeline has no default
 # Their batches hold the picture guided by text and image, by the image alone, and by nothing.
 _GUIDED_TWICE = ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLInstructPix2PixPipeline")
@@ -121,6 +122,11 @@ class Pipeline:
         generation = before.generation if before is not None and continues else Generation(index)
         self.given_step.value = DenoisingStep(index, total, generation)
 
+    @property
+    def step_is_given(self) -> bool:
+        """Whether this thread was told its step."""
+        return self.given_step.value is not None
+
     def step(self, scheduler: Any, timestep: Tensor | float, runs_here: bool) -> DenoisingStep | None:
         """Return the step that was set in this thread, or else that of :func:`step_of`."""
         return self.given_step.value or step_of(scheduler, timestep, runs_here)
@@ -219,6 +225,16 @@ def running_pipeline() -> Any:
                 return owner
         frame = frame.f_back
     return None
+
+
+def has_callback(pipe: Any) -> bool:
+    """Return whether a pipeline that runs in this thread has a callback, which may change its latents."""
+    frame = None if pipe is None or torch.compiler.is_compiling() else sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__call__" and frame.f_locals.get("self") is pipe:
+            return any(frame.f_locals.get(name) is not None for name in _CALLBACKS)
+        frame = frame.f_back
+    return False
 
 
 def is_pipeline(owner: Any) -> bool:

@@ -132,6 +132,47 @@ def is_midway(scheduler: Any, timestep: Tensor | float) -> bool:
     return (_offset(timestep, scheduler.timesteps) or 0) > (getattr(scheduler, "begin_index", None) or 0)
 
 
+def has_run(scheduler: Any) -> bool:
+    """Return whether a generation with the latest timesteps of a scheduler has begun."""
+    return getattr(getattr(scheduler, "timesteps", None), _GENERATION, None) is not None
+
+
+def is_over(scheduler: Any, timestep: Tensor | float, index: int) -> bool:
+    """Return whether a timestep is of an earlier step of the scheduler, as far as its place tells."""
+    place = _offset(timestep, getattr(scheduler, "timesteps", None))
+    return place is not None and place < index
+
+
+def repeats(scheduler: Any, index: int) -> bool:
+    """Return whether a step has the timestep of the one before; True if reading it would wait."""
+    timesteps = scheduler.timesteps
+    if isinstance(timesteps, Tensor) and needs_sync(timesteps):
+        return True
+    return index > 0 and bool(timesteps[index] == timesteps[index - 1])
+
+
+def is_timestep_of(scheduler: Any, timestep: float, index: int) -> bool:
+    """Return whether a timestep is that of a step, in any unit; this may wait for the device."""
+    _, scheduled = _read(timestep, scheduler.timesteps)
+    return any(_is_near(timestep * unit, float(scheduled[index])) for unit in (1, _trained(scheduler)))
+
+
+def comes_later(scheduler: Any, timestep: float, index: int) -> bool:
+    """Return whether a timestep is that of a later step."""
+    return any(
+        is_timestep_of(scheduler, timestep, later) for later in range(index + 1, len(scheduler.timesteps))
+    )
+
+
+def _is_near(timestep: float, other: float) -> bool:
+    return abs(timestep - other) <= max(1.0, abs(timestep)) / 128  # half precision is good to 1 in 256
+
+
+def _trained(scheduler: Any) -> int:
+    found = getattr(getattr(scheduler, "config", None), "num_train_timesteps", None)
+    return found if isinstance(found, int) else 1000
+
+
 def ends_clean(sigmas: Any) -> bool:
     """Return whether flow matching has almost no noise left before its last step, which then changes little.
 

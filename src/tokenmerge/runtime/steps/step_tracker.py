@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,8 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.ops.arithmetic import arithmetic
 from tokenmerge.ops.once import once, version_of
 from tokenmerge.plans.generation import Merging, Runs, plan_generation
+from tokenmerge.runtime.steps.calls import CallNumbers, Given, Shape
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync
-
-Shape = tuple[object, ...]  # of the inputs of a call; what is cached for one does not fit another
 
 
 def step_seed(
@@ -48,6 +47,11 @@ def _bits(timestep: Tensor | float, device: torch.device) -> Tensor:
         timestep = timestep[(0,) * timestep.ndim]  # pipelines expand one number
     latest = torch.as_tensor(timestep, device=device, dtype=torch.float32)
     return arithmetic().bits(latest.max() if latest.numel() > 1 else latest.view(()))
+
+
+def number_of(seed: Tensor) -> float:
+    """Return the timestep whose bits a number has; this waits for its device."""
+    return float(seed.to(torch.int32).cpu().view(torch.float32))
 
 
 def same_step(step: Tensor, other: Tensor) -> bool:
@@ -85,8 +89,9 @@ class SampleTracker:
 class StepTracker:
     """The calls of one model in one generation.
 
-    A pipeline may call a model several times in a step, for prompts or tiles. Calls are told apart by their
-    number in the step, from 0. The tracker holds no generation, since it lives as long as that does.
+    A pipeline may call a model several times in a step, for prompts or tiles. A call has the number of the
+    call of the step before that it continues. The tracker holds no generation, since it lives as long as
+    that does.
     """
 
     def __init__(self) -> None:
@@ -94,24 +99,38 @@ class StepTracker:
         self.done = self.steps = 0  # steps of the generation before it, and all of them
         self.call = self.plan_call = 0  # the running call, and the one whose plans it uses
         self.is_last = False
+        self.numbers = CallNumbers()
         # What a call leaves for the same call of later steps, by its number and a name.
         self.noted: dict[tuple[int, str], Any] = {}
+        self._runs: dict[str, Shape] = {}  # the parts that the running call should run, with its shape
 
-    def begin_call(self, step: DenoisingStep) -> int | None:
-        """Note a call. As a step begins, return the first call number that the step before did not have."""
+    def begin_step(self, step: DenoisingStep) -> list[int]:
+        """Note the step of a call. As it begins, return the calls that the step before did not make."""
         if step.index == self.index:
-            self.call += 1
-            return None
-        made = 0 if self.index < 0 else self.call + 1
-        self.index, self.done, self.steps, self.call = step.index, step.done, step.steps, 0
+            return []
+        self.index, self.done, self.steps = step.index, step.done, step.steps
         self.is_last = step.index >= step.total - 1
-        return made
+        return self.numbers.begin_step()
 
-    def changes_shape(self, shape: Shape) -> bool:
-        """Return whether the running call has another shape than at the step before; note its shape."""
-        before = self.noted.get((self.call, "shape"), shape)
-        self.noted[self.call, "shape"] = shape
-        return bool(before != shape)
+    def begin_call(self, given: Given, adds_noise: bool = False) -> None:
+        """Note a call in the running step. Its solver may add noise."""
+        self.call = self.numbers.begin_call(given, adds_noise)
+        self._runs = {}
+
+    def begin_again(self) -> None:
+        """Begin the running step again, after a call that was none of its own."""
+        self.numbers = CallNumbers()
+
+    @property
+    def calls_on_sample(self) -> list[int]:
+        """The calls of the running step that use the plans of one of them, which are on one sample."""
+        made = self.numbers.made
+        return made[made.index(self.plan_call) :] if self.plan_call in made else made[-1:]
+
+    def forget(self, calls: Collection[int]) -> None:
+        """Drop what some calls have left."""
+        self.numbers.forget(calls)
+        self.noted = {key: noted for key, noted in self.noted.items() if key[0] not in calls}
 
     def plans(self, every: int, purpose: object) -> bool:
         """Return whether the running call makes new plans, as for another purpose; note that it does."""
@@ -146,18 +165,26 @@ class StepTracker:
         return bool(answer)
 
     def extrapolation(self, part: str, runs: bool, shape: Shape, holds: bool = True) -> Tensor | None:
-        """Return how far the running call extrapolates a part of the model; None: the part runs, as is noted.
+        """Return how far the running call extrapolates a part of the model; None: the part should run.
 
         A part that ``holds`` can be skipped after a single run, with a distance of 0: it takes two runs to
         know how its residual changes.
         """
-        _, last, seen = self.noted.get((self.call, part), (None, None, None))
+        _, _, seen = self.noted.get((self.call, part), (None, None, None))
         if seen == shape and not runs:
             known = self.forecast(part, shape)
             if known is not None or holds:
                 return torch.tensor(0.0 if known is None else known[0])
-        self.noted[self.call, part] = last if seen == shape else None, self.index, shape
+        self._runs[part] = shape
         return None
+
+    def note_runs(self, parts: Collection[str]) -> bool:
+        """Note which parts the running call ran, and return whether it ran all that it should."""
+        for part, shape in self._runs.items():
+            if part in parts:
+                _, last, seen = self.noted.get((self.call, part), (None, None, None))
+                self.noted[self.call, part] = last if seen == shape else None, self.index, shape
+        return self._runs.keys() <= set(parts)
 
     def forecast(self, part: str, shape: Shape) -> tuple[float, int] | None:
         """Return how far an extrapolation has to reach, and the steps since the part ran.
