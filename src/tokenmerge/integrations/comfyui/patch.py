@@ -131,7 +131,7 @@ class _Wrappers:
         sampling.begin_call(x.shape, options, x)
         result = executor(x, *more, **named)
         finish_run(sampling)
-        sampling.end_call()
+        sampling.end_call(result)
         return result
 
     def diffusion_model(self, executor: Any, *arguments: Any, **named: Any) -> Any:

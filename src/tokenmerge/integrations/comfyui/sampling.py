@@ -123,7 +123,7 @@ class Sampling:
         self.decision = decide(self.settings.config, self.tracker, shape)
 
     def _recognise(self, shape: Shape, sample: Tensor | None) -> None:
-        """Find out which call of the step before a call continues, and say so if its sample fits none.
+        """Find out which call of the step before a call continues; say so if its sample fits none.
 
         On a device, comparing samples waits for it, so that they are compared where a step has tiles.
         """
@@ -137,19 +137,21 @@ class Sampling:
             self.settings.config.reuse.on or self.settings.config.correction.on
         ):
             self.say(
-                "the model is called with a sample that does not follow from one of the step before, such as a "
-                "tile that moves; such calls reuse nothing, which saves less time"
+                "the model is called with a sample that does not follow from one of the step before, as a "
+                "tile does that moves; such calls reuse nothing, which saves less time"
             )
 
-    def end_call(self) -> None:
-        """Note what a call ran of the parts that some steps skip."""
+    def end_call(self, result: Any = None) -> None:
+        """Note what a call returned, and what it ran of the parts that some steps skip."""
+        if isinstance(result, Tensor):
+            self.tracker.numbers.note_result(self.tracker.call, result)
         target = self.settings.target
         skippable = {"deep"} if target.cut is not None or not target.is_unet else set()
         if target.is_unet and self.settings.config.reuse.skips_finest:
             skippable.add("finest")
         if not self.tracker.note_runs(self.ran | ({"deep", "finest"} - skippable)):
             self.say(
-                "another node left out what should have run in a step, as a second cache does; remove one"
+                "another node left out what should have run in a step, as a second cache does; take one off"
             )
 
     def of(self, part: Hashable) -> Any:

@@ -166,6 +166,7 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     end_stack(thread)  # whose last tokens nobody has read
     if state.follows_steps:
         assert log is not None
+        memory.tracker.numbers.note_result(context.call, result)
         _note_runs(state, root, log, result)
         if memory.tracker.is_last:
             memory.forget_results([memory.tracker.call])

@@ -42,6 +42,7 @@ _LEAST = 0.1
 _CLEARLY = 0.25  # how much more it has to be with another sample, for that to be the one before
 _DEVIATIONS = 5  # both in standard deviations of a correlation of few positions, and at most …
 _MOST_BY_CHANCE = 0.5
+_TINY = torch.finfo(torch.float32).tiny
 _MOST_QUESTIONS = 4  # to a device in a generation, where conditions are made anew in each step
 
 
@@ -147,10 +148,16 @@ def detail_of(sample: Tensor | Sequence[Tensor]) -> Tensor | None:
     return detail[:, ::stride].clone().cpu()
 
 
-def continued(now: Tensor | None, before: Sequence[Tensor | None], adds_noise: bool) -> int | None:
+def continued(
+    now: Tensor | None,
+    before: Sequence[Tensor | None],
+    adds_noise: bool,
+    outputs: Sequence[Sequence[Tensor]] = (),
+) -> int | None:
     """Return which of some samples of the step before became a sample; None: none of them.
 
-    The arguments are the details of the sample and of those before, in the order in which they are expected.
+    The arguments are the details of the sample and of those before, in the order in which they are expected,
+    and for each of these the details of what the model returned for it, as far as they are known.
     A solver that adds noise may leave nothing of the detail. Then a sample is refused only where another one
     is more like it.
     """
@@ -158,10 +165,14 @@ def continued(now: Tensor | None, before: Sequence[Tensor | None], adds_noise: b
     if now is None or len(known) < len(before) or any(detail.shape != now.shape for detail in known):
         return 0
     places = range(len(known))
-    return next((place for place in places if _follows(now, known, place, adds_noise)), None)
+    made = outputs or [()] * len(known)
+    follows = (place for place in places if _follows(now, known, place, adds_noise, made[place]))
+    return next(follows, None)
 
 
-def _follows(now: Tensor, before: Sequence[Tensor], place: int, adds_noise: bool) -> bool:
+def _follows(
+    now: Tensor, before: Sequence[Tensor], place: int, adds_noise: bool, outputs: Sequence[Tensor]
+) -> bool:
     """Return whether a sample follows from that at a place: all pictures of the batch, in their order."""
     # Masks and pictures beside the latents stay as they are.
     moved = (now != before[place]).any(dim=0)
@@ -170,17 +181,34 @@ def _follows(now: Tensor, before: Sequence[Tensor], place: int, adds_noise: bool
         return True
     pictures = len(now)
     alike = _directions(now[:, moved]) @ _directions(torch.cat(list(before))[:, moved]).T
-    own = alike[:, place * pictures : (place + 1) * pictures].diagonal()
+    own = alike[:, place * pictures : (place + 1) * pictures].diagonal().clone()
     chance = min(_DEVIATIONS / positions**0.5, _MOST_BY_CHANCE)
+    least = max(_LEAST, chance)
+    for picture in (own < least).nonzero().flatten().tolist():
+        same = [other for other, one in enumerate(before[place]) if torch.equal(one, before[place][picture])]
+        columns = [before[place][picture], *(made[other] for made in outputs for other in same)]
+        own[picture] = _explained(now[picture][moved], torch.stack(columns, dim=1)[moved])
     # Of what is not finite, or has no detail, nothing is known.
     other = (alike.nan_to_num().amax(dim=1) > own + max(_CLEARLY, chance)) & (own != 0)
-    strange = (own < max(_LEAST, chance)) & (own != 0) & (not adds_noise)
+    strange = (own < least) & (own != 0) & (not adds_noise)
     return not bool((other | strange).any())
+
+
+def _explained(now: Tensor, columns: Tensor) -> Tensor:
+    """Return the correlation of a detail with the sum of some others that comes closest to it.
+
+    A solver makes a sample of the one before and of what the model returned for it. Where guidance is very
+    strong, the latter is most of it.
+    """
+    if not (columns.isfinite().all() and now.isfinite().all()):
+        return now.new_zeros(())  # nothing is known
+    fitted = columns @ torch.linalg.lstsq(columns, now.unsqueeze(1)).solution
+    return torch.linalg.vector_norm(fitted) / torch.linalg.vector_norm(now).clamp(min=_TINY)
 
 
 def _directions(details: Tensor) -> Tensor:
     lengths = torch.linalg.vector_norm(details, dim=1, keepdim=True)
-    return details / lengths.clamp(min=torch.finfo(details.dtype).tiny)
+    return details / lengths.clamp(min=_TINY)
 
 
 class CallNumbers:
@@ -195,6 +223,7 @@ class CallNumbers:
         self.has_tiles = False  # calls of the step before had the same conditions, and different samples
         self._before: list[int] = []  # as ``made``, in the step before
         self._given: dict[int, Given] = {}  # by number
+        self._outputs: dict[int, Tensor] = {}  # likewise, the detail of what the model returned
         self._next = 0
         self._asked = 0  # how often a device was asked for the values of conditions
 
@@ -225,7 +254,8 @@ class CallNumbers:
         alike = alike or self._with_equal_conditions(given, numbers)
         if not alike:
             return None
-        place = continued(given.detail, [known[number].detail for number in alike], adds_noise)
+        details = [known[number].detail for number in alike]
+        place = continued(given.detail, details, adds_noise, [self._outputs_for(number) for number in alike])
         self.misfits += place is None
         return None if place is None else alike[place]
 
@@ -240,8 +270,28 @@ class CallNumbers:
             self._asked += len(numbers)
         return [number for number in numbers if given.has_equal_conditions(self._given[number])]
 
+    def note_result(self, number: int, result: Any) -> None:
+        """Note what the model returned in the running call, if samples are compared."""
+        given, output = self._given.get(number), result if isinstance(result, Tensor) else result[0]
+        self._outputs.pop(number, None)
+        if given is not None and given.detail is not None and isinstance(output, Tensor | list | tuple):
+            detail = detail_of(output)
+            if detail is not None and detail.shape == given.detail.shape:
+                self._outputs[number] = detail
+
+    def _outputs_for(self, number: int) -> list[Tensor]:
+        """Return what the model returned in a call of the step before, and in others on its sample."""
+        own = self._given[number].sample
+        same = [other for other in self._before if other == number or self._is_on(other, own)]
+        return [self._outputs[other] for other in same if other in self._outputs]
+
+    def _is_on(self, number: int, sample: weakref.ref[Tensor] | None) -> bool:
+        given = self._given.get(number)
+        return given is not None and sample is not None and given.sample is sample
+
     def forget(self, numbers: Collection[int]) -> None:
-        """Drop what the calls with some numbers were given."""
+        """Drop what the calls with some numbers were given, and what the model returned."""
+        self._outputs = {number: made for number, made in self._outputs.items() if number not in numbers}
         self._given = {number: given for number, given in self._given.items() if number not in numbers}
 
 
