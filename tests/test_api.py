@@ -21,6 +21,7 @@ import tokenmerge
 from tokenmerge import (
     ConfigError,
     NothingToMergeError,
+    PlanSharing,
     ToMeConfig,
     UnsupportedModelError,
     ViTConfig,
@@ -350,7 +351,10 @@ def test_calls_that_people_try(monkeypatch):
     monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 16)
     unet = hosts.unet()
     for given, wanted in (
-        ({"ratio": 0.4}, ToMeConfig(ratio=0.4, planner="tiled", proportional=True)),
+        (
+            {"ratio": 0.4},
+            ToMeConfig(ratio=0.4, planner="tiled", proportional=True, plans=PlanSharing(blocks=True)),
+        ),
         ({"speedup": 1.2}, settings_for(unet, 1.2)),
         ({"config": "tomesd"}, presets.tomesd()),
         ({"config": "sito", "ratio": 0.4}, presets.sito(0.4)),

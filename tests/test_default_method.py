@@ -21,6 +21,7 @@ from tokenmerge import (
     ConfigError,
     Correction,
     NothingToMergeError,
+    PlanSharing,
     StepReuse,
     ToMeConfig,
     apply_token_merging,
@@ -98,7 +99,9 @@ def test_one_thing_is_asked_for(given):
 def test_a_ratio_merges_that_share_of_the_tokens_and_does_nothing_else(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe, ratio=0.5)
-    assert patch.config == ToMeConfig(ratio=0.5, planner="tiled", proportional=True)
+    assert patch.config == ToMeConfig(
+        ratio=0.5, planner="tiled", proportional=True, plans=PlanSharing(blocks=True)
+    )
     assert not patch.config.follows_steps
     assert all(row.merged_tokens == row.tokens // 2 for row in patch.report().rows)
     with token_merging(pipe, ratio=0.25) as inner:

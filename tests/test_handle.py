@@ -86,7 +86,7 @@ def test_another_size_and_number_of_steps(pipe):
     assert scale > 1
     assert patch.report(24 * scale, 40 * scale, steps=8) == predict(pipe, SKIPS, 24, 40, steps=8)
     assert patch.report(24 * scale, 40 * scale, batch=1, steps=8).batch == 1
-    with pytest.raises(ConfigError, match="steps: expected an integer ≥ 1, got 0"):
+    with pytest.raises(ConfigError, match="steps: expected an integer ≥ 1 and ≤ 5,000, got 0"):
         patch.report(steps=0)
     with pytest.raises(ConfigError, match=f"height, width: expected multiples of {scale} pixels, got 64, 65"):
         patch.report(64, 65)
@@ -384,7 +384,7 @@ def test_an_error_of_another_library_does_not_keep_a_handle_from_being_printed(c
 
 def test_a_report_of_no_steps_is_refused(pipe):
     patch = apply_token_merging(pipe, speedup=2.0)
-    with pytest.raises(ConfigError, match="steps: expected an integer ≥ 1, got 0"):
+    with pytest.raises(ConfigError, match="steps: expected an integer ≥ 1 and ≤ 5,000, got 0"):
         patch.report(steps=0)
     patch.remove()
 

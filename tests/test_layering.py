@@ -37,12 +37,13 @@ MAY_IMPORT = {
     "report": "errors text_table config planners models plans runtime.steps runtime.memory runtime.patching",
     "vit": "errors text_table ops config models runtime.steps runtime.memory runtime.patching report",
     "default_method": "errors config planners models plans runtime.steps runtime.memory",
+    "ratio_method": "config models plans default_method",
     "integrations.comfyui": "errors ops config presets planners models plans "
     "runtime.steps runtime.memory runtime.blocks default_method",
     "handle": "errors config planners models plans default_method "
     "runtime.steps runtime.memory runtime.patching report vit",
     "api": "errors config presets models integrations.export "
-    "runtime.steps runtime.memory runtime.patching report vit default_method handle",
+    "runtime.steps runtime.memory runtime.patching report vit default_method ratio_method handle",
     "integrations.serving": "errors config api",
     "compat": "errors config presets api",
     "pipeline_methods": "errors compat",

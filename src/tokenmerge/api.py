@@ -18,12 +18,13 @@ from tokenmerge import presets
 from tokenmerge.config import Rule, SavedSettings, ToMeConfig, dense_outside, load_settings
 from tokenmerge.config.checks import as_number
 from tokenmerge.config.origin import RATIO
-from tokenmerge.default_method import DefaultMethod, TunedMethod, allows_proportional, check_min_psnr
+from tokenmerge.default_method import DefaultMethod, TunedMethod, check_min_psnr
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, nearest_of, shown
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import DENOISERS, find_hosts
+from tokenmerge.ratio_method import little_to_gain, settings_of_ratio
 from tokenmerge.report import Report
 from tokenmerge.runtime.memory.state import RecordedPlan, warn_caller
 from tokenmerge.runtime.patching.patch import (
@@ -107,9 +108,11 @@ def apply_token_merging(
             reach it at the actual size, number of steps and guidance, see
             :mod:`tokenmerge.default_method`. Raising it makes the picture less like the dense one. The
             measured speed-up is mostly lower, since other work takes time too.
-        ratio: fraction of tokens that merge before each self-attention, 0 ≤ ratio ≤ 0.75, in every step and
-            without anything else. Raising it saves more time and makes the picture less like the dense one.
-            With the name of a preset, it is the preset's ratio.
+        ratio: fraction of tokens that merge, 0 ≤ ratio ≤ 0.75, without step reuse. In the pipeline of a
+            transformer, tokens merge before its first block and are unmerged after its last one; the first
+            step runs on all tokens, and later ones get back what merging loses. In a UNet, and in a model
+            alone, they merge around self-attention. Raising it saves more time and makes the picture less
+            like the dense one. With the name of a preset, it is the preset's ratio.
         start: share of the denoising steps before merging starts, 0 ≤ start < until. Earlier steps
             are dense: a rule is added that sets ``ratio=0`` and ``reuse.every=1`` for them, see
             :class:`tokenmerge.Rule`. Raising it saves less time and brings the picture a little closer.
@@ -153,6 +156,10 @@ def apply_token_merging(
         default = asked.default and dataclasses.replace(asked.default, change=change)
         asked = dataclasses.replace(asked, config=change(asked.config), default=default)
     patch = merge_in_hosts(pipe_or_model, **vars(asked))
+    if asked.method == RATIO and asked.hosts is not None:
+        told = little_to_gain(pipe_or_model, asked.hosts, asked.config)
+        if told:
+            warn_caller(told)
     method = asked.default
     if method is not None and method.facts.follows_steps and (told := method.missed(method.facts)):
         warn_caller(told.replace(": ", ", with the pipeline's defaults: ", 1))  # a run has its own
@@ -201,9 +208,7 @@ def _asked(
                 f"ratio: expected the share of tokens that merge, from 0 to 0.75, got {shown(ratio)}; for "
                 "half of them write ratio=0.5, and for a speed-up speedup=2.0"
             )
-        # In UNets the finest level with attention alone. Merging below it saves little and changes more.
-        proportional = allows_proportional(model, hosts)
-        return _Asked(ToMeConfig(ratio=ratio, planner="tiled", proportional=proportional), RATIO, hosts)
+        return _Asked(settings_of_ratio(model, hosts, ratio), RATIO, hosts)
     default = DefaultMethod.of(model, hosts, 2.0 if speedup is None else speedup, min_psnr)
     follows = default.facts.follows_steps and default.speedup > 1
     if not follows and default.speedup > 1 and not default.widest.merges:

@@ -5,7 +5,14 @@
 
 from tokenmerge.plans.choose import ROUNDING, plan_for
 from tokenmerge.plans.estimate import Estimate, looks
-from tokenmerge.plans.facts import Facts, Schedule, correction_bytes, facts_of, speedup_of
+from tokenmerge.plans.facts import (
+    Facts,
+    Schedule,
+    correction_bytes,
+    facts_of,
+    share_that_merges,
+    speedup_of,
+)
 
 __all__ = [
     "ROUNDING",
@@ -16,5 +23,6 @@ __all__ = [
     "facts_of",
     "looks",
     "plan_for",
+    "share_that_merges",
     "speedup_of",
 ]

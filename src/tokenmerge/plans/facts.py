@@ -120,10 +120,24 @@ def speedup_of(facts: Facts, config: ToMeConfig) -> float:
     return costs_of(facts, config).speedup(len(runs.full), len(runs.shallow))
 
 
+def share_that_merges(facts: Facts, config: ToMeConfig) -> float:
+    """Return the share of what merges in the dense operations, 0 to 1."""
+    every = sum(share.amount.at(facts.tokens(share.level)) for share in facts.work.shares)
+    merging = sum(
+        share.amount.at(facts.tokens(share.level))
+        for share in facts.work.shares
+        if _merges(facts, config, share)
+    )
+    return merging / every
+
+
 def correction_bytes(facts: Facts, scope: str) -> int:
-    """Return the bytes that corrections cache between steps: one residual for each block that merges."""
+    """Return the bytes that corrections cache between steps.
+
+    A stack of blocks caches one residual. With the scope "layers", each block that merges caches its own.
+    """
     values = sum(
-        plan.blocks * plan.channels * facts.tokens(plan.level)
+        (1 if scope == "block" else plan.blocks) * plan.channels * facts.tokens(plan.level)
         for plan in facts.work.plans
         if scope in plan.scopes and facts.tokens(plan.level) >= facts.min_tokens
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenmerge.config import ToMeConfig
+from tokenmerge.config.checks import MOST_STEPS
 from tokenmerge.config.origin import RATIO, is_default
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import dtype_of
@@ -102,6 +103,8 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     what = f"{most.tokens} → {most.merged_tokens} tokens in {parts}{of_all}"
     if report.plan or not config.correction.on:  # the plan says which steps correct
         return what
+    if config.correction.every > MOST_STEPS:
+        return f"{what}; the first step merges nothing and corrects the others"
     return f"{what}; 1 of {config.correction.every} complete steps merges nothing and corrects the others"
 
 

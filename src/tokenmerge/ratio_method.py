@@ -1,0 +1,72 @@
+"""Token merging alone: the settings of ``apply_token_merging(pipe, ratio=0.5)``, which suit the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenmerge.config import Correction, PlanSharing, ToMeConfig
+from tokenmerge.default_method import allows_proportional
+from tokenmerge.models.base import Host
+from tokenmerge.models.placement import device_of
+from tokenmerge.plans import Facts, facts_of, share_that_merges
+
+# More steps than a generation has: one step in so many is dense, so it is the first one alone. One in ten is
+# 1 dB closer at 1.86× in place of 1.96× (benchmarks/ratio_cpu.jsonl).
+_FIRST_STEP_ALONE = 10_000
+# Where attention that merges has a smaller share of the operations, merging around it saves next to no time.
+# On GPUs its share of the time is less than half of that: on an H200, 5 % where it has 16 % of the operations
+# (Stable Diffusion 1.5 at 512 px) and 13 % where it has 27 % (at 768 px). These times are estimates from
+# benchmarks/gpu_h200.jsonl.
+_LEAST_SHARE = {"cpu": 0.1}
+_LEAST_SHARE_ON_GPUS = 0.2
+_SIDE = 64  # of latents whose size is unknown
+_STEPS = 20
+
+
+def settings_of_ratio(pipe_or_model: object, hosts: Sequence[Host], ratio: float) -> ToMeConfig:
+    """Return the settings of token merging alone for models that were found in a pipeline or a model.
+
+    In the pipeline of a transformer, tokens merge once for all blocks, by what the blocks added in the step
+    before. What merging loses is given back, so the first step runs on all tokens. A UNet merges around the
+    self-attention of its finest level, with one plan for the level. So does a model alone, whose steps are
+    unknown.
+    """
+    proportional = allows_proportional(pipe_or_model, hosts)
+    shared = PlanSharing(blocks=True)
+    if getattr(pipe_or_model, "scheduler", None) is not None and _facts(hosts).model == "transformer":
+        return ToMeConfig(
+            ratio=ratio,
+            scope="block",
+            planner="tiled",
+            features="model_residual",
+            proportional=proportional,
+            plans=shared,
+            correction=Correction(every=_FIRST_STEP_ALONE),
+        )
+    return ToMeConfig(ratio=ratio, planner="tiled", proportional=proportional, plans=shared)
+
+
+def little_to_gain(pipe_or_model: object, hosts: Sequence[Host], config: ToMeConfig) -> str:
+    """Return a warning if merging saves next to no time at the model's default size, or an empty string."""
+    if config.scope != "layers" or not config.merges:
+        return ""
+    share = share_that_merges(_facts(hosts), config)
+    kind = device_of(pipe_or_model, _denoiser(hosts).root).type
+    if share >= _LEAST_SHARE.get(kind, _LEAST_SHARE_ON_GPUS):
+        return ""
+    rows, columns = _facts(hosts).grid[-2:]
+    return (
+        f"ratio={config.ratio:g}: the attention that merges is {share:.0%} of the operations on {rows} × "
+        f"{columns} tokens, so merging saves next to no time at this size; generate a larger picture, or "
+        "write apply_token_merging(pipe, speedup=2.0), which skips parts of the model in some steps"
+    )
+
+
+def _denoiser(hosts: Sequence[Host]) -> Host:
+    return next((host for host in hosts if not host.controlnet), hosts[0])
+
+
+def _facts(hosts: Sequence[Host]) -> Facts:
+    denoiser = _denoiser(hosts)
+    grid = denoiser.grid_at(*(denoiser.sample_size or (_SIDE, _SIDE)))
+    return facts_of(denoiser, grid, _STEPS)
