@@ -28,8 +28,8 @@ from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
 from tokenmerge.report.summary import Conditions, RunSteps, summary
 from tokenmerge.runtime.memory.run_log import RunLog, StepRecorder, shown_by
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
-from tokenmerge.runtime.patching.call_checks import why_tokens_count_once
 from tokenmerge.runtime.patching.patch import changing, restore, state_of
+from tokenmerge.runtime.patching.unfused import why_tokens_count_once
 from tokenmerge.runtime.steps.pipeline import (
     PerThread,
     default_guidance,
@@ -327,7 +327,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             self._settings_at(height, width, frames, steps, guidance),
             tuple(references or ()),
         )
-        if config.proportional and why_tokens_count_once(self._state, self._denoiser.root, self._model):
+        root = self._denoiser.root
+        if config.proportional and why_tokens_count_once(self._state, root, self._model, config):
             config = dataclasses.replace(config, proportional=False)
         dense = {root: state.kept.dense for root, state in self._states.items()}
         key = height, width, frames, batch, steps, guidance, config, references, tuple(dense.values())

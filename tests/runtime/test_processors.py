@@ -101,6 +101,30 @@ def test_a_model_alone_takes_other_processors_between_two_calls():
         assert not torch.equal(hosts.call(unet, **hosts.inputs()), weighed)
 
 
+def test_processors_where_nothing_merges_leave_the_weights_of_others(folder):
+    """``ratio=`` merges at the finest level of a UNet; the middle of it is deeper."""
+    pipe = load(folder)
+    patch = apply_token_merging(pipe, ratio=0.5)
+    weighed = draw(pipe)
+    deeper = {name: AttnProcessor() for name in pipe.unet.attn_processors if "mid_block" in name}
+    assert deeper
+    pipe.unet.set_attn_processor({**pipe.unet.attn_processors, **deeper})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert (draw(pipe) - weighed).abs().max() < 1e-4 * weighed.abs().max()  # as above, without weights
+    assert patch.config.proportional
+
+
+@pytest.mark.parametrize("config", [{"ratio": 0.0}, {"speedup": 1.0}])
+def test_processors_of_a_model_that_merges_nothing_are_not_told(folder, config):
+    pipe = load(folder)
+    apply_token_merging(pipe, **config)
+    pipe.unet.set_attn_processor(AttnProcessor())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        draw(pipe)
+
+
 def test_settings_that_ask_for_it_are_still_refused(folder):
     pipe = load(folder)
     apply_token_merging(pipe, ToMeConfig(ratio=0.5, proportional=True))

@@ -12,13 +12,12 @@ from tokenmerge.config import OWN_NUMBER, ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import GridShape
-from tokenmerge.models.fused import is_fused, splits_attention
 from tokenmerge.models.placement import Shard, shard_of
 from tokenmerge.ops.partition import num_tokens
 from tokenmerge.planners.sequences import sequence_of, sequence_of_part
 from tokenmerge.plans.generation import Runs, plan_generation
 from tokenmerge.runtime.blocks.proportional_attention import reach_kernels
-from tokenmerge.runtime.memory.state import LayerState, ModelState, Phases, warn_caller
+from tokenmerge.runtime.memory.state import ModelState, Phases, warn_caller
 from tokenmerge.runtime.steps.scheduler import DenoisingStep
 
 
@@ -125,26 +124,6 @@ def _check_shard(state: ModelState, root: nn.Module, shard: Shard, grids: Sequen
                 f"{where} with different grids, and planner={settings.planner!r} would not remove "
                 "equally many tokens from each; take planner='tiled', or a size whose rows divide equally"
             )
-
-
-def why_tokens_count_once(state: ModelState, root: nn.Module, pipe: object) -> str:
-    """Return why merged tokens count once in attention, in settings that leave it open; empty: they do not.
-
-    Attention processors may have been set since the model was patched.
-    """
-    if not state.may_count_once:
-        return ""
-    name = type(root).__name__
-    therefore = "so merged tokens count once in attention, and not as often as the tokens they stand for"
-    if splits_attention(pipe):
-        return f"{name}: {type(pipe).__name__} attends to the parts of a batch apart, {therefore}"
-    for part in state.parts:
-        if isinstance(part, LayerState) and part.layer.kind == "attn1" and part.layer.own_keys:
-            attention: Any = root.get_submodule(part.path)
-            if not is_fused(attention):
-                code = type(getattr(attention, "processor", attention)).__name__
-                return f"{name}: {code} at {part.path} runs no fused attention, {therefore}"
-    return ""
 
 
 def refuse_training(config: ToMeConfig, method: str) -> None:

@@ -27,9 +27,9 @@ from tokenmerge.runtime.patching.call_checks import (
     phases_at,
     refuse_training,
     warn_where_nothing_is_saved,
-    why_tokens_count_once,
 )
 from tokenmerge.runtime.patching.other_caches import refuse_other_caches
+from tokenmerge.runtime.patching.unfused import why_tokens_count_once
 from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.calls import Given, conditions_in, detail_of
 from tokenmerge.runtime.steps.pipeline import (
@@ -389,26 +389,28 @@ def _config_of(call: _Call) -> ToMeConfig:
             timesteps = weakref.ref(timesteps)  # there is one for each tensor
         if memory.config is not None and timesteps is not None and memory.timesteps is timesteps:
             return memory.config
-    reason = why_tokens_count_once(state, call.root, pipe) if state.may_count_once and not compiling else ""
-    weighs = not reason
-    if step is not None and state.default is not None:
-        default, grid, generation = state.default, state.threads.value.grid.shapes[0], step.generation
+    grids = state.threads.value.grid.shapes if state.merges else None
+    default = state.default if step is not None else None
+    if step is not None and default is not None:
+        grid, generation = state.threads.value.grid.shapes[0], step.generation
         facts = default.facts_at(grid, step.steps, guidance_scale(call.pipe), generation.schedule)
-        facts = dataclasses.replace(facts, proportional=facts.proportional and weighs)
+        config = default.settings(facts)
+    counts_once = "" if compiling else why_tokens_count_once(state, call.root, pipe, config, grids)
+    state.warn_once(counts_once)
+    if step is not None and default is not None:
+        if counts_once:
+            facts = dataclasses.replace(facts, proportional=False)
         told = default.shortfall(facts)
         if default not in generation.tolerances:  # the pipeline's models share it
             generation.tolerances[default] = default.tolerance(facts)
         tolerance = generation.tolerances[default]
         config = default.settings(facts) if tolerance is None else tolerance.config
-    if not weighs:
-        weighed = state.config.proportional if state.default is None else state.default.facts.proportional
-        state.warn_once(reason if weighed else "")  # else it was known when the model was patched
-        config = dataclasses.replace(config, proportional=False) if config.proportional else config
+    if counts_once and config.proportional:
+        config = dataclasses.replace(config, proportional=False)
     if call.seed.is_meta:  # the operations of single steps are counted
         state.keep(state.kept, memory)
     elif not compiling:
         if memory.config is None or memory.timesteps is not timesteps:  # a generation begins
-            grids = state.threads.value.grid.shapes if state.merges else None
             if state.pipeline.began_before(call.scheduler, call.timestep):
                 kept = _all_dense(state)
             else:

@@ -78,7 +78,7 @@ def look(
     if not (found := watchers_in(root)):
         return Kept(config)
     merged, skipped = set(_merged_parts(state, config, grids)), dict(_skipped_parts(state, config))
-    seen = {path: code for path, code in found.items() if _meets(path, {*merged, *skipped})}
+    seen = {path: code for path, code in found.items() if meets(path, {*merged, *skipped})}
     if not seen:
         return Kept(config)
     more = f" and {len(found) - 1} other modules" if len(found) > 1 else ""
@@ -87,16 +87,16 @@ def look(
     name = type(root).__name__
     if not is_default(state.method):
         _refuse_what_a_pipeline_reads(seen, root, pipe)
-        kinds = ["token"] * any(_meets(path, merged) for path in seen)
-        kinds += [f"step ({config.reuse.given})"] * any(_meets(path, skipped) for path in seen)
+        kinds = ["token"] * any(meets(path, merged) for path in seen)
+        kinds += [f"step ({config.reuse.given})"] * any(meets(path, skipped) for path in seen)
         state.warn_once(
             f"{name}: {who} may not see every {' and every '.join(kinds)}; the default method leaves alone "
             "what such code looks at: apply_token_merging(pipe, speedup=2.0)"
         )
         return Kept(config)
-    dense = {path for path in merged if _meets(path, found)}
+    dense = {path for path in merged if meets(path, found)}
     left = merged - dense
-    dense |= {block.path for block in state.blocks if not _meets(block.path, left)}
+    dense |= {block.path for block in state.blocks if not meets(block.path, left)}
     note = f"what {who} looks at runs in every step, on all tokens"
     config = _without_skips(config, skipped, found)
     if merged and not left:
@@ -144,7 +144,7 @@ def _skipped_parts(state: ModelState, config: ToMeConfig) -> Iterator[tuple[str,
 
 def _without_skips(config: ToMeConfig, skipped: dict[str, bool], found: Collection[str]) -> ToMeConfig:
     """Return the settings, with the parts in every step that somebody looks at."""
-    at_finest = {finest for path, finest in skipped.items() if _meets(path, found)}
+    at_finest = {finest for path, finest in skipped.items() if meets(path, found)}
     if False in at_finest:
         return dataclasses.replace(config, reuse=StepReuse())
     if not at_finest:
@@ -153,10 +153,10 @@ def _without_skips(config: ToMeConfig, skipped: dict[str, bool], found: Collecti
     return dataclasses.replace(config, reuse=reuse)
 
 
-def _meets(path: str, others: Collection[str]) -> bool:
+def meets(path: str, others: Collection[str]) -> bool:
     """Return whether a module is one of some others, or contains one, or is in one.
 
-    >>> [_meets(path, ["blocks.1"]) for path in ("blocks.1.attn", "blocks.1", "blocks", "blocks.10")]
+    >>> [meets(path, ["blocks.1"]) for path in ("blocks.1.attn", "blocks.1", "blocks", "blocks.10")]
     [True, True, True, False]
     """
     return any(f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.") for other in others)
