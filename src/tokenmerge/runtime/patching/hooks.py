@@ -48,6 +48,7 @@ from tokenmerge.runtime.steps.scheduler import (
     needs_sync,
     noise_levels,
     repeats,
+    row_of_frames,
     scheduler_of,
     waits_to_read,
 )
@@ -234,7 +235,7 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
             "with the whole model; compile its blocks: model.compile_repeated_blocks()"
         )
     if state.follows_steps:
-        step = state.pipeline.step(scheduler, timestep, pipe is running)
+        step = state.pipeline.step(scheduler, timestep, pipe is running, running)
         if _belongs_to_no_step(state, scheduler, step, timestep, seed):
             return None
         if step is None:
@@ -292,6 +293,8 @@ def _belongs_to_no_step(
             "runs dense; before each step of a loop of your own, call patch.at_step(i, steps)"
         )
         return True
+    if step.by_frames:  # the highest timestep stays the same while later frames begin
+        return False
     if is_over(scheduler, timestep, step.index):
         return True
     known = state.memories.get(step.generation)
@@ -499,6 +502,8 @@ def _note_facts(call: _Call, log: RunLog) -> None:
     """Note what a generation is like."""
     step, steps = call.step, getattr(call.scheduler, "num_inference_steps", None)
     if step is None:
+        if (row := row_of_frames(call.running)) is not None:
+            _, steps = row
         log.steps = steps if isinstance(steps, int) else None
     else:
         log.levels, log.schedule = noise_levels(call.scheduler, step), step.generation.schedule
@@ -518,7 +523,8 @@ def _note_step(call: _Call, log: RunLog, kind: StepKind, caches: bool) -> StepLo
         return None
     if step is None:
         with contextlib.suppress(ConfigError):  # settings that follow no step run without one
-            step = state.pipeline.step(call.scheduler, call.timestep, call.pipe is call.running)
+            runs_here = call.pipe is call.running
+            step = state.pipeline.step(call.scheduler, call.timestep, runs_here, call.running)
     return None if step is None else state.recorder.begin_call(step, kind, call.seed.device)
 
 

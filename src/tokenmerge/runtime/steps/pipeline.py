@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tokenmerge.models.base import is_a
-from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, is_midway, step_of
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, is_midway, row_of_frames, step_of
 
 Value = TypeVar("Value")
 
@@ -127,9 +127,11 @@ class Pipeline:
         """Whether this thread was told its step."""
         return self.given_step.value is not None
 
-    def step(self, scheduler: Any, timestep: Tensor | float, runs_here: bool) -> DenoisingStep | None:
+    def step(
+        self, scheduler: Any, timestep: Tensor | float, runs_here: bool, running: Any = None
+    ) -> DenoisingStep | None:
         """Return the step that was set in this thread, or else that of :func:`step_of`."""
-        return self.given_step.value or step_of(scheduler, timestep, runs_here)
+        return self.given_step.value or step_of(scheduler, timestep, runs_here, row_of_frames(running))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         # The copy of a pipeline is in the memo already when its models are copied.

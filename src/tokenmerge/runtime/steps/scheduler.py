@@ -59,6 +59,7 @@ class DenoisingStep:
     index: int
     total: int
     generation: Generation
+    by_frames: bool = False  # frames have timesteps of their own, so the highest one tells no step
 
     @property
     def done(self) -> int:
@@ -80,11 +81,31 @@ def scheduler_of(pipe: Any, timestep: Tensor | float) -> Any:
     return getattr(pipe, "scheduler", None)
 
 
-def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) -> DenoisingStep | None:
+def row_of_frames(pipe: Any) -> tuple[int, int] | None:
+    """Return which of how many iterations a pipeline is at whose frames have timesteps of their own.
+
+    Diffusion forcing denoises later frames with a delay, so that it takes more iterations than its scheduler
+    has steps. Such a pipeline tells the timesteps of its frames, which are a row of a matrix, and the number of
+    rows. None: all frames have one timestep.
+    """
+    row, rows = getattr(pipe, "current_timestep", None), getattr(pipe, "num_timesteps", None)
+    if not isinstance(row, Tensor) or row.ndim != 1 or not isinstance(rows, int):
+        return None
+    index, within = divmod(int(row.storage_offset()), len(row))
+    return (index, rows) if index < rows and not within else None
+
+
+def step_of(
+    scheduler: Any,
+    timestep: Tensor | float,
+    runs_here: bool = True,
+    row: tuple[int, int] | None = None,
+) -> DenoisingStep | None:
     """Return the step that a scheduler of diffusers is at; None: it does not say.
 
     The timestep that the model is called with is for schedulers that do not count their steps. Unless a
-    pipeline with this scheduler ``runs_here``, a generation of another thread is refused.
+    pipeline with this scheduler ``runs_here``, a generation of another thread is refused. The ``row`` is that of
+    :func:`row_of_frames`, which tells the step where there is one.
     """
     timesteps = getattr(scheduler, "timesteps", None)
     if timesteps is None or len(timesteps) == 0:
@@ -95,6 +116,9 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
     # The counter is None before the first step. Image-to-image begins at a later one.
     counted = (getattr(scheduler, name, None) for name in ("step_index", "begin_index"))
     index = next((count for count in counted if count is not None), None)
+    total = len(timesteps)
+    if row is not None:
+        index, total = row
     if index is None:
         index = _offset(timestep, timesteps)
     if index is None:
@@ -104,9 +128,9 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
         # also one of the last timesteps.
         if hasattr(scheduler, "step_index") and (index is None or now <= 1):
             index = 0
-    if index is None or index >= len(timesteps):  # a generation that is over
+    if index is None or index >= total:  # a generation that is over
         return None
-    index, total = int(index), len(timesteps)
+    index = int(index)
     generation: Generation | None = getattr(timesteps, _GENERATION, None)
     if not (runs_here or generation is None or generation.thread == threading.get_ident()):
         raise ConfigError(
@@ -121,7 +145,7 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
         except AttributeError:  # no tensor
             return None
     generation.index = index
-    return DenoisingStep(index, total, generation)
+    return DenoisingStep(index, total, generation, by_frames=row is not None)
 
 
 def is_midway(scheduler: Any, timestep: Tensor | float) -> bool:
@@ -389,6 +413,8 @@ def noise_levels(scheduler: Any, step: DenoisingStep) -> NoiseLevels | None:
     """Return the noise levels of a generation, without waiting for the device; None: they are unknown."""
     timesteps = getattr(scheduler, "timesteps", None)
     if getattr(timesteps, _GENERATION, None) is not step.generation or setting_of(scheduler, "sigma_data"):
+        return None
+    if step.by_frames:  # each frame has a level of its own
         return None
     predicts = setting_of(scheduler, "prediction_type", "epsilon")
     levels = _sigmas(scheduler, step.total)
