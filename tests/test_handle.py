@@ -382,6 +382,22 @@ def test_an_error_of_another_library_does_not_keep_a_handle_from_being_printed(c
     assert str(patch).endswith("\n  not counted: no such kernel")
 
 
+def test_an_error_of_a_pipeline_does_not_keep_a_handle_from_being_printed(pipe, monkeypatch):
+    def fails(*_: object) -> None:
+        raise RuntimeError("no guider yet\nand more")
+
+    patch = apply_token_merging(pipe, SKIPS)
+    monkeypatch.setattr(type(pipe), "guider", property(fails), raising=False)
+    shown = str(patch)  # before a run
+    assert "\n  guidance: unknown: no guider yet" in shown
+    assert "merging: " in shown
+    monkeypatch.undo()
+    generate(pipe, steps=2)
+    monkeypatch.setattr(type(pipe), "do_classifier_free_guidance", property(fails))
+    assert str(patch).endswith("\n  not shown: no guider yet")
+    assert repr(patch).startswith("tokenmerge in UNet2DConditionModel: ")
+
+
 def test_a_report_of_no_steps_is_refused(pipe):
     patch = apply_token_merging(pipe, speedup=2.0)
     with pytest.raises(ConfigError, match="steps: expected an integer ≥ 1 and ≤ 5,000, got 0"):

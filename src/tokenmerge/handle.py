@@ -361,15 +361,31 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         return fewest_tokens(Attention(device, dtype_of(root), batch, *attention))
 
     def __repr__(self) -> str:
+        try:
+            return self._shown()
+        except Exception as error:  # a handle can always be printed, whatever the pipeline's own code does
+            models = " + ".join(type(model).__name__ for model in self._states)
+            return (
+                f"tokenmerge in {models}: {self._state.method or self._in_force}\n  not shown: {why(error)}"
+            )
+
+    def _shown(self) -> str:
+        """Return what is printed of the handle."""
         report, notes = None, {"left alone": self._state.kept.note, "not reused": self._misfits()}
         try:
             report = self.report()
             notes["hardly faster"] = self._counted.value[0][2] or ""
-        except Exception as error:  # a handle can always be printed
+        except Exception as error:  # the rest can be told
             notes["not counted"] = why(error)
         pipe = self._model if getattr(self._model, "scheduler", None) is not None else None
         why_gone = {None: "removed: the model is as before", self._state: ""}
         run, facts, (estimate, why_none) = self._state.last_run, None, self._closeness()
+        guidance = None if run is None else run.guidance
+        if run is None:
+            try:
+                guidance = default_guidance(pipe)
+            except Exception as error:
+                notes["guidance"] = f"unknown: {why(error)}"
         if report is not None and self._default is not None:
             facts = self._facts_at(report.height, report.width, report.steps if run is None else run.steps)
         forecast = ""
@@ -382,7 +398,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             denoiser=self._denoiser,
             scale=latent_scale(self._model),
             pictures=self._pictures(pipe),
-            guidance=default_guidance(pipe) if run is None else run.guidance,
+            guidance=guidance,
             merging_pays=facts is not None and merging_pays(facts),
             gone=why_gone.get(state_of(self._denoiser.root), "replaced by a later call"),
             remarks={"no estimate": why_none, **self._remarks(facts, estimate, report), **notes},

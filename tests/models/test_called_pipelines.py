@@ -115,3 +115,40 @@ def test_coordinates_of_no_video_are_refused():
     for wrong in (whole[..., :-1], whole[:, [0, 2, 1]][..., torch.randperm(12)], whole.roll(1, dims=2)):
         with pytest.raises(UnsupportedModelError, match="video_coords: expected the times, rows and columns"):
             grids_of_coordinates(wrong)
+
+
+def test_coordinates_without_values_are_refused():
+    refused = (
+        r"video_coords: expected .*, got coordinates without values, on the meta device, of shape "
+        r"\(1, 3, 12\); call remove_token_merging"
+    )
+    with pytest.raises(UnsupportedModelError, match=refused):
+        grids_of_coordinates(coordinates(0.0, 1.0).to("meta"))
+
+
+OF_IDS = [name for name, family in FAMILIES.items() if "img_ids" in family.inputs(1, 4, 4)]
+
+
+@pytest.mark.parametrize("name", OF_IDS)
+@pytest.mark.parametrize("planner", ["tiled", "tome"])
+def test_position_ids_without_values_are_refused(name, planner):
+    """A model on the meta device, as operations are counted by others."""
+    family = FAMILIES[name]
+    with torch.device("meta"):
+        model = family.build()
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, planner=planner))
+    rows, columns = family.fitting((8, 8))
+    call = {
+        key: value.to("meta") if isinstance(value, Tensor) else value
+        for key, value in family.inputs(1, rows, columns).items()
+    }
+    refused = (
+        r"img_ids: expected .*, got ids of shape \(.*\) without values, on the meta device; call "
+        r"remove_token_merging\(pipe\) first, or patch.at_size"
+    )
+    with torch.no_grad(), pytest.raises(UnsupportedModelError, match=refused):
+        model(**call)
+    if name == "FluxTransformer2DModel":
+        patch.at_size(2 * rows, 2 * columns)
+        with torch.no_grad():
+            assert model(**call).sample.is_meta

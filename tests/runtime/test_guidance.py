@@ -357,3 +357,27 @@ def test_the_guidance_of_pipelines_that_deny_it_is_unknown():
         assert is_guided(pipe) is None
         assert guidance_copies(pipe) == 2
         assert guidance_scale(pipe) is None
+
+
+class Frames:
+    """A pipeline with a scale of guidance for each frame, as Stable Video Diffusion; it counts questions."""
+
+    def __init__(self, scale: float) -> None:
+        self.guidance_scale, self.asked = torch.full((3,), scale), 0
+
+    @property
+    def do_classifier_free_guidance(self) -> torch.Tensor:
+        self.asked += 1
+        return self.guidance_scale.max() > 1
+
+
+def test_scales_in_a_tensor_are_read_once_for_each_tensor():
+    pipe = Frames(3.0)
+    assert [guidance_copies(pipe) for _ in range(4)] == [2] * 4
+    assert pipe.asked == 1
+    pipe.guidance_scale = torch.ones(3)
+    assert [guidance_copies(pipe) for _ in range(4)] == [1] * 4
+    assert pipe.asked == 2
+    pipe.guidance_scale.fill_(2.0)
+    assert guidance_copies(pipe) == 2
+    assert is_guided(pipe) is True

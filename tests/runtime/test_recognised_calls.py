@@ -108,6 +108,53 @@ def test_tiles_that_move_reuse_nothing_and_this_is_said_once():
     assert "reused nothing" not in str(patch)
 
 
+def guided(model: Any, changes: Any) -> Tensor:
+    """Draw with two prompts in calls of their own; the unguided one is of a number that follows the step."""
+    scheduler = DDIMScheduler(clip_sample=False)
+    scheduler.set_timesteps(STEPS)
+    model.scheduler = scheduler
+    texts = torch.randn(1 + STEPS, 1, 7, hosts.TEXT, generator=torch.Generator().manual_seed(9))
+    latents = torch.randn(1, 4, TILE, TILE, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        for index, t in enumerate(scheduler.timesteps):
+            prompts = [text for text in changes(index, texts) if text is not None]
+            made = [model.unet(latents, t, text).sample for text in prompts]
+            latents = scheduler.step(made[0] + 3 * (made[-1] - made[0]), t, latents).prev_sample
+    return latents
+
+
+OTHER_TEXT = "called with another text than in the step before, in one step after another"
+
+
+@ALL
+def test_a_text_of_its_own_for_each_step_is_said_once(config):
+    """As in null-text inversion, which optimises what stands for no prompt in each step."""
+    loop = Loop()
+    apply_token_merging(loop, config)
+    with pytest.warns(UserWarning, match=OTHER_TEXT) as said:
+        guided(loop, lambda index, texts: (texts[1 + index], texts[0]))
+    guided(loop, lambda index, texts: (texts[1 + index], texts[0]))  # a second warning would be an error
+    assert len(said) == 1
+
+
+@ALL
+@pytest.mark.parametrize(
+    "changes",
+    [
+        lambda index, texts: (texts[1], texts[0]),
+        lambda index, texts: (texts[1] if 2 <= index < 6 else None, texts[0]),  # guidance in an interval
+        lambda index, texts: (texts[1], texts[0] if index < 4 else texts[2]),  # another prompt in the middle
+        lambda index, texts: (texts[1].clone(), texts[0].clone()),
+    ],
+)
+def test_the_usual_texts_are_not_told(config, changes):
+    loop = Loop()
+    apply_token_merging(loop, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        guided(loop, changes)
+
+
 @REUSES_NOTHING
 def test_on_a_device_tiles_are_compared_from_the_third_step_on(monkeypatch):
     monkeypatch.setattr(hooks, "needs_sync", lambda value: True)

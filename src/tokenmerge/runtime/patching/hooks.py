@@ -54,6 +54,8 @@ from tokenmerge.runtime.steps.scheduler import (
 )
 from tokenmerge.runtime.steps.step_tracker import Decision, decide, number_of, same_step, step_seed
 
+_TEXT_CHANGES = 2  # steps in a row with another text; a prompt that is replaced once changes it in one
+
 
 class _Call(NamedTuple):
     """A call of a patched model, as the hook before it sees it."""
@@ -530,16 +532,22 @@ def _note_step(call: _Call, log: RunLog, kind: StepKind, caches: bool) -> StepLo
 
 def _note_misfits(call: _Call, config: ToMeConfig) -> None:
     """Note whether a call could use what is cached, and say so the first time that it could not."""
-    state, log, misfits = call.state, call.memory.log, call.memory.tracker.numbers.misfits
+    state, log, numbers = call.state, call.memory.log, call.memory.tracker.numbers
     keeps = config.reuse.on or config.correction.on or config.cached_features or config.plans.every > 1
-    if call.step is None or log is None or not keeps or misfits == log.misfits:
+    if call.step is None or log is None or not keeps:
         return
-    log.misfits = misfits
-    state.warn_once(
-        f"{type(call.root).__name__}: called with a sample that does not follow from one of the step before, "
-        "such as a tile that moves, or pictures that a callback puts in another order; such calls reuse "
-        "nothing, which saves less time"
-    )
+    name, nothing = type(call.root).__name__, "such calls reuse nothing, which saves less time"
+    if numbers.texts_changed >= _TEXT_CHANGES:
+        state.warn_once(
+            f"{name}: called with another text than in the step before, in one step after another, as in "
+            f"null-text inversion; {nothing}"
+        )
+    if numbers.misfits != log.misfits:
+        log.misfits = numbers.misfits
+        state.warn_once(
+            f"{name}: called with a sample that does not follow from one of the step before, such as a tile "
+            f"that moves, or pictures that a callback puts in another order; {nothing}"
+        )
 
 
 def _guidance_copies(call: _Call) -> tuple[int, Tensor | None]:

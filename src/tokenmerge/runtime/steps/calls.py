@@ -220,6 +220,9 @@ class CallNumbers:
     def __init__(self) -> None:
         self.made: list[int] = []  # in the running step, in their order
         self.misfits = 0  # calls with the text of a call before, whose sample follows from none of these
+        # Steps in a row with a call whose text no call of the step before had, in place of one of these.
+        self.texts_changed = 0
+        self._has_new_text = False  # the running step has such a call
         self.has_tiles = False  # calls of the step before had the same conditions, and different samples
         self._before: list[int] = []  # as ``made``, in the step before
         self._given: dict[int, Given] = {}  # by number
@@ -230,6 +233,9 @@ class CallNumbers:
     def begin_step(self) -> list[int]:
         """Begin a step. Return the numbers of the calls that the step before did not make."""
         stale = [number for number in self._given if number not in self.made]
+        # Guidance that begins or ends makes more calls, or fewer.
+        self.texts_changed = self.texts_changed + 1 if stale and self._has_new_text else 0
+        self._has_new_text = False
         self._before = [number for number in self.made if number in self._given]
         self.made = []
         self.has_tiles = _has_tiles([self._given[number] for number in self._before])
@@ -253,6 +259,7 @@ class CallNumbers:
         alike = [number for number in numbers if given.has_same_conditions(known[number])]
         alike = alike or self._with_equal_conditions(given, numbers)
         if not alike:
+            self._has_new_text = self._has_new_text or bool(numbers)
             return None
         details = [known[number].detail for number in alike]
         place = continued(given.detail, details, adds_noise, [self._outputs_for(number) for number in alike])

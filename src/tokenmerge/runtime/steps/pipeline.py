@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tokenmerge.models.base import is_a
+from tokenmerge.ops.once import once
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, is_midway, row_of_frames, step_of
 
 Value = TypeVar("Value")
@@ -182,7 +184,18 @@ def _number(value: object) -> float | None:
 
 
 def is_guided(pipe: Any) -> bool | None:
-    """Return whether a pipeline guides without a classifier in the running generation; None: unknown."""
+    """Return whether a pipeline guides without a classifier in the running generation; None: unknown.
+
+    Stable Video Diffusion guides each frame by a scale of its own, in a tensor. To see whether it guides
+    waits for the device, once for each tensor.
+    """
+    scale = getattr(pipe, "guidance_scale", None)
+    if isinstance(scale, Tensor):
+        return once(scale, "guides", partial(_is_guided, pipe), scale)
+    return _is_guided(pipe)
+
+
+def _is_guided(pipe: Any) -> bool | None:
     guided = getattr(pipe, "do_classifier_free_guidance", None)
     return None if guided is None or is_a(pipe, *_DENY_GUIDANCE) else bool(guided)
 

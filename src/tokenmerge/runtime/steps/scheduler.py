@@ -85,8 +85,8 @@ def row_of_frames(pipe: Any) -> tuple[int, int] | None:
     """Return which of how many iterations a pipeline is at whose frames have timesteps of their own.
 
     Diffusion forcing denoises later frames with a delay, so that it takes more iterations than its scheduler
-    has steps. Such a pipeline tells the timesteps of its frames, which are a row of a matrix, and the number of
-    rows. None: all frames have one timestep.
+    has steps. Such a pipeline tells the timesteps of its frames, which are a row of a matrix, and the number
+    of rows. None: all frames have one timestep.
     """
     row, rows = getattr(pipe, "current_timestep", None), getattr(pipe, "num_timesteps", None)
     if not isinstance(row, Tensor) or row.ndim != 1 or not isinstance(rows, int):
@@ -104,8 +104,8 @@ def step_of(
     """Return the step that a scheduler of diffusers is at; None: it does not say.
 
     The timestep that the model is called with is for schedulers that do not count their steps. Unless a
-    pipeline with this scheduler ``runs_here``, a generation of another thread is refused. The ``row`` is that of
-    :func:`row_of_frames`, which tells the step where there is one.
+    pipeline with this scheduler ``runs_here``, a generation of another thread is refused. The ``row`` is that
+    of :func:`row_of_frames`, which tells the step where there is one.
     """
     timesteps = getattr(scheduler, "timesteps", None)
     if timesteps is None or len(timesteps) == 0:
