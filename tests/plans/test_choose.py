@@ -133,9 +133,17 @@ def test_whole_blocks_merge_only_where_all_can(model):
 @pytest.mark.usefixtures("large_grids_alone")
 def test_small_grids_stay_dense():
     """Fewer tokens than the policy merges: skipping more steps loses less."""
-    assert 32 * 32 < policy.FEWEST_TOKENS <= 48 * 48
-    assert choose(facts("transformer", side=48), 2.0).merges
-    assert not choose(facts("transformer", side=32), 2.0).merges
+    assert 32 * 32 < policy.FEWEST_TOKENS["unet"] <= 48 * 48
+    assert policy.FEWEST_TOKENS["transformer"] == 32 * 32
+    assert choose(facts("transformer", side=32, guidance=7.0), 2.0).merges
+    assert not choose(facts("transformer", side=31, guidance=7.0), 2.0).merges
+
+
+def test_transformers_merge_once_for_all_blocks():
+    """A stack is exact, and merges and caches once: merging around attention alone is not tried."""
+    scopes = {choose(facts("transformer", guidance=7.0), wanted).scope for wanted in (1.3, 2.0, 3.0, 4.0)}
+    assert scopes == {"block"}
+    assert choose(facts("transformer", guidance=7.0, follows_steps=False), 1.2).scope == "layers"
 
 
 def test_without_proportional_attention_merging_loses_more():

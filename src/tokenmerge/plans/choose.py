@@ -124,7 +124,7 @@ def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
     yield ToMeConfig(ratio=0.0, max_downsample=deepest)
     if not merging_pays(facts):
         return
-    scopes = ["layers"] * facts.layers + ["block"] * (facts.whole_blocks and facts.model != "unet")
+    scopes = _scopes(facts)
     residuals = facts.model == "transformer" and facts.follows_steps
     corrects = _harms(facts).corrected is not None and facts.follows_steps
     for scope in scopes:
@@ -142,6 +142,18 @@ def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
                 plans=PlanSharing(blocks=facts.follows_steps),
                 correction=Correction(every=every),
             )
+
+
+def _scopes(facts: Facts) -> list[str]:
+    """Return the scopes of token merging to try."""
+    if facts.model == "transformer" and facts.whole_blocks and facts.follows_steps:
+        return ["block"]  # a stack of blocks merges once, and is corrected once
+    scopes = []
+    if facts.layers:
+        scopes.append("layers")
+    if facts.whole_blocks and facts.model != "unet":
+        scopes.append("block")
+    return scopes
 
 
 def _counts(facts: Facts) -> Sequence[tuple[int, int]]:

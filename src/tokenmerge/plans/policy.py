@@ -19,8 +19,8 @@ _TABLE: Mapping[str, Any] = json.loads(
     resources.files(__package__).joinpath("policy.json").read_text("utf-8")
 )
 _CLASSES = ("unet", "transformer")
-# The fewest tokens of a grid that merges: on smaller ones, skipping more steps loses less.
-FEWEST_TOKENS: int = _TABLE["fewest tokens"]
+# By class of model, the fewest tokens of a grid that merges: on smaller ones, skipping more steps loses less.
+FEWEST_TOKENS: Mapping[str, int] = _TABLE["fewest tokens"]
 # How many times the harm of merging is higher without proportional attention.
 _UNWEIGHTED: float = _TABLE["without proportional attention"]
 MOST_CORRECTION_BYTES: int = _TABLE["most bytes of corrections"]
