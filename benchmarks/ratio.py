@@ -25,7 +25,7 @@ from benchmarks.holdout.measure import NAMES
 from benchmarks.holdout.train import caption as photo_caption
 from diffusers import DiffusionPipeline
 
-from tokenmerge import Correction, PlanSharing, ToMeConfig, token_merging
+from tokenmerge import Correction, PlanSharing, StepReuse, ToMeConfig, token_merging
 from tokenmerge_tools.demo import path
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
@@ -64,6 +64,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "stack, one step in 4 dense": stack(Correction(every=4)),
     "stack, first step dense, not proportional": stack(proportional=False),
     "stack, ratio 0.3, first step dense": stack(ratio=0.3),
+    # Beside them, the default method, and step reuse alone.
+    "`speedup=2.0`": {"speedup": 2.0},
+    "`speedup=2.4`": {"speedup": 2.4},
+    "`speedup=2.9`": {"speedup": 2.9},
+    "`speedup=3.3`": {"speedup": 3.3},
+    "`speedup=4.0`": {"speedup": 4.0},
+    "step reuse alone, every 2": {"config": ToMeConfig(ratio=0.0, reuse=StepReuse(every=2))},
+    "step reuse alone, every 3": {"config": ToMeConfig(ratio=0.0, reuse=StepReuse(every=3))},
 }
 
 
@@ -91,7 +99,7 @@ def draw(pipe: Any, prompts: Sequence[str], size: int, guidance: float) -> np.nd
             width=size,
             num_inference_steps=STEPS,
             guidance_scale=guidance,
-            generator=torch.Generator().manual_seed(500 + seed),
+            generator=torch.Generator().manual_seed(seed),
             output_type="np",
         ).images
         for seed, prompt in enumerate(prompts)
@@ -147,6 +155,25 @@ def shown(row: Mapping[str, Any]) -> str:
     )
 
 
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of a Markdown table: a row for each way, a column for each model and guidance."""
+    columns = list(dict.fromkeys((row["model"], row["guidance"]) for row in rows))
+    found = {(row["way"], row["model"], row["guidance"]): row for row in rows}
+    lines = ["| " + " | ".join(["", *(f"{model}, guidance {scale:g}" for model, scale in columns)]) + " |"]
+    lines.append("|---|" + "---:|" * len(columns))
+    for way in WAYS:
+        cells = [cell_of(found.get((way, *column))) for column in columns]
+        lines.append("| " + " | ".join([way, *cells]) + " |")
+    return lines
+
+
+def cell_of(row: Mapping[str, Any] | None) -> str:
+    """Return the mean closeness and the counted speed-up of a row."""
+    if row is None or "refused" in row:
+        return "–"
+    return f"{statistics.mean(row['psnr']):.1f} dB at {row['counted']:.2f}×"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -155,9 +182,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--out", type=Path, help="append each row to this file, and measure what it lacks")
     parser.add_argument("--show", type=Path, metavar="RECORD", help="only print the rows of a record")
+    parser.add_argument(
+        "--table", type=Path, metavar="RECORD", help="only print a record as a Markdown table"
+    )
     options = parser.parse_args()
     if options.show is not None:
         print("\n".join(map(shown, rows_of(options.show))))
+        return
+    if options.table is not None:
+        print("\n".join(table(rows_of(options.table))))
         return
     diffusers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
