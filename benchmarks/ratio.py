@@ -180,6 +180,7 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="*", choices=[*GUIDANCE, []], help="default: all")
     parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--guidance", type=float, help="this scale alone")
     parser.add_argument("--out", type=Path, help="append each row to this file, and measure what it lacks")
     parser.add_argument("--show", type=Path, metavar="RECORD", help="only print the rows of a record")
     parser.add_argument(
@@ -196,7 +197,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for model in options.models or GUIDANCE:
         for guidance in GUIDANCE[model]:
-            measure(model, guidance, options)
+            if options.guidance in (None, guidance):
+                measure(model, guidance, options)
 
 
 if __name__ == "__main__":

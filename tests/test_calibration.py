@@ -337,11 +337,11 @@ def test_plans_are_counted_in_the_narrowest_attention():
 
 
 def test_a_model_that_takes_its_guidance_is_timed_with_one_picture(monkeypatch):
-    """Its joint blocks share a plan, and its single blocks share another one."""
+    """All of its blocks share a plan."""
     asked = []
     monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda own: asked.append(own[2:]) or 64)
     flux = FAMILIES["FluxTransformer2DModel"].build()
     settings_for(pipeline(transformer=flux))
     blocks = len(flux.transformer_blocks) + len(flux.single_transformer_blocks)
     attention = flux.transformer_blocks[0].attn
-    assert asked == [(1, attention.to_q.out_features, attention.heads, blocks // 2)]
+    assert asked == [(1, attention.to_q.out_features, attention.heads, blocks)]

@@ -60,10 +60,16 @@ def test_what_merging_a_block_loses_is_given_back(family):
             apply_token_merging(model, settings(family, scope="block"))
         return
     dense = call(model, family.inputs(2, 8, 8))
-    merged = at_each_step(model_of(family), family, 1, scope="block")[0]
-    exact, corrected = at_each_step(model, family, 2, scope="block", correction=Correction(every=3))
-    assert torch.equal(exact, dense)
-    assert (corrected - dense).norm() < (merged - dense).norm()
+    errors = []  # with and without a correction, for two draws
+    for seed in range(2):
+        # A quarter of the tokens: what is given back is right to first order, where merging changes little.
+        changes = {"scope": "block", "ratio": 0.25, "seed": seed}
+        merged = at_each_step(model_of(family), family, 1, **changes)[0]
+        exact, corrected = at_each_step(model, family, 2, correction=Correction(every=3), **changes)
+        assert torch.equal(exact, dense)
+        errors.append([(result - dense).norm() for result in (corrected, merged)])
+    with_correction, without = torch.tensor(errors).sum(dim=0)
+    assert with_correction < without
     blocks = cached.caches(model, BlockState)
     assert all(cache.residuals for block, cache in blocks if block.block_layout is not None)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.errors import ConfigError, reason_of, shown
+from tokenmerge.errors import ConfigError, TokenMergingError, reason_of, shown
 from tokenmerge.models.base import KEY_MASK, Block, Host, Layer, Layout, ReadGrids, is_a, is_called
 from tokenmerge.models.grids import patch_of, picture_grids, video_grids
 from tokenmerge.models.placement import dtype_of
@@ -70,6 +70,8 @@ def example_of(
             usual["guidance"] = zeros().fill_(3.5)
         try:
             return {**usual, **example(root, zeros, height, width, *references)}
+        except TokenMergingError:  # says what is wrong itself
+            raise
         except (RuntimeError, OverflowError, TypeError) as error:  # of tensors that are too large
             raise ConfigError(
                 f"height, width: {type(root).__name__} cannot be called with a sample of {shown(height)} × "

@@ -141,7 +141,7 @@ def influence_of(sigmas: Sequence[float], noise: float = 1.0, clips: bool = Fals
     >>> [round(share, 2) for share in influence_of([3.0, 1.0, 0.0], noise=2.0)]
     [0.44, 1.0]
     >>> [round(share, 2) for share in influence_of([3.0, 2.0, 0.0], clips=True)]
-    [0.5, 1.0]
+    [0.22, 1.0]
     """
     left, shares = 1.0, []
     for before, after in reversed(list(pairwise(sigmas))):

@@ -328,7 +328,7 @@ def test_without_arguments_the_commands_are_listed(capsys):
         (["generate", "x", "--speed"], "No such option: --speed"),
         (["inspect", "--size", "0"], "size: expected WIDTHxHEIGHT or one number"),
         (["inspect", "nothing"], "model: 'nothing' is not a model"),
-        (["inspect", "--steps", "0"], "steps: expected an integer ≥ 1, got 0"),
+        (["inspect", "--steps", "0"], "steps: expected an integer ≥ 1 and ≤ 5,000, got 0"),
         (["inspect", "--method", "tomato"], "method: expected one of auto, tome, "),
         (["inspect", "--set", "speed=2"], "set: expected settings out of ratio, max_downsample"),
         (["inspect", "--set", "sx=wide"], "set: sx: expected sx=INTEGER, got 'sx=wide'"),
