@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.testing import assert_close
 
-from tokenmerge import ToMeConfig, apply_token_merging
+from tokenmerge import ToMeConfig, apply_token_merging, remove_token_merging
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.ops.sized_attention import Bias
 from tokenmerge.runtime.blocks import proportional_attention
@@ -441,3 +441,28 @@ def test_attention_by_matrix_products_is_still_refused():
     ) as error:
         hosts.call(unet, **hosts.inputs())
     assert len(str(error.value)) < 400
+
+
+def test_a_model_that_is_collected_while_a_graph_is_traced_changes_nothing_in_it():
+    """The guards of the graph look at the function that stood there when its tracing began."""
+    model = hosts.unet()
+    apply_token_merging(model, ToMeConfig(ratio=0.5, proportional=True))
+    wrapped = F.scaled_dot_product_attention
+    traced = []
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal model
+        model = None  # the last reference to it
+        gc.collect()
+        traced.append(F.scaled_dot_product_attention)
+        return graph.forward
+
+    x = torch.randn(1, 2, 4, 8)
+    assert_close(torch.compile(attend, backend=backend)(x), attend(x))
+    assert traced == [wrapped]
+    apply_token_merging(another := hosts.unet(), ToMeConfig(ratio=0.5, proportional=True))
+    remove_token_merging(another)
+    assert F.scaled_dot_product_attention is not wrapped

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import CompileContext
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack, handle_torch_function
 
@@ -184,7 +185,9 @@ def reach_kernels(state: ModelState) -> None:
     if any(settings.proportional for _, settings in state.phases):
         if state not in _patched:
             _patched.add(state)
-            weakref.finalize(state, _leave_if_unneeded).atexit = False  # for models that nobody restores
+            weakref.finalize(
+                state, _leave_outside_of_graphs
+            ).atexit = False  # for models that nobody restores
         for names, name, asking in _places():
             if not hasattr(names[name], "_tokenmerge_kernel"):
                 names[name] = asking(names[name])
@@ -194,6 +197,16 @@ def leave_kernels(state: ModelState) -> None:
     """Put all kernels back, unless another patched model needs them."""
     _patched.discard(state)
     _leave_if_unneeded()
+
+
+def _leave_outside_of_graphs() -> None:
+    """Put all kernels back that nobody needs, unless a graph is being traced.
+
+    Models are collected at any time. The guards of a graph look at what stood there when its tracing began.
+    What stays then does nothing, and goes with the next model.
+    """
+    if CompileContext.try_get() is None:
+        _leave_if_unneeded()
 
 
 def _leave_if_unneeded() -> None:
