@@ -229,10 +229,20 @@ def test_another_thread_and_another_generation_do_not_mix(pipe):
     patch = apply_token_merging(pipe, SKIPS)
     generate(pipe)
     first = last_run(patch)
-    thread = threading.Thread(target=generate, args=(pipe,), kwargs={"steps": 4})
-    thread.start()
-    thread.join()
-    assert "4 steps" in last_run(patch)
+    others: list[str] = []
+
+    def run_four_steps() -> None:
+        generate(pipe, steps=4)
+        others.append(last_run(patch))
+
+    for target in (run_four_steps, lambda: others.append(last_run(patch))):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    # A thread reads its own run, and one without a run that which began last.
+    assert all("4 steps" in other for other in others)
+    assert len(others) == 2
+    assert last_run(patch) == first
     generate(pipe)
     assert last_run(patch).rpartition(",")[0] == first.rpartition(",")[0]
 

@@ -90,7 +90,8 @@ def test_any_attention_processor_gives_the_same_result(settings, monkeypatch):
     """ppdiffusers' memory-efficient attention has kernels only for GPUs; its processor is the same."""
     monkeypatch.setattr(F, "scaled_dot_product_attention_", math_attention, raising=False)
     unet = hosts.unet()
-    apply_token_merging(unet, ToMeConfig(ratio=0.5, max_downsample=2, **settings))
+    # With this seed, no two edges are so alike that rounding sorts them.
+    apply_token_merging(unet, ToMeConfig(ratio=0.5, max_downsample=2, seed=1, **settings))
     plain = hosts.run(unet)
     for processor in (XFormersAttnProcessor(), SlicedAttnProcessor(1)):
         unet.set_attn_processor(processor)
