@@ -11,7 +11,7 @@ from tests.models.tiny import FAMILIES
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tokenmerge import ToMeConfig, UnsupportedModelError, apply_token_merging
+from tokenmerge import ToMeConfig, UnsupportedModelError, apply_token_merging, remove_token_merging
 
 HALF = ToMeConfig(ratio=0.5)
 REGIONAL = ("FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel")
