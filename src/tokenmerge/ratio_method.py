@@ -10,8 +10,8 @@ from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of
 from tokenmerge.plans import Facts, facts_of, share_that_merges
 
-# More steps than a generation has: one step in so many is dense, so it is the first one alone. What more dense
-# steps would give, `python -m benchmarks.ratio` measures; it has no record yet.
+# More steps than a generation has: one step in so many is dense, so it is the first one alone. What more of
+# them would give, `python -m benchmarks.ratio` measures; it has no record yet.
 _FIRST_STEP_ALONE = 10_000
 # Where attention that merges has a smaller share of the operations, merging around it saves next to no time.
 # On GPUs its share of the time is less than half of that: on an H200, 5 % where it has 16 % of the operations
