@@ -41,7 +41,7 @@ def _small_grids_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (default_method, handle):
         monkeypatch.setattr(module, "fewest_tokens", lambda *_: calibration.TOKENS_ON_CPU)
     # Pictures of tests have few tokens. The policy merges larger grids alone.
-    monkeypatch.setattr(policy, "FEWEST_TOKENS", dict.fromkeys(_FEWEST_OF_POLICY, _FEWEST))
+    monkeypatch.setattr(policy, "FEWEST_TOKENS", {"unet": _FEWEST, "transformer": _FEWEST})
 
 
 @pytest.fixture(autouse=True)

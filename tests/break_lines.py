@@ -66,8 +66,8 @@ BREAKS = (
     Break(
         "the index of a step",
         "runtime/steps/scheduler.py",
-        "    index, total = int(index), len(timesteps)\n",
-        "    index, total = max(int(index) - 1, 0), len(timesteps)\n",
+        "    index = int(index)\n",
+        "    index = max(int(index) - 1, 0)\n",
     ),
     Break(
         "the class that removal puts back",

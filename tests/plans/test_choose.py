@@ -132,11 +132,11 @@ def test_whole_blocks_merge_only_where_all_can(model):
 
 @pytest.mark.usefixtures("large_grids_alone")
 def test_small_grids_stay_dense():
-    """Fewer tokens than the policy merges: skipping more steps loses less."""
-    assert 32 * 32 < policy.FEWEST_TOKENS["unet"] <= 48 * 48
-    assert policy.FEWEST_TOKENS["transformer"] == 32 * 32
-    assert choose(facts("transformer", side=32, guidance=7.0), 2.0).merges
-    assert not choose(facts("transformer", side=31, guidance=7.0), 2.0).merges
+    """On few tokens, skipping more steps of a UNet loses less. A transformer merges where time is saved."""
+    assert 32 * 32 < policy.fewest_tokens("unet") <= 48 * 48
+    assert not choose(facts("unet", side=32), 2.0).merges
+    assert choose(facts("transformer", side=32, fewest_tokens=32 * 32, guidance=7.0), 2.0).merges
+    assert not choose(facts("transformer", side=31, fewest_tokens=32 * 32, guidance=7.0), 2.0).merges
 
 
 def test_transformers_merge_once_for_all_blocks():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tokenmerge.plans.policy import FEWEST_TOKENS, Power, harms_of
+from tokenmerge.plans.policy import FEWEST_TOKENS, Power, fewest_tokens, harms_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,8 +87,10 @@ def test_a_correction_leaves_at_most_what_merging_loses():
     assert harms.of_merging("block", 0.75, 10**6) == plain
 
 
-def test_the_fewest_tokens_are_those_of_the_table():
+@pytest.mark.usefixtures("large_grids_alone")
+def test_a_model_of_no_class_merges_on_the_fewest_grids():
     assert table()["fewest tokens"] == FEWEST_TOKENS
+    assert fewest_tokens("other") == max(map(fewest_tokens, ("unet", "transformer")))
 
 
 def test_a_power_grows():

@@ -98,8 +98,10 @@ def parts(model: Any) -> Iterator[nn.Module]:
         if isinstance(control := getattr(model, "control_model", None), nn.Module):
             yield control
     elif not isinstance(model, nn.Module):
-        # The attributes, not ``components``: that raises when one is missing or was added later.
-        for value in vars(model).values() if hasattr(model, "__dict__") else ():
+        # The attributes, not ``components``: that raises when one is missing or was added later. They are
+        # copied, since another thread that runs the pipeline sets attributes.
+        attributes = vars(model).copy() if hasattr(model, "__dict__") else {}
+        for value in attributes.values():
             for member in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(member, nn.Module):
                     yield from parts(member)

@@ -52,7 +52,7 @@ class Facts:
     @property
     def min_tokens(self) -> int:
         """The fewest tokens of a grid that the default method merges."""
-        return max(self.fewest_tokens, policy.FEWEST_TOKENS[self.model])
+        return max(self.fewest_tokens, policy.fewest_tokens(self.model))
 
     def tokens(self, level: int) -> int:
         """Return the number of tokens of the grid at a resolution level."""

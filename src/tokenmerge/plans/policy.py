@@ -76,6 +76,14 @@ class Harms:
         return harm
 
 
+def fewest_tokens(model: str) -> int:
+    """Return the fewest tokens of a grid that merges in models of a class.
+
+    A class without a number merges on every grid. A model of no known class gets the highest number.
+    """
+    return FEWEST_TOKENS.get(model, 0 if model in _CLASSES else max(FEWEST_TOKENS.values()))
+
+
 @functools.lru_cache(maxsize=128)
 def harms_of(model: str, guidance: float | None) -> Harms:
     """Return the row for a class of model and a scale of guidance, of which an unknown one counts as strong.

@@ -96,7 +96,8 @@ class Pipeline:
         self._patched_in = threading.get_ident()
         self._timesteps_then = [
             weakref.ref(timesteps)
-            for name, value in getattr(self.given(), "__dict__", {}).items()
+            # A copy, since another thread that runs the pipeline sets attributes.
+            for name, value in getattr(self.given(), "__dict__", {}).copy().items()
             if name.endswith("scheduler")
             and isinstance(timesteps := getattr(value, "timesteps", None), Tensor)
         ]

@@ -75,7 +75,8 @@ class DenoisingStep:
 def scheduler_of(pipe: Any, timestep: Tensor | float) -> Any:
     """Return the scheduler of a pipeline that a timestep is from; None: it has none."""
     # Some pipelines have an ``inverse_scheduler`` too, which turns a picture into noise.
-    for name, value in getattr(pipe, "__dict__", {}).items():
+    # A copy, since another thread that runs the pipeline sets attributes.
+    for name, value in getattr(pipe, "__dict__", {}).copy().items():
         if name.endswith("_scheduler") and _offset(timestep, getattr(value, "timesteps", None)) is not None:
             return value
     return getattr(pipe, "scheduler", None)
