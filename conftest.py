@@ -10,9 +10,8 @@ from diffusers import StableDiffusionPipeline
 from hypothesis import settings
 from tiny_pipeline import write_pipeline
 
-from tokenmerge import default_method, handle
-from tokenmerge.planners import calibration
-from tokenmerge.plans import choose, policy
+from tokenmerge import calibration, default_method, handle
+from tokenmerge.plans import choose, pays_from, policy
 from tokenmerge.runtime.memory.run_log import RunLog
 
 _FEWEST, _FEWEST_OF_POLICY = 16, policy.FEWEST_TOKENS
@@ -39,7 +38,7 @@ def _small_grids_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let merging pay on every grid, and time nothing on a device that pretends to be one."""
     monkeypatch.setattr(calibration, "TOKENS_ON_CPU", 0)
     for module in (default_method, handle):
-        monkeypatch.setattr(module, "fewest_tokens", lambda *_: calibration.TOKENS_ON_CPU)
+        monkeypatch.setattr(module, "fewest_tokens", lambda *_: pays_from(calibration.TOKENS_ON_CPU))
     # Pictures of tests have few tokens. The policy merges larger grids alone.
     monkeypatch.setattr(policy, "FEWEST_TOKENS", {"unet": _FEWEST, "transformer": _FEWEST})
 

@@ -25,9 +25,8 @@ import torch
 from diffusers import DiffusionPipeline
 from readme import GUIDANCE, MODEL, PROMPTS, SEED, SIZE, SPEEDUPS, STEPS, Lines, beside, draw, main, read
 
-from tokenmerge import ToMeConfig
+from tokenmerge import ToMeConfig, calibration
 from tokenmerge.default_method import settings_for
-from tokenmerge.planners import calibration
 from tokenmerge_tools import demo
 from tokenmerge_tools.bench.loaded_model import build_denoiser, find_geometry
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs

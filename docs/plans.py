@@ -13,6 +13,7 @@ from diffusers import DiffusionPipeline
 
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.models.find import find_hosts
+from tokenmerge.plans import pays_from
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge.report.notes import signs_of
 from tokenmerge_tools import demo
@@ -36,7 +37,7 @@ def plans() -> dict[float, tuple[str, float]]:
     """Return for each speed-up the signs of the plan, and the ratio of the tokens that merge."""
     pipe = DiffusionPipeline.from_pretrained(demo.path(MODEL))
     facts = DefaultMethod.of(pipe, find_hosts(pipe), 2.0).facts
-    facts = dataclasses.replace(facts, fewest_tokens=FEWEST_TOKENS)
+    facts = dataclasses.replace(facts, fewest_tokens=pays_from(FEWEST_TOKENS))
     made = {}
     for speedup in SPEEDUPS:
         method = DefaultMethod(speedup, facts)

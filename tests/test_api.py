@@ -32,6 +32,7 @@ from tokenmerge import (
 )
 from tokenmerge.config import dense_outside
 from tokenmerge.default_method import settings_for
+from tokenmerge.plans import pays_from
 from tokenmerge.runtime.patching.patch import state_of
 
 HALF = ToMeConfig(ratio=0.5)
@@ -348,7 +349,7 @@ def test_the_package_says_its_version():
 
 def test_calls_that_people_try(monkeypatch):
     """A ratio as a keyword, the name of a preset, and both together."""
-    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 16)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: pays_from(16))
     unet = hosts.unet()
     for given, wanted in (
         (

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import platform
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import hosts
 import pytest
 import torch
 from tests.models.tiny import FAMILIES
 
+from tokenmerge import calibration
+from tokenmerge.calibration import TimedMerging
 from tokenmerge.default_method import settings_for
 from tokenmerge.models.placement import narrowest
+from tokenmerge.ops import sized_attention
 from tokenmerge.ops.plan import IndexPlan
-from tokenmerge.planners import calibration
-from tokenmerge.planners.calibration import Attention
+from tokenmerge.ops.sized_attention import Bias
+from tokenmerge.planners import PLANNERS
+from tokenmerge.plans import FewestTokens, fewest_at, pays_from
 
+CPU = torch.device("cpu")
 MPS = torch.device("mps")  # another device than a CPU; it need not be there
 
 
@@ -28,6 +35,13 @@ MPS = torch.device("mps")  # another device than a CPU; it need not be there
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
+
+
+def tokens_of(merging: TimedMerging) -> tuple[int, ...]:
+    """The fewest tokens for each ratio that is timed."""
+    found = calibration.fewest_tokens(merging)
+    assert [own[:2] for own in found] == [(merging.scope, ratio) for ratio in (0.2, 0.5)]
+    return tuple(own.tokens for own in found)
 
 
 def pipeline(**models: Any) -> SimpleNamespace:
@@ -46,7 +60,9 @@ def pipeline(**models: Any) -> SimpleNamespace:
 def test_grids_are_timed_in_what_the_model_computes_in(stored, norms, timed, monkeypatch):
     """Quantised and layerwise-cast weights are stored in another dtype."""
     asked = []
-    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda own: asked.append(own[:2]) or 64)
+    monkeypatch.setattr(
+        "tokenmerge.default_method.fewest_tokens", lambda own: asked.append(own[:2]) or pays_from(64)
+    )
     unet = hosts.unet()
     for name, weight in unet.named_parameters():
         weight.requires_grad_(False)
@@ -58,7 +74,9 @@ def test_grids_are_timed_in_what_the_model_computes_in(stored, norms, timed, mon
 def test_weights_that_stay_in_float32_do_not_decide_the_dtype(monkeypatch):
     """Wan keeps its first weights in float32. Merging pays there much sooner than in half precision."""
     asked = []
-    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda own: asked.append(own[1]) or 64)
+    monkeypatch.setattr(
+        "tokenmerge.default_method.fewest_tokens", lambda own: asked.append(own[1]) or pays_from(64)
+    )
     model = FAMILIES["WanTransformer3DModel"].build()
     kept = set(model._keep_in_fp32_modules)
     for name, weight in model.requires_grad_(False).named_parameters():
@@ -70,7 +88,9 @@ def test_weights_that_stay_in_float32_do_not_decide_the_dtype(monkeypatch):
 
 def test_grids_are_timed_where_an_offloaded_model_runs(monkeypatch):
     asked = []
-    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda own: asked.append(own[0]) or 64)
+    monkeypatch.setattr(
+        "tokenmerge.default_method.fewest_tokens", lambda own: asked.append(own[0]) or pays_from(64)
+    )
     settings_for(pipeline(unet=hosts.unet(), _execution_device=torch.device("cuda:0")))
     assert asked == [torch.device("cuda:0")]
 
@@ -81,85 +101,101 @@ def test_a_measurement_is_kept_for_three_months_or_for_a_week_if_nothing_gains(m
     But a machine that is busy for a moment must not decide for ever.
     """
     never, day = (2 * calibration.SIDES[-1]) ** 2, 24 * 3600
-    found, now = iter([never, never, 256, 576]), [1.8e9]
+    found, now = iter([(never, 64), (never, 64), (256, 256), (576, 256)]), [1.8e9]
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: next(found))
     monkeypatch.setattr(calibration.time, "time", lambda: now[0])
-    assert [calibration.fewest_tokens(Attention(MPS, torch.float32)) for _ in range(3)] == [never] * 3
+    merging = TimedMerging(MPS, torch.float32)
+    assert [tokens_of(merging) for _ in range(3)] == [(never, 64)] * 3
     now[0] -= day  # a clock that was set back: the measurement may be of any age
-    assert calibration.fewest_tokens(Attention(MPS, torch.float32)) == never
+    assert tokens_of(merging) == (never, 64)
     now[0] += 6 * day
-    assert calibration.fewest_tokens(Attention(MPS, torch.float32)) == never
+    assert tokens_of(merging) == (never, 64)
     now[0] += 2 * day
-    assert calibration.fewest_tokens(Attention(MPS, torch.float32)) == 256
+    assert tokens_of(merging) == (256, 256)
     now[0] += 90 * day
-    assert calibration.fewest_tokens(Attention(MPS, torch.float32)) == 256
+    assert tokens_of(merging) == (256, 256)
     now[0] += 2 * day
-    assert calibration.fewest_tokens(Attention(MPS, torch.float32)) == 576
+    assert tokens_of(merging) == (576, 256)
 
 
-def test_merging_has_to_pay_on_all_larger_grids_too(monkeypatch):
-    """On small grids, launching kernels takes the time. Only CUDA is fast enough for the largest ones."""
-    timed, paying = [], {48, 96}
+def test_a_grid_a_ratio_or_a_scope_with_which_merging_does_not_pay_refuses_no_other(monkeypatch):
+    """The smallest grid counts on which it pays. Only CUDA is fast enough for the largest ones."""
+    timed, paying = [], {("block", 0.2): (64,), ("block", 0.5): (48, 96), ("layers", 0.5): (128,)}
 
-    def pays(attention: Attention, side: int) -> bool:
+    def pays(merging: TimedMerging, side: int, ratio: float) -> bool:
         timed.append(side)
-        if side == 128:
+        if side == 96:
             raise torch.OutOfMemoryError
-        return side in paying
+        return side in paying.get((merging.scope, ratio), ())
 
     monkeypatch.setattr(calibration, "_pays", pays)
-    cuda = torch.device("cuda")
-    assert calibration.measure_fewest_tokens(Attention(cuda, torch.float16)) == 96 * 96
-    assert timed == [128, 96, 64]
-    paying.clear()
-    assert calibration.measure_fewest_tokens(Attention(cuda, torch.float16)) == 256 * 256
+    stack = TimedMerging(torch.device("cuda"), torch.float16, scope="block")
+    assert calibration.measure_fewest_tokens(stack) == (64 * 64, 48 * 48)
+    assert timed == [48, 64, 48]
+    layers = stack._replace(scope="layers")
+    assert calibration.measure_fewest_tokens(layers) == (256 * 256, 128 * 128)
     timed.clear()
-    paying.add(64)
-    assert calibration.measure_fewest_tokens(Attention(MPS, torch.float16)) == 64 * 64
-    assert timed == [64, 48]
+    assert calibration.measure_fewest_tokens(layers._replace(device=MPS)) == (256 * 256, 256 * 256)
+    assert timed == [48, 64] * 2
 
 
 def test_a_cpu_is_never_timed(monkeypatch):
     """Otherwise, what else the machine does would change the picture."""
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: pytest.fail("timed"))
-    cpu = torch.device("cpu")
-    assert calibration.fewest_tokens(Attention(cpu, torch.float32)) == calibration.TOKENS_ON_CPU
+    merging = [TimedMerging(CPU, torch.float32, scope=scope) for scope in ("block", "layers")]
+    found = calibration.fewest_tokens(*merging)
+    for own, ratio in itertools.product(merging, (0.1, 0.2, 0.5, 0.75)):
+        assert fewest_at(found, own.scope, ratio) == calibration.TOKENS_ON_CPU
 
 
-def test_measuring_draws_nothing_from_the_global_generator(monkeypatch):
+@pytest.mark.parametrize("scope", ["block", "layers"])
+def test_measuring_draws_nothing_from_the_global_generator(scope, monkeypatch):
     monkeypatch.setattr(calibration, "SIDES", (8,))
     before = torch.get_rng_state()
-    calibration.measure_fewest_tokens(Attention(torch.device("cpu"), torch.float32, 2, 64, 4))
+    calibration.measure_fewest_tokens(TimedMerging(CPU, torch.float32, scope, False, 2, 64, 4))
     assert torch.equal(torch.get_rng_state(), before)
 
 
+LAYERS = TimedMerging(CPU, torch.float32, "layers", False, 1, 16, 1)
+STACK, IN_COMFYUI = (LAYERS._replace(scope="block", in_comfyui=own) for own in (False, True))
+
+
 @pytest.mark.parametrize(
-    ("merged", "plan", "blocks", "expected"),
+    ("merging", "ratio", "times", "pays"),
     [
-        ([2], 0, 1, 32 * 32),
-        ([1, 1], 0, 1, 8 * 8),
-        ([1, 2], 0, 1, 16 * 16),
-        ([0.8], 1, 1, 32 * 32),  # each block makes a plan
-        ([0.8, 2], 1, 8, 16 * 16),
-        ([1.3], 0, 1, 32 * 32),  # 13 % faster, but 34 % of the operations are saved
+        # Dense, and a layer with its plan: at 0.2, 34 % of the operations are saved, and at 0.5, 72 %.
+        (LAYERS, 0.2, (1.5, 1.2), True),
+        (LAYERS, 0.2, (1.5, 1.3), False),
+        (LAYERS, 0.5, (1.5, 1.2), False),
+        (LAYERS, 0.5, (1.5, 0.9), True),
+        # Another layer, which uses the plan of the first.
+        (LAYERS._replace(blocks=8), 0.2, (1.5, 2.0, 1.1), True),
+        (LAYERS._replace(blocks=2), 0.2, (1.5, 2.0, 1.1), False),
+        # Dense, what is done once for a stack, and a block on merged tokens: 32 % and 68 %.
+        (STACK, 0.2, (1.5, 0.9, 1.1), False),
+        (STACK._replace(blocks=8), 0.2, (1.5, 0.9, 1.1), True),
+        (STACK._replace(blocks=8), 0.2, (1.5, 1.2, 1.1), True),
+        (STACK._replace(blocks=8), 0.2, (1.5, 1.4, 1.1), False),
+        (STACK._replace(blocks=8), 0.5, (1.5, 0.9, 1.1), False),
+        (STACK._replace(blocks=8), 0.5, (1.5, 0.9, 0.8), True),
+        # As layers, but blocks save less: 11.2 of 12 s would be 7 % for 32 %.
+        (IN_COMFYUI._replace(blocks=8), 0.2, (1.5, 2.0, 1.1), True),
+        (IN_COMFYUI._replace(blocks=8), 0.2, (1.5, 2.8, 1.2), False),
     ],
 )
-def test_the_fewest_tokens_are_those_from_which_merging_pays(merged, plan, blocks, expected, monkeypatch):
-    """With given times of a plan, merged and dense attention, on the largest grid first.
-
-    Blocks share the time of a plan.
-    """
-    times = iter([time for side in merged for time in (plan, side, 1.5)])
-    monkeypatch.setattr(calibration, "_seconds", lambda *_: next(times))
-    monkeypatch.setattr(calibration, "SIDES", (8, 16))
-    cpu = torch.device("cpu")
-    assert calibration.measure_fewest_tokens(Attention(cpu, torch.float32, 1, 16, 1, blocks)) == expected
-    assert not [*times]
+def test_merging_pays_where_it_saves_half_as_large_a_part_of_the_time_as_of_the_operations(
+    merging, ratio, times, pays, monkeypatch
+):
+    """With given times of the parts, on 256 tokens. Blocks share the time of a plan."""
+    left = iter(times)
+    monkeypatch.setattr(calibration, "_seconds", lambda *_: next(left))
+    assert calibration._pays(merging, 16, ratio) == pays
+    assert not [*left]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_short_calls_are_timed_many_at_a_time_with_one_wait(device, monkeypatch):
-    """As in a generation, which queues calls. Long calls are timed one at a time."""
+    """As in a generation, which queues calls. Long calls are timed one at a time, and less often."""
     clock, calls, waits = [0.0], [], []
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(calibration.torch.accelerator, "synchronize", lambda device: waits.append(len(calls)))
@@ -168,71 +204,187 @@ def test_short_calls_are_timed_many_at_a_time_with_one_wait(device, monkeypatch)
         calls.append(clock[0])
         clock[0] += took
 
-    for took, number in ((0.0011, 9), (0.5, 1)):
+    for took, number, rounds in ((0.0011, 9, calibration._ROUNDS), (0.035, 1, 2), (0.5, 1, 1)):
         calls.clear()
         waits.clear()
         assert calibration._seconds(function, torch.device(device)) == pytest.approx(took)
-        after = [1, 2, *(2 + number * i for i in range(1, calibration._ROUNDS + 1))]
+        after = [1, 2, *(2 + number * i for i in range(1, rounds + 1))]
         assert len(calls) == after[-1]
         assert waits == (after if device == "cuda" else [])
 
 
-def test_the_fewest_tokens_are_timed_with_all_that_auto_adds_to_a_merged_step(monkeypatch):
-    """Sizes in attention, and the correction, which merges what a dense step changed."""
-    masks, merges = [], []
-    attend, merge = calibration.F.scaled_dot_product_attention, IndexPlan.merge
+class Done(NamedTuple):
+    """What one part does that is timed."""
 
-    def noted(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+    plans: int
+    merges: int
+    unmerges: int
+    masks: list[bool]  # for each attention, whether it has a mask
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[Done]:
+    """The parts that are timed, of which each runs once."""
+    done, merged, masks = [], [], []
+    counts = {"plan": 0, "unmerge": 0}
+    attend, make_plan = calibration.F.scaled_dot_product_attention, PLANNERS["tiled"]
+    merge, unmerge = IndexPlan.merge, IndexPlan.unmerge
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            counts[name] += 1
+            return function(*args)
+
+        return call
+
+    def noted(query: Any, key: Any, value: Any, mask: Any = None, **more: Any) -> Any:
         masks.append(mask is not None)
-        return attend(q, k, v, mask)
+        return attend(query, key, value, mask, **more)
 
+    def seconds(function: Any, device: Any) -> float:
+        counts.update(plan=0, unmerge=0)
+        merged.clear()
+        masks.clear()
+        function()
+        done.append(Done(counts["plan"], len(merged), counts["unmerge"], [*masks]))
+        for one, other in itertools.combinations(merged, 2):
+            assert not torch.equal(one, other)
+        return 1.0
+
+    monkeypatch.setitem(PLANNERS, "tiled", counted("plan", make_plan))
+    monkeypatch.setattr(IndexPlan, "unmerge", counted("unmerge", unmerge))
+    monkeypatch.setattr(IndexPlan, "merge", lambda plan, x: merged.append(x) or merge(plan, x))
     monkeypatch.setattr(calibration.F, "scaled_dot_product_attention", noted)
-    monkeypatch.setattr(IndexPlan, "merge", lambda plan, x: merges.append(x) or merge(plan, x))
-    monkeypatch.setattr(calibration, "SIDES", (8,))
-    monkeypatch.setattr(calibration, "_seconds", lambda function, device: function() is None)
-    calibration.measure_fewest_tokens(Attention(torch.device("cpu"), torch.float32, 2, 64, 4))
-    assert masks == [False, True, False]  # what a dense step changed, merged, dense
-    assert len(merges) == 2
-    assert not torch.equal(*merges)
+    monkeypatch.setattr(calibration, "_seconds", seconds)
+    return done
 
 
-def test_it_is_measured_once_for_a_device_and_kept(own_cache, monkeypatch):
+DENSE = Done(0, 0, 0, [False])
+
+
+def test_layers_are_timed_with_all_that_the_default_method_adds(parts):
+    """Sizes in attention, and the correction, which merges what a dense step changed."""
+    calibration._pays(LAYERS._replace(blocks=5), 8, 0.5)
+    assert parts == [DENSE, Done(1, 2, 2, [True]), Done(0, 2, 2, [True])]
+    parts.clear()
+    calibration._pays(LAYERS, 8, 0.5)
+    assert parts == [DENSE, Done(1, 2, 2, [True])]
+
+
+def test_a_stack_is_timed_with_one_plan_for_all_blocks(parts):
+    """It merges and corrects once: blocks see merged tokens and their sizes, and nothing else."""
+    calibration._pays(STACK._replace(blocks=5), 8, 0.5)
+    assert parts == [DENSE, Done(1, 2, 1, []), Done(0, 0, 0, [True])]
+
+
+def test_blocks_in_comfyui_are_timed_one_by_one(parts):
+    calibration._pays(IN_COMFYUI._replace(blocks=5), 8, 0.5)
+    assert parts == [DENSE, Done(1, 2, 2, [True]), Done(0, 2, 2, [True])]
+
+
+@pytest.mark.parametrize("way", [Bias.MASK, Bias.COLUMNS, Bias.FLEX, Bias.GROUPS])
+def test_attention_on_merged_tokens_has_the_bias_that_is_chosen(way, parts, monkeypatch):
+    asked, ways = [], {Bias.FLEX: "attend_by_flex", Bias.GROUPS: "attend_by_groups"}
+    if way in ways:  # they are exact elsewhere, and slow here
+        monkeypatch.setattr(sized_attention, ways[way], lambda query, *_: asked.append(way) or query)
+
+    def choose(*about: Any, has_mask: bool) -> Bias:
+        asked.append((*about, has_mask))
+        return way
+
+    monkeypatch.setattr(calibration, "choose_bias", choose)
+    calibration._pays(STACK._replace(channels=32, heads=2), 8, 0.5)
+    assert asked == [("cpu", torch.float32, 16, 32, False), *([way] if way in ways else [])]
+    assert parts[-1].masks == {Bias.MASK: [True], Bias.COLUMNS: [False]}.get(way, [])
+
+
+def test_attention_in_comfyui_has_a_mask():
+    """Where other attention of this kind has columns."""
+    merging = TimedMerging(torch.device("cuda"), torch.float16, "layers", False, 2, 320, 8)
+    assert merging.bias(8192) is Bias.COLUMNS
+    assert merging._replace(in_comfyui=True).bias(8192) is Bias.MASK
+
+
+def test_it_is_measured_once_for_all_that_is_timed_and_kept(own_cache, monkeypatch):
     measured = []
 
-    def measure(about: Attention) -> int:
-        measured.append(about)
-        return 64 * len(measured)
+    def measure(merging: TimedMerging) -> tuple[int, int]:
+        measured.append(merging)
+        return 64 * len(measured), 32 * len(measured)
 
     monkeypatch.setattr(calibration, "measure_fewest_tokens", measure)
-    for _ in range(2):
-        assert calibration.fewest_tokens(Attention(MPS, torch.float32)) == 64
-    assert calibration.fewest_tokens(Attention(MPS, torch.bfloat16)) == 128
-    shapes = ((2, 64, 4), (1, 64, 4), (1, 64, 4, 5))
-    for tokens, shape in zip((192, 256, 320), shapes, strict=True):
-        assert calibration.fewest_tokens(Attention(MPS, torch.bfloat16, *shape)) == tokens
-    assert [about[2:] for about in measured[2:]] == [(2, 64, 4, 1), (1, 64, 4, 1), (1, 64, 4, 5)]
+    monkeypatch.setattr(calibration, "choose_bias", lambda *_, has_mask: biases[-1])
+    biases = [Bias.MASK]
+    first = TimedMerging(MPS, torch.float32, "layers", False, 2, 64, 4)
+    others = [
+        first._replace(**change)
+        for change in (
+            {"dtype": torch.bfloat16},
+            {"batch": 1},
+            {"channels": 128},
+            {"heads": 8},
+            {"blocks": 5},
+            {"scope": "block"},
+            {"in_comfyui": True},
+        )
+    ]
+    for merging in (first, *others, first, *others):
+        tokens_of(merging)
+    assert measured == [first, *others]
+    assert calibration.fewest_tokens(first, others[5]) == (
+        *[FewestTokens("layers", 0.2, 64), FewestTokens("layers", 0.5, 32)],
+        *[FewestTokens("block", 0.2, 7 * 64), FewestTokens("block", 0.5, 7 * 32)],
+    )
+    biases.append(Bias.COLUMNS)
+    tokens_of(first)
+    assert len(measured) == 9
     file = own_cache / "tokenmerge" / "fewest_tokens.json"
     assert calibration.cache_file() == file
-    assert [tokens for tokens, _ in json.loads(file.read_text()).values()] == [64, 128, 192, 256, 320]
+    kept = [tokens for tokens, _ in json.loads(file.read_text()).values()]
+    assert kept == [number * size for number in range(1, 10) for size in (64, 32)]
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-    (key, *_) = json.loads(file.read_text())
+
+
+def test_a_damaged_file_is_read_as_an_empty_one(own_cache, monkeypatch):
+    measured = []
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda own: measured.append(own) or (64, 32))
+    merging = TimedMerging(MPS, torch.float32)
+    tokens_of(merging)
+    file = calibration.cache_file()
+    key, other = json.loads(file.read_text())
     values = (64, ["many", 1], None, [64], [64, 1, 1])
-    wrong = [json.dumps({key: value}) for value in values]
+    wrong = [json.dumps({key: value, other: [32, int(time.time())]}) for value in values]
     for times, text in enumerate(('{"cut off', "[1]", "3", "[" * 100_000, *wrong)):
         file.write_text(text)
-        assert calibration.fewest_tokens(Attention(MPS, torch.float32)) == 384 + 64 * times
+        assert tokens_of(merging) == (64, 32)
+        assert len(measured) == times + 2
+
+
+def test_what_an_earlier_version_measured_is_not_taken_and_stays(own_cache, monkeypatch):
+    """That version keeps it in the same file."""
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: (64, 32))
+    merging = TimedMerging(MPS, torch.float32)
+    file, now = calibration.cache_file(), int(time.time())
+    machine = f"mps {platform.machine()}, float32, torch {torch.__version__}"
+    earlier = f"{machine}, batch 2, 8 × 80 channels, 1 blocks a plan, proportional, corrected, 0.2, 0.5"
+    file.parent.mkdir()
+    file.write_text(json.dumps({earlier: [4096, now]}))
+    assert tokens_of(merging) == (64, 32)
+    kept = json.loads(file.read_text())
+    assert kept.pop(earlier) == [4096, now]
+    assert [tokens for tokens, _ in kept.values()] == [64, 32]
 
 
 def test_a_folder_that_cannot_be_written_is_no_matter(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 256)
-    assert calibration.fewest_tokens(Attention(MPS, torch.float32)) == 256
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: (256, 64))
+    assert tokens_of(TimedMerging(MPS, torch.float32)) == (256, 64)
 
 
 @pytest.mark.parametrize("failing", ["home", "disk"])
 def test_a_cache_that_fails_is_no_matter(failing, own_cache, monkeypatch):
-    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 256)
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: (256, 64))
 
     def fail(*_: Any) -> None:
         raise RuntimeError
@@ -248,14 +400,14 @@ def test_a_cache_that_fails_is_no_matter(failing, own_cache, monkeypatch):
         monkeypatch.delenv("LOCALAPPDATA", raising=False)
         monkeypatch.setattr(calibration.Path, "home", fail)
         monkeypatch.setattr(calibration.tempfile, "gettempdir", lambda: str(own_cache))
-    assert calibration.fewest_tokens(Attention(MPS, torch.float32)) == 256
-    assert calibration.fewest_tokens(Attention(MPS, torch.float32)) == 256
+    assert tokens_of(TimedMerging(MPS, torch.float32)) == (256, 64)
+    assert tokens_of(TimedMerging(MPS, torch.float32)) == (256, 64)
     assert not [path for path in own_cache.rglob("*") if path.is_file()]
 
 
 def test_without_a_home_folder_each_process_measures_once(own_cache, monkeypatch):
     """A folder for temporary files is everybody's, and others may have put a link there."""
-    measured = iter([256])
+    measured = iter([(256, 64)])
 
     def fail() -> None:
         raise RuntimeError
@@ -267,7 +419,7 @@ def test_without_a_home_folder_each_process_measures_once(own_cache, monkeypatch
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: next(measured))
     monkeypatch.setattr(calibration, "_of_process", {})
     assert calibration.cache_file() is None
-    assert [calibration.fewest_tokens(Attention(MPS, torch.float32)) for _ in range(2)] == [256, 256]
+    assert [tokens_of(TimedMerging(MPS, torch.float32)) for _ in range(2)] == [(256, 64)] * 2
     assert not [*own_cache.iterdir()]
 
 
@@ -276,15 +428,15 @@ def test_a_named_pipe_in_place_of_the_file_is_replaced(monkeypatch):
     file = calibration.cache_file()
     file.parent.mkdir()
     os.mkfifo(file)
-    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 256)
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: (256, 64))
     done = []
     thread = threading.Thread(
-        target=lambda: done.append(calibration.fewest_tokens(Attention(MPS, torch.float32))), daemon=True
+        target=lambda: done.append(tokens_of(TimedMerging(MPS, torch.float32))), daemon=True
     )
     thread.start()
     thread.join(20)
-    assert done == [256]
-    assert [tokens for tokens, _ in json.loads(file.read_text()).values()] == [256]
+    assert done == [(256, 64)]
+    assert [tokens for tokens, _ in json.loads(file.read_text()).values()] == [256, 64]
 
 
 def test_what_others_measure_at_the_same_time_is_kept(own_cache, monkeypatch):
@@ -292,26 +444,25 @@ def test_what_others_measure_at_the_same_time_is_kept(own_cache, monkeypatch):
     others = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
     barrier = threading.Barrier(len(others))
 
-    def measure(about: Attention) -> int:
+    def measure(merging: TimedMerging) -> tuple[int, int]:
         barrier.wait(20)  # all have read the file, which is empty
-        return 256
+        return 256, 64
 
     monkeypatch.setattr(calibration, "measure_fewest_tokens", measure)
-    threads = [
-        threading.Thread(target=calibration.fewest_tokens, args=[Attention(MPS, dtype)]) for dtype in others
-    ]
+    threads = [threading.Thread(target=tokens_of, args=[TimedMerging(MPS, dtype)]) for dtype in others]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     file = own_cache / "tokenmerge" / "fewest_tokens.json"
-    assert len(json.loads(file.read_text())) == len(others)
+    assert len(json.loads(file.read_text())) == 2 * len(others)
 
 
-def test_measuring_takes_seconds():
+@pytest.mark.parametrize("scope", ["block", "layers"])
+def test_measuring_takes_seconds(scope):
     start = time.process_time()
-    sides = {48**2, 64**2, 256**2}
-    assert calibration.measure_fewest_tokens(Attention(torch.device("cpu"), torch.float32, 2, 64, 4)) in sides
+    merging = TimedMerging(CPU, torch.float32, scope, False, 2, 64, 4, 3)
+    assert {*calibration.measure_fewest_tokens(merging)} <= {48**2, 64**2, 256**2}
     assert time.process_time() - start < 20  # also on a busy machine, since its waiting is not counted
 
 
@@ -319,14 +470,17 @@ def test_measuring_takes_seconds():
 def test_the_narrowest_attention_decides(whole, monkeypatch):
     """In a pipeline its blocks share plans, those on the way down and those on the way up."""
     asked = []
-    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda own: asked.append(own[2:]) or 64)
+    monkeypatch.setattr(
+        "tokenmerge.default_method.fewest_tokens", lambda own: asked.append(own[2:]) or pays_from(64)
+    )
     unet = hosts.unet(layers_per_block=2)
     settings_for(pipeline(unet=unet) if whole else unet)
     down, up = unet.down_blocks[0].attentions, unet.up_blocks[-1].attentions
     attention = down[0].transformer_blocks[0].attn1
     sharing = (len(down) + len(up)) // 2
     assert sharing > 1
-    assert asked == [(2, attention.to_q.out_features, attention.heads, sharing if whole else 1)]
+    shared = sharing if whole else 1
+    assert asked == [("layers", False, 2, attention.to_q.out_features, attention.heads, shared)]
 
 
 def test_plans_are_counted_in_the_narrowest_attention():
@@ -337,11 +491,25 @@ def test_plans_are_counted_in_the_narrowest_attention():
 
 
 def test_a_model_that_takes_its_guidance_is_timed_with_one_picture(monkeypatch):
-    """All of its blocks share a plan."""
+    """All of its blocks are a stack."""
     asked = []
-    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda own: asked.append(own[2:]) or 64)
+    monkeypatch.setattr(
+        "tokenmerge.default_method.fewest_tokens", lambda own: asked.append(own[2:]) or pays_from(64)
+    )
     flux = FAMILIES["FluxTransformer2DModel"].build()
     settings_for(pipeline(transformer=flux))
     blocks = len(flux.transformer_blocks) + len(flux.single_transformer_blocks)
     attention = flux.transformer_blocks[0].attn
-    assert asked == [(1, attention.to_q.out_features, attention.heads, blocks)]
+    assert asked == [("block", False, 1, attention.to_q.out_features, attention.heads, blocks)]
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["model alone", "pipeline"])
+def test_each_scope_is_timed_that_is_tried(alone, monkeypatch):
+    """Where no step is known, each block merges by itself, or its attention does."""
+    asked = []
+    monkeypatch.setattr(
+        "tokenmerge.default_method.fewest_tokens", lambda *own: asked.extend(own) or pays_from(64)
+    )
+    flux = FAMILIES["FluxTransformer2DModel"].build()
+    settings_for(flux if alone else pipeline(transformer=flux), follows_steps=False)
+    assert [(own.scope, own.blocks) for own in asked] == [("layers", 1), ("block", 1)]

@@ -25,12 +25,13 @@ from tokenmerge import (
     StepReuse,
     ToMeConfig,
     apply_token_merging,
+    calibration,
     token_merging,
 )
 from tokenmerge.config import FoundFor, SavedSettings, dense_outside, read_metadata
 from tokenmerge.default_method import DefaultMethod, TunedMethod, settings_for
 from tokenmerge.models.find import find_hosts
-from tokenmerge.planners import PLANNERS, calibration
+from tokenmerge.planners import PLANNERS
 from tokenmerge.runtime.patching.patch import state_of
 
 

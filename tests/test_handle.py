@@ -22,8 +22,10 @@ from tokenmerge import (
     apply_token_merging,
 )
 from tokenmerge.api import merge_in_hosts
+from tokenmerge.calibration import TimedMerging
 from tokenmerge.config import dense_outside, read_metadata
 from tokenmerge.default_method import settings_for
+from tokenmerge.plans import FewestTokens, pays_from
 from tokenmerge.report import predict
 
 SKIPS = ToMeConfig(ratio=0.5, reuse=StepReuse(every=3))
@@ -293,9 +295,8 @@ def test_a_vision_transformer():
 
 
 def test_metadata_applies_the_same_settings_again(monkeypatch):
-    monkeypatch.setattr(
-        "tokenmerge.default_method.fewest_tokens", lambda *_: 16
-    )  # whatever this machine's speed
+    # Whatever this machine's speed.
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: pays_from(16))
     unet = hosts.unet()
     patch = apply_token_merging(unet, speedup=2.0)
     line = patch.metadata()
@@ -320,9 +321,9 @@ def test_steps_outside_the_part_that_merges_are_complete(pipe):
 def test_attention_on_fewer_tokens_than_pay_on_the_device_is_named(config, monkeypatch):
     asked = []
 
-    def timed(attention):
-        asked.append(attention)
-        return 300
+    def timed(merging):
+        asked.append(merging)
+        return FewestTokens("layers", 0.2, 10**9), FewestTokens("layers", 0.5, 300)
 
     monkeypatch.setattr("tokenmerge.handle.fewest_tokens", timed)
     patch = apply_token_merging(hosts.unet(), config)
@@ -335,14 +336,14 @@ def test_attention_on_fewer_tokens_than_pay_on_the_device_is_named(config, monke
     )
     assert [one for one in small.notes if "hardly any time" in one] == [note]
     assert not any("hardly any time" in one for one in large.notes)
-    assert asked[0] == (torch.device("cpu"), torch.float32, 2, 32, 4, 1)
+    assert asked[0] == TimedMerging(torch.device("cpu"), torch.float32, "layers", False, 2, 32, 4, 1)
     assert f"  hardly faster: {note}" in repr(patch).splitlines()
     following = apply_token_merging(hosts.unet(sample_size=20), dataclasses.replace(config, min_tokens=300))
     assert "hardly" not in repr(following)
 
 
 def test_where_merging_was_faster_on_no_grid_the_note_names_no_number(monkeypatch):
-    monkeypatch.setattr("tokenmerge.handle.fewest_tokens", lambda *_: 256**2)
+    monkeypatch.setattr("tokenmerge.handle.fewest_tokens", lambda *_: pays_from(256**2))
     patch = apply_token_merging(hosts.unet(), ToMeConfig(ratio=0.5))
     (note,) = (one for one in patch.report(height=16, width=16).notes if "timed" in one)
     assert note.endswith("merged attention was timed on this device, and saved hardly any time on all grids")

@@ -29,18 +29,20 @@ MAY_IMPORT = {
     "planners": "ops config",
     "models": "errors ops",
     "plans": "ops config models",
+    "calibration": "ops config planners plans",
     "runtime.steps": "errors ops config models plans",
     "runtime.memory": "errors ops config models plans runtime.steps",
     "runtime.blocks": "errors ops config planners models plans runtime.steps runtime.memory",
     "runtime.patching": "errors ops config planners models plans runtime.steps runtime.memory runtime.blocks",
     "pictures": "",
-    "report": "errors text_table config planners models plans runtime.steps runtime.memory runtime.patching",
+    "report": "errors text_table config models plans calibration "
+    "runtime.steps runtime.memory runtime.patching",
     "vit": "errors text_table ops config models runtime.steps runtime.memory runtime.patching report",
-    "default_method": "errors config planners models plans runtime.steps runtime.memory",
+    "default_method": "errors config models plans calibration runtime.steps runtime.memory",
     "ratio_method": "config models plans default_method",
-    "integrations.comfyui": "errors ops config presets planners models plans "
+    "integrations.comfyui": "errors ops config presets planners models plans calibration "
     "runtime.steps runtime.memory runtime.blocks default_method",
-    "handle": "errors config planners models plans default_method "
+    "handle": "errors config models plans calibration default_method "
     "runtime.steps runtime.memory runtime.patching report vit",
     "api": "errors config presets models integrations.export "
     "runtime.steps runtime.memory runtime.patching report vit default_method ratio_method handle",

@@ -19,6 +19,7 @@ from on_gpu import biases, clock
 from on_gpu.models import STEPS_OF_SINGLE, Loop
 from on_gpu.record import Facts, Run
 from tokenmerge import Correction, PlanSharing, ToMeConfig, token_merging
+from tokenmerge.plans import pays_from
 
 Context: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -54,7 +55,8 @@ def default(loop: Any, speedup: float = 2.0, fewest: int | None = None) -> Itera
     """Apply the default method; ``fewest`` replaces the number of tokens from which merging pays here."""
     with contextlib.ExitStack() as stack:
         if fewest is not None:
-            stack.enter_context(mock.patch("tokenmerge.default_method.fewest_tokens", return_value=fewest))
+            timed = mock.patch("tokenmerge.default_method.fewest_tokens", return_value=pays_from(fewest))
+            stack.enter_context(timed)
         yield stack.enter_context(token_merging(loop, speedup=speedup))
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tokenmerge.calibration import TimedMerging, fewest_tokens
 from tokenmerge.config import Correction, FoundFor, PlanSharing, Rule, SavedSettings, StepReuse, ToMeConfig
 from tokenmerge.config.checks import at_least_1, check_counts, check_fields, number, optional
 from tokenmerge.config.origin import DEFAULT
@@ -18,9 +19,8 @@ from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.fused import is_fused, splits_attention
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
-from tokenmerge.planners.calibration import Attention, fewest_tokens
 from tokenmerge.plans import ROUNDING, Facts, Schedule, facts_of, plan_for
-from tokenmerge.plans.choose import Plan
+from tokenmerge.plans.choose import Plan, fewest_that_merge, scopes_of
 from tokenmerge.plans.estimate import Tolerance, expected, looks, psnr_of
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
@@ -52,13 +52,22 @@ class DefaultMethod:
 
     @classmethod
     def of(
-        cls, pipe_or_model: object, hosts: Sequence[Host], speedup: float, min_psnr: float | None = None
+        cls,
+        pipe_or_model: object,
+        hosts: Sequence[Host],
+        speedup: float,
+        min_psnr: float | None = None,
+        follows_steps: bool | None = None,
     ) -> DefaultMethod:
-        """Return the default method for models that were found in a pipeline or a model."""
+        """Return the default method for models that were found in a pipeline or a model.
+
+        ``follows_steps`` is that of :class:`tokenmerge.plans.Facts`; None: only a pipeline does.
+        """
         check_min_psnr("min_psnr", min_psnr)
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
         attention = narrowest_attention([block for host in hosts for block in host.blocks])
-        follows_steps = getattr(pipe_or_model, "scheduler", None) is not None
+        if follows_steps is None:
+            follows_steps = getattr(pipe_or_model, "scheduler", None) is not None
         steps = default_steps(pipe_or_model) or _STEPS
         facts = facts_of(
             denoiser,
@@ -69,15 +78,14 @@ class DefaultMethod:
             follows_steps=follows_steps,
             proportional=allows_proportional(pipe_or_model, hosts),
             number_bytes=denoiser.usual_batch * dtype_of(denoiser.root).itemsize,
-            fewest_tokens=fewest_tokens(
-                Attention(
-                    device_of(pipe_or_model, denoiser.root),
-                    dtype_of(denoiser.root),
-                    denoiser.usual_batch,
-                    *(attention if follows_steps else attention[:2]),
-                )
-            ),
         )
+        device, dtype = device_of(pipe_or_model, denoiser.root), dtype_of(denoiser.root)
+        shared = attention if follows_steps else attention[:2]
+        merging = [
+            TimedMerging(device, dtype, scope, False, denoiser.usual_batch, *shared)
+            for scope in scopes_of(facts)
+        ]
+        facts = dataclasses.replace(facts, fewest_tokens=fewest_tokens(*merging))
         if min_psnr is not None and not follows_steps:
             raise ConfigError(
                 f"min_psnr: a model alone does not know its denoising steps, got {min_psnr:g}; apply token "
@@ -158,6 +166,7 @@ class DefaultMethod:
         return dataclasses.replace(
             plain,
             ratio=0.5,
+            min_tokens=min(plain.min_tokens, fewest_that_merge(self.facts)),
             scope="layers",
             proportional=self.facts.proportional,
             plans=PlanSharing(blocks=True),
@@ -242,12 +251,10 @@ def settings_for(
     """
     check_counts(height=height, width=width, steps=steps)
     hosts = find_hosts(pipe_or_model)
-    method = DefaultMethod.of(pipe_or_model, hosts, speedup)
+    method = DefaultMethod.of(pipe_or_model, hosts, speedup, follows_steps=follows_steps)
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
     grid = None if height is None or width is None else denoiser.grid_at(height, width)
     known = method.facts_at(grid, steps, method.facts.guidance if guidance is None else guidance)
-    if follows_steps is not None:
-        known = dataclasses.replace(known, follows_steps=follows_steps)
     if told := method.shortfall(known):
         warn_caller(told)
     return method.settings(known)

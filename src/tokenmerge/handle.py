@@ -7,18 +7,19 @@ import dataclasses
 import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch import nn
 
+from tokenmerge.calibration import TimedMerging, fewest_tokens
 from tokenmerge.config import ToMeConfig, to_metadata
 from tokenmerge.config.checks import check_counts, integer, number, optional
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError, nearest_of, shown, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
-from tokenmerge.planners.calibration import Attention, fewest_tokens
-from tokenmerge.plans import Estimate, Facts
+from tokenmerge.plans import Estimate, Facts, fewest_at
 from tokenmerge.plans.choose import merging_pays
 from tokenmerge.plans.estimate import BEFORE_A_RUN, estimate_closeness, expected, psnr_of
 from tokenmerge.plans.generation import plan_generation
@@ -335,7 +336,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         counted = self._counted.value
         if not counted or counted[0][0] != key:
             report = predict(self._model, config, height, width, batch, steps, references, dense, frames)
-            slower = hardly_faster(report, self._fewest_tokens)
+            slower = hardly_faster(report, partial(self._fewest_tokens, config.ratio))
             report = dataclasses.replace(report, notes=(*report.notes, *filter(None, [slower])))
             counted[:] = [(key, report, slower)]
         report, default = counted[0][1], self._default
@@ -352,13 +353,14 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             text += f"\nmin_psnr {default.min_psnr:g}: {self._tolerated(default, facts, error, report)}"
         return dataclasses.replace(report, estimated=text)
 
-    def _fewest_tokens(self) -> int:
+    def _fewest_tokens(self, ratio: float) -> int:
         """Return the fewest tokens for which merged attention is faster, on the device of the denoiser."""
         root, attention = self._denoiser.root, narrowest_attention(self._denoiser.blocks)
         if not self._in_force.plans.blocks:
             attention = attention[:2]
         device, batch = device_of(self._model, root), self._denoiser.usual_batch
-        return fewest_tokens(Attention(device, dtype_of(root), batch, *attention))
+        merging = TimedMerging(device, dtype_of(root), "layers", False, batch, *attention)
+        return fewest_at(fewest_tokens(merging), "layers", ratio)
 
     def __repr__(self) -> str:
         try:

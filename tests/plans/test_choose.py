@@ -10,21 +10,26 @@ import pytest
 from tests.models.tiny import FAMILIES
 
 from tokenmerge import Correction, PlanSharing, StepReuse, ToMeConfig
+from tokenmerge.default_method import DefaultMethod
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import (
     ROUNDING,
     Facts,
+    FewestTokens,
     Schedule,
     correction_bytes,
     facts_of,
+    fewest_at,
+    pays_from,
     plan_for,
     policy,
     speedup_of,
 )
-from tokenmerge.plans.choose import distance, reaches_of
+from tokenmerge.plans.choose import distance, merging_pays, plans_of, reaches_of
 from tokenmerge.plans.policy import harms_of
 from tokenmerge.report import predict
 
+TOO_MANY = pays_from(64 * 64 + 1)  # tokens from which merging pays: more than there are
 SPEEDUPS = (1.1, 1.3, 1.5, 1.8, 2.0, 2.5, 3.0)
 MODELS = {"unet": "UNet2DConditionModel", "transformer": "FluxTransformer2DModel"}
 
@@ -57,7 +62,7 @@ def test_the_settings_reach_the_speed_up_or_are_the_fastest(model, steps, guidan
 )
 def test_a_share_of_the_steps_reaches_the_speed_up_that_it_is_called_by(steps, wanted, complete):
     """The first and the last layer run in every step, so half of the steps give a little less than 2×."""
-    of_generation = facts("transformer", steps=steps, fewest_tokens=64 * 64 + 1)
+    of_generation = facts("transformer", steps=steps, fewest_tokens=TOO_MANY)
     plan = plan_for(of_generation, wanted)
     assert len(plan.config.reuse.steps_of(steps).full) == complete
     assert wanted - ROUNDING <= plan.speedup < wanted
@@ -115,7 +120,7 @@ def test_nothing_is_skipped_that_must_run():
 
 
 def test_grids_stay_dense_that_are_too_small_to_gain():
-    config = choose(facts("transformer", fewest_tokens=64 * 64 + 1), 1.5)
+    config = choose(facts("transformer", fewest_tokens=TOO_MANY), 1.5)
     assert not config.merges
     assert config.reuse.on
 
@@ -135,8 +140,59 @@ def test_small_grids_stay_dense():
     """On few tokens, skipping more steps of a UNet loses less. A transformer merges where time is saved."""
     assert 32 * 32 < policy.fewest_tokens("unet") <= 48 * 48
     assert not choose(facts("unet", side=32), 2.0).merges
-    assert choose(facts("transformer", side=32, fewest_tokens=32 * 32, guidance=7.0), 2.0).merges
-    assert not choose(facts("transformer", side=31, fewest_tokens=32 * 32, guidance=7.0), 2.0).merges
+    timed = {"fewest_tokens": pays_from(32 * 32), "guidance": 7.0}
+    assert choose(facts("transformer", side=32, **timed), 2.0).merges
+    assert not choose(facts("transformer", side=31, **timed), 2.0).merges
+
+
+@pytest.mark.parametrize(
+    ("ratio", "tokens"), [(0.1, 900), (0.2, 900), (0.475, 900), (0.5, 400), (0.75, 400), (1.0, 400)]
+)
+def test_the_highest_timed_ratio_counts_that_is_not_above(ratio, tokens):
+    timed = (FewestTokens("block", 0.5, 400), FewestTokens("block", 0.2, 900), FewestTokens("layers", 0.2, 7))
+    assert facts("transformer", fewest_tokens=timed).min_tokens("block", ratio) == tokens
+    assert fewest_at(timed, "block", ratio) == tokens
+    assert fewest_at(timed, "keys", ratio) == 0
+
+
+@pytest.mark.usefixtures("large_grids_alone")
+def test_no_fewer_tokens_merge_than_the_policy_says():
+    timed = (FewestTokens("layers", 0.2, 4000), FewestTokens("layers", 0.5, 16))
+    of_generation = facts("unet", fewest_tokens=timed)
+    assert of_generation.min_tokens("layers", 0.2) == 4000
+    assert of_generation.min_tokens("layers", 0.5) == policy.fewest_tokens("unet") > 16
+
+
+def test_a_ratio_that_saves_too_little_time_refuses_no_higher_one():
+    timed = (FewestTokens("block", 0.2, 64 * 64 + 1), FewestTokens("block", 0.5, 48 * 48))
+    of_generation = facts("transformer", fewest_tokens=timed, guidance=7.0)
+    merging = [plan.config for plan in plans_of(of_generation) if plan.config.merges]
+    assert merging
+    assert all(config.ratio >= 0.5 and config.min_tokens == 48 * 48 for config in merging)
+    assert merging_pays(of_generation)
+    both = dataclasses.replace(of_generation, fewest_tokens=pays_from(48 * 48))
+    assert any(plan.config.merges and plan.config.ratio < 0.5 for plan in plans_of(both))
+
+
+def test_settings_for_patching_merge_on_every_grid_that_some_generation_merges():
+    """Also where the plan for the default size merges less, which pays on larger grids alone."""
+    timed = (FewestTokens("block", 0.2, 64 * 64), FewestTokens("block", 0.5, 32 * 32))
+    method = DefaultMethod(1.2, facts("transformer", fewest_tokens=timed, can_skip=False))
+    assert method.settings(method.facts).min_tokens == 64 * 64
+    assert method.widest.min_tokens == 32 * 32
+    smaller = method.settings(method.facts_at((1, 32, 32), guidance=3.0))
+    assert smaller.merges
+    assert smaller.min_tokens == method.widest.min_tokens
+
+
+@pytest.mark.parametrize("scope", ["block", "layers"])
+def test_a_scope_that_saves_too_little_time_refuses_no_other(scope):
+    fewest = {"block": 64 * 64 + 1, "layers": 64 * 64 + 1, scope: 64}
+    timed = tuple(FewestTokens(own, 0.2, tokens) for own, tokens in fewest.items())
+    of_generation = facts("transformer", fewest_tokens=timed, follows_steps=False)
+    assert {plan.config.scope for plan in plans_of(of_generation) if plan.config.merges} == {scope}
+    assert merging_pays(of_generation)
+    assert not merging_pays(dataclasses.replace(of_generation, fewest_tokens=TOO_MANY))
 
 
 def test_transformers_merge_once_for_all_blocks():
@@ -199,10 +255,10 @@ def test_corrections_take_the_memory_of_one_residual_for_a_stack():
     )
     side = 48 * host.patch
     kept = predict(model, config, side, side, batch=1, steps=2).kept_bytes
-    residuals = correction_bytes(of_generation, "block")
+    residuals = correction_bytes(of_generation, "block", 0.5)
     assert residuals == 32 * 48 * 48 * 4
     assert residuals < kept < 2 * residuals  # and the plan, whose share is large in such a narrow model
-    assert correction_bytes(of_generation, "layers") == 4 * residuals
+    assert correction_bytes(of_generation, "layers", 0.5) == 4 * residuals
 
 
 def test_tokens_count_as_often_as_they_stand_for_where_attention_can():
@@ -247,7 +303,7 @@ def complete_steps(of_generation: Facts, wanted: float) -> tuple[int, ...]:
 
 
 def test_complete_steps_of_a_unet_are_closer_together_towards_the_end_under_strong_guidance():
-    full = complete_steps(facts("unet", guidance=7.5, fewest_tokens=64 * 64 + 1), 1.5)
+    full = complete_steps(facts("unet", guidance=7.5, fewest_tokens=TOO_MANY), 1.5)
     even = StepReuse(every=distance(20, len(full))).steps_of(20).full
     assert len(full) == len(even) < 20
     assert (full[0], full[1], full[-1]) == (0, 1, 19)
@@ -256,7 +312,7 @@ def test_complete_steps_of_a_unet_are_closer_together_towards_the_end_under_stro
 
 @pytest.mark.parametrize(("model", "guidance"), [("unet", 3.0), ("transformer", 3.0), ("transformer", 7.5)])
 def test_other_complete_steps_are_evenly_spaced(model, guidance):
-    reuse = choose(facts(model, guidance=guidance, fewest_tokens=64 * 64 + 1), 1.5).reuse
+    reuse = choose(facts(model, guidance=guidance, fewest_tokens=TOO_MANY), 1.5).reuse
     assert reuse.on
     assert not reuse.full_steps
 
@@ -272,7 +328,7 @@ def test_a_solver_that_adds_noise_gets_the_plan_of_strong_guidance(wanted):
 def test_a_last_step_without_noise_is_not_complete(steps):
     """As many others are, so that the speed-up stays the same."""
     usual, clean = (
-        facts("transformer", steps=steps, fewest_tokens=64 * 64 + 1, schedule=Schedule(ends_clean=own))
+        facts("transformer", steps=steps, fewest_tokens=TOO_MANY, schedule=Schedule(ends_clean=own))
         for own in (False, True)
     )
     assert complete_steps(usual, 1.8)[-1] == steps - 1
@@ -281,7 +337,7 @@ def test_a_last_step_without_noise_is_not_complete(steps):
 
 
 def test_a_speedup_of_1_is_dense_also_where_the_last_step_could_be_skipped_for_nothing():
-    clean = facts("transformer", fewest_tokens=64 * 64 + 1, schedule=Schedule(ends_clean=True))
+    clean = facts("transformer", fewest_tokens=TOO_MANY, schedule=Schedule(ends_clean=True))
     plan = plan_for(clean, 1.0)
     assert (plan.speedup, plan.harm) == (1.0, 0.0)
     assert not plan.config.merges

@@ -30,6 +30,7 @@ from tokenmerge import Correction, PlanSharing, StepReuse, apply_token_merging
 from tokenmerge.ops.partition import num_tokens
 from tokenmerge.ops.plan import Plan, join_plans
 from tokenmerge.planners.sequences import num_removed
+from tokenmerge.plans import pays_from
 from tokenmerge.runtime.blocks import planning
 
 PROCESSES = 2
@@ -259,7 +260,7 @@ def _generation(case: Case, model: nn.Module, split: Any) -> Tensor:
 def report(case: Case, model: nn.Module) -> str:
     """What is said of merging in a model before a run. How fast this machine is takes no part in it."""
     patch = apply_token_merging(model, settings(FAMILIES[case.family], **case.changes))
-    with mock.patch("tokenmerge.handle.fewest_tokens", return_value=0):
+    with mock.patch("tokenmerge.handle.fewest_tokens", return_value=pays_from(0)):
         return str(patch.report(height=16, width=16))
 
 

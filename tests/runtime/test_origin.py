@@ -17,6 +17,7 @@ from tests.models.tiny import FAMILIES
 from tokenmerge import Correction, StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.config import save_config
 from tokenmerge.models.families import ltx
+from tokenmerge.plans import pays_from
 
 REUSE = ToMeConfig(ratio=0.5, reuse=StepReuse(every=3))
 OWN = "or pass settings of your own, such as ToMeConfig(ratio=0.5)"
@@ -66,7 +67,7 @@ def test_a_call_under_gradients(patched):
 
 
 def test_a_generation_that_is_dense_names_no_setting_that_was_not_given(monkeypatch):
-    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 1000)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: pays_from(1000))
     unet = hosts.unet()
     patch = apply_token_merging(SimpleNamespace(unet=unet, scheduler=DDIMScheduler()))
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():

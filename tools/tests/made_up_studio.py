@@ -11,6 +11,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from tokenmerge.config import ToMeConfig
+from tokenmerge.plans import pays_from
 from tokenmerge_tools.tune import rounds, runner
 from tokenmerge_tools.tune.plans import SearchedPlan
 from tokenmerge_tools.tune.rounds import CannotRunError, Rounds
@@ -95,5 +96,5 @@ def install(monkeypatch: pytest.MonkeyPatch, pipe: StableDiffusionPipeline) -> t
     # The source may change while the tests run.
     monkeypatch.setattr("tokenmerge_tools.evaluate.evaluation.source_commit", lambda: None)
     # A device on which merging saves time on every grid; here a tiny one need not.
-    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 4)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: pays_from(4))
     return MadeUp

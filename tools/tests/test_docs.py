@@ -25,6 +25,7 @@ from tokenmerge import ConfigError, ToMeConfig, presets
 from tokenmerge.config import SETTINGS, save_config
 from tokenmerge.default_method import settings_for
 from tokenmerge.planners import PLANNERS
+from tokenmerge.plans import pays_from
 from tokenmerge.plans.estimate import BEFORE_A_RUN
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge.report.notes import signs_of
@@ -517,7 +518,7 @@ def test_the_picture_of_the_demo_is_what_it_draws_today(monkeypatch):
     assert f'generate "{said["prompt"]}" --size {said["size"][0]} --steps {said["steps"]} ' in command
     assert (said["model"], said["guidance"]) == ("emoji-unet", None)
     fewest = said["config"]["min_tokens"]  # measured on each machine
-    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: fewest)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: pays_from(fewest))
     loaded = StableDiffusionPipeline.from_pretrained(demo.path(said["model"]))
     width, height = (side // loaded.vae_scale_factor for side in said["size"])
     config = settings_for(loaded, 2.0, height, width, said["steps"])

@@ -59,6 +59,22 @@ def head_size_with_columns(d: int) -> int:
     return (d // _GROUP + 1) * _GROUP
 
 
+def attend_without_mask(
+    way: Bias,
+    kernel: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sizes: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention in one of the ways without a mask, for ``[b, heads, n, d]``. The kernel is for columns."""
+    if way is Bias.COLUMNS:
+        return attend_by_columns(kernel, query, key, value, sizes, scale, heads_first=True)
+    attend = attend_by_flex if way is Bias.FLEX else attend_by_groups
+    return attend(query, key, value, sizes, scale)
+
+
 def attend_by_columns(
     kernel: Callable[..., Tensor],
     query: Tensor,

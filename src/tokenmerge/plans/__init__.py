@@ -7,9 +7,12 @@ from tokenmerge.plans.choose import ROUNDING, plan_for
 from tokenmerge.plans.estimate import Estimate, looks
 from tokenmerge.plans.facts import (
     Facts,
+    FewestTokens,
     Schedule,
     correction_bytes,
     facts_of,
+    fewest_at,
+    pays_from,
     share_that_merges,
     speedup_of,
 )
@@ -18,10 +21,13 @@ __all__ = [
     "ROUNDING",
     "Estimate",
     "Facts",
+    "FewestTokens",
     "Schedule",
     "correction_bytes",
     "facts_of",
+    "fewest_at",
     "looks",
+    "pays_from",
     "plan_for",
     "share_that_merges",
     "speedup_of",

@@ -15,7 +15,7 @@ from tokenmerge.config.parts import StepsOfReuse
 from tokenmerge.plans import policy
 from tokenmerge.plans.facts import Facts, correction_bytes, costs_of
 
-# The ratios of token merging that are tried, of which the lowest is timed, and the distances of corrections.
+# The ratios of token merging that are tried, and the distances of corrections.
 _RATIOS = tuple(i / 40 for i in range(8, 31))
 _CORRECTIONS = (0, 2, 3, 4, 6, 8, 12)
 _DEEPEST = 8  # level that merges
@@ -114,26 +114,37 @@ def _mixes(facts: Facts, merging: ToMeConfig | None) -> Iterator[_Mix]:
 
 
 def merging_pays(facts: Facts) -> bool:
-    """Return whether any token grid has so many tokens that merging saves enough time."""
-    return any(facts.tokens(level) >= facts.min_tokens for level in facts.work.levels if level <= _DEEPEST)
+    """Return whether any token grid has so many tokens that merging saves enough time, in some way."""
+    return _has_grid(facts, fewest_that_merge(facts))
+
+
+def fewest_that_merge(facts: Facts) -> int:
+    """Return the fewest tokens of a grid that merges with some scope and some ratio."""
+    every = (facts.min_tokens(*own) for own in itertools.product(scopes_of(facts), _RATIOS))
+    return min(every, default=policy.fewest_tokens(facts.model))
+
+
+def _has_grid(facts: Facts, tokens: int) -> bool:
+    """Return whether a token grid that can merge has so many tokens."""
+    return any(facts.tokens(level) >= tokens for level in facts.work.levels if level <= _DEEPEST)
 
 
 def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
     """Yield the settings of token merging to try, of which the first merge nothing."""
     deepest = min(_DEEPEST, max(facts.work.levels, default=1))
     yield ToMeConfig(ratio=0.0, max_downsample=deepest)
-    if not merging_pays(facts):
-        return
-    scopes = _scopes(facts)
     residuals = facts.model == "transformer" and facts.follows_steps
     corrects = _harms(facts).corrected is not None and facts.follows_steps
-    for scope in scopes:
-        fits = corrects and correction_bytes(facts, scope) <= policy.MOST_CORRECTION_BYTES
-        for every, ratio in itertools.product(_CORRECTIONS if fits else (0,), _RATIOS):
+    for scope, ratio in itertools.product(scopes_of(facts), _RATIOS):
+        min_tokens = facts.min_tokens(scope, ratio)
+        if not _has_grid(facts, min_tokens):
+            continue
+        fits = corrects and correction_bytes(facts, scope, ratio) <= policy.MOST_CORRECTION_BYTES
+        for every in _CORRECTIONS if fits else (0,):
             yield ToMeConfig(
                 ratio=ratio,
                 max_downsample=deepest,
-                min_tokens=facts.min_tokens,
+                min_tokens=min_tokens,
                 sx=4 if ratio > _CROWDED else 2,
                 scope=scope,
                 planner="tiled",
@@ -144,8 +155,8 @@ def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
             )
 
 
-def _scopes(facts: Facts) -> list[str]:
-    """Return the scopes of token merging to try."""
+def scopes_of(facts: Facts) -> list[str]:
+    """Return the scopes of token merging that the default method tries."""
     if facts.model == "transformer" and facts.whole_blocks and facts.follows_steps:
         return ["block"]  # a stack of blocks merges once, and is corrected once
     scopes = []

@@ -6,7 +6,7 @@ The savings are arithmetic on the shares of work. No model runs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import Any, Literal, NamedTuple
 
 from tokenmerge.config import ToMeConfig
@@ -29,6 +29,29 @@ class Schedule(NamedTuple):
     adds_noise: bool = False  # its steps add new noise, as those of ancestral solvers do
 
 
+class FewestTokens(NamedTuple):
+    """The fewest tokens of a grid on which merging saves enough time, with a scope and from a ratio on."""
+
+    scope: str
+    ratio: float
+    tokens: int
+
+
+def pays_from(tokens: int) -> tuple[FewestTokens, ...]:
+    """Return that merging saves enough time from so many tokens on, with every scope and ratio."""
+    return tuple(FewestTokens(scope, 0.0, tokens) for scope in ("block", "layers"))
+
+
+def fewest_at(found: Iterable[FewestTokens], scope: str, ratio: float) -> int:
+    """Return the fewest tokens for a scope and a ratio: those of the highest timed ratio that is not above.
+
+    Below all timed ratios they are those of the lowest one, and 0 for a scope that was not timed.
+    """
+    of_scope = sorted((own.ratio, own.tokens) for own in found if own.scope == scope)
+    below = [tokens for timed, tokens in of_scope if timed <= ratio]
+    return below[-1] if below else of_scope[0][1] if of_scope else 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """The facts about one generation. They hold from its first step to its last."""
@@ -47,12 +70,13 @@ class Facts:
     layers: bool = True  # attention can merge alone here
     proportional: bool = True  # attention can count a merged token as often as the tokens it stands for
     number_bytes: int = 4  # of one number in all samples of a call: 4 in bfloat16 with guidance
-    fewest_tokens: int = 0  # on token grids with fewer tokens than this, merging saves hardly any time
+    # From how many tokens on merging saves enough time on the device, for each scope that is tried and for
+    # some ratios. A scope that is not here saves it on every grid.
+    fewest_tokens: tuple[FewestTokens, ...] = ()
 
-    @property
-    def min_tokens(self) -> int:
-        """The fewest tokens of a grid that the default method merges."""
-        return max(self.fewest_tokens, policy.fewest_tokens(self.model))
+    def min_tokens(self, scope: str, ratio: float) -> int:
+        """Return the fewest tokens of a grid that the default method merges with a scope and a ratio."""
+        return max(fewest_at(self.fewest_tokens, scope, ratio), policy.fewest_tokens(self.model))
 
     def tokens(self, level: int) -> int:
         """Return the number of tokens of the grid at a resolution level."""
@@ -131,15 +155,15 @@ def share_that_merges(facts: Facts, config: ToMeConfig) -> float:
     return merging / every
 
 
-def correction_bytes(facts: Facts, scope: str) -> int:
-    """Return the bytes that corrections cache between steps.
+def correction_bytes(facts: Facts, scope: str, ratio: float) -> int:
+    """Return the bytes that corrections cache between steps, with a scope and a ratio.
 
     A stack of blocks caches one residual. With the scope "layers", each block that merges caches its own.
     """
     values = sum(
         (1 if scope == "block" else plan.blocks) * plan.channels * facts.tokens(plan.level)
         for plan in facts.work.plans
-        if scope in plan.scopes and facts.tokens(plan.level) >= facts.min_tokens
+        if scope in plan.scopes and facts.tokens(plan.level) >= facts.min_tokens(scope, ratio)
     )
     return values * facts.number_bytes
 

@@ -1,6 +1,6 @@
 """Counts tokens, operations and cache before a run, and shows what each step of a run did.
 
-No model is timed here; ``hardly_faster`` uses the timings of ``planners.calibration``.
+No model is timed here; ``hardly_faster`` uses the timings of ``tokenmerge.calibration``.
 """
 
 from tokenmerge.report.prediction import Report, check_merging, predict, saved

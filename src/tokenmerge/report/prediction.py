@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
+from tokenmerge.calibration import SIDES
 from tokenmerge.config import Correction, ToMeConfig
 from tokenmerge.config.checks import check_counts
 from tokenmerge.errors import ConfigError, TokenMergingError, reason_of, shown
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
-from tokenmerge.planners.calibration import SIDES
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge.report.flops import count_flops, flops_of_steps, kept_bytes, merging_most, patched, weightless
 from tokenmerge.report.notes import legend, merged_parts, notes_on_blocks, notes_on_steps, signs_of
@@ -250,9 +250,9 @@ def check_merging(hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, in
 def hardly_faster(report: Report, fewest_tokens: Callable[[], int]) -> str | None:
     """Say where merging saves operations but hardly any time; None: nowhere.
 
-    Only blocks that merge attention are compared. Whole blocks and MLPs save more than attention does, and
-    were not timed. ``fewest_tokens`` returns from how many tokens on merged attention pays on the device. It
-    may run measurements, so it is called only if the report has grids small enough to be in doubt.
+    Only blocks that merge attention are compared. Whole blocks and MLPs save more than attention does.
+    ``fewest_tokens`` returns from how many tokens on merged attention pays on the device. It may run
+    measurements, so it is called only if the report has grids small enough to be in doubt.
     """
     most = SIDES[-1] ** 2
     attention = [

@@ -15,6 +15,7 @@ from tokenmerge.integrations.comfyui.models import find_target
 from tokenmerge.integrations.comfyui.nodes import TokenMerging
 from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.settings import Settings
+from tokenmerge.plans import pays_from
 
 LATENT = {"samples": torch.zeros(1, 4, 32, 32)}
 SHRINK = "PatchModelAddDownscale", 1, 2.0, 0.0, 0.35, True, "bicubic", "bicubic"
@@ -43,7 +44,7 @@ def model():
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     """A device on which merging saves time on every grid; here a tiny one need not."""
-    monkeypatch.setattr(node_settings, "fewest_tokens", lambda *_: 4)
+    monkeypatch.setattr(node_settings, "fewest_tokens", lambda *_: pays_from(4))
 
 
 def other(model, name):

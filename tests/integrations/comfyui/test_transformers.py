@@ -24,6 +24,7 @@ from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.sampling import KEY, Sampling
 from tokenmerge.integrations.comfyui.settings import Asked, Settings, settings_for
 from tokenmerge.integrations.comfyui.transformer import finish_run
+from tokenmerge.plans import pays_from
 from tokenmerge.plans.generation import Runs, plan_generation
 
 MAKE = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
@@ -335,9 +336,16 @@ def test_a_cancelled_sampling_leaves_nothing(sampled):
     assert torch.equal(hosts.sample(sampled, steps=5), dense)
 
 
+def test_auto_times_blocks_that_merge_one_by_one(sampled, monkeypatch):
+    asked = []
+    monkeypatch.setattr(node_settings, "fewest_tokens", lambda *own: asked.extend(own) or pays_from(4))
+    settings_for(find_target(sampled), Asked("auto"), hosts.CPU, torch.float32)
+    assert [(own.scope, own.in_comfyui, own.batch) for own in asked] == [("block", True, 1)]
+
+
 def test_auto_skips_blocks_and_follows_guidance(sampled, monkeypatch):
     """Each sampling gets the plan for its number of steps and its guidance."""
-    monkeypatch.setattr(node_settings, "fewest_tokens", lambda *_: 4)
+    monkeypatch.setattr(node_settings, "fewest_tokens", lambda *_: pays_from(4))
     seen = sizes_of_blocks(sampled, monkeypatch)
     latent = {"samples": torch.zeros(1, 4, 16, 16)}
     target = find_target(sampled)

@@ -18,6 +18,7 @@ from tokenmerge.integrations.comfyui.models import find_target
 from tokenmerge.integrations.comfyui.nodes import TokenMerging
 from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.settings import Settings
+from tokenmerge.plans import pays_from
 from tokenmerge.plans.generation import Runs, plan_generation
 
 LATENT = {"samples": torch.zeros(1, 4, 16, 16)}
@@ -36,7 +37,14 @@ def dense(model):
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     """A device on which merging saves time on every grid; here a tiny one need not."""
-    monkeypatch.setattr(node_settings, "fewest_tokens", lambda *_: 4)
+    monkeypatch.setattr(node_settings, "fewest_tokens", lambda *_: pays_from(4))
+
+
+def test_auto_times_merged_attention(model, monkeypatch):
+    asked = []
+    monkeypatch.setattr(node_settings, "fewest_tokens", lambda *own: asked.extend(own) or pays_from(4))
+    node_settings.settings_for(find_target(model), node_settings.Asked("auto"), hosts.CPU, torch.float32)
+    assert [(own.scope, own.in_comfyui, own.batch) for own in asked] == [("layers", True, 2)]
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from tokenmerge import ToMeConfig
 from tokenmerge.api import Patch
 from tokenmerge.errors import ConfigError
 from tokenmerge.planners import PLANNERS
+from tokenmerge.plans import pays_from
 from tokenmerge.report import predict
 from tokenmerge_tools.bench import prepare as prepare_module
 from tokenmerge_tools.bench import runner
@@ -343,7 +344,7 @@ def test_settings_that_follow_the_steps_are_timed_over_a_generation(
 def test_auto_follows_the_steps_unless_it_is_compiled(
     measure: Measure, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
-    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 64)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: pays_from(64))
     monkeypatch.setattr(nn.Module, "compile", lambda self, dynamic: None)
     records = measure(variants=("auto",), steps=10, rounds=1, warmup=1, compile=(compiled,))
     (auto,) = [record for record in records if record.conditions["variant"] == "auto"]

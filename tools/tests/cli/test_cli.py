@@ -21,6 +21,7 @@ import tokenmerge_tools.generate.run
 import tokenmerge_tools.pipelines.call
 from tokenmerge import PlanSharing, presets
 from tokenmerge.config import ToMeConfig, save_config
+from tokenmerge.plans import pays_from
 from tokenmerge.report import predict
 from tokenmerge_tools.cli import main, terminal
 from tokenmerge_tools.drawing import Progress
@@ -42,7 +43,7 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     """A device on which merging saves time on every grid; here a tiny one need not."""
-    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 4)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: pays_from(4))
 
 
 def refused(capsys, *arguments, said=""):

@@ -18,6 +18,7 @@ from tests.models.test_every_family import model_of, settings
 from tests.models.tiny import FAMILIES
 
 from tokenmerge import ToMeConfig, token_merging
+from tokenmerge.plans import pays_from
 from tokenmerge_tools.cli import main
 from tokenmerge_tools.export import export_denoiser, formats, run
 from tokenmerge_tools.export.graph import DenoiserCall
@@ -175,7 +176,7 @@ def test_an_exported_file_names_no_path_of_the_machine(exported):
 
 def test_auto_is_its_merging_part(folder, tmp_path, monkeypatch):
     """Tiled matching at the finest level at a ratio of 0.5, and no setting that follows the steps."""
-    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 4)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: pays_from(4))
     seen, settings_of = {}, run.settings_of
 
     def look(merging, call):

@@ -14,6 +14,7 @@ from tokenmerge import apply_token_merging
 from tokenmerge.config import FoundFor, SavedSettings, ToMeConfig, load_settings, plan_content
 from tokenmerge.default_method import settings_for
 from tokenmerge.errors import ConfigError, NothingToMergeError
+from tokenmerge.plans import pays_from
 from tokenmerge_tools.drawing import Studio
 from tokenmerge_tools.pipelines.loading import denoiser_of
 from tokenmerge_tools.tune.plans import SearchedPlan
@@ -297,12 +298,30 @@ def test_a_record_with_a_strange_value_is_named(made_up, options, name: str, val
 def test_what_was_timed_for_the_rule_holds_in_later_runs(made_up, options, monkeypatch) -> None:
     made_up.stop = 1, KeyboardInterrupt()
     first = tune(options())
-    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 10**9)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: pays_from(10**9))
     made_up.stop = None
     assert tune(options()).rule == first.rule
     records = [json.loads(line) for line in first.options.records.read_text().splitlines()]
-    facts = {"fewest_tokens": 4}
+    facts = {"fewest_tokens": [["block", 0.0, 4], ["layers", 0.0, 4]]}
     assert [one["values"] for one in records if one["about"] == "facts"] == [facts]
+
+
+@pytest.mark.parametrize(
+    ("found", "fewest"),
+    [
+        (4, pays_from(4)),  # of a search before December 2026
+        ([["layers", 0.2, 900], ["layers", 0.5, 4]], (("layers", 0.2, 900), ("layers", 0.5, 4))),
+    ],
+)
+def test_what_was_timed_is_read_from_the_record(made_up, options, found, fewest) -> None:
+    made_up.stop = 1, KeyboardInterrupt()
+    first = tune(options())
+    records = [json.loads(line) for line in first.options.records.read_text().splitlines()]
+    for one in records:
+        if one["about"] == "facts":
+            one["values"] = {"fewest_tokens": found}
+    first.options.records.write_text("".join(json.dumps(one) + "\n" for one in records))
+    assert tune(options()).facts.fewest_tokens == fewest
 
 
 @pytest.mark.parametrize(
@@ -327,12 +346,12 @@ def test_options_out_of_range_are_refused(options, changes, words) -> None:
 
 
 def test_a_generation_that_cannot_be_faster_is_refused(made_up, options, monkeypatch) -> None:
-    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 10**9)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: pays_from(10**9))
     with pytest.raises(ConfigError, match="size: no plan merges tokens or reuses steps"):
         tune(options(steps=2))
 
 
 def test_the_rule_of_a_search_is_the_default_method_s(finished, pipe, monkeypatch) -> None:
-    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 4)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: pays_from(4))
     rule = settings_for(pipe, 1.5, steps=20, guidance=7.5)
     assert SearchedPlan.of(rule, 20) == finished.rule

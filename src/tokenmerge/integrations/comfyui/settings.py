@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from tokenmerge import presets
+from tokenmerge.calibration import TimedMerging, fewest_tokens
 from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.comfyui.models import Target
 from tokenmerge.models.placement import narrowest
-from tokenmerge.planners.calibration import Attention, fewest_tokens
 from tokenmerge.plans import Facts, Schedule
+from tokenmerge.plans.choose import scopes_of
 
 AUTO = "auto"
 METHODS = (AUTO, *presets.__all__)
@@ -147,8 +148,12 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
         whole_blocks=not target.is_unet,
         layers=target.is_unet,
         number_bytes=2 * dtype.itemsize,
-        fewest_tokens=fewest_tokens(Attention(device, dtype, 2 if target.is_unet else 1, *attention)),
     )
+    batch, in_comfyui = 2 if target.is_unet else 1, True
+    merging = [
+        TimedMerging(device, dtype, scope, in_comfyui, batch, *attention) for scope in scopes_of(facts)
+    ]
+    facts = dataclasses.replace(facts, fewest_tokens=fewest_tokens(*merging))
     return DefaultMethod(asked.speedup, facts, lambda config: _changed(config, asked))
 
 

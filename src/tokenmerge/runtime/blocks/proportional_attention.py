@@ -31,9 +31,8 @@ from tokenmerge.ops.plan import Plan
 from tokenmerge.ops.sized_attention import (
     Bias,
     attend_by_columns,
-    attend_by_flex,
-    attend_by_groups,
     attend_by_values,
+    attend_without_mask,
     choose_bias,
     head_size_with_columns,
 )
@@ -108,11 +107,8 @@ class ProportionalAttention:
         if way is Bias.MASK or key.ndim != _AXES or given.get("dropout_p") or given.get("is_causal"):
             return attention(**{**given, "attn_mask": _mask_of(sizes, key, mask)})
         query, key, value, scale = (given.pop(name, None) for name in ("query", "key", "value", "scale"))
-        if way is Bias.COLUMNS:
-            call = functools.partial(attention, **given)
-            return attend_by_columns(call, query, key, value, sizes, scale, heads_first=True)
-        attend = attend_by_flex if way is Bias.FLEX else attend_by_groups
-        return attend(query, key, value, sizes, scale)
+        call = functools.partial(attention, **given)
+        return attend_without_mask(way, call, query, key, value, sizes, scale)
 
     def attend(self, kernel: Callable[..., Any], largest_head: int, given: dict[str, Any]) -> Any:
         """Return the result of a kernel that takes no mask, called with the arguments ``given``.

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from tokenmerge.config.checks import integer
 from tokenmerge.errors import ConfigError
+from tokenmerge.plans import FewestTokens, pays_from
 
 STATUSES = ("ok", "oom", "unavailable", "error")
 # Metrics that are lower for closer pictures.
@@ -279,8 +280,19 @@ class TuneRecord(Record):
         elif values["about"] == "dense":
             _times([found["seconds"]])
         elif values["about"] == "facts":
-            int(found["fewest_tokens"])
+            fewest_tokens_of(found)
         return values
+
+
+def fewest_tokens_of(values: Mapping[str, Any]) -> tuple[FewestTokens, ...]:
+    """Return from how many tokens on merging pays, from a record about ``"facts"``.
+
+    In records of searches before December 2026 it is one number, for every scope and ratio.
+    """
+    found = values["fewest_tokens"]
+    if isinstance(found, int):
+        return pays_from(found)
+    return tuple(FewestTokens(str(scope), float(ratio), int(tokens)) for scope, ratio, tokens in found)
 
 
 def metric_names(records: Sequence[QualityRecord]) -> list[str]:

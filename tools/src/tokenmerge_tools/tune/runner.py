@@ -19,7 +19,7 @@ from tokenmerge_tools.files import prepare_folder
 from tokenmerge_tools.pipelines.loading import denoiser_of, require_diffusers
 from tokenmerge_tools.pipelines.settings import resolve_device
 from tokenmerge_tools.records.file import ResultsFile
-from tokenmerge_tools.records.kinds import TuneRecord, key_of
+from tokenmerge_tools.records.kinds import TuneRecord, fewest_tokens_of, key_of
 from tokenmerge_tools.tune.options import TuneOptions
 from tokenmerge_tools.tune.plans import Budget, SearchedPlan, neighbours, rule_plan
 from tokenmerge_tools.tune.rounds import CannotRunError, Rounds, gain, look_of
@@ -202,7 +202,7 @@ class Search:
             grid=denoiser.grid_at(height, width),
             steps=self.options.steps,
             guidance=self.rounds.call.guidance,
-            fewest_tokens=int(measured[-1]["fewest_tokens"]),
+            fewest_tokens=fewest_tokens_of(measured[-1]),
         )
 
     def _seconds_of_dense(self) -> float:
