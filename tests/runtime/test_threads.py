@@ -30,6 +30,10 @@ from tokenmerge import (
 )
 from tokenmerge.config import read_metadata
 from tokenmerge.handle import DiffusionPatch
+from tokenmerge.models.find import find_hosts
+from tokenmerge.runtime.memory.uses import Uses
+from tokenmerge.runtime.steps.pipeline import Pipeline
+from tokenmerge.runtime.steps.scheduler import scheduler_of
 
 # The arithmetic of some schedulers of diffusers.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
@@ -37,6 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__
 HALF = ToMeConfig(ratio=0.5, max_downsample=2)
 REUSED = ToMeConfig(ratio=0.5, max_downsample=2, reuse=StepReuse(every=2))
 BOTH = pytest.mark.parametrize("config", [HALF, REUSED], ids=["merging", "reused"])
+MOST_PICTURES = 400  # after which a test gives up waiting for another thread's turn
 
 
 class Worker(threading.Thread):
@@ -106,8 +111,11 @@ def test_a_thread_draws_while_another_applies_and_removes(pipe, speedup):
                     counts["refused"] += 1
 
     def generate() -> list[torch.Tensor]:
+        made = []
         try:
-            return [draw(pipe, 3) for _ in range(12)]
+            while len(made) < MOST_PICTURES and (len(made) < 12 or min(counts.values()) <= 10):
+                made.append(draw(pipe, 3))
+            return made
         finally:
             over.set()
 
@@ -122,6 +130,87 @@ def test_a_thread_draws_while_another_applies_and_removes(pipe, speedup):
         assert torch.equal(picture, dense) or torch.equal(picture, merged)
     assert counts["changed"] > 10
     assert counts["refused"] > 10
+
+
+def changed_as_a_call_begins(monkeypatch: Any, change: Callable[[], Any], first: Any) -> list[type | None]:
+    """Let a thread change a model between the moment that a call finds its settings and that it is noted.
+
+    Returns what the thread raises, once ``first``, a part of the model, has been called.
+    """
+    begin, threads, seen = Uses.begin_call, [], []
+
+    def run() -> None:
+        try:
+            change()
+            seen.append(None)
+        except Exception as error:
+            seen.append(type(error))
+
+    def meanwhile(uses: Uses, mark: Any) -> None:
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+        threads[-1].join(timeout=0.2)
+        assert not seen  # it waits
+        begin(uses, mark)
+
+    def join(*_: Any) -> None:
+        for thread in threads:
+            thread.join()
+
+    monkeypatch.setattr(Uses, "begin_call", meanwhile)
+    first.register_forward_pre_hook(join)
+    return seen
+
+
+@pytest.mark.parametrize("change", ["apply", "remove"])
+def test_a_change_waits_until_a_call_has_begun_and_is_then_refused(monkeypatch, change):
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, HALF)
+    expected = hosts.call(unet, **hosts.inputs())
+    changes = {"apply": partial(apply_token_merging, unet, ToMeConfig(ratio=0.25)), "remove": patch.remove}
+    seen = changed_as_a_call_begins(monkeypatch, changes[change], unet.conv_in)
+    assert torch.equal(hosts.call(unet, **hosts.inputs()), expected)
+    assert seen == [ModelInUseError]
+
+
+class Growing:
+    """A scheduler of a pipeline of which another thread sets attributes as its timesteps are read."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+
+    @property
+    def timesteps(self) -> torch.Tensor:
+        setattr(self._pipe, f"set_by_another_thread_{len(vars(self._pipe))}", None)
+        return torch.arange(3)
+
+
+class Parts(list):
+    """Parts of a pipeline of which another thread sets attributes as they are listed."""
+
+    def __init__(self, pipe: Any, parts: list[Any]) -> None:
+        super().__init__(parts)
+        self._pipe = pipe
+
+    def __iter__(self) -> Any:
+        setattr(self._pipe, f"set_by_another_thread_{len(vars(self._pipe))}", None)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("read", ["models", "schedulers when patched", "schedulers in a call"])
+def test_attributes_of_a_pipeline_may_be_set_as_it_is_looked_at(pipe, read):
+    """By another thread that draws with it: pipelines note their guidance and their step."""
+    before = len(vars(pipe))
+    if read == "models":
+        pipe.unets = Parts(pipe, [pipe.unet])
+        assert find_hosts(pipe)[0].root is pipe.unet
+    else:
+        pipe.inverse_scheduler = Growing(pipe)
+        if read == "schedulers when patched":
+            Pipeline(pipe).note_patched()
+        else:
+            assert scheduler_of(pipe, torch.tensor(1)) is pipe.scheduler
+    assert len(vars(pipe)) > before + 1
 
 
 def test_no_thread_looks_into_the_frames_of_another(pipe, monkeypatch):
@@ -328,6 +417,15 @@ def test_a_vision_transformer_is_in_use_in_a_call(make, worker):
     assert torch.equal(run(), merged)
     remove_token_merging(model)
     assert not model._forward_hooks_always_called
+
+
+def test_a_change_of_a_vision_transformer_waits_until_a_call_has_begun(monkeypatch):
+    model = vits.vit()
+    patch = apply_token_merging(model, ViTConfig(r=2))
+    seen = changed_as_a_call_begins(monkeypatch, patch.remove, model.embeddings)
+    with torch.no_grad():
+        model(pixel_values=torch.randn(1, 3, 24, 24))
+    assert seen == [ModelInUseError]
 
 
 def test_a_vision_transformer_runs_while_another_thread_applies_and_removes():
