@@ -76,6 +76,20 @@ def test_a_row_for_each_block_that_merges_and_a_note_for_those_that_do_not():
     assert report.flops_dense - report.flops_merged == saved
 
 
+def test_the_report_shows_the_share_of_what_merges():
+    """Whole blocks are counted with all of their layers, other settings with the layers that merge."""
+    unet = hosts.unet()
+    (copied,) = find_hosts(weightless(unet))
+    counts = count_flops(copied.root, copied.example(16, 16, 2))
+    rows = predict(unet, HALF, 16, 16).rows
+    for config, layer in ((HALF, ".attn1"), (dataclasses.replace(HALF, scope="block"), "")):
+        report = predict(unet, config, 16, 16)
+        merging = sum(counts[f"UNet2DConditionModel.{row.path}{layer}"] for row in rows)
+        assert report.flops_merging == merging
+        share = 100 * merging / report.flops_dense
+        assert f"what merges has {share:.1f} % of the operations of the unchanged model" in str(report)
+
+
 def test_looking_changes_nothing_on_a_model_patched_or_not():
     unet = hosts.unet()
     dense = hosts.call(unet, **hosts.inputs())
@@ -162,12 +176,13 @@ def test_the_table():
     assert lines[2].split() == ["block", "grid", "tokens", "merged", "GFLOPs", "saved"]  # all at level 1
     assert "256 → 128" in lines[3]
     assert "self-attention" in lines[3]
-    assert lines[-4].startswith("whole model")
+    assert lines[-5].startswith("whole model")
     assert re.search(
-        r"^all other layers, in steps that run them .*  0\.0 %$", lines[-5]
+        r"^all other layers, in steps that run them .*  0\.0 %$", lines[-6]
     )  # merging changes none of them
     assert lines[-2] == "note: level: 1 has the most tokens; at 4, a grid is a quarter as wide"
-    assert lines[-3] == "note: 4 blocks do not merge at level 2: max_downsample=1"
+    assert lines[-3].startswith("note: what merges has ")
+    assert lines[-4] == "note: 4 blocks do not merge at level 2: max_downsample=1"
     few = str(predict(hosts.unet(), ToMeConfig(ratio=0.5, max_downsample=2, min_tokens=200)))
     assert "4 blocks do not merge: fewer than 200 tokens (min_tokens)" in few
     assert "note: level" not in few  # none but the first is named

@@ -50,6 +50,13 @@ def merged_parts(block: Block, config: ToMeConfig) -> str:
     return f"keys of {names}" if scope == "keys" else names
 
 
+def paths_that_merge(block: Block, config: ToMeConfig) -> list[str]:
+    """Return the paths of the modules that run on merged tokens: a block, or some of its layers."""
+    if config.at_level(block.level).scope == "block":
+        return [block.path]
+    return [f"{block.path}.{layer.name}" for layer in layers_to_merge(block, config)]
+
+
 def notes_on_blocks(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeConfig) -> list[str]:
     """Say which blocks stay dense and why, and where merging costs more than it saves."""
     if not config.merges:

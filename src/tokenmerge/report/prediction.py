@@ -20,7 +20,14 @@ from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge.report.flops import count_flops, flops_of_steps, kept_bytes, merging_most, patched, weightless
-from tokenmerge.report.notes import legend, merged_parts, notes_on_blocks, notes_on_steps, signs_of
+from tokenmerge.report.notes import (
+    legend,
+    merged_parts,
+    notes_on_blocks,
+    notes_on_steps,
+    paths_that_merge,
+    signs_of,
+)
 from tokenmerge.runtime.memory.state import Kept, RecordedPlan
 from tokenmerge.runtime.patching.patch import check_host, hosts_that_merge
 from tokenmerge.runtime.steps.pipeline import latent_scale
@@ -51,6 +58,8 @@ class Report(Tabled):
         plan: one sign for each of these steps, such as ``"MMffMM"``. Empty: likewise.
         scale: pixels per position of the sample along a side; None: unknown.
         frames: frames of the token grid of a video; None: of a picture, or the batch holds the frames.
+        flops_merging: operations without merging of the layers and blocks that merge. Merging can save time
+            in these alone.
     """
 
     model: str
@@ -69,6 +78,7 @@ class Report(Tabled):
     plan: str = ""
     scale: int | None = None
     frames: int | None = None
+    flops_merging: int = 0
 
     @property
     def speedup(self) -> float:
@@ -139,7 +149,11 @@ class Report(Tabled):
         levels = ["level: 1 has the most tokens; at 4, a grid is a quarter as wide"]
         levels *= levels_differ or "level" in "".join(self.notes)
         counted = f"GFLOPs: of one call of the model, on a batch of {self.batch}{of_two}"
-        return TextTable("\n".join(title), cells, (*self.notes, *levels, counted))
+        merging = []
+        if self.rows:
+            share = 100 * self.flops_merging / self.flops_dense
+            merging.append(f"what merges has {share:.1f} % of the operations of the unchanged model")
+        return TextTable("\n".join(title), cells, (*self.notes, *merging, *levels, counted))
 
 
 def saved(dense: int, merged: int) -> str:
@@ -224,14 +238,16 @@ def predict(
         *chain.from_iterable(report.notes for report in reports),
         *map(str, left_dense),
         *notes_on_steps(described, steps),
-        *[f"cache between steps: {kept / 1e6:.1f} MB"] * (kept > 0),
     ]
+    if kept:
+        notes.append(f"cache between steps: {kept / 1e6:.1f} MB")
     return dataclasses.replace(
         reports[0],
         model=" + ".join(labels),
         rows=rows,
         flops_dense=sum(report.flops_dense for report in reports),
         flops_merged=sum(report.flops_merged for report in reports),
+        flops_merging=sum(report.flops_merging for report in reports),
         notes=tuple(notes),
         kept_bytes=kept,
         flops_mean=sum(report.flops for report in reports) if steps else None,
@@ -320,9 +336,10 @@ def _predict_host(
         state.pipeline.set_step(0, 1)  # for planners that read the previous step
         merged = count_flops(copied.root, arguments())
 
-    rows = []
+    rows, merging = [], 0
     for block in copied.blocks:
         if block.path in recorded:
+            merging += sum(dense.get(f"{whole}.{path}", 0) for path in paths_that_merge(block, most))
             plan = recorded[block.path]
             grid, *others = (grid if grid[0] > 1 else grid[1:] for grid in (plan.grid, *plan.references))
             rows.append(
@@ -353,4 +370,5 @@ def _predict_host(
         flops_mean=round(sum(of_steps) / len(of_steps)) if of_steps else None,
         flops_of_steps=of_steps,
         frames=host.grid_at(*size[:2], frames)[0] if host.patch_frames else None,
+        flops_merging=merging,
     )
