@@ -1,13 +1,16 @@
-"""What reports share: the size they are for, the row of a block, and a table as plain text and as HTML."""
+"""The parts that reports share: their default size, the row of a block, and a table as text and as HTML."""
 
 from __future__ import annotations
 
 import dataclasses
 import html
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from tokenmerge.errors import ConfigError
+
+_ATTENTIONS = {"attn1": "self-attention", "attn2": "cross-attention"}
 
 
 def given_or_default(hosts: Sequence[Any], height: int | None, width: int | None) -> tuple[int, int]:
@@ -15,7 +18,8 @@ def given_or_default(hosts: Sequence[Any], height: int | None, width: int | None
     if height is not None and width is not None:
         return height, width
     if (height is None) != (width is None):
-        name, other = ("width", "height") if height is None else ("height", "width")
+        name = "width" if height is None else "height"
+        other = "height" if height is None else "width"
         raise ConfigError(f"{name}: give {other} too, or neither, for the default size")
     size: tuple[int, int] | None = next((host.sample_size for host in hosts if host.sample_size), None)
     if size is None:
@@ -42,8 +46,8 @@ class Row:
 
     @property
     def layers(self) -> str:
-        """What runs on merged tokens, with the attention of a UNet by what it does."""
-        return self.merged.replace("attn1", "self-attention").replace("attn2", "cross-attention")
+        """The parts that run on merged tokens, with the two attentions of a UNet named by what they do."""
+        return re.sub("attn1|attn2", lambda found: _ATTENTIONS[found.group()], self.merged)
 
 
 class Tabled:
@@ -77,11 +81,13 @@ class TextTable:
 
     def as_html(self) -> str:
         """Return the table for a notebook."""
-        (header, *rows), title = self.lines, html.escape(self.title).replace("\n", "<br>")
-        head, body = _row(header, "th"), "".join(_row(row, "td") for row in rows)
-        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
+        header, *rows = self.lines
+        title = "<br>".join(html.escape(line) for line in self.title.split("\n"))
+        head = _row(header, "th")
+        body = "".join(_row(row, "td") for row in rows)
         table = f"<table><caption>{title}</caption><thead>{head}</thead><tbody>{body}</tbody></table>"
-        return table + f"<ul>{notes}</ul>" * bool(notes)
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
+        return f"{table}<ul>{notes}</ul>" if notes else table
 
 
 def _row(cells: Sequence[str], tag: str) -> str:

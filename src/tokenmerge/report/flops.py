@@ -54,7 +54,8 @@ def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
     for module in root.modules():
         memo |= {id(module.__dict__[name]): None for name in _WRAPPERS if name in module.__dict__}
         memo |= _plain_processor(module)
-    if (parallel := getattr(root, "_parallel_config", None)) is not None:
+    parallel = getattr(root, "_parallel_config", None)
+    if parallel is not None:
         memo[id(parallel)] = None
     copied = copy.deepcopy(root, memo)
     restore(copied)
@@ -143,7 +144,8 @@ class _Counting(TorchDispatchMode):
             if len(_RESULTS) >= _MOST_RESULTS:
                 _RESULTS.clear()
             result = func(*args, **kwargs)
-            known = _RESULTS[call] = result, _flops(func, args, kwargs, result)
+            known = (result, _flops(func, args, kwargs, result))
+            _RESULTS[call] = known
         result, flops = known
         self.flops += flops
         return _new(result) if isinstance(result, Tensor) else tree_map_only(Tensor, _new, result)
@@ -167,8 +169,8 @@ def _aliases(func: Any) -> bool:
 
 
 def _key(value: Any) -> Any:
-    """Describe an argument by what has a hash: (type, value), since 1, 1.0 and True are equal as keys."""
-    # Not by the structures of PyTorch's pytree, which have none in PyTorch 2.7.
+    """Return a hashable description of an argument: its type and value, since 1, 1.0 and True are equal."""
+    # The structures of PyTorch's pytree would do, but they have no hash in PyTorch 2.7.
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     return type(value), tuple(map(_key, value)) if isinstance(value, list | tuple) else value
@@ -221,7 +223,8 @@ class _Known(Exception):
 
 def _kind_of_call(state: ModelState) -> tuple[object, ...]:
     """Return what the operations of the running call depend on, apart from the sizes of its arguments."""
-    context, tracker = state.context, state.threads.value.memory.tracker
+    context = state.context
+    tracker = state.threads.value.memory.tracker
     plans = tracker.noted.get((tracker.call, "plans"), (tracker.index,))[0] == tracker.index
     return (
         # The first call has no correction to add, and no step before it.
@@ -250,7 +253,7 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept)
         tensors: list[Any] = list(memory.model_residuals.values())
         for cache in memory.caches:
             tensors += chain(*cache.plans.values(), *cache.residuals.values())
-            # What a run of blocks skips, or a stage.
+            # These are the outputs of the runs of blocks and of the stages that are skipped.
             skipped = [getattr(one, "residual", one) for one in cache.skippable.values()]
             residuals = [one for one in skipped if isinstance(one, Residual)]
             tensors += [tensor for one in residuals for tensor in (*one.latest, *one.delta)]
@@ -259,5 +262,5 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept)
 
 
 def merging_most(config: ToMeConfig) -> ToMeConfig:
-    """Return what holds in the step that merges most."""
+    """Return the settings of the step that merges most."""
     return max(config.phases(), key=lambda phase: phase.ratio)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tokenmerge.config import Rule, StepReuse, ToMeConfig
 from tokenmerge.models.base import KINDS, Block
-from tokenmerge.plans.generation import GenerationPlan, Merging, Runs
+from tokenmerge.plans.generation import GenerationPlan, Merging, Runs, StepPlan
 from tokenmerge.runtime.patching.patch import deepest_level, layers_to_merge, merges
 from tokenmerge.text_table import Row
 
@@ -19,8 +19,9 @@ SIGNS = {
     "f": "only the first and last stage of the UNet run; the rest is extrapolated",
     "·": "all blocks are skipped, and what they would add is extrapolated",
 }
+# What "f" does where every other step merges tokens: then the steps with "f" merge them too.
+_FINEST_MERGES = "only the first and last stage of the UNet run, and tokens merge; the rest is extrapolated"
 _COMPLETE = {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}
-_REUSING = {Runs.FINEST: "f", Runs.LEAST: "·"}
 
 
 def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
@@ -28,17 +29,31 @@ def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
 
     ``merges``: whether any block merges at this size; ``is_unet``: whether a finest level can run alone.
     """
-    signs = "".join(_REUSING.get(step.runs, _COMPLETE[step.merging]) for step in plan)
-    if not merges:
-        signs = signs.replace("M", "D")
-    return signs if is_unet else signs.replace("f", "·")
+    return "".join(_sign_of(step, merges, is_unet) for step in plan)
+
+
+def _sign_of(step: StepPlan, merges: bool, is_unet: bool) -> str:
+    if step.runs is Runs.FINEST and is_unet:
+        return "f"
+    if step.runs is not Runs.EVERYTHING:
+        return "·"
+    if step.merging is Merging.MERGES and not merges:
+        return _COMPLETE[Merging.DENSE]
+    return _COMPLETE[step.merging]
 
 
 def legend(plan: str) -> list[str]:
     """Return a line for each sign of a plan: in how many steps it stands, and what they do."""
-    steps = {sign: f"{plan.count(sign)} step{'s' * (plan.count(sign) > 1)}" for sign in SIGNS if sign in plan}
-    finest = "UNet run" + ", and tokens merge" * ("M" in plan and "D" not in plan)
-    return [f"{sign} in {count}: {SIGNS[sign].replace('UNet run', finest)}" for sign, count in steps.items()]
+    lines = []
+    for sign, what in SIGNS.items():
+        count = plan.count(sign)
+        if count == 0:
+            continue
+        if sign == "f" and "M" in plan and "D" not in plan:
+            what = _FINEST_MERGES
+        steps = "1 step" if count == 1 else f"{count} steps"
+        lines.append(f"{sign} in {steps}: {what}")
+    return lines
 
 
 def merged_parts(block: Block, config: ToMeConfig) -> str:
@@ -71,14 +86,17 @@ def notes_on_blocks(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeCo
         f"{_not_merging(count)} at level {level}: max_downsample={config.max_downsample}"
         for level, count in sorted(too_deep.items())
     ]
-    if without := sum(block not in able and not block.dense.keys() & set(kinds) for block in within):
-        they, have = ("it", "has") if without == 1 else ("they", "have")
+    # A block that says by itself why a kind of layer stays dense has a note of its own below.
+    without = [block for block in within if block not in able and block.dense.keys().isdisjoint(kinds)]
+    if without:
+        they = "it" if len(without) == 1 else "they"
+        they_have = "it has" if len(without) == 1 else "they have"
         why = {
-            "layers": f"{they} {have} no {' or '.join(KINDS[kind] for kind in kinds)}",
+            "layers": f"{they_have} no {' or '.join(KINDS[kind] for kind in kinds)}",
             "block": f"{they} cannot run on merged tokens as a whole",
-            "keys": f"{they} {have} no self-attention that takes keys separately from queries",
+            "keys": f"{they_have} no self-attention that takes keys separately from queries",
         }
-        notes.append(f"{_not_merging(without)}: {why[config.scope]}")
+        notes.append(f"{_not_merging(len(without))}: {why[config.scope]}")
     if rows and rows[0].references and config.reference_ratio is not None:
         notes.append(
             f"ratio={config.ratio:g} for the picture being made, reference_ratio={config.reference_ratio:g} "
@@ -108,7 +126,8 @@ def _not_merging(count: int) -> str:
 def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
     """Describe what differs between levels and between steps.
 
-    ``steps`` is their number: the plan then shows which steps run what. None: it is unknown.
+    ``steps`` is the number of steps, or None if it is unknown. If it is known, the plan shows which steps run
+    what, so no note repeats it.
     """
     # A plan shows in which steps no token merges.
     shown = [rule for rule in config.rules if not steps or rule.level or rule.changes != {"ratio": 0.0}]

@@ -33,6 +33,9 @@ from tokenmerge.runtime.patching.patch import check_host, hosts_that_merge
 from tokenmerge.runtime.steps.pipeline import latent_scale
 from tokenmerge.text_table import Row, Tabled, TextTable, given_or_default
 
+# All columns of the table of a report, of which it shows those with something to say.
+_COLUMNS = ("block", "level", "grid", "tokens", "merged", "GFLOPs", "saved")
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report(Tabled):
@@ -50,14 +53,17 @@ class Report(Tabled):
         flops_dense: operations of the whole model without merging.
         flops_merged: operations with merging, in the step that merges most.
         notes: which blocks stay dense and why, and what changes over the denoising steps.
-        estimated: lines on how close the picture probably is, with headings. Empty: no estimate.
+        estimated: lines on how close the picture probably is, with headings, or an empty string if there is
+            no estimate.
         kept_bytes: bytes cached between steps: corrections, residuals and plans.
         steps: number of steps that ``flops_mean`` is averaged over.
-        flops_mean: operations with merging, averaged over these steps; None: all alike, or no number given.
-        flops_of_steps: operations of each of these steps. Empty: likewise.
-        plan: one sign for each of these steps, such as ``"MMffMM"``. Empty: likewise.
-        scale: pixels per position of the sample along a side; None: unknown.
-        frames: frames of the token grid of a video; None: of a picture, or the batch holds the frames.
+        flops_mean: operations with merging, averaged over these steps, or None if all steps are alike or no
+            number of steps is given.
+        flops_of_steps: operations of each of these steps, or an empty tuple where ``flops_mean`` is None.
+        plan: one sign for each of these steps, such as ``"MMffMM"``, or an empty string where ``flops_mean``
+            is None.
+        scale: pixels per position of the sample along a side, or None if it is unknown.
+        frames: frames of the token grid of a video, or None for a picture, and if the batch holds the frames.
         flops_merging: operations without merging of the layers and blocks that merge. Merging can save time
             in these alone.
     """
@@ -110,7 +116,7 @@ class Report(Tabled):
         return dataclasses.asdict(self)
 
     def _table(self) -> TextTable:
-        header = ("block" if self.rows else "", "level", "grid", "tokens", "merged", "GFLOPs", "saved")
+        header = ("block" if self.rows else "", *_COLUMNS[1:])
         lines = [
             (
                 row.path if " + " not in self.model else f"{row.model}: {row.path}",
@@ -122,38 +128,68 @@ class Report(Tabled):
             )
             for row in self.joined_rows()
         ]
-        dense, merged = (sum(getattr(row, of) for row in self.rows) for of in ("flops_dense", "flops_merged"))
-        others = gflops(self.flops_dense - dense, self.flops_merged - merged)
-        lines += [("all other layers, in steps that run them", "", "", "", "", *others)] * bool(self.rows)
-        totals = {} if self.flops_mean is not None else {"whole model": self.flops_merged}
+        if self.rows:
+            dense = sum(row.flops_dense for row in self.rows)
+            merged = sum(row.flops_merged for row in self.rows)
+            others = gflops(self.flops_dense - dense, self.flops_merged - merged)
+            lines.append(("all other layers, in steps that run them", "", "", "", "", *others))
+        lines += [
+            (name, "", "", "", "", *gflops(self.flops_dense, flops)) for name, flops in self._totals().items()
+        ]
+
+        levels_differ = any(row.level > 1 for row in self.rows)
+        shown = ["block"]
+        if levels_differ:
+            shown.append("level")
+        if self.rows:
+            shown += ["grid", "tokens", "merged"]
+        shown += ["GFLOPs", "saved"]
+        columns = [_COLUMNS.index(name) for name in shown]
+        cells = [tuple(line[column] for column in columns) for line in (header, *lines)]
+
+        notes = [*self.notes]
+        if self.rows:
+            share = 100 * self.flops_merging / self.flops_dense
+            notes.append(f"what merges has {share:.1f} % of the operations of the unchanged model")
+        if levels_differ or any("level" in note for note in self.notes):
+            notes.append("level: 1 has the most tokens; at 4, a grid is a quarter as wide")
+        counted = f"GFLOPs: of one call of the model, on a batch of {self.batch}"
+        if self.batch % 2 == 0:
+            counted += " (with guidance, one picture is two samples)"
+        notes.append(counted)
+        return TextTable(self._title(), cells, notes)
+
+    def _totals(self) -> dict[str, int]:
+        """Return the operations of the whole model with merging, by the heading of a row of the table."""
+        if self.flops_mean is None:
+            return {"whole model": self.flops_merged}
+        totals = {}
         for sign in dict.fromkeys(self.plan):
-            own = [one for one, step in zip(self.flops_of_steps, self.plan, strict=True) if step == sign]
-            totals[f"one {sign} step{', in the mean' * (len({*own}) > 1)}"] = round(sum(own) / len(own))
-        if self.flops_mean is not None:
-            totals[f"mean over {self.steps} steps"] = self.flops_mean
-        lines += [(name, "", "", "", "", *gflops(self.flops_dense, own)) for name, own in totals.items()]
+            flops = [one for one, step in zip(self.flops_of_steps, self.plan, strict=True) if step == sign]
+            heading = f"one {sign} step"
+            if len(set(flops)) > 1:
+                heading += ", in the mean"
+            totals[heading] = round(sum(flops) / len(flops))
+        totals[f"mean over {self.steps} steps"] = self.flops_mean
+        return totals
+
+    def _title(self) -> str:
+        """Return the lines above the table."""
         size = f"{self.width} × {self.height} latents"
         if self.scale:
             size = f"{self.width * self.scale} × {self.height * self.scale} px ({size})"
         if self.frames is not None:
             size += f", {self.frames} frame{'s' if self.frames > 1 else ''} of tokens"
+        if self.steps:
+            size += f", {self.steps} steps"
         share = f"{saved(self.flops_dense, self.flops)} of the operations saved"
-        steps = f", {self.steps} steps" * bool(self.steps)
-        title = [f"{self.model}: {size}{steps}", f"counted: {self.speedup:.2f}× ({share})"]
-        title += [self.estimated] * bool(self.estimated)
-        title += [f"plan: {self.plan}"] * bool(self.plan) + [f"      {line}" for line in legend(self.plan)]
-        levels_differ = any(row.level > 1 for row in self.rows)
-        columns = [0, *[1] * levels_differ, *[2, 3, 4] * bool(self.rows), 5, 6]
-        cells = [tuple(line[column] for column in columns) for line in (header, *lines)]
-        of_two = " (with guidance, one picture is two samples)" * (self.batch % 2 == 0)
-        levels = ["level: 1 has the most tokens; at 4, a grid is a quarter as wide"]
-        levels *= levels_differ or "level" in "".join(self.notes)
-        counted = f"GFLOPs: of one call of the model, on a batch of {self.batch}{of_two}"
-        merging = []
-        if self.rows:
-            share = 100 * self.flops_merging / self.flops_dense
-            merging.append(f"what merges has {share:.1f} % of the operations of the unchanged model")
-        return TextTable("\n".join(title), cells, (*self.notes, *merging, *levels, counted))
+        lines = [f"{self.model}: {size}", f"counted: {self.speedup:.2f}× ({share})"]
+        if self.estimated:
+            lines.append(self.estimated)
+        if self.plan:
+            lines.append(f"plan: {self.plan}")
+            lines += [f"      {line}" for line in legend(self.plan)]
+        return "\n".join(lines)
 
 
 def saved(dense: int, merged: int) -> str:
@@ -192,14 +228,16 @@ def predict(
     Args:
         pipe_or_model: what :func:`tokenmerge.apply_token_merging` takes.
         config: what to merge and how much.
-        height: height of the sample (for latent diffusion, of the latents), ≥ 1. None: the default size.
+        height: height of the sample (for latent diffusion, of the latents), ≥ 1, or None for the default
+            size.
         width: width of the sample, ≥ 1.
         batch: batch size of the call, ≥ 1.
         steps: number of denoising steps to average operations over, ≥ 1, for settings that change over the
-            steps. Counting takes up to half a second for each step. None: operations are not averaged.
+            steps. Counting takes up to half a second for each step. If it is None, operations are not
+            averaged.
         references: (height, width) of each reference picture in the sequence, in the unit of the sample.
         dense: paths of the blocks and layers that do not merge although the settings say so, by model.
-        frames: frames of the token grid of a video, ≥ 1. None: those that the model was made for.
+        frames: frames of the token grid of a video, ≥ 1, or None for those that the model was made for.
 
     Raises:
         NothingToMergeError: no token would merge at this size.
@@ -231,7 +269,8 @@ def predict(
             f"{width} ({reason_of(error)}); pass the height and width that it is called with"
         ) from error
     rows = tuple(chain.from_iterable(report.rows for report in reports))
-    kept, is_unet = sum(report.kept_bytes for report in reports), bool(merging[0].deep_stages)
+    kept = sum(report.kept_bytes for report in reports)
+    is_unet = bool(merging[0].deep_stages)
     # If nothing merges, there is nothing to correct.
     described = config if rows else dataclasses.replace(config, correction=Correction())
     notes = [
@@ -264,7 +303,7 @@ def check_merging(hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, in
 
 
 def hardly_faster(report: Report, fewest_tokens: Callable[[], int]) -> str | None:
-    """Say where merging saves operations but hardly any time; None: nowhere.
+    """Return a note that says where merging saves operations but hardly any time, or None if it is nowhere.
 
     Only blocks that merge attention are compared. Whole blocks and MLPs save more than attention does.
     ``fewest_tokens`` returns from how many tokens on merged attention pays on the device. It may run
@@ -274,7 +313,10 @@ def hardly_faster(report: Report, fewest_tokens: Callable[[], int]) -> str | Non
     attention = [
         row for row in report.rows if "attn1" in row.merged and row.merged_tokens < row.tokens <= most
     ]
-    if not attention or min(row.tokens for row in attention) >= (fewest := fewest_tokens()):
+    if not attention:
+        return None
+    fewest = fewest_tokens()
+    if min(row.tokens for row in attention) >= fewest:
         return None
     slow = [row for row in attention if row.tokens < fewest]
     blocks = sum(row.blocks for row in slow)
@@ -313,7 +355,8 @@ def _predict_host(
     references: Sequence[tuple[int, int]],
     dense_paths: Mapping[nn.Module, Collection[str]],
 ) -> Report:
-    kept, whole = Kept(dense=frozenset(dense_paths.get(host.root, ()))), type(host.root).__name__
+    kept = Kept(dense=frozenset(dense_paths.get(host.root, ())))
+    whole = type(host.root).__name__
     try:
         plain = weightless(host.root, host.on_cpu)
     except Exception as error:  # of weights that another library keeps in its own way
@@ -332,11 +375,13 @@ def _predict_host(
     sharing = dataclasses.replace(config.plans, every=1)
     counted_config = dataclasses.replace(most, plans=sharing, correction=Correction(), reuse=config.reuse)
     with patched(copied, counted_config, kept) as state:
-        recorded = state.record = dict[str, RecordedPlan]()
+        recorded: dict[str, RecordedPlan] = {}
+        state.record = recorded
         state.pipeline.set_step(0, 1)  # for planners that read the previous step
         merged = count_flops(copied.root, arguments())
 
-    rows, merging = [], 0
+    rows = []
+    merging = 0  # operations of what merges
     for block in copied.blocks:
         if block.path in recorded:
             merging += sum(dense.get(f"{whole}.{path}", 0) for path in paths_that_merge(block, most))
