@@ -10,7 +10,9 @@ from torch import Tensor
 from tokenmerge.errors import MissingExtraError
 
 _SSIM_WINDOW = 11
-_MOST_SNR = 120.0  # of equal latents, so that means stay finite
+_SSIM_SIGMA = 1.5
+_MOST_SNR = 120.0  # that of equal latents, so that means stay finite
+_LEAST_ERROR = 1e-30  # keeps the quotient finite
 
 
 def psnr(images: Tensor, reference: Tensor) -> Tensor:
@@ -34,7 +36,7 @@ def ssim(images: Tensor, reference: Tensor) -> Tensor:
     _check(images, reference)
     if min(images.shape[-2:]) < _SSIM_WINDOW:
         raise ValueError(f"SSIM needs pictures of at least 11 × 11 pixels, got shape {tuple(images.shape)}")
-    _, similarity = measure(images, reference, data_range=1.0, sigma=1.5, return_full_image=True)
+    _, similarity = measure(images, reference, data_range=1.0, sigma=_SSIM_SIGMA, return_full_image=True)
     border = _SSIM_WINDOW // 2
     return similarity[..., border:-border, border:-border].mean(dim=(1, 2, 3))
 
@@ -45,7 +47,8 @@ def snr(latents: Tensor, reference: Tensor) -> float:
     It is the variance of the reference over the mean squared error, and at most 120 dB.
     """
     error = (latents.float() - reference.float()).square().mean()
-    return float((10 * (reference.float().var() / error.clamp(min=1e-30)).log10()).clamp(max=_MOST_SNR))
+    decibels = 10 * (reference.float().var() / error.clamp(min=_LEAST_ERROR)).log10()
+    return float(decibels.clamp(max=_MOST_SNR))
 
 
 def motion(frames: Tensor, reference: Tensor) -> Tensor:

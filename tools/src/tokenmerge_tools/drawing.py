@@ -112,7 +112,8 @@ class Studio(contextlib.ExitStack):
         except Exception as error:
             if name != DENSE or error in of_step or is_out_of_memory(error):
                 raise
-            model, reason = type(self.pipes[DENSE]).__name__, reason_of(error)
+            model = type(self.pipes[DENSE]).__name__
+            reason = reason_of(error)
             if "divisible by" in reason:
                 raise ConfigError(f"size: {model} cannot draw it ({reason}); give another --size") from error
             raise ConfigError(

@@ -41,7 +41,8 @@ def slug(text: str, longest: int = 40) -> str:
 
 def free_folder(parent: Path, name: str) -> Path:
     """Return ``parent/name``, or the first of ``parent/name-2`` … that does not exist yet."""
-    folder, number = parent / name, 1
+    folder = parent / name
+    number = 1
     while folder.exists():
         number += 1
         folder = parent / f"{name}-{number}"

@@ -48,7 +48,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages that matter; None if one is not installed."""
+    """Return the versions of Python and of the packages that matter, None for one that is not installed."""
     return {
         "python": platform.python_version(),
         "tokenmerge": tokenmerge.__version__,
@@ -82,7 +82,7 @@ def _sdpa_kernels() -> list[str]:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of an installed package."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -101,7 +101,7 @@ def _cpu_model() -> str:
 
 
 def source_commit() -> str | None:
-    """Return the last commit that changed the library or the tools; None outside a git checkout.
+    """Return the last commit that changed the library or the tools, or None outside a git checkout.
 
     If there are local changes or untracked files, ``+changes-HASH`` follows it. Commits that change only
     other files are skipped, because they cannot change a measurement.

@@ -30,7 +30,7 @@ class MethodSpec:
             of :mod:`tokenmerge.presets`, by name.
         changes: settings that replace the method's own, by name, such as ``"reuse.every"``.
             ``"auto"`` takes a ``"speedup"`` (default: 2.0) in place of a ratio.
-        source: file that the settings come from, for texts; empty: the user gave them.
+        source: file that the settings come from, for texts, or an empty text if the user gave them.
 
     >>> MethodSpec("sito", {"max_downsample": 2}).config().combine
     'keep'
@@ -84,7 +84,9 @@ class MethodSpec:
 
     @property
     def argument(self) -> str:
-        """The argument that asks for the same in ``apply_token_merging``; empty: there is no short one.
+        """The argument that asks for the same in ``apply_token_merging``, or an empty text.
+
+        It is empty if there is no short one.
 
         >>> MethodSpec().argument, MethodSpec("toma", {"ratio": 0.6}).argument
         ('speedup=2.0', "'toma', ratio=0.6")
@@ -116,9 +118,11 @@ class MethodSpec:
         if self.needs_model:
             chosen = settings_for(pipe_or_model, self.speedup, **generation)
             every = self.changes.get("reuse.every", chosen.reuse.every)
-            shallow = min(chosen.reuse.shallow_every, every)  # lowering one setting lowers both
+            # shallow_every must not exceed every, so lowering one lowers both.
+            shallow = min(chosen.reuse.shallow_every, every)
             own = {**flat(vars(chosen)), "reuse.shallow_every": shallow}
-            if any(name.startswith("reuse.") for name in self.changes):  # other numbers have other places
+            # The places of the chosen plan do not fit other numbers of step reuse.
+            if any(name.startswith("reuse.") for name in self.changes):
                 own |= {"reuse.full_steps": (), "reuse.shallow_steps": ()}
             return ToMeConfig.from_dict({**own, **self._settings})
         if self.method == "tome":

@@ -94,9 +94,12 @@ def sheet(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image.Imag
             # The frame separates pictures with a white background from the paper.
             pen.rectangle((left - 1, top - 1, left + width, top + height), outline=_FRAME)
             canvas.paste(panel, (left, top))
-        texts, room = (
-            ([captions], canvas.width - 2 * _MARGIN) if isinstance(captions, str) else (captions, width)
-        )
+        if isinstance(captions, str):
+            texts: Sequence[str] = [captions]
+            room = canvas.width - 2 * _MARGIN
+        else:
+            texts = captions
+            room = width
         for (left, _), text in zip(there, texts, strict=False):
             words = _shortened(text, small_font, room)
             pen.text((left, top + height + 6), words, font=small_font, fill=_SOFT_INK)

@@ -17,12 +17,16 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One timed call of one variant, with the peak memory during it; None: it cannot be read."""
+    """One timed call of one variant.
+
+    ``peak_bytes`` is the peak memory during the call, or None if it cannot be read. On a CPU,
+    ``work_seconds`` are those of the processor, whatever else runs. Elsewhere they are ``seconds``.
+    """
 
     variant: str
     seconds: float
     peak_bytes: int | None
-    work_seconds: float  # of the processor on a CPU, whatever else runs; elsewhere as ``seconds``
+    work_seconds: float
 
 
 def interleaved(
@@ -37,10 +41,12 @@ def interleaved(
         for variant, run in variants.items():
             counts_memory = reset_peak_memory(device)
             synchronize(device)
-            start, began = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
+            began = time.process_time()
             run()
             synchronize(device)
-            seconds, busy = time.perf_counter() - start, time.process_time() - began
+            seconds = time.perf_counter() - start
+            busy = time.process_time() - began
             peak = peak_memory(device) if counts_memory else None
             yield Measurement(variant, seconds, peak, busy if device.type == "cpu" else seconds)
 
@@ -68,7 +74,8 @@ def reset_peak_memory(device: torch.device) -> bool:
         torch.cuda.reset_peak_memory_stats(device)
         return True
     if device.type == "cpu" and sys.platform == "linux":
-        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
             trim(0)  # return freed memory
         try:
             _CLEAR_REFS.write_text("5")  # reset the peak

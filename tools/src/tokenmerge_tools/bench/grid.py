@@ -48,7 +48,8 @@ _CHECKS: dict[str, Check] = {
     "guidance": check_guidance,
     "seed": integer(0),
 }
-_axis, _shared = partial(option, "Axes"), partial(option, "Settings")
+_axis = partial(option, "Axes")
+_shared = partial(option, "Settings")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,8 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value, is_axis = getattr(self, field.name), isinstance(field.default, tuple)
+            value = getattr(self, field.name)
+            is_axis = isinstance(field.default, tuple)
             for item in value if is_axis else (value,):
                 _CHECKS[field.name](field.name, item)
             if is_axis and not value and field.name != "size":

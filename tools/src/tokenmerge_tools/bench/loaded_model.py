@@ -36,7 +36,8 @@ class Geometry:
     """The architecture of one model.
 
     ``config`` has the arguments of the denoiser's class in diffusers that differ from their defaults. Width
-    and height are in pixels, and must be multiples of ``multiple``. ``guided``: the batch is doubled.
+    and height are in pixels, and must be multiples of ``multiple``. ``guided`` says whether the batch is
+    doubled for guidance.
     """
 
     title: str

@@ -28,7 +28,8 @@ class PreparedCell:
     """
 
     def __init__(self, cell: Cell) -> None:
-        self.cell, self.calls = cell, 1
+        self.cell = cell
+        self.calls = 1
         self.failure: Failure | None = None
         self.seconds: list[float] = []
         self.peak_bytes: int | None = None
@@ -68,7 +69,9 @@ class CellBuilder:
     """
 
     def __init__(self, model: LoadedModel, setting: Setting, variants: contextlib.ExitStack) -> None:
-        self.model, self.setting, self.variants = model, setting, variants
+        self.model = model
+        self.setting = setting
+        self.variants = variants
         self.samples = setting.batch * (2 if model.guided else 1)
         self.latent = setting.height // model.scale, setting.width // model.scale
 
@@ -81,13 +84,15 @@ class CellBuilder:
     def _build(self, prepared: PreparedCell, cell: Cell) -> None:
         if missing := VARIANTS[cell.spec.name].missing():
             raise ConfigError(missing)
-        denoiser, steps = shared_copy(self.model.denoiser), self.setting.steps
+        denoiser = shared_copy(self.model.denoiser)
+        steps = self.setting.steps
         set_attention([denoiser], cell.attention)
         height, width = self.latent
         # at_step sets the step of a denoiser alone. A compiled model is one graph for all steps.
-        config = prepared.config = cell.spec.config(
+        config = cell.spec.config(
             denoiser, height=height, width=width, steps=steps, follows_steps=not cell.compile
         )
+        prepared.config = config
         if config is not None:
             if cell.compile and config.follows_steps:
                 raise ConfigError(
@@ -119,13 +124,18 @@ class CellBuilder:
             with torch.no_grad():
                 return denoiser(*args, **kwargs)
 
-        def generation() -> None:  # whose calls differ in cost
+        # The calls of a generation differ in cost if the settings follow the steps.
+        def generation() -> None:
             for index in range(steps):
                 patch.at_step(index, steps)
                 call()
 
-        follows_steps = config is not None and config.follows_steps
-        prepared.call, prepared.calls = (generation, steps) if follows_steps else (call, 1)
+        if config is not None and config.follows_steps:
+            prepared.call = generation
+            prepared.calls = steps
+        else:
+            prepared.call = call
+            prepared.calls = 1
 
 
 @contextlib.contextmanager

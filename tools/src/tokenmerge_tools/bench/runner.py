@@ -68,7 +68,10 @@ class _Benchmark:
         on_cell: Callable[[CellProgress], None],
         total: int,
     ) -> None:
-        self.device, self.file, self.on_cell, self.total = device, file, on_cell, total
+        self.device = device
+        self.file = file
+        self.on_cell = on_cell
+        self.total = total
         self.records: list[CellRecord] = []
         found = environment()
         name = f"{device.type}:{device.index or 0}" if device.type == "cuda" else device.type
@@ -112,13 +115,17 @@ class _Benchmark:
 
     def _measure(self, setting: Setting, cells: Sequence[Cell], builder: CellBuilder) -> None:
         """Measure and record these cells, and run the dense cells that they are compared with."""
-        dense_cells = [cell.dense(attention) for cell in cells for attention in (FUSED, None)]
-        prepared = {cell: builder.prepare(cell) for cell in dict.fromkeys([*dense_cells, *cells])}
+        wanted: list[Cell] = []
+        for one in cells:
+            wanted += [one.dense(FUSED), one.dense()]
+        wanted += cells
+        prepared = {cell: builder.prepare(cell) for cell in dict.fromkeys(wanted)}
         waiting = {str(cell): cell for cell in cells}
         for name in self._timed(setting, {str(cell): ready for cell, ready in prepared.items()}):
             cell = waiting.get(name)
-            if cell is None or not (ready := prepared[cell]).is_finished(setting.rounds):
+            if cell is None or not prepared[cell].is_finished(setting.rounds):
                 continue
+            ready = prepared[cell]
             del waiting[name]
             facts = _facts(builder, ready)
             if ready.failure is not None:
@@ -126,7 +133,8 @@ class _Benchmark:
                 continue
             dense = {"dense": prepared[cell.dense(FUSED)], "dense, same attention": prepared[cell.dense()]}
             references = {name: tuple(one.seconds) for name, one in dense.items() if one.failure is None}
-            seconds, peak = tuple(ready.seconds), ready.peak_bytes
+            seconds = tuple(ready.seconds)
+            peak = ready.peak_bytes
             self._finish(setting, cell, None, facts, references=references, seconds=seconds, peak_bytes=peak)
         self.unfinished.clear()
 
@@ -155,7 +163,7 @@ class _Benchmark:
                     yield name
         every = {name: ready.run for name, ready in cells.items()}
         begun = {name: run for name, run in every.items() if len(cells[name].seconds) <= done}
-        first = int(len(begun) < len(every))  # 1 if a round was interrupted
+        first = 1 if len(begun) < len(every) else 0  # rounds that were interrupted
         for calls, repeat in ((begun, first), (every, rounds - done - first)):
             for measured in interleaved(calls, repeat, self.device):
                 ready = cells[measured.variant]
@@ -206,14 +214,17 @@ class _Benchmark:
 
 
 def _facts(builder: CellBuilder, ready: PreparedCell) -> dict[str, Any]:
-    report, config = ready.report, ready.config
+    report = ready.report
+    config = ready.config
     notes = list(builder.model.notes)
     facts: dict[str, Any] = {"samples": builder.samples}
     if ready.failure is None and report is not None and config is not None:
         merged = report.flops_merged if report.flops_mean is None else report.flops_mean
         facts |= {"config": config.to_dict(), "kept_bytes": report.kept_bytes}
         facts |= {"flops_dense": report.flops_dense, "flops_merged": merged}
-        notes += [*[f"plan: {report.plan}"] * bool(report.plan), *report.notes]
+        if report.plan:
+            notes.append(f"plan: {report.plan}")
+        notes += report.notes
         if ready.calls > 1:
             notes.append(f"the mean over the {ready.calls} calls of a generation, since their cost differs")
     return {**facts, "notes": notes}

@@ -125,15 +125,16 @@ def _tokenmerge(
 
 
 def _setting_of(option: str) -> str:
-    """Return the text after ``--set`` that stands for an option; empty: it is no setting.
+    """Return the text after ``--set`` that stands for an option, or an empty text if it is no setting.
 
     >>> _setting_of("--sx"), _setting_of("--no-merge-attn"), _setting_of("--speed")
     ('sx=VALUE', 'merge_attn=false', '')
     """
     name = option.lstrip("-").replace("-", "_")
-    if name.removeprefix("no_") in SETTINGS:
-        return f"{name.removeprefix('no_')}={'false' if name.startswith('no_') else 'VALUE'}"
-    return ""
+    setting = name.removeprefix("no_")
+    if setting not in SETTINGS:
+        return ""
+    return f"{setting}=false" if name.startswith("no_") else f"{setting}=VALUE"
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -72,8 +72,10 @@ def _parameters(options: type, all_optional: bool) -> Iterator[inspect.Parameter
             yield inspect.Parameter("merging", inspect.Parameter.KEYWORD_ONLY)
         if get_origin(hints[field.name]) is not Annotated:
             continue
-        default, (found,) = field.default, declared
-        if many := get_origin(base) is tuple:
+        default = field.default
+        (found,) = declared
+        many = get_origin(base) is tuple
+        if many:
             base = list[get_args(base)[0]] | None  # type: ignore[misc]
         elif field.name == "size":
             base = str | None
@@ -91,9 +93,14 @@ def _parameters(options: type, all_optional: bool) -> Iterator[inspect.Parameter
 
 
 def _with_default(text: str, default: Any) -> str:
-    many = " May be repeated." if isinstance(default, tuple) else ""
-    values = default if many else () if default is None else (default,)
-    return f"{text}{many}" + (f" Default: {', '.join(map(str, values))}." if values else "")
+    if isinstance(default, tuple):
+        text = f"{text} May be repeated."
+        values = default
+    elif default is None:
+        values = ()
+    else:
+        values = (default,)
+    return f"{text} Default: {', '.join(map(str, values))}." if values else text
 
 
 def _read(name: str, value: Any) -> Any:

@@ -33,7 +33,8 @@ def export(
     quiet_libraries("tokenmerge export")
     with terminal.working("exporting"):
         about = run_export(options)
-    merged, check = about["merging"], about["check"]
+    merged = about["merging"]
+    check = about["check"]
     size = f"{about['width']} × {about['height']}"
     print(f"{options.out / about['file']}: {about['class']}, {size}, batch {about['batch']}")
     if merged["blocks"]:

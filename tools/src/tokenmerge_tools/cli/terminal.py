@@ -34,6 +34,8 @@ from tokenmerge_tools.reporting.tables import Table as PlainTable
 # Pipes and files have no width, so tables are as wide as their content.
 _NO_EDGE = 10_000
 _SECONDS_BETWEEN_LINES = 30
+# A run is called faster than counted when it is faster by more than this.
+_FASTER_THAN_COUNTED = 1.1
 _LOOK = "At 40 dB, pictures are hard to tell apart; at 35 small details differ, at 30 larger ones, at 25 many"
 
 
@@ -134,13 +136,12 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     finite = [value for value in result.psnr if math.isfinite(value)]
     if result.fewer_psnr is not None and finite:
         lead = round(sum(finite) / len(finite), 1) - round(result.fewer_psnr, 1)  # as printed above
-        both = ["with tokenmerge", f"with {result.fewer_steps} dense steps, which take about as long"]
-        closer, other = both if lead > 0 else ("with fewer steps", both[0])
-        lines.append(f"  {abs(lead):.1f} dB closer {closer} than {other}")
-    once, many = "Seconds of one run each; --repeat 3 makes them reliable.", "Medians of {} timed runs each."
-    if len(rows) > 1 and rows[0][1] > 1.1 * result.report.speedup * rows[1][1]:
-        once = f"Faster than counted, probably as other programs slowed the first run. {once}"
-    lines += [f"  {(once if options.repeat == 1 else many).format(options.repeat)}", ""]
+        if lead > 0:
+            fewer = f"with {result.fewer_steps} dense steps, which take about as long"
+            lines.append(f"  {lead:.1f} dB closer with tokenmerge than {fewer}")
+        else:
+            lines.append(f"  {abs(lead):.1f} dB closer with fewer steps than with tokenmerge")
+    lines += [f"  {_about_times(rows, result, options)}", ""]
     ran, merged = _what_ran(result, options.steps)
     lines += [
         f"  Counted:     {result.report.speedup:.2f}× by operations",
@@ -154,11 +155,25 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
         if line.startswith(("  warning", "  min_psnr")):
             lines.append(line)
     example = '  Your model:  tokenmerge generate "a castle" --model owner/name'
-    lines += ["", *[example] * (options.model in demo.NAMES)]
+    lines.append("")
+    if options.model in demo.NAMES:
+        lines.append(example)
     if argument := options.merging.argument:
         tolerance = "" if options.min_psnr is None else f", min_psnr={options.min_psnr:g}"
         lines.append(f"  In Python:   tokenmerge.apply_token_merging(pipe, {argument}{tolerance})")
     return lines
+
+
+def _about_times(rows: list[tuple[str, float, str]], result: Result, options: GenerateOptions) -> str:
+    """Say how reliable the seconds in the rows are."""
+    if options.repeat > 1:
+        return f"Medians of {options.repeat} timed runs each."
+    once = "Seconds of one run each; --repeat 3 makes them reliable."
+    if len(rows) > 1:
+        (_, dense, _), (_, own, _) = rows[:2]
+        if dense > _FASTER_THAN_COUNTED * result.report.speedup * own:
+            return f"Faster than counted, probably as other programs slowed the first run. {once}"
+    return once
 
 
 def _close_to_dense(result: Result) -> str:
@@ -167,19 +182,28 @@ def _close_to_dense(result: Result) -> str:
     if not finite:
         return "the pictures are identical"
     same = len(result.psnr) - len(finite)
-    psnr = f"{(mean := sum(finite) / len(finite)):.1f} dB to dense: {looks(math.floor(mean))}"
+    mean = sum(finite) / len(finite)
+    psnr = f"{mean:.1f} dB to dense: {looks(math.floor(mean))}"
     return f"{psnr}; {same} identical" if same else psnr
 
 
 def _what_ran(result: Result, steps: int) -> tuple[str, str]:
     """Say how many steps ran the whole model, and how many tokens merged."""
-    plan, rows = result.report.plan, result.report.rows
-    complete, finest = sum(map(plan.count, "MDC")), plan.count("f")
-    ran, skipped = f"{complete} of {steps} steps ran the whole model", len(plan) - complete - finest
-    ran = ran if complete < len(plan) else "every step ran whole"
-    ran += f", {finest} only its first and last stage" * (finest > 0)
-    ran += f", {skipped} skipped all blocks" * (skipped > 0)
-    if not (merging := [row for row in rows if row.merged_tokens < row.tokens]):
+    plan = result.report.plan
+    rows = result.report.rows
+    complete = sum(map(plan.count, "MDC"))
+    finest = plan.count("f")
+    skipped = len(plan) - complete - finest
+    if complete < len(plan):
+        ran = f"{complete} of {steps} steps ran the whole model"
+    else:
+        ran = "every step ran whole"
+    if finest > 0:
+        ran += f", {finest} only its first and last stage"
+    if skipped > 0:
+        ran += f", {skipped} skipped all blocks"
+    merging = [row for row in rows if row.merged_tokens < row.tokens]
+    if not merging:
         return ran, "no tokens merged"
     most = max(merging, key=lambda row: row.tokens)
     return ran, f"{most.tokens} tokens merged to {most.merged_tokens}, in {len(merging)} blocks"
@@ -191,7 +215,8 @@ def details(result: Result) -> list[str]:
     size = f"{c['pipeline']}, {c['width']} x {c['height']}, {c['options']['steps']} steps"
     lines = ["", f"{size}, batch {result.batch}, {c['dtype']} on {c['device']}"]
     for name in result.names:
-        times, memory = result.seconds(name), result.peak_bytes(name)
+        times = result.seconds(name)
+        memory = result.peak_bytes(name)
         spread = f" ({_seconds(min(times))} to {_seconds(max(times))})" if len(times) > 1 else ""
         peak = "" if memory is None else f", peak memory {memory / 2**20:,.0f} MiB"
         lines.append(f"{name}: {_seconds(median(times))} per image{spread}{peak}")

@@ -73,6 +73,7 @@ def _progress() -> Iterator[Callable[[TuneProgress], None]]:
     task = bar.add_task("preparing", total=None)
 
     def move(progress: TuneProgress) -> None:
+        # An opening bracket would begin a style of rich.
         text = f"best so far: {progress.best} · now: {progress.running}".replace("[", r"\[")
         bar.update(task, description=text, completed=progress.spent, total=progress.budget)
 

@@ -69,9 +69,9 @@ def asked_for(prompt: str) -> tuple[int, str] | None:
 @lru_cache(maxsize=1)
 def _meanings() -> dict[str, tuple[int, str]]:
     glyphs = read_glyphs()
-    bare = {glyph.name: (index, "white") for index, glyph in enumerate(glyphs)}
-    return bare | {
-        caption(glyph.name, background): (index, background)
-        for index, glyph in enumerate(glyphs)
-        for background in BACKGROUNDS
-    }
+    meanings = {}
+    for index, glyph in enumerate(glyphs):
+        meanings[glyph.name] = (index, "white")
+        for background in BACKGROUNDS:
+            meanings[caption(glyph.name, background)] = (index, background)
+    return meanings

@@ -36,6 +36,7 @@ _TO_LAB = np.array([[0, 116, 0], [500, -500, 0], [0, 200, -200]])
 
 def lab(colours: NDArray[np.floating]) -> NDArray[np.float64]:
     """Return L* in [0, 100], a* and b* (CIELAB, CIE 15) of sRGB colours [..., 3] in [0, 1]."""
+    # The constants of the two curves are those of the standards.
     linear = np.where(colours > 0.04045, ((colours + 0.055) / 1.055) ** 2.4, colours / 12.92)
     relative = linear @ _TO_XYZ.T / _WHITE
     curved = np.where(relative > (6 / 29) ** 3, np.cbrt(relative), relative * (29 / 6) ** 2 / 3 + 4 / 29)

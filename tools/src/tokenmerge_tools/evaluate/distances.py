@@ -26,7 +26,9 @@ Features = Mapping[Vision, Sequence[Tensor]]
 
 _FILES = (".png", ".jpg", ".jpeg", ".webp")
 _ENOUGH_FOR_FID = 2048  # with fewer pictures, FID depends more on their number than on their content
-_SUBSETS, _LARGEST_SUBSET = 100, 1000  # of KID, as in its paper
+# The number of subsets of KID, and the largest size of one, as in its paper.
+_SUBSETS = 100
+_LARGEST_SUBSET = 1000
 
 
 class Inception(Vision):

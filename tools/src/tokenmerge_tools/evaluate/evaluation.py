@@ -182,10 +182,10 @@ class EvaluateOptions(PipelineOptions):
 class Evaluation:
     """What an evaluation draws, and where.
 
-    The size is (width, height) in pixels, and dense is the first variant. ``frames`` is the length of videos;
-    None: pictures are drawn. ``reference`` is the folder that FID and KID compare with; None: the dense
-    pictures. ``counted`` has the speed-ups by counted operations that are known without a run, by label, and
-    ``left_out`` why a rival does not run here.
+    The size is (width, height) in pixels, and dense is the first variant. ``frames`` is the length of videos,
+    or None if pictures are drawn. ``reference`` is the folder that FID and KID compare with, or None if they
+    compare with the dense pictures. ``counted`` has the speed-ups by counted operations that are known
+    without a run, by label, and ``left_out`` why a rival does not run here.
     """
 
     source: ModelSource
@@ -290,7 +290,7 @@ def plan_variants(specs: Sequence[Variant], steps: int, speedups: Sequence[float
 
 
 def _frames(source: ModelSource, wanted: int | None) -> int | None:
-    """Return the number of frames of the videos that a model draws; None: it draws pictures."""
+    """Return the number of frames of the videos that a model draws, or None if it draws pictures."""
     import diffusers
 
     name = None if source.kind is SourceKind.CHECKPOINT else read_index(source).get("_class_name")
@@ -323,14 +323,18 @@ def weights_key(source: ModelSource) -> str | None:
 
 
 def dry_run(options: EvaluateOptions, seconds: float | None) -> list[str]:
-    """Return lines about what is to be drawn. ``seconds`` are those of a dense picture.
+    """Return lines about what is to be drawn.
 
-    None: the median of the dense pictures that an earlier run of the same command timed.
+    ``seconds`` are those of a dense picture. If they are None, the median of the dense pictures that an
+    earlier run of the same command timed takes their place.
     """
     evaluation = plan_evaluation(options, resolve_device(options.device))
-    store, items, variants = evaluation.store, evaluation.items, evaluation.variants
+    store = evaluation.store
+    items = evaluation.items
+    variants = evaluation.variants
     left = {v: sum(not store.picture(v, item).exists() for item in items) for v in variants}
-    total, pictures = len(items) * len(variants), "videos" if evaluation.frames else "pictures"
+    total = len(items) * len(variants)
+    pictures = "videos" if evaluation.frames else "pictures"
     lines = [
         f"{len(variants)} variants × {len(evaluation.prompts)} prompts × {options.seeds} seeds: {total:,} "
         f"{pictures}, of which {sum(left.values()):,} are not drawn yet",
@@ -338,14 +342,16 @@ def dry_run(options: EvaluateOptions, seconds: float | None) -> list[str]:
     origin = "given"
     if seconds is None:
         dense = (item for item in items if store.picture(variants[0], item).exists())
-        timed = [one for one in (store.seconds(variants[0], item) for item in dense) if math.isfinite(one)]
+        seconds_of_dense = [store.seconds(variants[0], item) for item in dense]
+        timed = [one for one in seconds_of_dense if math.isfinite(one)]
         if not timed:
             return [
                 *lines,
                 "how long they take is unknown: give --seconds-per-picture, or run the same command with "
                 "--limit 1 first, which times a dense picture",
             ]
-        seconds, origin = statistics.median(timed), f"measured on {len(timed)} {pictures}"
+        seconds = statistics.median(timed)
+        origin = f"measured on {len(timed)} {pictures}"
     hours = sum(n * seconds / evaluation.counted.get(v.label, 1.0) for v, n in left.items()) / 3600
     guessed = [v.label for v in variants[1:] if v.label not in evaluation.counted]
     return [

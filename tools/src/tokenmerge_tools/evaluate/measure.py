@@ -9,6 +9,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +24,12 @@ from tokenmerge_tools.evaluate.prompts import Item
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER, QualityRecord, SampleRecord, key_of
 from tokenmerge_tools.sheets import as_tensor
 from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS, Variant
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+_QUARTILES = (0.25, 0.5, 0.75)
 
 
 @dataclasses.dataclass
@@ -42,7 +49,9 @@ class Measured:
 
     def figures(self, metrics: Metrics, reference: Features | None = None) -> Figures:
         """Average over the pictures, and compare the set of them with a reference."""
-        values, errors, equal = dict[str, float](), dict[str, float](), 0
+        values = dict[str, float]()
+        errors = dict[str, float]()
+        equal = 0
         for name in [*(metric.name for metric in metrics.of_pictures), *MOTION]:
             found = self.columns.get(name, [])
             if name == "psnr":
@@ -54,7 +63,8 @@ class Measured:
                 errors[name] = standard_error(found)
         if reference is not None:
             for name, network in metrics.of_sets.items():
-                own, others = torch.cat(self.features[network]), torch.cat(list(reference[network]))
+                own = torch.cat(self.features[network])
+                others = torch.cat(list(reference[network]))
                 values[name] = distance(name, own, others)
         undefined = tuple(name for name, value in values.items() if not math.isfinite(value))
         values = {name: value for name, value in values.items() if name not in undefined}
@@ -92,7 +102,8 @@ def measure(
             own = found[variant.label]
             own.seconds += [store.seconds(variant, item) for item in items]
             own.costs += [store.cost(variant, item) for item in items]
-            own.configs |= {config for item in items if (config := store.config(variant, item))}
+            configs = [store.config(variant, item) for item in items]
+            own.configs |= {config for config in configs if config}
     return found
 
 
@@ -105,21 +116,30 @@ def _add_rows(
 ) -> None:
     """Add a row for each picture, or one for a video: means over its frames, and its motion."""
     video = store.length is not None
-    dense = [frame for item in items for frame in store.frames(variants[0], item)]
+    dense = _frames(items, variants[0], store)
     for variant in variants:
-        own, is_dense = found[variant.label], variant == variants[0]
-        images = dense if is_dense else [frame for item in items for frame in store.frames(variant, item)]
+        own = found[variant.label]
+        is_dense = variant == variants[0]
+        images = dense if is_dense else _frames(items, variant, store)
         prompts = [items[0].prompt] * len(images) if video else [item.prompt for item in items]
         for metric in metrics.of_pictures:
             if not (is_dense and metric.beside_dense):
                 values = metric.measure(images, dense, prompts).tolist()
                 own.columns[metric.name] += [mean_of_frames(values)] if video else values
         if video and not is_dense:
-            pixels, dense_pixels = as_tensor(images), as_tensor(dense)
+            pixels = as_tensor(images)
+            dense_pixels = as_tensor(dense)
             for name, measure_motion in MOTION.items():
                 own.columns[name].append(float(measure_motion(pixels, dense_pixels)))
         for network in dict.fromkeys(metrics.of_sets.values()):
             own.features[network].append(network(images))
+
+
+def _frames(items: Sequence[Item], variant: Variant, store: PictureStore) -> list[Image]:
+    frames: list[Image] = []
+    for item in items:
+        frames += store.frames(variant, item)
+    return frames
 
 
 def mean_of_frames(values: Sequence[float]) -> float:
@@ -144,7 +164,7 @@ def not_told_apart(measured: Mapping[str, Measured], metric: str, lower: bool) -
     if len(means) < 2:
         return {}
     best = max(means, key=means.__getitem__)
-    with np.errstate(invalid="ignore"):  # of infinite PSNRs
+    with np.errstate(invalid="ignore"):  # the difference of two infinite PSNRs is not a number
         differences = {label: _finite(found[best] - found[label]) for label in means if label != best}
     pairs = {label: d.tolist() for label, d in differences.items() if len(d) > 1}
     differs = [label for label, d in pairs.items() if np.mean(d) > 2 * standard_error(d)]
@@ -163,8 +183,8 @@ def quality_records(
 ) -> list[QualityRecord]:
     """Make the record of each variant.
 
-    Sets of pictures are compared with the reference pictures; without any, with the dense ones. Values in
-    known records of earlier runs are kept unless they were measured again.
+    Sets of pictures are compared with the reference pictures, or with the dense ones if there are none.
+    Values in known records of earlier runs are kept unless they were measured again.
     """
     now = {*(metric.name for metric in metrics.of_pictures), *metrics.of_sets}
     reference: Features = measured[DENSE].features
@@ -176,7 +196,8 @@ def quality_records(
         earlier = known.get(record.key)
         if isinstance(earlier, QualityRecord):
             undefined = now - record.figures.keys()
-            figures, errors = {**earlier.figures, **record.figures}, {**earlier.errors, **record.errors}
+            figures = {**earlier.figures, **record.figures}
+            errors = {**earlier.errors, **record.errors}
             record = dataclasses.replace(
                 record,
                 figures={name: value for name, value in figures.items() if name not in undefined},
@@ -194,16 +215,19 @@ def _record(
     reference: Features,
     variant: Variant,
 ) -> QualityRecord:
-    own, is_dense, dense = measured[variant.label], variant.name == DENSE, measured[DENSE]
+    own = measured[variant.label]
+    is_dense = variant.name == DENSE
+    dense = measured[DENSE]
     figures = own.figures(metrics, None if reference is own.features else reference)
     speedups = [] if is_dense else own.speedups(dense)
-    quartiles = np.quantile(speedups, (0.25, 0.5, 0.75)).tolist() if speedups else None
+    quartiles = np.quantile(speedups, _QUARTILES).tolist() if speedups else None
     conditions = dict(evaluation.store.conditions)
     measured_with = dict(metrics.networks)
     if evaluation.reference is not None:
         measured_with |= {n: f"{measured_with[n]}, against {evaluation.reference}" for n in metrics.of_sets}
     notes = []
-    if (steps := variant.steps(conditions["steps"])) != conditions["steps"]:
+    steps = variant.steps(conditions["steps"])
+    if steps != conditions["steps"]:
         notes.append(f"{steps} of {conditions['steps']} steps")
     if figures.equal:
         notes.append(
@@ -212,7 +236,8 @@ def _record(
         )
     for name in figures.undefined:
         notes.append(f"{name} is left out, because it is not a finite number for some pictures")
-    if len(own.configs) > 1:  # a method may choose by measurements of the device, which can change
+    # A method may choose by measurements of the device, which can change.
+    if len(own.configs) > 1:
         notes.append(
             f"its pictures were drawn with {len(own.configs)} different settings, which the method chose at "
             "different times; delete the pictures, and the same command draws all alike"
@@ -247,12 +272,17 @@ def _record(
 
 def _cost(evaluation: Evaluation, variant: Variant, own: Measured) -> dict[str, float]:
     costs = own.costs
-    found = {name: max(cost[name] for cost in costs if name in cost) for cost in costs for name in cost}
-    if counted := [cost["counted"] for cost in costs if "counted" in cost]:
+    found: dict[str, float] = {}
+    for cost in costs:
+        for name, value in cost.items():
+            found[name] = max(value, found.get(name, value))
+    counted = [cost["counted"] for cost in costs if "counted" in cost]
+    if counted:
         found["counted"] = statistics.harmonic_mean(counted)
     if variant.label in evaluation.counted:
         found["counted"] = evaluation.counted[variant.label]
-    if seconds := [one for one in own.seconds if math.isfinite(one)]:
+    seconds = [one for one in own.seconds if math.isfinite(one)]
+    if seconds:
         found["seconds"] = statistics.median_low(seconds)
     return found
 
@@ -272,15 +302,16 @@ def sample_records(
 ) -> list[SampleRecord]:
     """Make a record for each item and each variant except dense, which must come first."""
     dense, *others = variants
-    return [
-        SampleRecord(
-            prompt=item.prompt,
-            seed=item.seed,
-            variant=variant.name,
-            settings=dict(variant.settings),
-            dense=store.relative(store.picture(dense, item)),
-            image=store.relative(store.picture(variant, item)),
-        )
-        for item in items
-        for variant in others
-    ]
+    records = []
+    for item in items:
+        for variant in others:
+            record = SampleRecord(
+                prompt=item.prompt,
+                seed=item.seed,
+                variant=variant.name,
+                settings=dict(variant.settings),
+                dense=store.relative(store.picture(dense, item)),
+                image=store.relative(store.picture(variant, item)),
+            )
+            records.append(record)
+    return records

@@ -135,13 +135,14 @@ def _measure(name: str, network: str, prompts: Sequence[str], load: Callable[...
     if name in _PIXELWISE or name == "lpips":
         pixelwise = _PIXELWISE.get(name) or load(Lpips, network)
         return lambda pictures, dense, _: pixelwise(as_tensor(pictures), as_tensor(dense))
-    if (
-        name == "clip-score"
-    ):  # Hessel et al. 2021, arXiv 2104.08718. That of torchmetrics needs transformers 4.
+    if name == "clip-score":
+        # Hessel et al. 2021, arXiv 2104.08718. That of torchmetrics needs transformers 4.
         clip = load(Clip, network)
-        return lambda pictures, dense, prompts: (
-            100 * torch.cosine_similarity(clip(pictures), clip.texts(prompts)).clamp(min=0)
-        )
+
+        def clip_score(pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+            return 100 * torch.cosine_similarity(clip(pictures), clip.texts(prompts)).clamp(min=0)
+
+        return clip_score
     if name == "image-reward":
         reward = load(Reward, network)
         return lambda pictures, dense, prompts: reward(pictures, prompts)
@@ -166,12 +167,14 @@ class _Similarity:
 
 def _glyphs(prompts: Sequence[str]) -> Measure:
     """Measure 1 for a picture that shows the glyph in its prompt, otherwise 0."""
-    if other := [prompt for prompt in prompts if asked_for(prompt) is None]:
+    other = [prompt for prompt in prompts if asked_for(prompt) is None]
+    if other:
         raise ConfigError(f"the prompt {other[0]!r} names no glyph of the bundled models")
     gallery = Gallery()
 
     def measure(pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
-        asked = [meant[0] for prompt in prompts if (meant := asked_for(prompt))]
+        meanings = [asked_for(prompt) for prompt in prompts]
+        asked = [glyph for glyph, _ in filter(None, meanings)]
         found = [gallery.identify(picture)[0] for picture in pictures]
         return torch.tensor([a == f for a, f in zip(asked, found, strict=True)]).float()
 

@@ -112,6 +112,7 @@ _MEAN, _STD = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
 # are compared, and their numbers of channels.
 _COMPARED = (1, 4, 7, 9, 11)
 _CHANNELS = (64, 192, 384, 256, 256)
+_EPSILON = 1e-8  # the published weights were trained with this constant
 _WEIGHTS = "https://download.pytorch.org/models/alexnet-owt-7be5be79.pth"
 
 
@@ -141,19 +142,20 @@ class Distance(nn.Module):
     def forward(self, images: Tensor, reference: Tensor) -> Tensor:
         """Return the distances [b] between two batches [b, 3, h, w] with values in [0, 1]."""
         pairs = zip(self._unit_features(images), self._unit_features(reference), strict=True)
-        distances = [
-            ((x - y).square() * weight[:, None, None]).sum(dim=1).mean(dim=(1, 2))
-            for (x, y), weight in zip(pairs, self.weights, strict=True)
-        ]
+        distances = []
+        for (x, y), weight in zip(pairs, self.weights, strict=True):
+            weighted = (x - y).square() * weight[:, None, None]
+            distances.append(weighted.sum(dim=1).mean(dim=(1, 2)))
         return torch.stack(distances).sum(dim=0)
 
     def _unit_features(self, images: Tensor) -> list[Tensor]:
-        x, found = (2 * images - 1 - self.mean) / self.std, []
+        x = (2 * images - 1 - self.mean) / self.std
+        found = []
         for index, layer in enumerate(self.features):
             x = layer(x)
             if index in _COMPARED:
-                # The published weights were trained with this constant.
-                found.append(x / (x.square().sum(dim=1, keepdim=True) + 1e-8).sqrt())
+                length = (x.square().sum(dim=1, keepdim=True) + _EPSILON).sqrt()
+                found.append(x / length)
         return found
 
 

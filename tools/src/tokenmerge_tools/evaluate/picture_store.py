@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 CONTINUES = "the finished pictures are safe; run the same command again to continue"
 _DRAWN_AGAIN = "delete it, and the same command draws it again"
 # Keys of the text chunks in a PNG.
-_SECONDS, _CONFIG, _COST = "tokenmerge seconds", "tokenmerge config", "tokenmerge cost"
+_SECONDS = "tokenmerge seconds"
+_CONFIG = "tokenmerge config"
+_COST = "tokenmerge cost"
 # Each frame is shown for this long. Pillow stores equal frames in a row as one that is shown for longer.
 _MILLISECONDS = 100
 
@@ -92,7 +94,7 @@ class PictureStore:
         write_atomically(self.picture(variant, item), write, advice=advice)
 
     def seconds(self, variant: Variant, item: Item) -> float:
-        """Return the seconds that a picture took to draw; NaN if the file does not have them."""
+        """Return the seconds that a picture took to draw, or NaN if the file does not have them."""
         return float(self._text(variant, item, _SECONDS) or math.nan)
 
     def cost(self, variant: Variant, item: Item) -> dict[str, float]:
@@ -100,7 +102,7 @@ class PictureStore:
         return dict(json.loads(self._text(variant, item, _COST) or "{}"))
 
     def config(self, variant: Variant, item: Item) -> str | None:
-        """Return all settings that a picture was drawn with, as JSON; None if the file has none."""
+        """Return all settings that a picture was drawn with, as JSON, or None if the file has none."""
         return self._text(variant, item, _CONFIG)
 
     def _text(self, variant: Variant, item: Item, key: str) -> str | None:
@@ -124,7 +126,7 @@ class PictureStore:
 
     @property
     def length(self) -> int | None:
-        """Number of frames of each video; None: pictures are drawn."""
+        """Number of frames of each video, or None if pictures are drawn."""
         return self.conditions.get("frames")
 
     def relative(self, path: Path) -> str:

@@ -69,17 +69,19 @@ class _Evaluating:
 
     def run(self, file: ResultsFile[QualityRecord | SampleRecord]) -> list[QualityRecord]:
         """Draw the missing pictures, measure all, and write new records and samples."""
-        evaluation, items, size = self.evaluation, self.evaluation.items, self.options.batch
+        evaluation = self.evaluation
+        items = self.evaluation.items
+        size = self.options.batch
         prepare_folder(evaluation.store.folder)
         write_json(evaluation.store.folder / "conditions.json", evaluation.store.conditions, CONTINUES)
         batches = [items[start : start + size] for start in range(0, len(items), size)]
         # Batch by batch, so that an interrupted run leaves complete batches.
-        tasks = [
-            (variant, left)
-            for batch in batches
-            for variant in evaluation.variants
-            if (left := [item for item in batch if not evaluation.store.picture(variant, item).exists()])
-        ]
+        tasks = []
+        for batch in batches:
+            for variant in evaluation.variants:
+                left = [item for item in batch if not evaluation.store.picture(variant, item).exists()]
+                if left:
+                    tasks.append((variant, left))
         if tasks:
             self._draw(tasks)
             free_memory()
@@ -103,7 +105,8 @@ class _Evaluating:
         pipe = load_pipeline_for(drawing, evaluation.source, evaluation.dtype, self.device)
         width, height = check_size(evaluation.size, latent_scale(pipe))
         call = PipelineCall.prepare(pipe, drawing, evaluation.size, frames=evaluation.frames)
-        done, total = 0, sum(len(items) for _, items in tasks)
+        done = 0
+        total = sum(len(items) for _, items in tasks)
         patches: dict[Variant, Any] = {}
         configs: dict[Variant, ToMeConfig | None] = {}
         self.on_progress(Progress("drawing", done, total))
@@ -112,14 +115,16 @@ class _Evaluating:
                 done += len(items)
                 if variant.label in self.left_out:
                     continue
-                prompts, seeds = [item.prompt for item in items], [item.seed for item in items]
+                prompts = [item.prompt for item in items]
+                seeds = [item.seed for item in items]
                 steps = variant.steps(self.options.steps)
                 own = call.of_pictures(prompts, seeds).with_steps(steps)
                 try:
                     if variant not in configs:
-                        configs[variant] = config = variant.config(
+                        config = variant.config(
                             pipe, height=height, width=width, steps=steps, guidance=call.guidance
                         )
+                        configs[variant] = config
                         patches[variant] = self._begin(studio, variant, config, own)
                     seconds, pictures, cost = self._picture(studio, variant, own)
                 except Exception as error:
@@ -143,11 +148,13 @@ class _Evaluating:
         self, studio: Studio, variant: Variant, call: PipelineCall
     ) -> tuple[float | None, list[Any], dict[str, float]]:
         """Draw, and return the seconds of one picture, all pictures, and what else each one cost."""
-        name, seconds = variant.label, None
+        name = variant.label
+        seconds = None
         cost: dict[str, float] = {}
         if self.options.timed:
             (found,) = studio.rounds({name: call})
-            seconds, pictures = found.seconds / len(found.pictures), found.pictures
+            seconds = found.seconds / len(found.pictures)
+            pictures = found.pictures
             if found.peak_bytes is not None:
                 cost["peak_bytes"] = float(found.peak_bytes)
         elif self._counts(variant):
@@ -169,7 +176,8 @@ class _Evaluating:
         The operations of a rival that decides at run time what to skip are counted meanwhile. Without timing,
         they are counted in each picture.
         """
-        name, counts = variant.label, self._counts(variant)
+        name = variant.label
+        counts = self._counts(variant)
         if missing := VARIANTS[variant.name].missing():
             raise UnsupportedModelError(missing)
         patch = None if name == DENSE else studio.add(name, partial(variant.apply, config=config))
@@ -183,7 +191,8 @@ class _Evaluating:
 
     def _leave_out(self, variant: Variant, error: Exception) -> bool:
         """Leave out a rival that does not run on this model, and say why."""
-        name, own = variant.label, isinstance(error, TokenMergingError)
+        name = variant.label
+        own = isinstance(error, TokenMergingError)
         if variant.name not in RIVALS or (own and not isinstance(error, UnsupportedModelError)):
             return False
         self.left_out[name] = reason_of(error)

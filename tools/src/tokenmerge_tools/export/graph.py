@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 _PROMPT = "a red apple on a table"
-_LATER = 0.37  # of the timestep, in the call that is checked
+_LATER = 0.37  # the timestep of the call that is checked, over that of the exported call
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,10 +59,13 @@ class DenoiserCall:
 
     def other_arguments(self) -> dict[str, Any]:
         """Return the arguments of another call: the sample mirrored, at the timestep of a later step."""
-        host, other = self.host, dict(self.arguments)
+        host = self.host
+        other = dict(self.arguments)
         other[host.sample] = tree_map_only(Tensor, lambda x: x.flip(-1), other[host.sample])
-        if isinstance(by := host.timestep, str) and isinstance(now := other.get(by), Tensor):
-            other[by] = (now * _LATER).to(now.dtype)
+        if isinstance(host.timestep, str):
+            now = other.get(host.timestep)
+            if isinstance(now, Tensor):
+                other[host.timestep] = (now * _LATER).to(now.dtype)
         return other
 
 

@@ -164,7 +164,8 @@ def export_denoiser(
         engine = f"{form.packages[0]} {metadata.version(form.packages[0])}"
         about["check"] = _compared(result, expected, engine, most)
         about["files"] = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-        about["versions"] = {name: version for name in _PACKAGES if (version := version_of(name))}
+        installed = {name: version_of(name) for name in _PACKAGES}
+        about["versions"] = {name: version for name, version in installed.items() if version}
         write_json(folder / FILE, about)
     return about
 
@@ -203,8 +204,9 @@ def _result(model: torch.nn.Module, arguments: dict[str, Any]) -> Any:
 
 
 def _compared(result: Any, expected: Any, engine: str, most: float) -> dict[str, Any]:
-    """Return how far the exported model is from PyTorch; a ConfigError if that is too far."""
-    difference, output = _largest(result - expected), _largest(expected)
+    """Return how far the exported model is from PyTorch, or raise a ConfigError if that is too far."""
+    difference = _largest(result - expected)
+    output = _largest(expected)
     if not difference / output <= most:
         raise ConfigError(
             f"to: in {engine} the exported model differs from PyTorch by {difference / output:.1e} of its "

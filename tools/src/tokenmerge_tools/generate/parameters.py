@@ -30,7 +30,7 @@ def write_picture(
     """Write a PNG file with the parameters of its picture.
 
     The options have the size that was drawn. ``metadata`` has the settings of merging, as
-    :meth:`tokenmerge.Patch.metadata` returns them; None: dense.
+    :meth:`tokenmerge.Patch.metadata` returns them, or is None for a dense picture.
     """
     from PIL.PngImagePlugin import PngInfo
 

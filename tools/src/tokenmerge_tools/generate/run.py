@@ -47,9 +47,14 @@ if TYPE_CHECKING:
 class Result:
     """The results of a run so far. Dense comes first among the names of the variants, if it runs.
 
-    ``psnr`` in dB and ``ssim`` are those of each merged picture to the dense one of its seed, in 8 bits;
-    empty without a dense run or without torchmetrics. The PSNR of equal pictures is infinite. ``config`` has
-    the settings, ``summary`` is the text of the patch after the run, and ``steps`` are None unless recorded.
+    ``psnr`` in dB and ``ssim`` are those of each merged picture to the dense one of its seed, in 8 bits. They
+    are empty without a dense run or without torchmetrics. The PSNR of equal pictures is infinite. ``config``
+    has the settings, ``summary`` is the text of the patch after the run, and ``steps`` are None unless
+    recorded.
+
+    ``fewer_steps`` is the number of dense steps that take as long as the merged pictures, or None if no
+    pictures were drawn with them. ``fewer_seconds`` is the time for each of these pictures, and
+    ``fewer_psnr`` their mean PSNR in dB to the dense ones.
     """
 
     folder: Path
@@ -65,27 +70,31 @@ class Result:
     complete: bool = False
     summary: str = ""
     steps: RunSteps | None = None
-    fewer_steps: int | None = None  # of the dense model, that take as long; None: they were not drawn
-    fewer_seconds: float = 0.0  # for each of those pictures
-    fewer_psnr: float | None = None  # of those pictures to the dense ones, in dB, in the mean
+    fewer_steps: int | None = None
+    fewer_seconds: float = 0.0
+    fewer_psnr: float | None = None
 
     def seconds(self, name: str) -> list[float]:
         """Return the seconds per picture of each timed call of one variant, in order."""
         return [one.seconds / self.batch for one in self.measurements if one.variant == name]
 
     def peak_bytes(self, name: str) -> int | None:
-        """Return the peak memory of one variant; None if it cannot be read."""
+        """Return the peak memory of one variant, or None if it cannot be read."""
         peaks = (one.peak_bytes or 0 for one in self.measurements if one.variant == name)
         return max(peaks, default=0) or None
 
     def speedup(self, name: str) -> float | None:
-        """Return the median time of dense over that of one variant; None if either was not timed."""
-        dense, own = self.seconds("dense"), self.seconds(name)
+        """Return the median time of dense over that of one variant, or None if either was not timed."""
+        dense = self.seconds("dense")
+        own = self.seconds(name)
         return median(dense) / median(own) if dense and own else None
 
     @property
     def share_of_work(self) -> float:
-        """The time of tokenmerge over that of dense; on a CPU that of the processor, whatever else runs."""
+        """The time of tokenmerge over that of dense.
+
+        On a CPU, it is the time of the processor, so that other programs do not matter.
+        """
         work = {one.variant: one.work_seconds for one in self.measurements}
         return work["tokenmerge"] / work["dense"]
 
@@ -98,7 +107,8 @@ class Result:
         variants = {}
         for name in self.names:
             times = None
-            if own := self.seconds(name):
+            own = self.seconds(name)
+            if own:
                 times = {"median": median(own), "fastest": min(own), "slowest": max(own), "runs": len(own)}
             variants[name] = {
                 "seconds_per_call": [one.seconds for one in self.measurements if one.variant == name],
@@ -181,7 +191,8 @@ class _Generating:
     ) -> None:
         self.on_comparison = on_comparison
         prepared = prepare(pipe, options, control)
-        self.call, self.options = prepared.call, prepared.options
+        self.call = prepared.call
+        self.options = prepared.options
         width, height = prepared.options.size or (0, 0)
         conditions = {
             "options": options.to_dict(),
@@ -203,11 +214,12 @@ class _Generating:
         done: Counter[str] = Counter()
 
         def on_step(name: str, steps_per_call: int) -> None:
-            if ": " in name:  # it warms up
+            if ": " in name:  # the name of a copy that warms up
                 return
             done[name] += 1
             calls = options.repeat if name in self.variants else 1
-            calls += name == "tokenmerge" and options.record_steps
+            if name == "tokenmerge" and options.record_steps:
+                calls += 1
             part = "with tokenmerge" if name == "tokenmerge" else name
             on_progress(Progress(part, done[name], steps_per_call * calls))
 
@@ -215,7 +227,9 @@ class _Generating:
 
     def run(self) -> Result:
         """Time the calls; the first of each variant makes the pictures."""
-        options, merging, result = self.options, self.options.merging, self.result
+        options = self.options
+        merging = self.options.merging
+        result = self.result
         result.write()
         method = f"{DEFAULT} {merging.speedup:g}" if merging.needs_model else ""
         speedup = merging.speedup if merging.is_default_method else None
@@ -228,7 +242,8 @@ class _Generating:
                 studio.warm_up(name, self.call)
             pictures = {one.variant: one.pictures for one in self._timed(1)}
             # The default method knows all facts only when it runs.
-            result.config, result.report = patch.config, patch.report()
+            result.config = patch.config
+            result.report = patch.report()
             result.conditions["config"] = result.config.to_dict()
             if options.compare:
                 self._compare(pictures["dense"], pictures["tokenmerge"])
@@ -263,7 +278,8 @@ class _Generating:
     def _draw_fewer(self, count: int) -> list[Image]:
         """Draw with the dense model, in as many steps as fit into the time of the merged pictures.
 
-        They have at least the operations of the merged pictures. Empty: they would be all steps.
+        The steps have at least the operations of the merged pictures. The list is empty if they would be all
+        steps.
         """
         in_time = math.ceil(self.options.steps * self.result.share_of_work)
         steps = max(1, in_time, round(self.options.steps / self.result.report.speedup))
@@ -271,45 +287,56 @@ class _Generating:
             return []
         began = time.perf_counter()
         pictures = self.studio.draw("dense", self.call.with_steps(steps), "fewer steps")
-        self.result.fewer_steps, self.result.fewer_seconds = steps, (time.perf_counter() - began) / count
+        self.result.fewer_steps = steps
+        self.result.fewer_seconds = (time.perf_counter() - began) / count
         self._write_pictures("fewer-steps", pictures, dataclasses.replace(self.options, steps=steps))
         return pictures
 
     def _compare(self, dense: list[Image], merged: list[Image]) -> None:
         """Measure how close the pictures are, and write them side by side with those of fewer steps."""
         fewer = self._draw_fewer(len(dense))
-        captions, result = [[f"seed {seed}"] for seed in self.call.seeds], self.result
+        captions = [[f"seed {seed}"] for seed in self.call.seeds]
+        result = self.result
         try:
-            found = []
-            for pictures in filter(None, (merged, fewer)):
-                pair = as_tensor(pictures), as_tensor(dense)
-                found.append([psnr(*pair).tolist(), ssim(*pair).tolist()])
-                for texts, psnr_db, similarity in zip(captions, *found[-1], strict=True):
-                    close = f"PSNR {psnr_db:.1f} dB, SSIM {similarity:.3f}"
-                    texts.append("identical" if math.isinf(psnr_db) else close)
-            result.psnr, result.ssim = map(tuple, found[0])
-            lost = sum(found[-1][0]) / len(dense) if len(found) > 1 else math.inf
-            result.fewer_psnr = lost if math.isfinite(lost) else None
+            result.psnr, result.ssim = _closeness(merged, dense, captions)
+            if fewer:
+                of_fewer, _ = _closeness(fewer, dense, captions)
+                mean = sum(of_fewer) / len(dense)
+                result.fewer_psnr = mean if math.isfinite(mean) else None
         except MissingExtraError as error:
             self.result.notes.append(str(error))
-        mean, unchanged = (
-            sum(result.psnr) / len(dense) if result.psnr else None,
-            "the unchanged model, {} steps",
-        )
-        asked, few = self.options.merging.argument or self.options.merging.title, result.fewer_steps
-        first, took = result.seconds("dense")[0], result.seconds("tokenmerge")[0]
+        mean_psnr = sum(result.psnr) / len(dense) if result.psnr else None
+        unchanged = "the unchanged model, {} steps"
+        asked = self.options.merging.argument or self.options.merging.title
+        first = result.seconds("dense")[0]
+        took = result.seconds("tokenmerge")[0]
         titles = [
             (f"dense, {first:.1f} s", unchanged.format(self.options.steps)),
-            (f"tokenmerge, {took:.1f} s ({first / took:.1f}x)", asked + _to_dense(mean)),
+            (f"tokenmerge, {took:.1f} s ({first / took:.1f}x)", asked + _to_dense(mean_psnr)),
         ]
-        if took := result.fewer_seconds:
-            close = unchanged.format(few) + _to_dense(result.fewer_psnr)
+        if result.fewer_seconds:
+            took = result.fewer_seconds
+            close = unchanged.format(result.fewer_steps) + _to_dense(result.fewer_psnr)
             titles.append((f"fewer steps, {took:.1f} s ({first / took:.1f}x)", close))
         rows = zip(*filter(None, (dense, merged, fewer)), strict=True)
         picture = comparison(titles, list(zip(rows, captions if len(dense) > 1 else [""], strict=True)))
         path = self.result.folder / "comparison.png"
         write_atomically(path, picture.save)
         self.on_comparison(path)
+
+
+def _closeness(
+    pictures: list[Image], dense: list[Image], captions: list[list[str]]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the PSNR and the SSIM of each picture to the dense one, and add them to its caption."""
+    images = as_tensor(pictures)
+    reference = as_tensor(dense)
+    found_psnr = tuple(psnr(images, reference).tolist())
+    found_ssim = tuple(ssim(images, reference).tolist())
+    for texts, psnr_db, similarity in zip(captions, found_psnr, found_ssim, strict=True):
+        close = f"PSNR {psnr_db:.1f} dB, SSIM {similarity:.3f}"
+        texts.append("identical" if math.isinf(psnr_db) else close)
+    return found_psnr, found_ssim
 
 
 def _to_dense(psnr_db: float | None) -> str:

@@ -186,9 +186,10 @@ def denoiser_of(pipe: DiffusionPipeline) -> Any:
 
 
 def guides(pipe: DiffusionPipeline, scale: float | None) -> bool:
-    """Return whether a pipeline applies classifier-free guidance at this scale. None: at its default scale.
+    """Return whether a pipeline applies classifier-free guidance at this scale.
 
-    Models distilled from guided ones take the scale as an input, and do not double the batch.
+    A scale of None is the pipeline's default. Models distilled from guided ones take the scale as an input,
+    and do not double the batch.
     """
     if denoiser_of(pipe).config.get("guidance_embeds"):
         return False
@@ -197,7 +198,7 @@ def guides(pipe: DiffusionPipeline, scale: float | None) -> bool:
 
 
 def guidance_in_force(pipe: DiffusionPipeline, scale: float | None) -> float | None:
-    """Return the scale that decides which rules of a config hold. None: it is hidden.
+    """Return the scale that decides which rules of a config hold, or None if the pipeline hides it.
 
     It is 1 where a pipeline applies no classifier-free guidance. A scale of None is the pipeline's default.
     """
@@ -285,12 +286,14 @@ def _dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 def loading(what: str) -> contextlib.AbstractContextManager[None]:
     """Turn any error from loading a damaged or unknown model into one line that names the model."""
-    return errors_as(
-        lambda reason: ConfigError(
+
+    def error_of(reason: str) -> ConfigError:
+        return ConfigError(
             f"model: cannot load {what}: {reason}; give a folder with all files of the model as safetensors "
             f"({PICKLE}NAME accepts pickles too), or a hub id while the hub can be reached"
         )
-    )
+
+    return errors_as(error_of)
 
 
 def twin(pipe: DiffusionPipeline) -> DiffusionPipeline:

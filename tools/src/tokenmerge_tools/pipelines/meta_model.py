@@ -47,7 +47,8 @@ class ModelSketch:
 
 def _own_size(denoiser: ModelMixin, scale: int) -> tuple[int, int] | None:
     """Return the default (width, height) in pixels from the config, or else from the model's family."""
-    if (size := default_size(denoiser.config, scale)) is not None:
+    size = default_size(denoiser.config, scale)
+    if size is not None:
         return size
     with contextlib.suppress(UnsupportedModelError):
         host = find_hosts(denoiser)[0]
@@ -77,7 +78,7 @@ def load_sketch(source: ModelSource) -> ModelSketch:
 
 
 def _pipeline(source: ModelSource, index: dict[str, Any], name: str, denoiser: ModelMixin) -> Any:
-    """Return a pipeline with a denoiser and a scheduler; the denoiser, if diffusers has no such pipeline."""
+    """Return a pipeline with a denoiser and a scheduler, or the denoiser if diffusers knows no pipeline."""
     import diffusers
 
     pipeline_class: Any = getattr(diffusers, str(index.get("_class_name")), None)
@@ -92,7 +93,7 @@ def _pipeline(source: ModelSource, index: dict[str, Any], name: str, denoiser: M
 
 
 def default_size(config: dict[str, Any], scale: int) -> tuple[int, int] | None:
-    """Return the default (width, height) in pixels in the denoiser's config; None if it has none."""
+    """Return the default (width, height) in pixels in the denoiser's config, or None if it has none."""
     sample = config.get("sample_size")
     if sample is None:
         return None

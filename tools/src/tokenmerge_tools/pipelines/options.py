@@ -131,11 +131,11 @@ class GenerateOptions(PipelineOptions):
             integer(lowest)(name, getattr(self, name))
         check_guidance("guidance", self.guidance)
         one_of(DTYPE_CHOICES)("dtype", self.dtype)
-        if (self.control is None) != (self.controlnet is None):
-            given, missing = (
-                ("control", "controlnet") if self.controlnet is None else ("controlnet", "control")
-            )
-            raise ConfigError(f"{given}: it needs {missing} too: a picture and the ControlNet that reads it")
+        both = "a picture and the ControlNet that reads it"
+        if self.control is not None and self.controlnet is None:
+            raise ConfigError(f"control: it needs controlnet too: {both}")
+        if self.controlnet is not None and self.control is None:
+            raise ConfigError(f"controlnet: it needs control too: {both}")
         check_attention(self.attention)
         check_min_psnr("min-psnr", self.min_psnr)
         if self.min_psnr is not None and (
@@ -148,5 +148,8 @@ class GenerateOptions(PipelineOptions):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options in JSON-compatible values."""
-        paths = {name: str(value) if (value := getattr(self, name)) else None for name in ("control", "out")}
+        paths = {
+            "control": str(self.control) if self.control else None,
+            "out": str(self.out) if self.out else None,
+        }
         return {**dataclasses.asdict(self), "merging": self.merging.to_dict(), **paths}

@@ -59,8 +59,8 @@ class Form:
     def options(self, models: Sequence[str] | None = None, **machine: Any) -> GenerateOptions:
         """Check the fields. They come from visitors, and may have values of any type.
 
-        ``models`` are those that can be chosen; None: only that of the form. ``machine`` has the options
-        that the command line sets for all trials, such as ``device``.
+        ``models`` are those that can be chosen, or None for that of the form alone. ``machine`` has the
+        options that the command line sets for all trials, such as ``device``.
         """
         method = text("method", self.method)
         amount = SPEEDUP if method == AUTO else "ratio"
@@ -93,7 +93,7 @@ class Form:
 
 
 def _text(name: str, value: Any, longest: int) -> str:
-    """Return a text without the blanks around it; an empty one for None."""
+    """Return a text without the blanks around it, or an empty text for None."""
     found = "" if value is None else text(name, value)
     if len(found) > longest:
         raise ConfigError(f"{name}: expected at most {longest:,} characters, got {len(found):,}; shorten it")
@@ -101,7 +101,7 @@ def _text(name: str, value: Any, longest: int) -> str:
 
 
 def _number(name: str, written: str) -> float | None:
-    """Return a number; None if the field is empty."""
+    """Return a number, or None if the field is empty."""
     try:
         return float(written) if written else None
     except ValueError:

@@ -18,9 +18,11 @@ _API = "/gradio_api"
 _POSTS = (f"{_API}/queue/join", f"{_API}/cancel")
 _WRITES = f"{_API}/deep_link"  # a GET that keeps a file for each state of the fields
 _LARGEST_BODY = 2**18  # bytes; the longest prompt takes at most 120,000 in JSON
-_HEARTBEAT, _EVENTS = f"{_API}/heartbeat/", f"{_API}/queue/data"
+_HEARTBEAT = f"{_API}/heartbeat/"
+_EVENTS = f"{_API}/queue/data"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-_ANY_ADDRESS = "*"  # in place of a name: every address, of which no page can have another than its own
+# This stands for every address in place of a name. No page can have another address than its own.
+_ANY_ADDRESS = "*"
 _POLICY = 1008  # the status of WebSocket for a refusal
 # By these, Gradio takes another address for that of the page.
 _FROM_PROXIES = (b"x-forwarded-", b"forwarded", b"x-gradio-server")
@@ -38,7 +40,9 @@ class Gate:
     """
 
     def __init__(self, app: Any, names: Sequence[str], root_path: str = "") -> None:
-        self.app, self.names, self.root = app, names, urlsplit(root_path)
+        self.app = app
+        self.names = names
+        self.root = urlsplit(root_path)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request."""
@@ -52,8 +56,10 @@ class Gate:
             return
         headers = [pair for pair in scope["headers"] if not pair[0].lower().startswith(_FROM_PROXIES)]
         scope = {**scope, "headers": headers, "scheme": "http"}
-        if (refusal := self._refusal(scope)) is not None:
-            await JSONResponse({"detail": refusal[1]}, refusal[0])(scope, receive, send)
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            status, reason = refusal
+            await JSONResponse({"detail": reason}, status)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -65,7 +71,8 @@ class Gate:
         host = headers.get("host", "").lower()
         if not _is_served(host, self.names):
             return 400, "Host: this server has another name; tokenmerge play --host and --root-path tell it"
-        if (origin := headers.get("origin")) is not None:
+        origin = headers.get("origin")
+        if origin is not None:
             page = urlsplit(origin)
             known = page.netloc and (page.scheme, page.netloc.lower()) == (self.root.scheme, self.root.netloc)
             if not known and page.netloc.lower() != host:
@@ -86,7 +93,8 @@ class Reception:
     """Counts the connections of visitors, and answers where Gradio fails. An ASGI middleware."""
 
     def __init__(self, app: Any, visitors: Visitors) -> None:
-        self.app, self.visitors = app, visitors
+        self.app = app
+        self.visitors = visitors
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request."""
@@ -140,7 +148,7 @@ def _is_served(host: str, names: Sequence[str]) -> bool:
 
 
 def _session(scope: Any) -> str:
-    """Return the session that a connection waits for news of; empty for any other request."""
+    """Return the session that a connection waits for news of, or an empty text for any other request."""
     path = scope["path"]
     if path.startswith(_HEARTBEAT):
         return str(path.removeprefix(_HEARTBEAT))

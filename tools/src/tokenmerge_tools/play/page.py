@@ -18,6 +18,8 @@ from tokenmerge_tools.play.gate import Visitors
 from tokenmerge_tools.play.trials import Stop, StoppedError, Trial, Trials
 
 STYLE = Path(__file__).with_name("page.css")
+_MOST_SPEEDUP = 5
+_MOST_RATIO = 0.75
 _KEPT = 24  # trials in the gallery of one visitor
 _SHORTEST_ERROR = 20  # seconds that an error stays on the page
 
@@ -30,10 +32,12 @@ def build(model: str, visitors: Visitors, **machine: Any) -> Any:
     """
     import gradio as gr
 
-    drawer, first = Trials(), Form.first(model)
+    drawer = Trials()
+    first = Form.first(model)
     models = tuple(dict.fromkeys((model, *demo.NAMES)))
     with gr.Blocks(title="tokenmerge", analytics_enabled=False, fill_width=True) as page:
-        trials, stop = gr.State([]), gr.State()
+        trials = gr.State([])
+        stop = gr.State()
         gr.Markdown("# tokenmerge\nOne picture, drawn dense and merged from the same seed.")
         with gr.Row(elem_classes="columns"):
             with gr.Column(scale=2, min_width=300):
@@ -137,9 +141,9 @@ def _fields(gr: Any, models: tuple[str, ...], first: Form) -> tuple[list[Any], A
         fields.append(gr.Number(first.steps, label="Steps", precision=0, min_width=100, elem_id="steps"))
         fields.append(gr.Textbox(first.guidance, label="Guidance", placeholder="the model's", min_width=100))
     fields.append(gr.Dropdown(list(METHODS), value=first.method, label="Method", elem_id="method"))
-    fields.append(gr.Slider(1, 5, first.speedup, step=0.1, label="Speed-up (method auto)"))
+    fields.append(gr.Slider(1, _MOST_SPEEDUP, first.speedup, step=0.1, label="Speed-up (method auto)"))
     fields.append(
-        gr.Slider(0, 0.75, first.ratio, step=0.05, label="Ratio of tokens that merge (other methods)")
+        gr.Slider(0, _MOST_RATIO, first.ratio, step=0.05, label="Ratio of tokens that merge (other methods)")
     )
     with gr.Row():
         draw = gr.Button("Draw", variant="primary", elem_id="draw", min_width=100)

@@ -64,7 +64,8 @@ def serve(
         # Around Gradio's own middleware, which answers other pages that ask what they may send.
         reception = Middleware(Reception, visitors=visitors)
         app: Any = App(default_response_class=ORJSONResponse, middleware=[reception])
-        inner, names = app.build_middleware_stack, served_names(host, root_path)
+        inner = app.build_middleware_stack
+        names = served_names(host, root_path)
         app.build_middleware_stack = lambda: Gate(inner(), names, root_path)
         page = build(visitors)
         try:

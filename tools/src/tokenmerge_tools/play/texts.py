@@ -15,6 +15,8 @@ from tokenmerge_tools.play.trials import Trial
 # The hint before the first trial.
 NOTHING_YET = '<p class="hint">Press Draw. The picture is drawn dense and merged from the same seed.</p>'
 _LEAST_SPEEDUP = 1.05  # one call of each does not show a smaller one
+_ASKED_INSTEAD = 1.5  # the speed-up that the command asks for after a trial that was hardly faster
+_PARTS = 20  # a speed-up is rounded down to this fraction of 1
 
 
 def closeness(trial: Trial) -> str:
@@ -86,7 +88,10 @@ def tune_command(trial: Trial) -> str:
     If merging was hardly faster in it, the command asks for a speed-up of 1.5.
     """
     options = trial.options
-    speedup = math.floor(trial.speedup * 20) / 20 if trial.speedup >= _LEAST_SPEEDUP else 1.5
+    if trial.speedup >= _LEAST_SPEEDUP:
+        speedup = math.floor(trial.speedup * _PARTS) / _PARTS
+    else:
+        speedup = _ASKED_INSTEAD
     words = ["tokenmerge", "tune", "--model", options.model, "--speedup", f"{speedup:g}"]
     if options.model not in demo.NAMES:
         words += ["--prompts", "prompts.txt"]
@@ -96,6 +101,7 @@ def tune_command(trial: Trial) -> str:
     if options.guidance is not None:
         words += ["--guidance", f"{options.guidance:g}"]
     for name in ("dtype", "device"):
-        if (value := getattr(options, name)) != getattr(GenerateOptions, name):
+        value = getattr(options, name)
+        if value != getattr(GenerateOptions, name):
             words += [f"--{name}", value]
     return shlex.join([*words, "--out", "outputs/tuned.json"])

@@ -79,7 +79,9 @@ class Stop:
 
     def __init__(self, present: Callable[[], bool] = lambda: True) -> None:
         self.asked = False
-        self._present, self._came, self._began = present, False, time.monotonic()
+        self._present = present
+        self._came = False
+        self._began = time.monotonic()
 
     def check(self) -> None:
         """Raise a StoppedError if a stop was asked for, or the visitor is not there."""
@@ -147,7 +149,8 @@ def _draw(pipe: DiffusionPipeline, options: GenerateOptions, on_progress: OnProg
         with patch.record() as plans, _warnings() as of_drawing:
             merged = draw("merged")
         summary = str(patch)
-    (dense_picture,), (picture,) = dense.pictures, merged.pictures
+    (dense_picture,) = dense.pictures
+    (picture,) = merged.pictures
     labels, groups_text = merged_groups(plans, 0, 1)
     return Trial(
         options=prepared.options,

@@ -66,7 +66,8 @@ class ResultsFile(Generic[R]):
         try:
             rest = memoryview(line)
             while rest:
-                rest = rest[self._file.write(rest) or 0 :]
+                written = self._file.write(rest) or 0
+                rest = rest[written:]
             os.fsync(self._file.fileno())
         except OSError as error:
             # If this fails too, the next run moves the incomplete line away.
@@ -173,7 +174,8 @@ def read_results(paths: Sequence[Path]) -> Results:
     samples: dict[tuple[Path, str], Sample] = {}
     notes: list[str] = []
     for file in _files(paths):
-        folder, tuned = file.parent, 0
+        folder = file.parent
+        tuned = 0
         kinds = (CellRecord, QualityRecord, SampleRecord, TuneRecord)
         for record in read_records(file, *kinds, notes=notes, only=True):
             if isinstance(record, TuneRecord):
@@ -251,7 +253,7 @@ def read_lines(path: Path, notes: list[str] | None = None) -> Iterator[tuple[int
 def _torn_end(text: bytes) -> bytes:
     """Return the last line if writing was interrupted: part of an object, or zero bytes of a lost block."""
     last = text[text.rstrip(b"\n").rfind(b"\n") + 1 :]
-    if last[:1] not in (b"{", b"\0"):
+    if not last.startswith((b"{", b"\0")):
         return b""
     try:
         return b"" if isinstance(json.loads(last), dict) else last
@@ -266,7 +268,7 @@ def _torn_note(path: Path, what_was_done: str) -> str:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the object in a line; None if it has none, or one that cannot be written again."""
+    """Return the object in a line, or None if it has none, or one that cannot be written again."""
     try:
         values = json.loads(line)
         if b"\\ud" in line.lower():  # half of a character

@@ -59,7 +59,8 @@ class Record:
         own = {field.name: field for field in dataclasses.fields(cls)}
         nothing = {dataclasses.MISSING}
         needed = [name for name, one in own.items() if {one.default, one.default_factory} == nothing]
-        if missing := [name for name in needed if name not in values]:
+        missing = [name for name in needed if name not in values]
+        if missing:
             raise ConfigError(f"not a {cls.KIND} record: {', '.join(missing)} missing")
         try:
             return cls(**cls._parse({name: values[name] for name in own if name in values}))
@@ -106,12 +107,12 @@ class CellRecord(Record):
 
     @property
     def median(self) -> float | None:
-        """Median seconds of a call; None if it was not timed."""
+        """Median seconds of a call, or None if it was not timed."""
         return statistics.median(self.seconds) if self.seconds else None
 
     @property
     def iqr(self) -> tuple[float, float] | None:
-        """First and third quartile of the seconds; None if it was not timed."""
+        """First and third quartile of the seconds, or None if it was not timed."""
         if len(self.seconds) < 2:
             return (self.seconds[0], self.seconds[0]) if self.seconds else None
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -119,7 +120,7 @@ class CellRecord(Record):
 
     @property
     def speedup(self) -> float | None:
-        """t_dense / t, where dense has fused attention and ran in the same rounds; None if not timed."""
+        """t_dense / t, or None if it was not timed. Dense has fused attention and ran in the same rounds."""
         return self._over("dense")
 
     @property
@@ -161,7 +162,7 @@ class QualityRecord(_OfVariant):
     """Quality metrics of one variant, such as its closeness to dense, over many pictures.
 
     ``figures`` has the value of each metric, ``measured_with`` its network and reference pictures, if any.
-    The category is that of the prompts; None: all prompts. ``conditions`` are everything else that the
+    The category is that of the prompts, or None for all prompts. ``conditions`` are everything else that the
     pictures depend on, and its ``steps`` are those of dense; ``steps_used`` are those of ``"fewer-steps"``.
     The speed-up is t_dense / t of a picture, median and quartiles. ``errors`` has the standard errors of the
     figures, and ``cost`` what is known of the median seconds, the ``peak_bytes`` and the ``counted`` speed-up
@@ -298,13 +299,16 @@ def fewest_tokens_of(values: Mapping[str, Any]) -> tuple[FewestTokens, ...]:
 def metric_names(records: Sequence[QualityRecord]) -> list[str]:
     """Name all metrics, in the order of the record with the most. Dense has fewer than the others."""
     ordered = sorted(records, key=lambda record: -len(record.figures))
-    return list(dict.fromkeys(name for record in ordered for name in record.figures))
+    names: dict[str, None] = {}
+    for record in ordered:
+        names |= dict.fromkeys(record.figures)
+    return list(names)
 
 
 def cell_of_pictures(
     label: str, conditions: Mapping[str, Any], cells: Iterable[CellRecord]
 ) -> CellRecord | None:
-    """Find the cell that timed a variant under the conditions of its pictures; None if there is none.
+    """Find the cell that timed a variant under the conditions of its pictures, or return None.
 
     If several cells fit, a whole pipeline is preferred, then the smaller batch, then the newer cell. A
     condition that is missing matches any value. ``device`` is only the type of the device.
@@ -359,7 +363,8 @@ def _short(value: object) -> str:
 
 def _times(seconds: Iterable[Any]) -> tuple[float, ...]:
     times = tuple(map(float, seconds))
-    if wrong := [time for time in times if not (isfinite(time) and time > 0)]:
+    wrong = [time for time in times if not (isfinite(time) and time > 0)]
+    if wrong:
         raise ConfigError(f"seconds: expected times above 0, got {wrong[0]}; remove that line")
     return times
 
@@ -372,12 +377,10 @@ def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     >>> with_new_names({"ratio": 0.5, "reuse_every": 2})
     {'ratio': 0.5, 'reuse.every': 2}
     """
-    return {
-        NEW_NAMES.get(name, name): words_with_new_names(value)
-        if name == "as" and isinstance(value, str)
-        else value
-        for name, value in settings.items()
-    }
+    renamed = {NEW_NAMES.get(name, name): value for name, value in settings.items()}
+    if isinstance(renamed.get("as"), str):
+        renamed["as"] = words_with_new_names(renamed["as"])
+    return renamed
 
 
 def words_with_new_names(label: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -51,12 +51,14 @@ def charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> lis
 
     They only use cells with fused attention, so that its gain is not credited to merging.
     """
-    timed, found = _timed(cells), []
+    timed = _timed(cells)
+    found = []
     for records in _sets_of_pictures(quality):
-        first, *_ = metrics = metric_names(records)
+        metrics = metric_names(records)
+        first = metrics[0]
         for metric in metrics:
             lines = tuple(_lines_of_methods(records, metric, timed))
-            closeness = [x for line in lines for x, _ in line.points]
+            closeness = [x for x, _ in _points_of(lines)]
             varies = len(closeness) == 1 or len(set(closeness)) > 1
             if lines and (metric == first or varies):
                 with_dense = any(line.name == DENSE for line in lines)
@@ -67,6 +69,11 @@ def charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> lis
                     Chart(title, f"{metric.upper()}, {closer} is better", _SPEEDUP, lines, level, metric)
                 )
     return found
+
+
+def _points_of(lines: Iterable[Line]) -> Iterator[tuple[float, float]]:
+    for line in lines:
+        yield from line.points
 
 
 def _lines_of_methods(
@@ -93,7 +100,7 @@ def _lines_of_methods(
 
 
 def _speedup(record: QualityRecord, cells: Sequence[CellRecord]) -> float | None:
-    """Return the speed-up of a variant at the number of steps of its pictures; None if it is unknown."""
+    """Return the speed-up of a variant at the number of steps of its pictures, or None if it is unknown."""
     cell = cell_of_pictures(record.label, record.drawn_with, cells)
     if cell is None or cell.speedup is None:
         return record.speedup
@@ -104,7 +111,8 @@ def _speedup(record: QualityRecord, cells: Sequence[CellRecord]) -> float | None
 
 def notes_on_charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> list[str]:
     """Note which variants are in no chart, as they were not timed."""
-    timed, notes = _timed(cells), []
+    timed = _timed(cells)
+    notes = []
     for records in _sets_of_pictures(quality):
         untimed = [one.label for one in records if one.variant != DENSE and _speedup(one, timed) is None]
         if untimed:

@@ -70,7 +70,8 @@ def content_of(results: Results) -> Content:
 
 def _readable(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
     """Select the pairs with two readable pictures, and make one note about all others."""
-    found, lost = [], []
+    found = []
+    lost = []
     for sample in samples:
         try:
             for path in (sample.dense, sample.image):
@@ -148,10 +149,10 @@ def as_html(content: Content) -> str:
         ("measured", "Measured", content.measured),
         ("quality", "Closeness to dense", content.quality),
     )
-    prices = [
-        (table, [(c.title, a) for c, a in drawn if c.title == AGAINST_CLOSENESS + table.title])
-        for table in content.prices
-    ]
+    prices = []
+    for table in content.prices:
+        title = AGAINST_CLOSENESS + table.title
+        prices.append((table, [(chart.title, address) for chart, address in drawn if chart.title == title]))
     return environment.from_string(text).render(
         title=TITLE,
         fastest=content.fastest,
@@ -167,10 +168,10 @@ def _shared_notes(tables: Sequence[Table]) -> tuple[list[str], list[Table]]:
     """Return notes that all tables of a section have, and the tables without them."""
     first, *others = tables
     shared = [note for note in first.notes if others and all(note in table.notes for table in others)]
-    kept = [
-        dataclasses.replace(table, notes=tuple(note for note in table.notes if note not in shared))
-        for table in tables
-    ]
+    kept = []
+    for table in tables:
+        own = tuple(note for note in table.notes if note not in shared)
+        kept.append(dataclasses.replace(table, notes=own))
     return shared, kept
 
 

@@ -18,11 +18,12 @@ COLOURS = (
 )
 _MARKERS = "osD^vPX"
 _FEWER_STEPS = "fewer-steps"
+_NORMAL = 9.5  # points
 _STYLE: Any = {
     "svg.hashsalt": "tokenmerge",
     "svg.fonttype": "none",  # text stays text: a quarter of the size, and searchable
-    "font.size": 9.5,
-    "axes.titlesize": 9.5,
+    "font.size": _NORMAL,
+    "axes.titlesize": _NORMAL,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -30,10 +31,17 @@ _STYLE: Any = {
 }
 # Inches: the width, and the height without title and legend, which take as many lines as they need.
 _WIDTH, _HEIGHT = 6.4, 3.5
-_TITLE_WIDTH, _NAME_WIDTH = 75, 36  # characters per line
-_ROOM = 0.08
+_POINTS_PER_INCH = 72
+# Characters per line.
+_TITLE_WIDTH = 75
+_NAME_WIDTH = 36
+_ROOM = 0.08  # between the points and the axes, as a fraction of an axis
 _SMALL = 8.0  # points
-_LINE_HEIGHT = 1.45 * _SMALL / 72
+_LINE_HEIGHT = 1.45 * _SMALL / _POINTS_PER_INCH
+_CHARACTER_WIDTH = 0.65  # of the font size; characters are narrower on average
+_BEFORE_NAME = 5  # characters that the line before a name in the legend takes
+_MOST_COLUMNS = 4
+_MARKER_SIZE = 4.5  # points
 # Places of a label beside its data point: offsets in points, and alignments. The first free place is taken.
 _PLACES = (
     *((4, 4, "left", "bottom"), (4, -4, "left", "top"), (-4, 4, "right", "bottom"), (-4, -4, "right", "top")),
@@ -85,8 +93,8 @@ def figure_of(chart: Chart) -> Any:
 
 def _legend_columns(names: Sequence[str]) -> int:
     longest = max((min(len(name), _NAME_WIDTH) for name in names), default=1)
-    # Characters are narrower than 0.65 of the font size on average. The line before a name takes 5 of them.
-    return max(1, min(4, int(_WIDTH * 72 / (0.65 * _SMALL * (longest + 5)))))
+    column = _CHARACTER_WIDTH * _SMALL * (longest + _BEFORE_NAME)
+    return max(1, min(_MOST_COLUMNS, int(_WIDTH * _POINTS_PER_INCH / column)))
 
 
 def _in_legend(name: str) -> str:
@@ -103,7 +111,7 @@ def _fill(axes: Any, chart: Chart) -> None:
             color=_FIXED.get(line.name) or next(colours),
             marker=_MARKERS[number % len(_MARKERS)],
             linestyle=":" if line.name == _FEWER_STEPS else "-",
-            markersize=4.5,
+            markersize=_MARKER_SIZE,
         )
     if chart.level is not None:
         name, y = chart.level
@@ -120,9 +128,11 @@ def _label_points(axes: Any, chart: Chart) -> None:
 
     figure = axes.figure
     renderer = FigureCanvasAgg(figure).get_renderer()
-    size = 3 * figure.dpi / 72  # half a marker, with some room
-    points = [axes.transData.transform(point) for line in chart.lines for point in line.points]
-    taken = [Bbox.from_extents(x - size, y - size, x + size, y + size) for x, y in points]
+    size = 3 * figure.dpi / _POINTS_PER_INCH  # half a marker, with some room
+    taken = []
+    for line in chart.lines:
+        for x, y in map(axes.transData.transform, line.points):
+            taken.append(Bbox.from_extents(x - size, y - size, x + size, y + size))
     for line in chart.lines:
         for point, label in zip(line.points, line.labels, strict=False):
             for dx, dy, horizontal, vertical in _PLACES if label else ():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart
@@ -26,26 +25,30 @@ def price_tables(charts: Iterable[Chart]) -> list[Table]:
 
 
 def fastest_table(charts: Iterable[Chart]) -> Table | None:
-    """Make a table of the fastest variant at each PSNR, for each set of pictures; None if none has a PSNR."""
+    """Make a table of the fastest variant at each PSNR, for each set of pictures.
+
+    The result is None if no picture has a PSNR.
+    """
     known = {}
     for title, members in _by_pictures(charts).items():
         speeds, figures = _points(members)
-        if points := [(speeds[point], one["psnr"], point) for point, one in figures.items() if "psnr" in one]:
+        points = [(speeds[point], one["psnr"], point) for point, one in figures.items() if "psnr" in one]
+        if points:
             known[title] = points
     if not known:
         return None
     shared, names = _shared_parts(list(known))
-    rows = tuple(
-        TableRow((name, *(_fastest(points, closeness) for closeness in _CLOSENESS)))
-        for name, points in zip(names, known.values(), strict=True)
-    )
+    rows = []
+    for name, points in zip(names, known.values(), strict=True):
+        fastest = [_fastest(points, closeness) for closeness in _CLOSENESS]
+        rows.append(TableRow((name, *fastest)))
     header = ("pictures", *(f"PSNR ≥ {closeness:g} dB" for closeness in _CLOSENESS))
     notes = (
         "each cell: the fastest variant with at least this mean PSNR to the dense pictures, its speed-up and "
         "its PSNR; fewer-steps is the dense model with this number of steps",
         *([f"all pictures: {', '.join(shared)}"] if shared else []),
     )
-    return Table("Fastest variant by closeness", header, rows, notes, words=len(header))
+    return Table("Fastest variant by closeness", header, tuple(rows), notes, words=len(header))
 
 
 def _by_pictures(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
@@ -96,18 +99,16 @@ def _table(title: str, charts: Sequence[Chart]) -> Table:
     known = {
         point: (speeds[point], sign * found[first]) for point, found in figures.items() if first in found
     }
-    rows = tuple(
-        TableRow(
-            (*point, times(speeds[point]), *(_figure(figures[point].get(metric)) for metric in metrics)),
-            best=point in known
-            and speeds[point] > FASTER
-            and not any(map(partial(_beats, known[point]), known.values())),
-        )
-        for point in sorted(figures, key=lambda point: -speeds[point])
-    )
+    rows = []
+    for point in sorted(figures, key=lambda point: -speeds[point]):
+        of_metrics = [_figure(figures[point].get(metric)) for metric in metrics]
+        best = point in known and speeds[point] > FASTER
+        if best and any(_beats(known[point], other) for other in known.values()):
+            best = False
+        rows.append(TableRow((*point, times(speeds[point]), *of_metrics), best=best))
     arrows = tuple(f"{metric} {'↓' if metric in LOWER_IS_CLOSER else '↑'}" for metric in metrics)
     notes = (f"marked rows: faster than dense, and no other row is both faster and closer in {first}",)
-    return Table(title, ("method", "setting", "speed-up", *arrows), rows, notes, words=1)
+    return Table(title, ("method", "setting", "speed-up", *arrows), tuple(rows), notes, words=1)
 
 
 def _beats(point: tuple[float, float], other: tuple[float, float]) -> bool:

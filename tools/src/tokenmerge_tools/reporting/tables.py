@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, TypeVar
 
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER, CellRecord, QualityRecord, key_of, metric_names
@@ -90,12 +90,12 @@ def sampling_name(conditions: Mapping[str, Any]) -> str:
 def _measured(cells: Sequence[CellRecord]) -> Table:
     methods = [cell.speedup for cell in cells if cell.speedup and cell.conditions["variant"] not in BASELINES]
     fastest = max(methods, default=0.0)
-    rows = tuple(
-        TableRow(_figures(cell), best=fastest > FASTER and cell.speedup == fastest)
-        for cell in sorted(cells, key=_rank)
-    )
+    rows = []
+    for cell in sorted(cells, key=_rank):
+        rows.append(TableRow(_figures(cell), best=fastest > FASTER and cell.speedup == fastest))
     notes = [f"{what_of(cell)}: {cell.message}" for cell in cells if cell.status != "ok"]
-    notes += once((note for cell in cells for note in _notes(cell)), [cell.label for cell in cells])
+    of_cells = chain.from_iterable(map(_notes, cells))
+    notes += once(of_cells, [cell.label for cell in cells])
     meanings = dict.fromkeys(cell.facts.get("peak_memory") for cell in cells if cell.peak_bytes is not None)
     notes += [f"peak GiB: {meaning}" for meaning in meanings if meaning]
     if fastest > FASTER:
@@ -110,7 +110,7 @@ def _measured(cells: Sequence[CellRecord]) -> Table:
     title = f"{call_name(conditions)}, {conditions['device_name']}"
     if conditions["device"] == "cpu":
         title += f", {conditions['threads']} thread{'s' if conditions['threads'] > 1 else ''}"
-    return Table(title, header, rows, tuple(notes), words=2)
+    return Table(title, header, tuple(rows), tuple(notes), words=2)
 
 
 def once(notes: Iterable[str], labels: Sequence[str]) -> list[str]:
@@ -138,7 +138,8 @@ def _notes(cell: CellRecord) -> list[str]:
 def _rank(cell: CellRecord) -> tuple[Any, ...]:
     conditions = cell.conditions
     order = {"dense": 0, "oracle": 8, "fewer-steps": 9}
-    settings, attention = conditions["settings"], conditions["attention"]
+    settings = conditions["settings"]
+    attention = conditions["attention"]
     known = list(_ATTENTION)
     return (
         conditions["compile"],
@@ -152,7 +153,8 @@ def _rank(cell: CellRecord) -> tuple[Any, ...]:
 
 def _figures(cell: CellRecord) -> tuple[str, ...]:
     compiled = ", compiled" if cell.conditions["compile"] else ""
-    names = (cell.label, attention_name(cell.conditions["attention"]).removesuffix(" attention") + compiled)
+    attention = cell.conditions["attention"]
+    names = (cell.label, _ATTENTION.get(attention, attention) + compiled)
     if cell.median is None or cell.iqr is None:
         said = {"oom": "OOM", "unavailable": "not available", "error": "failed"}[cell.status]
         return (*names, said, "", "", "", "", "", "")
@@ -216,6 +218,7 @@ _COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "seconds": ("seconds", lambda seconds: f"{seconds:.3g}"),
     "peak_bytes": ("peak GiB", lambda size: f"{size / 2**30:.2f}"),
 }
+_ROUNDING = 1e-6  # of the SSIM of equal pictures
 _SPEEDUP = "speed-up: t_dense / t per picture, median and quartiles"
 
 
@@ -228,11 +231,13 @@ def where_drawn(record: QualityRecord) -> tuple[str, int, int, str]:
 def quality_name(record: QualityRecord) -> str:
     """Return the title of the record's table."""
     parts = [record.model, f"{record.width} × {record.height}"]
-    if (frames := record.conditions.get("frames")) is not None:
+    frames = record.conditions.get("frames")
+    if frames is not None:
         parts.append(f"{frames} frames")
     if set(_SHARED) <= set(record.conditions):
         c = record.conditions
-        count, seeds = c["prompts"]["count"], c["seeds"]
+        count = c["prompts"]["count"]
+        seeds = c["seeds"]
         parts += [
             sampling_name(c),
             f"{c['dtype']} on {c['device']}",
@@ -245,10 +250,10 @@ def quality_name(record: QualityRecord) -> str:
 
 def quality_tables(records: Sequence[QualityRecord]) -> list[Table]:
     """Make one table for each set of pictures, with a row for each variant and category."""
-    return [
-        _table([record for record in records if where_drawn(record) == where])
-        for where in dict.fromkeys(map(where_drawn, records))
-    ]
+    by_place: dict[tuple[str, int, int, str], list[QualityRecord]] = {}
+    for record in records:
+        by_place.setdefault(where_drawn(record), []).append(record)
+    return list(map(_table, by_place.values()))
 
 
 def _table(records: Sequence[QualityRecord]) -> Table:
@@ -266,19 +271,28 @@ def _table(records: Sequence[QualityRecord]) -> Table:
         return TableRow((record.label, *category, str(record.images), *speedup, *cost, *figures))
 
     names = [_COSTS[name][0] for name in costs]
-    header = ("variant", *["category"] * by_category, "pictures", *["speed-up"] * timed, *names, *arrows)
-    notes = [
-        "↑ higher, ↓ lower is better; psnr in dB",
-        *[_SPEEDUP] * timed,
-        *[_COUNTED] * ("counted" in costs),
-        *[_ERRORS] * any(record.errors for record in records),
-        *[_GLYPHS] * ("glyphs" in metrics),
-        *[_MOTION] * ("motion" in metrics),
-    ]
-    notes += once((note for record in records for note in record.notes), [r.label for r in records])
-    return Table(
-        quality_name(records[0]), header, tuple(map(row, records)), tuple(notes), words=1 + by_category
-    )
+    words = ["variant"]
+    if by_category:
+        words.append("category")
+    header = [*words, "pictures"]
+    if timed:
+        header.append("speed-up")
+    header += [*names, *arrows]
+    notes = ["↑ higher, ↓ lower is better; psnr in dB"]
+    if timed:
+        notes.append(_SPEEDUP)
+    if "counted" in costs:
+        notes.append(_COUNTED)
+    if any(record.errors for record in records):
+        notes.append(_ERRORS)
+    if "glyphs" in metrics:
+        notes.append(_GLYPHS)
+    if "motion" in metrics:
+        notes.append(_MOTION)
+    of_records = chain.from_iterable(record.notes for record in records)
+    notes += once(of_records, [record.label for record in records])
+    rows = tuple(map(row, records))
+    return Table(quality_name(records[0]), tuple(header), rows, tuple(notes), words=len(words))
 
 
 def _speedup(record: QualityRecord) -> str:
@@ -290,7 +304,8 @@ def _speedup(record: QualityRecord) -> str:
 
 def _figure(record: QualityRecord, name: str) -> str:
     # If all pictures equal dense, their PSNR is infinite and not recorded. Their SSIM is 1 up to rounding.
-    if name == "psnr" and name not in record.figures and record.figures.get("ssim", 0) > 1 - 1e-6:
+    equal = record.figures.get("ssim", 0) > 1 - _ROUNDING
+    if name == "psnr" and name not in record.figures and equal:
         return "identical"
     if name not in record.figures:
         return ""

@@ -12,10 +12,14 @@ from tokenmerge.plans.generation import plan_generation
 from tokenmerge.report.notes import signs_of
 
 # What a step runs: everything, what step reuse never skips and a UNet's finest level, or not even that.
-COMPLETE, FINEST, LEAST = "M", "f", "·"
+COMPLETE = "M"
+FINEST = "f"
+LEAST = "·"
 _SIGNS = LEAST + FINEST + COMPLETE
 _RATIO_STEPS = (-0.1, -0.05, 0.05, 0.1)
 _LEAST_RATIO, _MOST_RATIO = 0.1, 0.75
+_NEAR = 3  # steps; two steps that swap are most often no farther apart
+_SHARE_OF_NEAR = 0.7  # of the swaps
 _DIGITS = 5  # of a place
 _TRIES = 200  # changes that are tried for one plan
 
@@ -26,8 +30,8 @@ class SearchedPlan:
 
     Attributes:
         merging: the settings of token merging, without step reuse.
-        runs: a sign for each step: ``M`` runs everything, ``f`` no deep stages or blocks, and ``·`` in a UNet
-            its finest level neither. In other models, ``·`` is the same as ``f``.
+        runs: a sign for each step. ``M`` runs everything, and ``f`` runs no deep stages or blocks. ``·`` does
+            not run a UNet's finest level either. In other models, ``·`` is the same as ``f``.
     """
 
     merging: ToMeConfig
@@ -39,8 +43,15 @@ class SearchedPlan:
         found = config.reuse.steps_of(steps)
         complete = found.full if config.reuse.on else range(steps)
         finest = found.shallow if config.reuse.skips_finest else range(steps)
-        runs = (COMPLETE if i in complete else FINEST if i in finest else LEAST for i in range(steps))
-        return cls(dataclasses.replace(config, reuse=StepReuse()), "".join(runs))
+        runs = ""
+        for i in range(steps):
+            if i in complete:
+                runs += COMPLETE
+            elif i in finest:
+                runs += FINEST
+            else:
+                runs += LEAST
+        return cls(dataclasses.replace(config, reuse=StepReuse()), runs)
 
     @property
     def config(self) -> ToMeConfig:
@@ -53,13 +64,17 @@ class SearchedPlan:
     @property
     def name(self) -> str:
         """A short name, such as ``"MMfMfMfM ratio 0.5"``, with the signs of a patch that is printed."""
-        merging, plan = self.merging, plan_generation(self.config, len(self.runs))
+        merging = self.merging
+        plan = plan_generation(self.config, len(self.runs))
         signs = signs_of(plan, merges=merging.ratio > 0, is_unet=True)
         complete = (sign if own == COMPLETE else own for own, sign in zip(self.runs, signs, strict=True))
         words = ["".join(complete)]
         if merging.ratio:
-            words += [f"ratio {merging.ratio:g}"] + ["whole blocks"] * (merging.scope == "block")
-            words += [f"corrected every {merging.correction.every}"] * merging.correction.on
+            words.append(f"ratio {merging.ratio:g}")
+            if merging.scope == "block":
+                words.append("whole blocks")
+            if merging.correction.on:
+                words.append(f"corrected every {merging.correction.every}")
         return " ".join(words)
 
     def _places(self, sign: str) -> tuple[float, ...]:
@@ -98,8 +113,11 @@ def neighbours(plan: SearchedPlan, budget: Budget, random: Random) -> Iterator[S
     Two steps swap what they run; a step runs more, and others less; or the ratio changes, and steps run less
     or more as the speed-up demands. The first step runs everything.
     """
+    kinds = ["swap", "swap", "trade"]
+    if plan.merging.ratio > 0:
+        kinds.append("ratio")
     for _ in range(_TRIES):
-        kind = random.choice(["swap", "swap", "trade"] + ["ratio"] * (plan.merging.ratio > 0))
+        kind = random.choice(kinds)
         if kind == "swap":
             changed = _swapped(plan, random)
         elif kind == "trade":
@@ -118,22 +136,23 @@ def _swapped(plan: SearchedPlan, random: Random) -> SearchedPlan | None:
     """Swap what two steps run; most often they are near each other."""
     steps = len(plan.runs)
     first = random.randrange(1, steps)
-    near = [i for i in range(max(1, first - 3), min(steps, first + 4)) if plan.runs[i] != plan.runs[first]]
     far = [i for i in range(1, steps) if plan.runs[i] != plan.runs[first]]
+    near = [i for i in far if abs(i - first) <= _NEAR]
     if not far:
         return None
-    second = random.choice(near if near and random.random() < 0.7 else far)
+    second = random.choice(near if near and random.random() < _SHARE_OF_NEAR else far)
     runs = list(plan.runs)
     runs[first], runs[second] = runs[second], runs[first]
     return dataclasses.replace(plan, runs="".join(runs))
 
 
 def _shifted(plan: SearchedPlan, random: Random, by: int) -> SearchedPlan | None:
-    """Let a step that is drawn at random run more (1) or less (−1); None: none can."""
+    """Let a step that is drawn at random run more (1) or less (−1), or return None if none can."""
     kinds = "".join(sign for sign in _SIGNS if sign in plan.runs)
     if by < 0 and len(kinds) == 1:
         kinds = _SIGNS[_SIGNS.index(kinds[0]) - 1] + kinds[0]
-    able = [i for i in range(1, len(plan.runs)) if plan.runs[i] != kinds[-1 if by > 0 else 0]]
+    last = kinds[-1] if by > 0 else kinds[0]
+    able = [i for i in range(1, len(plan.runs)) if plan.runs[i] != last]
     if not able:
         return None
     step = random.choice(able)
@@ -149,6 +168,8 @@ def _fitted(plan: SearchedPlan, budget: Budget, random: Random) -> SearchedPlan 
         if less is None:
             return None
         plan = less
-    while (more := _shifted(plan, random, 1)) is not None and budget.allows(more):
+    while True:
+        more = _shifted(plan, random, 1)
+        if more is None or not budget.allows(more):
+            return plan
         plan = more
-    return plan

@@ -16,15 +16,14 @@ from tokenmerge_tools.tune.runner import Search
 def write_result(search: Search) -> None:
     """Write the file with the plan."""
     saved = SavedSettings(search.chosen.config, search.found_for, search.options.speedup)
-    rows = {
-        name: {
+    rows = {}
+    for name, one in estimates(search.looks).items():
+        rows[name] = {
             "prompts": one.looks,
             "speedup": one.speedup,
             search.options.metric_name: one.value,
             "error": None if math.isinf(one.error) else one.error,
         }
-        for name, one in estimates(search.looks).items()
-    }
     found = search.gain
     measured = {
         "plan": search.chosen.name,
@@ -40,7 +39,8 @@ def write_result(search: Search) -> None:
 
 def verdict(search: Search) -> str:
     """Return what was found, as sentences."""
-    wanted, metric = f"speedup={search.options.speedup:g}", search.options.metric_name
+    wanted = f"speedup={search.options.speedup:g}"
+    metric = search.options.metric_name
     said = []
     if not search.reaches:
         said.append(f"{wanted} cannot be reached here: at most {times(search.counted[0])}, by operations.")
@@ -60,9 +60,11 @@ def verdict(search: Search) -> str:
     if found is None:
         ahead = "is ahead in the search, and was not checked on other prompts"
     else:
-        size = f"{found[0]:+.2g}" + ("" if math.isinf(found[1]) else f" ± {found[1]:.2g}")
+        lead, error = found
+        size = f"{lead:+.2g}" if math.isinf(error) else f"{lead:+.2g} ± {error:.2g}"
         looks = estimates(search.looks)[search.best.name].looks
-        ahead = f"is ahead by {size} ({metric}) on {looks} other prompt{'s' * (looks > 1)}"
+        prompts = "prompt" if looks == 1 else "prompts"
+        ahead = f"is ahead by {size} ({metric}) on {looks} other {prompts}"
         if search.chosen != search.best:
             ahead += ", which is no gain; the file has the plan of the default method"
         elif looks == 1:
@@ -73,7 +75,8 @@ def verdict(search: Search) -> str:
 
 def tuned_table(search: Search) -> Table:
     """Make a table of the best plan, the rule's, and what was drawn for comparison."""
-    found, metric = estimates(search.looks), search.options.metric_name
+    found = estimates(search.looks)
+    metric = search.options.metric_name
     counted = dict(zip((search.rule.name, search.best.name), search.counted, strict=True))
     steps = search.options.steps
     fewer = {label: steps / spec.steps(steps) for label, spec in search.variants().items()}

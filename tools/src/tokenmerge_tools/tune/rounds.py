@@ -69,14 +69,12 @@ def estimates(looks: Iterable[Look]) -> dict[str, Estimate]:
     by_name: dict[str, list[Look]] = {}
     for look in looks:
         by_name.setdefault(look.name, []).append(look)
-    return {
-        name: Estimate(
-            len(own),
-            median(look.dense_seconds / look.seconds for look in own),
-            *mean_and_error([look.value for look in own]),
-        )
-        for name, own in by_name.items()
-    }
+    found = {}
+    for name, own in by_name.items():
+        speedup = median(look.dense_seconds / look.seconds for look in own)
+        mean, error = mean_and_error([look.value for look in own])
+        found[name] = Estimate(len(own), speedup, mean, error)
+    return found
 
 
 def gain(looks: Iterable[Look], best: str, rule: str, metric: str) -> tuple[float, float] | None:
@@ -99,7 +97,10 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     >>> mean_and_error([1.0]), mean_and_error([1.0, 3.0])
     ((1.0, inf), (2.0, 1.0))
     """
-    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    mean = fmean(values)
+    if len(values) == 1:
+        return mean, math.inf
+    return mean, stdev(values) / math.sqrt(len(values))
 
 
 def look_of(record: TuneRecord, metric: str) -> Look:
@@ -125,7 +126,9 @@ class Rounds:
     def __init__(
         self, options: TuneOptions, evaluation: Evaluation, metrics: Metrics, device: torch.device
     ) -> None:
-        self.steps, self.evaluation, self.metrics = options.steps, evaluation, metrics
+        self.steps = options.steps
+        self.evaluation = evaluation
+        self.metrics = metrics
         drawing = options.evaluation().drawing(evaluation.prompts[0])
         self.pipe = load_pipeline_for(drawing, evaluation.source, evaluation.dtype, device)
         width, height = check_size(evaluation.size, latent_scale(self.pipe))
@@ -142,7 +145,10 @@ class Rounds:
         return self._dense[item]
 
     def snr(self, item: int, config: ToMeConfig) -> float:
-        """Return how close the final latents are to the dense ones, in dB; a CannotRunError if they fail."""
+        """Return how close the final latents are to the dense ones, in dB.
+
+        A plan that fails raises a CannotRunError.
+        """
         dense = self.dense(item)
         try:
             found = snr(self._latents(item, config), dense)
@@ -176,7 +182,8 @@ class Rounds:
         ``configs`` has the settings of those that have some. ``on_failure`` gets the name and the reason of a
         variant that cannot run.
         """
-        began, call = time.perf_counter(), self._call(item)
+        began = time.perf_counter()
+        call = self._call(item)
         with Studio(self.pipe) as studio:
             dense = self._timed(studio, DENSE, call)
             self._write(Variant(DENSE), item, dense)
@@ -207,7 +214,8 @@ class Rounds:
         write_atomically(path, drawing.pictures[0].save, advice=CONTINUES)
 
     def _measure(self, item: int, pictures: list[Image], dense: list[Image]) -> dict[str, float]:
-        prompts, found = [self.evaluation.items[item].prompt], {}
+        prompts = [self.evaluation.items[item].prompt]
+        found = {}
         for metric in self.metrics.of_pictures:
             value = float(metric.measure(pictures, dense, prompts)[0])
             found[metric.name] = min(value, _EQUAL) if metric.name == "psnr" else value

@@ -80,8 +80,8 @@ class Search:
 
     ``rule`` is the plan of the default method, ``best`` the plan that is closest in the search. ``snr`` has
     the closeness in dB of the final latents, by plan and item, and ``looks`` the timed pictures of the check.
-    ``was_search``: there was time to look beyond the plans that a search begins with, and ``enough`` are the
-    seconds in which a search is worth its while here. ``complete``: it ended by itself.
+    ``was_search`` says whether there was time to look beyond the plans that a search begins with. ``enough``
+    are the seconds in which a search is worth its while here. ``complete`` says whether it ended by itself.
     """
 
     def __init__(
@@ -92,9 +92,13 @@ class Search:
         on_progress: Callable[[TuneProgress], None],
         on_note: Callable[[str], None],
     ) -> None:
-        self.options, self.rounds, self.file = options, rounds, file
-        self.on_progress, self.on_note = on_progress, on_note
-        self.evaluation = evaluation = rounds.evaluation
+        self.options = options
+        self.rounds = rounds
+        self.file = file
+        self.on_progress = on_progress
+        self.on_note = on_note
+        evaluation = rounds.evaluation
+        self.evaluation = evaluation
         # The key has the metric's network, but not the budget and the speed-up: others reuse all pictures.
         conditions = key_of({**evaluation.store.conditions, "metrics": dict(rounds.metrics.networks)})
         texts = [f"{item.prompt}, seed {item.seed}" for item in evaluation.items]
@@ -106,7 +110,8 @@ class Search:
         self.spent += sum(look.cost for look in self.looks)
         self.dense_seconds = self._seconds_of_dense()
         self.facts = self._facts(own)
-        self.rule = self.best = rule_plan(self.facts, options.speedup)
+        self.rule = rule_plan(self.facts, options.speedup)
+        self.best = self.rule
         self.speedup = speedup_of(self.facts, self.rule.config)
         self.budget = Budget(self.facts, self.speedup)
         if self.speedup <= 1:
@@ -116,7 +121,8 @@ class Search:
             )
         self.failed: set[str] = set()
         self.compared: set[str] = set()
-        self.was_search = self.complete = False
+        self.was_search = False
+        self.complete = False
         self.enough = math.inf
 
     @property
@@ -191,7 +197,8 @@ class Search:
 
     def _facts(self, records: Sequence[TuneRecord]) -> Facts:
         """Return the facts of the generation. What was measured for them in an earlier run holds on."""
-        hosts, (height, width) = find_hosts(self.rounds.pipe), self.rounds.latent
+        hosts = find_hosts(self.rounds.pipe)
+        height, width = self.rounds.latent
         method = DefaultMethod.of(self.rounds.pipe, hosts, self.options.speedup)
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
         measured = [one.values for one in records if one.about == "facts"]
@@ -256,7 +263,8 @@ class Search:
     def variants(self) -> dict[str, Variant]:
         """Return what the check draws: the best plan, the rule's, and fewer steps at its counted speed."""
         found = {plan.name: variant_of(plan.config) for plan in (self.best, self.rule)}
-        if steps := round(self.options.steps / self.speedup):
+        steps = round(self.options.steps / self.speedup)
+        if steps:
             fewer = Variant(FEWER_STEPS, (("steps", steps),))
             found[fewer.label] = fewer
         return found

@@ -36,13 +36,17 @@ def search(
         closeness: returns how close a plan is on a prompt, in dB.
         prompts: number of prompts.
     """
-    random, best, tried = Random(0), begin[0], set(begin)
-    others, rounds = list(begin[1:]), 0
+    random = Random(0)
+    best = begin[0]
+    tried = set(begin)
+    others = list(begin[1:])
+    rounds = 0
     while rounds < _PATIENCE:
         order = list(range(prompts))
         random.shuffle(order)
         found = _beaten(best, others, closeness, order)
-        best, rounds = found, 0 if found != best else rounds + 1
+        rounds = rounds + 1 if found == best else 0
+        best = found
         yield best
         others = []
         for plan in near(best, random):
@@ -59,7 +63,8 @@ def _beaten(
     best: Plan, others: Sequence[Plan], closeness: Callable[[Plan, int], float], order: Sequence[int]
 ) -> Plan:
     """Return the plan that beats the best one clearly on all prompts, or the best one."""
-    count, alive = 1, list(others)
+    count = 1
+    alive = list(others)
     while alive:
         gains = {plan: [closeness(plan, i) - closeness(best, i) for i in order[:count]] for plan in alive}
         errors = _ERRORS if count == len(order) else 0.0

@@ -103,7 +103,8 @@ def of_diffusers(
 def _blocks_with_text(model: Any) -> Iterator[None]:
     """Hide the last block of Stable Diffusion 3 from caches that need its text. It always runs then."""
     blocks = getattr(model, "transformer_blocks", ())
-    if with_text := [block for block in blocks if not getattr(block, "context_pre_only", False)]:
+    with_text = [block for block in blocks if not getattr(block, "context_pre_only", False)]
+    if with_text:
         model.transformer_blocks = nn.ModuleList(with_text)
     try:
         yield
@@ -152,7 +153,9 @@ def seacache(hooks: Any, now: Generation, threshold: float, known: dict[str, Any
     def latents(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         sample = generation.sample_of(args, kwargs)
         if sample.ndim == 3:  # tokens of a picture, [b, n, c]
-            count, height, width = sample.shape[1], now.arguments["height"], now.arguments["width"]
+            count = sample.shape[1]
+            height = now.arguments["height"]
+            width = now.arguments["width"]
             rows = round(math.sqrt(count * height / width))
             if rows * (count // rows) != count:
                 now.refuse(f"does not know the grid of {count} tokens")
@@ -194,8 +197,12 @@ FORECASTS = {"dmd": "DMDCalibratorConfig", "foca": "FoCaCalibratorConfig"}
 MASKS = ("slow", "medium", "fast", "ultra")
 # By default, cache-dit computes the first 8 steps, and the first 8 blocks of each step. Its examples with 8
 # and 4 steps compute half of the steps. Here, the first blocks are at most a sixth of the model's blocks.
-_WARM_UP, _FIRST, _BLOCKS_PER_FIRST = 8, 8, 6
-_MASKED_FROM, _MASKED_TOO = 8, (4, 6)  # numbers of steps for which cache-dit has masks
+_WARM_UP = 8
+_FIRST = 8
+_BLOCKS_PER_FIRST = 6
+# The numbers of steps for which cache-dit has masks: all from 8 on, and two smaller ones.
+_MASKED_FROM = 8
+_MASKED_TOO = (4, 6)
 
 
 def cache_dit(
@@ -215,7 +222,7 @@ def cache_dit(
     - threshold: relative mean absolute difference below which the other blocks are skipped, > 0. A higher
       threshold is faster and less close to dense. From 1 on, they are skipped whatever the difference.
     - taylor: order of the Taylor series that extrapolates the residual (TaylorSeer, arXiv 2503.06923), an
-      integer ≥ 1. None: the residual is not extrapolated.
+      integer ≥ 1. With None, the residual is not extrapolated.
     - forecast: one of :data:`FORECASTS`, another extrapolation of the residual: dynamic mode decomposition or
       Forecast then Calibrate (arXiv 2508.16211).
     - mask: one of :data:`MASKS`: cache-dit's list of steps that are always complete, in place of the first

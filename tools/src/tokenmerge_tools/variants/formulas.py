@@ -19,7 +19,15 @@ from tokenmerge_tools.variants.generation import (
 )
 
 _TOKENS = "hidden_states"
-_State = dict[str, Any]  # of one pass of guidance between steps
+# What is known of one pass of guidance between steps.
+_State = dict[str, Any]
+# The constants of the papers and of the authors' code. Steps are fractions of the generation.
+_EASY_FIRST = 0.15
+_EASY_LAST = 0.95
+_MOST_GAMMA = 1.5
+_LEAST_CHANGE = 1e-12  # keeps the quotient finite
+_SADA_FIRST = 0.2
+_SADA_LAST = 0.94
 
 
 def easycache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractContextManager[None]:
@@ -38,16 +46,19 @@ def easycache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractC
 
         def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             nonlocal skips
-            x, own = sample_of(args, kwargs), known[now.turn]
+            x = sample_of(args, kwargs)
+            own = known[now.turn]
             moved = _size(x - own["x"]) if "x" in own else None
             if now.turn == 0:  # other passes of guidance do what the first one does
                 skips = False
-                if "rate" in own and 0.15 <= now.index / now.steps <= 0.95:
+                done = now.index / now.steps
+                if "rate" in own and _EASY_FIRST <= done <= _EASY_LAST:
                     own["change"] += own["rate"] * moved / own["size"]
                     skips = own["change"] < threshold
             if skips and "difference" in own:
                 return _like(own["output"], x + own["difference"])
-            own["output"] = output = forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+            own["output"] = output
             v = _first(output)
             if v.shape != x.shape:
                 now.refuse(
@@ -79,14 +90,15 @@ def dicache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractCon
         known: dict[int, _State] = defaultdict(lambda: {"change": 0.0, "complete": []})
 
         def probe(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            own, x = known[now.turn], _inputs(first, args, kwargs)[0]
+            own = known[now.turn]
+            x = _inputs(first, args, kwargs)[0]
             output = forward(*args, **kwargs)
             p, text = _outputs(first, output)
-            skips, done = False, own["complete"]
+            skips = False
+            done = own["complete"]
             if done and now.index < now.steps - 1:
-                change_of_x, change_of_p = (
-                    _size(a - b) / _size(b) for a, b in ((x, own["x"]), (p, own["p"]))
-                )
+                change_of_x = _size(x - own["x"]) / _size(own["x"])
+                change_of_p = _size(p - own["p"]) / _size(own["p"])
                 own["change"] += abs(change_of_p - change_of_x)
                 skips = own["change"] < threshold
             own |= {"x": x, "p": p, "skips": skips}
@@ -96,8 +108,8 @@ def dicache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractCon
             residual, _ = done[-1]
             if len(done) > 1:
                 (before, r2), (_, r1) = done
-                gamma = _size(p - x - r2) / max(_size(r1 - r2), 1e-12)
-                residual = before + min(max(gamma, 1.0), 1.5) * (residual - before)
+                gamma = _size(p - x - r2) / max(_size(r1 - r2), _LEAST_CHANGE)
+                residual = before + min(max(gamma, 1.0), _MOST_GAMMA) * (residual - before)
             return _returned(first, x + residual, text)
 
         def follow(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +119,8 @@ def dicache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractCon
             output = forward(*args, **kwargs)
             if block is others[-1]:
                 residuals = _outputs(block, output)[0] - own["x"], own["p"] - own["x"]
-                own["complete"] = [*own["complete"], residuals][-2:]
+                own["complete"].append(residuals)
+                del own["complete"][:-2]
             return output
 
         _replace_forward(first, probe)
@@ -136,7 +149,8 @@ def sada(pipe: Any, config: None) -> contextlib.AbstractContextManager[None]:
             nonlocal in_row
             own = known[now.turn]
             if now.turn == 0:
-                may = len(own) == 3 and 0.2 <= (now.index - 1) / now.steps < 0.94
+                done = (now.index - 1) / now.steps
+                may = len(own) == 3 and _SADA_FIRST <= done < _SADA_LAST
                 stable = may and not in_row and _is_stable(*map(_first, own))
                 in_row = in_row + 1 if may and (stable or 0 < in_row < 4) else 0
             if in_row and len(own) == 3:
@@ -175,7 +189,9 @@ def _inputs(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _returned(block: nn.Module, sample: Tensor, text: Any) -> Any:
     """Return what a block returns for these tokens of the picture and of the text."""
     place = about(block).return_encoder_hidden_states_index
-    return sample if place is None else (text, sample) if place == 0 else (sample, text)
+    if place is None:
+        return sample
+    return (text, sample) if place == 0 else (sample, text)
 
 
 def _outputs(block: nn.Module, output: Any) -> tuple[Tensor, Any]:

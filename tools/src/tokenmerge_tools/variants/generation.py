@@ -15,17 +15,20 @@ from tokenmerge_tools.pipelines.loading import denoiser_of
 
 
 class Generation:
-    """One call of a pipeline by a rival, with its arguments by name; without any before the first call.
+    """One call of a pipeline by a rival, with its arguments by name. Before the first call it has none.
 
     ``index`` is the number of finished steps, and ``turn`` that of the denoiser's call in this step, from 0:
     guidance may need two.
     """
 
     def __init__(self, name: str, pipe: Any, call: inspect.BoundArguments | None = None) -> None:
-        self.name, self.pipe, self.call = name, pipe, call
+        self.name = name
+        self.pipe = pipe
+        self.call = call
         self.arguments: dict[str, Any] = {} if call is None else call.arguments
         self.model: nn.Module = denoiser_of(pipe)
-        self.index, self.turn = 0, -1
+        self.index = 0
+        self.turn = -1
 
     @property
     def steps(self) -> int:
@@ -113,7 +116,8 @@ def _counting_steps(now: Generation) -> Iterator[None]:
 
     @functools.wraps(step)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        now.index, now.turn = now.index + 1, -1
+        now.index = now.index + 1
+        now.turn = -1
         return step(*args, **kwargs)
 
     def begin(*_: Any) -> None:
@@ -142,16 +146,23 @@ def check_pipeline(name: str, pipe: object) -> None:
 
 def sample_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the noisy sample among the arguments of a denoiser."""
-    found: Tensor = args[0] if args else kwargs["hidden_states" if "hidden_states" in kwargs else "sample"]
+    if args:
+        found: Tensor = args[0]
+    elif "hidden_states" in kwargs:
+        found = kwargs["hidden_states"]
+    else:
+        found = kwargs["sample"]
     return found
 
 
 def transformer_blocks(now: Generation) -> list[nn.Module]:
-    """Return the blocks of a transformer in order; refuse a model whose blocks diffusers does not know."""
+    """Return the blocks of a transformer in order, or refuse a model whose blocks diffusers does not know."""
     from diffusers.hooks._common import _ALL_TRANSFORMER_BLOCK_IDENTIFIERS as NAMES
 
-    children = [child for name, child in now.model.named_children() if name in NAMES]
-    blocks = [block for child in children if isinstance(child, nn.ModuleList) for block in child]
+    blocks: list[nn.Module] = []
+    for name, child in now.model.named_children():
+        if name in NAMES and isinstance(child, nn.ModuleList):
+            blocks += child
     with contextlib.suppress(ValueError):
         if len(blocks) > 1 and all(map(about, blocks)):
             return blocks

@@ -20,7 +20,7 @@ class VariantKind:
 
     ``apply`` makes a context manager from (model, configuration), which yields the patch of a method of this
     package. ``method`` is the one whose settings it has, if any, and ``takes`` names those that it accepts.
-    ``is_faster``: it is compared with fewer steps. ``package`` is what pip has to install.
+    ``is_faster`` says whether it is compared with fewer steps. ``package`` is what pip has to install.
 
     A variant without a method may have a ``number`` that makes it faster, by name and documented default,
     its ``ladder`` of values from weak to strong, and ``options``, each with an example value of its type.
@@ -36,7 +36,7 @@ class VariantKind:
     options: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
 
     def missing(self) -> str | None:
-        """Return the reason why it cannot run here; None if it can."""
+        """Return the reason why it cannot run here, or None if it can."""
         name = self.package and self.package.partition("==")[0]
         if not name or importlib.util.find_spec(name.replace("-", "_")) is not None:
             return None

@@ -27,21 +27,20 @@ from tokenmerge_tools.records.kinds import variant_label
 from tokenmerge_tools.variants import contexts
 from tokenmerge_tools.variants.rivals import RIVALS, VariantKind
 
-DENSE, FEWER_STEPS = "dense", "fewer-steps"
-EVERY_RIVAL, EVERY_SETTING = "rivals", "all"
+DENSE = "dense"
+FEWER_STEPS = "fewer-steps"
+EVERY_RIVAL = "rivals"
+EVERY_SETTING = "all"
 
 # A comma between settings. A comma within JSON does not match, because a quote follows it.
 _COMMA = re.compile(r",(?=\s*[A-Za-z_])")
 
+_OTHER_METHODS = [method for method in METHODS if method != AUTO and method not in RIVALS]
 
 VARIANTS = {
     DENSE: VariantKind(contexts.dense),
     AUTO: VariantKind(contexts.tokenmerge, AUTO, is_faster=True, takes=OF_AUTO),
-    **{
-        method: VariantKind(contexts.tokenmerge, method, is_faster=True)
-        for method in METHODS
-        if method != AUTO and method not in RIVALS
-    },
+    **{method: VariantKind(contexts.tokenmerge, method, is_faster=True) for method in _OTHER_METHODS},
     **RIVALS,
     # Dense, with as many steps as a merged variant counts operations.
     FEWER_STEPS: VariantKind(contexts.dense),
@@ -70,20 +69,21 @@ class Variant:
 
     @property
     def merging(self) -> MethodSpec | None:
-        """The method and its changed settings; None for a variant without settings."""
+        """The method and its changed settings, or None for a variant without settings."""
         method = VARIANTS[self.name].method
         return None if method is None else MethodSpec(method, dict(map(_read, self.settings)))
 
     def apply(self, pipe_or_model: Any, config: ToMeConfig | None) -> AbstractContextManager[Any]:
         """Apply the variant to a pipeline or a denoiser within the context."""
-        variant, merging = VARIANTS[self.name], self.merging
+        variant = VARIANTS[self.name]
+        merging = self.merging
         if merging is not None and merging.is_default_method and not isinstance(pipe_or_model, nn.Module):
             return contexts.tokenmerge(pipe_or_model, config, speedup=merging.speedup)
         own = {} if variant.number is None else dict(self.settings)
         return variant.apply(pipe_or_model, config, **own)
 
     def config(self, pipe_or_model: object = None, **generation: Any) -> ToMeConfig | None:
-        """Return the configuration; None for a variant without settings. See :meth:`MethodSpec.config`."""
+        """Return the configuration, or None for a variant without settings. See :meth:`MethodSpec.config`."""
         return None if self.merging is None else self.merging.config(pipe_or_model, **generation)
 
 
@@ -101,8 +101,10 @@ def parse_variant(
     """
     name, _, rest = text.partition(":")
     if name == EVERY_RIVAL and rest in ("", EVERY_SETTING):
-        every = [f"{one}:{rest}" if RIVALS[one].ladder else one for one in RIVALS]
-        return [spec for one in every for spec in parse_variant(one, ratios, speedups)]
+        found: list[Variant] = []
+        for one in RIVALS:
+            found += parse_variant(f"{one}:{rest}" if RIVALS[one].ladder else one, ratios, speedups)
+        return found
     if name not in VARIANTS:
         raise ConfigError(f"variant: expected one of {', '.join(VARIANTS)}, got {name!r}")
     variant = VARIANTS[name]
@@ -119,20 +121,21 @@ def parse_variant(
         given = dict(items)
         method = MethodSpec(variant.method)
         own = flat(vars(ToMeConfig() if method.needs_model else method.config()))
-        amount, amounts = (SPEEDUP, speedups) if method.needs_model else ("ratio", ratios)
+        amount = SPEEDUP if method.needs_model else "ratio"
+        amounts = speedups if method.needs_model else ratios
         if given.get("planner", own["planner"]) == "uniform":
             amounts = [own["ratio"]]
         specs = []
         for number in [given[amount]] if amount in given else amounts:
             changes = {**given, amount: float(number)}
             MethodSpec(variant.method, changes)
-            # Leave out the method's defaults, so that equal variants have equal names.
-            shown = [
-                (setting, as_plain(changes[setting]))
-                for setting in (SPEEDUP, *SETTINGS)
-                if setting in changes
-                and (setting == amount or method.needs_model or changes[setting] != own[setting])
-            ]
+            shown = []
+            for setting in (SPEEDUP, *SETTINGS):
+                if setting not in changes:
+                    continue
+                # The method's defaults are left out, so that equal variants have equal names.
+                if setting == amount or method.needs_model or changes[setting] != own[setting]:
+                    shown.append((setting, as_plain(changes[setting])))
             specs.append(Variant(name, tuple(shown)))
     except ConfigError as error:
         raise ConfigError(f"variant {text}: {error}") from error
