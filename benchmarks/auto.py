@@ -44,7 +44,8 @@ class Pipe:
     scheduler = SimpleNamespace(timesteps=None)
 
     def __init__(self, model: nn.Module, guided: bool) -> None:
-        self.model, self.do_classifier_free_guidance = model, guided
+        self.model = model
+        self.do_classifier_free_guidance = guided
 
 
 def dense(pipe: Pipe, call: Seconds, steps: int) -> float:
@@ -151,7 +152,8 @@ def measure(name: str, size: int, options: argparse.Namespace) -> dict[str, list
     if options.strong and geometry.guided:
         strong = f"at guidance {STRONG_GUIDANCE:g}"
         variants |= {f"auto {ratio:g} {strong}": with_auto(ratio, STRONG_GUIDANCE) for ratio in options.ratio}
-    pipe, call = Pipe(model, geometry.guided), timed(model, inputs, others)
+    pipe = Pipe(model, geometry.guided)
+    call = timed(model, inputs, others)
     call()  # warm-up
     return turns.in_turns(
         {name: functools.partial(of, pipe, call, options.steps) for name, of in variants.items()},

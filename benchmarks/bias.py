@@ -59,7 +59,8 @@ def ways(n: int, d: int) -> dict[str, Callable[[], Tensor]]:
 @torch.no_grad()
 def milliseconds(n: int, d: int, rounds: int) -> dict[str, float]:
     """Return the shortest time of each way."""
-    calls, shortest = ways(n, d), dict.fromkeys(ways(n, d), math.inf)
+    calls = ways(n, d)
+    shortest = dict.fromkeys(ways(n, d), math.inf)
     for _ in range(rounds):
         for name, call in calls.items():
             start = time.process_time()

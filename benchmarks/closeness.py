@@ -20,7 +20,7 @@ from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Options that all scripts have."""
+    """Return a parser with the options that all scripts have."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -41,7 +41,7 @@ def load() -> StableDiffusionPipeline:
 
 
 def draw(pipe: StableDiffusionPipeline, size: int, options: argparse.Namespace) -> np.ndarray:
-    """One picture per prompt, each with its own seed: [prompts, size, size, 3], from 0 to 1."""
+    """Draw one picture per prompt, each with its own seed: [prompts, size, size, 3], from 0 to 1."""
     glyphs = read_glyphs()
     prompts = [caption(glyphs[i].name, background) for i, background in choose_prompts(options.prompts)]
     return pipe(
@@ -56,7 +56,7 @@ def draw(pipe: StableDiffusionPipeline, size: int, options: argparse.Namespace) 
 
 
 def psnr(pictures: np.ndarray, dense: np.ndarray) -> list[float]:
-    """PSNR in dB, one number per picture."""
+    """Return the PSNR in dB, one number per picture."""
     error = ((pictures - dense) ** 2).mean(axis=(1, 2, 3))
     return [float(value) for value in -10 * np.log10(error)]
 

@@ -41,9 +41,12 @@ from tokenmerge.integrations.comfyui.nodes import TokenMerging  # noqa: E402
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs  # noqa: E402
 
 MODELS = {"emoji-unet": (3.0, 7.5), "emoji-mmdit": (3.0, 7.0)}
-SCHEDULER, STEPS, SIZE = "simple", 20, 256
+SCHEDULER = "simple"
+STEPS = 20
+SIZE = 256
 SPEEDUPS = (1.5, 2.0, 3.0)
-DENSE, OWN = "dense", "TomePatchModel 0.5"
+DENSE = "dense"
+OWN = "TomePatchModel 0.5"
 FEWER = "fewer steps as "
 PAGE = Path(__file__).parents[1] / "docs" / "comfyui.md"
 TABLE = Path(__file__).parent / "results" / "comfyui.md"
@@ -67,7 +70,8 @@ def sample(row: Mapping[str, Any], method: str, steps: int) -> tuple[torch.Tenso
     latent = torch.zeros(1, channels, SIZE // 4, SIZE // 4)
     noise = comfy.sample.prepare_noise(latent, row["seed"])
     model = patched(model, method)
-    start, cpu_start = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    cpu_start = time.process_time()
     found = comfy.sample.sample(
         *(model, noise, steps, row["guidance"], "euler", SCHEDULER, positive, negative, latent),
         seed=row["seed"],
@@ -78,7 +82,10 @@ def sample(row: Mapping[str, Any], method: str, steps: int) -> tuple[torch.Tenso
 
 
 def methods(model: str, spent: Mapping[str, float]) -> Iterator[tuple[str, str, int]]:
-    """Name in the record, method, and number of steps. Fewer steps come last: they need the times of auto."""
+    """Yield the name in the record, the method and the number of steps.
+
+    Fewer steps come last, since they need the times of auto.
+    """
     for ratio in SPEEDUPS:
         yield f"auto {ratio:g}", f"auto {ratio:g}", STEPS
     if model == "emoji-unet":  # ComfyUI's node supports only UNets
@@ -109,7 +116,8 @@ def draw_row(row: dict[str, Any], out: Path) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Draw the pictures that are not in the record."""
-    glyphs, chosen = read_glyphs(), choose_prompts(options.prompts, seed=17)
+    glyphs = read_glyphs()
+    chosen = choose_prompts(options.prompts, seed=17)
     done = {key(line) for line in read(options.out)}
     for number, (glyph, background) in enumerate(chosen):
         for model, scales in MODELS.items():
@@ -146,7 +154,8 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
         if method.startswith(FEWER):
             continue
         psnr, speeds, _ = zip(*values, strict=True)
-        closeness, speed = statistics.mean(psnr), statistics.median(speeds)
+        closeness = statistics.mean(psnr)
+        speed = statistics.median(speeds)
         fewer = cells.get((model, guidance, FEWER + method))
         beside = ["", ""]
         if fewer:

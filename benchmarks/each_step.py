@@ -30,7 +30,9 @@ from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
 SEED = 7000
 FIRST = 2  # an extrapolation needs two steps before it
-MERGED, DEEP, BOTH = "merged", "without deep stages", "without finest level"
+MERGED = "merged"
+DEEP = "without deep stages"
+BOTH = "without finest level"
 RATIO = 0.65
 
 
@@ -67,7 +69,8 @@ def draw(pipe: StableDiffusionPipeline, row: Mapping[str, Any]) -> Any:
 
 def run(options: argparse.Namespace) -> None:
     """Draw the pictures that are not in the record."""
-    pipe, glyphs = load(), read_glyphs()
+    pipe = load()
+    glyphs = read_glyphs()
     chosen = choose_prompts(options.prompts, seed=23)
     prompts = [caption(glyphs[i].name, background) for i, background in chosen]
     done = {key(line) for line in read(options.out)}
@@ -107,11 +110,12 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
     for line in lines:
         found[line["step"]][line["guidance"], line["what"]].append(line["error"])
     order = {MERGED: 0, DEEP: 1, BOTH: 2}
-    columns = sorted({column for row in found.values() for column in row}, key=lambda c: (c[0], order[c[1]]))
+    columns = sorted(set().union(*found.values()), key=lambda column: (column[0], order[column[1]]))
     yield f"| step | {' | '.join(f'guidance {scale:g}, {what}' for scale, what in columns)} |"
     yield f"|---:|{'---:|' * len(columns)}"
     for step, row in sorted(found.items()):
-        cells = (f"{1e6 * statistics.mean(row[column]):.1f}" if column in row else "" for column in columns)
+        means = {column: f"{1e6 * statistics.mean(errors):.1f}" for column, errors in row.items()}
+        cells = [means.get(column, "") for column in columns]
         yield f"| {step + 1} | {' | '.join(cells)} |"
 
 

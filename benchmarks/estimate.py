@@ -58,6 +58,7 @@ CLASSES: Mapping[str, Any] = {
     HOLDOUT: ("transformer", "blocks"),
 }
 SPEEDUPS = (1.3, 1.6, 2.0, 3.0)
+LEAST_ERROR = 1e-12  # keeps the PSNR of equal pictures finite
 NOTES = ("blocks.skipping._note_forecast", "memory.run_log.RunLog.note_output")
 TURNS = 5
 KEY = ("model", "solver", "guidance", "size", "steps", "speedup", "prompt")
@@ -78,7 +79,11 @@ def main() -> None:
     parser.add_argument("--overhead", action="store_true")
     options = parser.parse_args()
     if options.table:
-        show([run for file in options.out for line in read(file) for run in runs_of(line)])
+        runs: list[Mapping[str, Any]] = []
+        for file in options.out:
+            for line in read(file):
+                runs += runs_of(line)
+        show(runs)
         return
     diffusers.utils.logging.set_verbosity_error()
     if options.overhead:
@@ -98,10 +103,12 @@ def measure(model: str, options: argparse.Namespace, known: set[tuple[Any, ...]]
         Path(__file__).parent / "holdout" / model if holdout else path(model)
     )
     pipe.set_progress_bar_config(disable=True)
-    own, glyphs = dict(pipe.scheduler.config), read_glyphs()
+    own = dict(pipe.scheduler.config)
+    glyphs = read_glyphs()
     chosen = choose_prompts(options.first_prompt + options.prompts)[options.first_prompt :]
     prompts = [caption(glyphs[i].name, background) for i, background in chosen]
-    solvers, guidance_scales = SOLVERS.get(model, ("flow Euler",)), GUIDANCE.get(model, (1.0,))
+    solvers = SOLVERS.get(model, ("flow Euler",))
+    guidance_scales = GUIDANCE.get(model, (1.0,))
     if holdout:
         prompts = list(CAPTIONS[: options.prompts])
     conditions = itertools.product(options.size, options.steps, options.solver or solvers, guidance_scales)
@@ -167,7 +174,8 @@ def overhead(model: str) -> None:
             draw(pipe, case, 1)
             return time.process_time() - began
 
-    counts, seconds = {}, defaultdict(list)
+    counts = {}
+    seconds = defaultdict(list)
     for notes in (False, True):
         generate(notes, counter := Operations())
         counts[notes] = counter.number
@@ -213,7 +221,7 @@ def key(line: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def psnr(mse: float) -> float:
-    return -10 * math.log10(max(mse, 1e-12))
+    return -10 * math.log10(max(mse, LEAST_ERROR))
 
 
 def by_solver(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -223,8 +231,9 @@ def by_solver(lines: Sequence[Mapping[str, Any]]) -> str:
         if (line["model"], line["size"], line["speedup"]) == ("emoji-unet", 128, 2.0):
             found[line["solver"]][line["guidance"]].append(psnr(line["mse"]))
     rows = ["| solver | guidance 3 | guidance 7.5 |", "|---|---:|---:|"]
-    for solver, own in sorted(found.items(), key=lambda one: -np.mean(one[1][7.5])):
-        rows.append(f"| {solver} | {np.mean(own[3.0]):.0f} dB | {np.mean(own[7.5]):.0f} dB |")
+    weak, strong = 3.0, 7.5  # guidance
+    for solver, own in sorted(found.items(), key=lambda one: -np.mean(one[1][strong])):
+        rows.append(f"| {solver} | {np.mean(own[weak]):.0f} dB | {np.mean(own[strong]):.0f} dB |")
     return "\n".join(rows)
 
 

@@ -118,7 +118,7 @@ def make_call(options: argparse.Namespace) -> DenoiserCall:
 
 
 def merging(ratio: float) -> MethodSpec:
-    """Token merging alone, on all token grids."""
+    """Return token merging alone, on all token grids."""
     return merging_alone(ratio, {})
 
 
@@ -126,7 +126,8 @@ def export_one(options: argparse.Namespace, engine: str, ratio: float) -> None:
     folder = folder_of(options, engine, ratio)
     begin = time.perf_counter()
     found = export_denoiser(lambda: make_call(options), merging(ratio), folder, engine, options.model)
-    took, peak = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    took = time.perf_counter() - begin
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(
         f"exported {folder.name} in {took:.0f} s, peak {peak / 1e6:.1f} GB, "
         f"difference {found['check']['relative_difference']:.1e}",
@@ -201,6 +202,9 @@ def write(
     """Append a line for a loop to the record, with the difference of each result from PyTorch's."""
     expected = np.load(reference_file(options, ratio))["results"]
     about = json.loads((folder_of(options, engine, ratio) / "export.json").read_text(encoding="utf-8"))
+    differences = []
+    for (_, result), other in zip(steps, expected, strict=True):
+        differences.append(float(np.abs(result - other).max() / np.abs(other).max()))
     line = {
         "model": options.model,
         "size": options.size,
@@ -208,10 +212,7 @@ def write(
         "engine": engine,
         "ratio": ratio,
         "step_seconds": [seconds for seconds, _ in steps],
-        "differences": [
-            float(np.abs(result - other).max() / np.abs(other).max())
-            for (_, result), other in zip(steps, expected, strict=True)
-        ],
+        "differences": differences,
         "threads": options.threads,
         "load": os.getloadavg()[0],
         "method": merging(ratio).to_dict(),
@@ -267,12 +268,15 @@ def table(options: argparse.Namespace) -> None:
 
 
 def steps_of(found: list[dict[str, Any]]) -> list[float]:
-    """Seconds of all steps, in the order in which they ran."""
-    return [seconds for one in found for seconds in one["step_seconds"]]
+    """Return the seconds of all steps, in the order in which they ran."""
+    steps: list[float] = []
+    for one in found:
+        steps += one["step_seconds"]
+    return steps
 
 
 def spread(values: list[float], unit: str, digits: int = 1) -> str:
-    """Median (lowest to highest)."""
+    """Write the median of values, with the lowest and the highest in brackets."""
     if not values:
         return ""
     low, high = min(values), max(values)

@@ -39,7 +39,8 @@ def measure(model: str, size: int, options: argparse.Namespace) -> None:
     """Draw with each kind of features, and record the closeness of the pictures to dense."""
     pipe = DiffusionPipeline.from_pretrained(path(model))
     pipe.set_progress_bar_config(disable=True)
-    dense, found = closeness.draw(pipe, size, options), {}
+    dense = closeness.draw(pipe, size, options)
+    found = {}
     base = ToMeConfig(ratio=options.ratio, proportional=True)
     for name, changes in CHOICES.items():
         with token_merging(pipe, dataclasses.replace(base, **changes)):

@@ -44,15 +44,13 @@ GUIDANCE = (1.0, 3.0)
 DENSE = "dense"
 EQUAL = 100.0  # dB of a picture that equals dense in every pixel
 _TILED = "tome:planner=tiled,proportional,max_downsample=8"
+_KEYS = "tome:scope=keys,proportional,max_downsample=8"
 # Name in the record and the table → variant as a user would type it.
 METHODS: Mapping[str, str] = {
     **{f"auto {speedup:g}": f"auto:speedup={speedup:g}" for speedup in (1.5, 2.0, 3.0)},
     **{f"layers {ratio:g}": f"{_TILED},ratio={ratio:g}" for ratio in (0.25, 0.5, 0.75)},
     **{f"blocks {ratio:g}": f"{_TILED},scope=block,ratio={ratio:g}" for ratio in (0.25, 0.5, 0.75)},
-    **{
-        f"keys {ratio:g}": f"tome:scope=keys,proportional,max_downsample=8,ratio={ratio:g}"
-        for ratio in (0.5, 0.75)
-    },
+    **{f"keys {ratio:g}": f"{_KEYS},ratio={ratio:g}" for ratio in (0.5, 0.75)},
     "finest level 0.5": "tome:planner=tiled,proportional,ratio=0.5",
     "step reuse 2": "tome:ratio=0,max_downsample=8,reuse.every=2",
     "DeepCache 2": "deepcache:interval=2",
@@ -77,7 +75,7 @@ def fewer_steps(steps: int) -> list[int]:
 
 
 def methods(model: str, steps: int, timed: bool) -> Iterator[tuple[str, str | None, int]]:
-    """Name in the record, variant, and number of steps, dense first."""
+    """Yield the name in the record, the variant and the number of steps, dense first."""
     yield DENSE, None, steps
     for name, text in METHODS.items():
         if OF_ONE_MODEL.get(name, model) == model and not (steps == 1 and name in FROM_2_STEPS):
@@ -89,7 +87,11 @@ def methods(model: str, steps: int, timed: bool) -> Iterator[tuple[str, str | No
 
 
 def dense_name(steps: int) -> str:
-    return f"dense, {steps} step{'s' * (steps > 1)}"
+    return f"dense, {steps_in_words(steps)}"
+
+
+def steps_in_words(steps: int) -> str:
+    return f"{steps} steps" if steps > 1 else f"{steps} step"
 
 
 @contextlib.contextmanager
@@ -130,7 +132,8 @@ def draw(
 
 def run(options: argparse.Namespace) -> None:
     """Draw the pictures that are not in the record."""
-    glyphs, chosen = read_glyphs(), choose_prompts(options.prompts, seed=23)
+    glyphs = read_glyphs()
+    chosen = choose_prompts(options.prompts, seed=23)
     prompts = [caption(glyphs[i].name, background) for i, background in chosen]
     done = {key(line) for line in read(options.out)}
     for model in options.model:
@@ -195,9 +198,9 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
             if line["method"] != DENSE and dense is not None:
                 speed = dense[line["cost"]] / line[line["cost"]]
                 rows[line["method"]][line["steps"], line["guidance"]].append({**line, "speed": speed})
-        heads = sorted({head for row in rows.values() for head in row}, key=lambda head: (head[1], head[0]))
+        heads = sorted(set().union(*rows.values()), key=lambda head: (head[1], head[0]))
         yield f"{model}, {size} × {size} pixels:\n"
-        named = (f"{steps} step{'s' * (steps > 1)}, guidance {scale:g}" for steps, scale in heads)
+        named = [f"{steps_in_words(steps)}, guidance {scale:g}" for steps, scale in heads]
         yield f"| | {' | '.join(named)} |"
         yield "|---|" + "---|" * len(heads)
         order = [*METHODS, *map(dense_name, range(7, 0, -1))]
@@ -211,16 +214,16 @@ def _place(line: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _cell(lines: list[dict[str, Any]]) -> str:
-    """Mean closeness, and the median speed-ups in operations and in time, if they were measured."""
+    """Write the mean closeness, and the median speed-ups in operations and in time that were measured."""
     if not lines:
         return ""
     close = statistics.mean(line["psnr"] for line in lines)
-    speeds = [
-        (cost, [line["speed"] for line in lines if line["cost"] == cost]) for cost in ("flops", "seconds")
-    ]
-    words = {"flops": "counted", "seconds": "timed"}
-    said = ", ".join(f"{statistics.median(found):.2f}× {words[cost]}" for cost, found in speeds if found)
-    return f"{'equal' if close >= EQUAL else f'{close:.1f} dB'}, {said}"
+    parts = ["equal" if close >= EQUAL else f"{close:.1f} dB"]
+    for cost, word in (("flops", "counted"), ("seconds", "timed")):
+        speeds = [line["speed"] for line in lines if line["cost"] == cost]
+        if speeds:
+            parts.append(f"{statistics.median(speeds):.2f}× {word}")
+    return ", ".join(parts)
 
 
 def main() -> None:

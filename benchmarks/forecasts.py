@@ -50,10 +50,15 @@ from tokenmerge.plans.choose import distance
 from tokenmerge_tools.demo import path
 
 SCENES = (("emoji-unet", 3.0), ("emoji-unet", 7.5), ("emoji-mmdit", 3.0), ("emoji-mmdit", 7.0))
-PROMPTS, SEED, STEPS, SIZE = 48, 8600, 20, 128
+PROMPTS = 48
+SEED = 8600
+STEPS = 20
+SIZE = 128
 COUNTS = (12, 8)  # complete steps
 FORECASTS = ("ours", "repeat", "linear", "quadratic", "foca", "dicache")
 PLACES = ("even", "seacache")
+MOST_GAMMA = 1.5  # in the forecast of DiCache
+LEAST_ERROR = 1e-10  # keeps the PSNR of equal pictures finite
 POWER = 2.0  # of the spectrum of pictures, in SeaCache's filter
 KEY = ("model", "guidance", "prompt", "complete", "places", "forecast")
 
@@ -62,12 +67,13 @@ class Denoiser:
     """The denoiser of a pipeline, whose output is forecast in some steps."""
 
     def __init__(self, pipe: DiffusionPipeline, complete: Sequence[int], forecast: str) -> None:
-        self.pipe, self.complete, self.name = pipe, complete, forecast
+        self.pipe = pipe
+        self.complete = complete
+        self.name = forecast
         self.model = getattr(pipe, "transformer", None) or pipe.unet
         self.original = self.model.forward
-        self.known: list[
-            tuple[int, Tensor, Any]
-        ] = []  # complete steps: index, output, residual of the first block
+        # The last three complete steps: index, output, residual of the first block.
+        self.known: list[tuple[int, Tensor, Any]] = []
         self.latest: list[Tensor] = []  # outputs of the last two steps, complete or not
         self.latents: list[tuple[float, Tensor]] = []  # of each step: its noise level, and the sample
         self.residual: Any = None  # of the first block, where it is needed
@@ -89,13 +95,16 @@ class Denoiser:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         sample = args[0] if args else kwargs["hidden_states"]
         self.latents.append((noise_share(self.pipe.scheduler, self.step), sample[-1:]))
-        if self.step in self.complete or self.name == "dicache":  # which needs the first block
+        # DiCache needs the first block in each step.
+        if self.step in self.complete or self.name == "dicache":
             result = self.original(*args, **kwargs)[0]
         if self.step in self.complete:
-            self.known = [*self.known, (self.step, result, self.residual)][-3:]
+            self.known.append((self.step, result, self.residual))
+            del self.known[:-3]
         else:
             result = self._forecast()
-        self.latest = [*self.latest, result][-2:]
+        self.latest.append(result)
+        del self.latest[:-2]
         self.step += 1
         return (result,)
 
@@ -110,7 +119,7 @@ class Denoiser:
             return v1 + after / 2 * (change + self.latest[-1] - self.latest[-2])
         if self.name == "dicache":
             gone = (self.residual - r2).abs().mean() / (r1 - r2).abs().mean()
-            return v2 + gone.clamp(1.0, 1.5) * (v1 - v2)
+            return v2 + gone.clamp(1.0, MOST_GAMMA) * (v1 - v2)
         if self.name == "quadratic" and len(older) > 1:
             first, v3, _ = older[1]
             bend = (change - (v2 - v3) / (before - first)) / (index - first)
@@ -135,23 +144,30 @@ def complete_steps(places: str, count: int, latents: Sequence[tuple[float, Tenso
     """Return ``count`` complete steps, from the samples of a dense run."""
     if places == "even":
         return StepReuse(every=distance(STEPS, count)).steps_of(STEPS).full
-    filtered = [
-        _apply_sea_filter(sample[0].unsqueeze(1).movedim(0, -1), sigma=sigma, power_exp=POWER)
-        for sigma, sample in latents
-    ]
-    changes = [
-        float((now - then).abs().mean() / then.abs().mean()) for then, now in itertools.pairwise(filtered)
-    ]
+    filtered = []
+    for sigma, sample in latents:
+        picture = sample[0].unsqueeze(1).movedim(0, -1)
+        filtered.append(_apply_sea_filter(picture, sigma=sigma, power_exp=POWER))
+    changes = []
+    for then, now in itertools.pairwise(filtered):
+        changes.append(float((now - then).abs().mean() / then.abs().mean()))
     inner = range(2, STEPS - 1)
     low, high = 0.0, sum(changes)
-    for _ in range(50):  # the threshold that leaves this many
-        threshold, found, summed = (low + high) / 2, [0, 1], 0.0
+    # Find the threshold that leaves this many.
+    for _ in range(50):
+        threshold = (low + high) / 2
+        found = [0, 1]
+        summed = 0.0
         for step in inner:
             summed += changes[step - 1]
             if summed >= threshold:
-                found, summed = [*found, step], 0.0
+                found = [*found, step]
+                summed = 0.0
         found.append(STEPS - 1)
-        low, high = (threshold, high) if len(found) > count else (low, threshold)
+        if len(found) > count:
+            low = threshold
+        else:
+            high = threshold
         if len(found) == count:
             break
     return tuple(found)
@@ -189,7 +205,8 @@ def measure(out: Path, prompts: int) -> None:
                 if places != "even" and forecast not in ("ours", "linear"):
                     continue
                 picture = draw(Denoiser(pipe, steps, forecast), prompt, guidance, SEED + number)
-                line["psnr"] = round(-10 * math.log10(max(float(((picture - dense) ** 2).mean()), 1e-10)), 3)
+                error = float(((picture - dense) ** 2).mean())
+                line["psnr"] = round(-10 * math.log10(max(error, LEAST_ERROR)), 3)
                 with out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
                 print(line, flush=True)
@@ -197,18 +214,14 @@ def measure(out: Path, prompts: int) -> None:
 
 def table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield a row for each forecast: the PSNR of ours at even places, and how much closer the others are."""
-    own = {
-        key(line)[:4]: line["psnr"]
-        for line in lines
-        if (line["forecast"], line["places"]) == ("ours", "even")
-    }
+    of_ours = [line for line in lines if (line["forecast"], line["places"]) == ("ours", "even")]
+    own = {key(line)[:4]: line["psnr"] for line in of_ours}
     cells: dict[Any, dict[Any, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
         row = line["forecast"], line["places"]
-        cells[row][line["model"], line["guidance"]].append(
-            line["psnr"] - (0.0 if row == ("ours", "even") else own[key(line)[:4]])
-        )
-    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+        beside = 0.0 if row == ("ours", "even") else own[key(line)[:4]]
+        cells[row][line["model"], line["guidance"]].append(line["psnr"] - beside)
+    columns = list(dict.fromkeys(itertools.chain.from_iterable(cells.values())))
     heads = [f"`{model}`, guidance {guidance:g}" for model, guidance in columns]
     yield f"| forecast | places | {' | '.join(heads)} |"
     yield "|---|---|" + "---:|" * len(columns)
@@ -227,9 +240,9 @@ def key(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    return (
-        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-    )
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def main() -> None:

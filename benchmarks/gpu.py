@@ -35,9 +35,10 @@ from on_gpu.tables import acceptance, page_tables, table  # noqa: E402
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
 # The records in the documentation, by card.
+_HERE = Path(__file__).parent
 CARDS = {
-    f"NVIDIA {card.upper()}": [Path(__file__).parent / f"gpu_{card}{run}.jsonl" for run in runs]
-    for card, runs in {"h200": ("", "_b", "_c", "_d", "_e"), "h100": ("", "_b", "_c")}.items()
+    "NVIDIA H200": [_HERE / f"gpu_h200{run}.jsonl" for run in ("", "_b", "_c", "_d", "_e")],
+    "NVIDIA H100": [_HERE / f"gpu_h100{run}.jsonl" for run in ("", "_b", "_c")],
 }
 LIMIT = 575.0  # seconds of a run
 # A run that hangs is ended this many seconds after its limit.
@@ -174,7 +175,7 @@ def show(record: Path) -> None:
 
 
 def write(records: list[Path]) -> None:
-    """Write the tables of docs/gpu.md from records; without any, from those in this folder."""
+    """Write the tables of docs/gpu.md from records, or from those in this folder if none are given."""
     before, rest = PAGE.read_text(encoding="utf-8").split("<!-- measured -->\n", 1)
     after = rest.split("<!-- end of measured -->", 1)[1]
     tables = page_tables({"one generation": records} if records else CARDS)

@@ -25,12 +25,16 @@ from tokenmerge.planners import PLANNERS
 from tokenmerge.planners.sequences import num_removed
 from tokenmerge_tools.bench.loaded_model import build_denoiser, example_inputs, find_geometry
 
-BLOCKS, CHANNELS, FACTOR = 5, 320, 8  # of the top level; pixels per latent
+# The blocks of the top level, and their channels.
+BLOCKS = 5
+CHANNELS = 320
+FACTOR = 8  # pixels per latent
 
 
 @torch.no_grad()
 def measure(size: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    device = torch.device(options.device)
+    dtype = getattr(torch, options.dtype)
     model = build_denoiser(find_geometry("sd15"), dtype, device, seed=0)
     side = size // FACTOR
     args, kwargs = example_inputs(model, (side, side), 2, guided=True)
@@ -38,7 +42,8 @@ def measure(size: int, options: argparse.Namespace) -> dict[str, list[float]]:
     step = torch.zeros((), dtype=torch.int64, device=device)
 
     def merging(planner: str) -> Callable[[], None]:
-        config, grid = ToMeConfig(ratio=0.5, planner=planner), (1, side, side)
+        config = ToMeConfig(ratio=0.5, planner=planner)
+        grid = (1, side, side)
         r = num_removed(grid, config)
 
         def around_all_blocks() -> None:

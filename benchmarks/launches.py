@@ -99,7 +99,7 @@ class Launches(TorchDispatchMode):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Makes fused attention one launch; on the meta device it would be several operations."""
+    """Makes fused attention one launch. On the meta device it would be several operations."""
 
     def __init__(self, launches: Launches) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def build(name: str) -> nn.Module:
 
 
 def example(name: str, model: nn.Module, height: int, width: int) -> dict[str, Any]:
-    """Return the arguments of a call with pictures of this size; guidance doubles the batch."""
+    """Return the arguments of a call with pictures of this size. Guidance doubles the batch."""
     if name == "wan":  # 81 frames
 
         def blank(*shape: int) -> Tensor:
@@ -162,7 +162,8 @@ def launches(model: nn.Module, arguments: dict[str, Any]) -> collections.Counter
     for _ in range(2):
         # Pipelines expand one number to the timesteps of a batch.
         step = torch.zeros_like(others["timestep"].flatten()[0]).expand(others["timestep"].shape)
-        sample, others["timestep"] = arguments[first].clone(), step
+        sample = arguments[first].clone()
+        others["timestep"] = step
         with counting() as counted:
             model(sample, **others)  # tomesd reads the size of the sample from the first argument
     return counted.of
@@ -243,10 +244,14 @@ def write_table() -> None:
             shown = [f"dense + {count - dense}" for count in counts]
         else:
             shown = [str(count) for count in counts]
-        return " → ".join(dict.fromkeys([*shown[:1], *shown[-1:]]))
+        if not shown:
+            return ""
+        return " → ".join(dict.fromkeys([shown[0], shown[-1]]))
 
     lines = [f"| one call | {' | '.join(methods)} |", f"|---|{'---:|' * len(methods)}"]
-    lines += [f"| {model} | {' | '.join(cell(model, method) for method in methods)} |" for model in models]
+    for model in models:
+        cells = [cell(model, method) for method in methods]
+        lines.append(f"| {model} | {' | '.join(cells)} |")
     before, rest = PAGE.read_text(encoding="utf-8").split("<!-- launches -->\n", 1)
     after = rest.split("<!-- end of launches -->", 1)[1]
     table = "\n".join(lines)

@@ -26,7 +26,7 @@ HERE = Path(__file__).parents[1] / "src"
 
 
 def microseconds(calls: int) -> dict[str, float]:
-    """Median CPU time of a call of each model, in microseconds: dense, and merged."""
+    """Return the median CPU time of a call of each model in microseconds, dense and merged."""
     import torch
     from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 
@@ -97,7 +97,7 @@ DEPTHS = (2, 12)
 
 
 def microseconds_of_a_block(calls: int) -> dict[str, float]:
-    """CPU time that a merged block of a tiny FLUX takes beyond a dense one, in microseconds.
+    """Return the CPU time that a merged block of a tiny FLUX takes beyond a dense one, in microseconds.
 
     Models of two depths tell blocks apart from what is done once a call. Each time is the shortest of many,
     in turns. It includes the arithmetic on 64 tokens of 32 channels: merging, unmerging, rotary positions.
@@ -153,7 +153,7 @@ def microseconds_of_a_block(calls: int) -> dict[str, float]:
 
 
 def run(source: Path, calls: int) -> dict[str, float]:
-    """:func:`microseconds` in a process of its own, with the package of another checkout."""
+    """Run :func:`microseconds` in a process of its own, with the package of another checkout."""
     environment = {**os.environ, "PYTHONPATH": str(source.resolve())}
     command = [sys.executable, "-W", "ignore", __file__, "--calls", str(calls), "--print"]
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
@@ -190,7 +190,8 @@ def main() -> None:
         line = f"{key:12} {here:8.0f} µs of CPU a call"
         if options.beside:
             ratios = sorted(one["here"][key] / one["beside"][key] for one in rounds)
-            median, spread = statistics.median(ratios), f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
+            median = statistics.median(ratios)
+            spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
             line += f", {median:.3f} of the other checkout ({spread})"
         print(line)
 

@@ -26,7 +26,7 @@ from tokenmerge_tools.demo import path
 
 
 def peak(pipe: DiffusionPipeline, size: int, options: argparse.Namespace) -> int:
-    """Peak bytes of the tensors that are allocated during a generation."""
+    """Return the peak bytes of the tensors that are allocated during a generation."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         pipe(
             "a red apple on a light blue background",
@@ -38,12 +38,11 @@ def peak(pipe: DiffusionPipeline, size: int, options: argparse.Namespace) -> int
             output_type="latent",
         )
     events = profiled.profiler.kineto_results.events()
-    changes = sorted(
-        ((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda e: e[0]
-    )
-    alive = highest = 0
-    for _, change in changes:
-        alive += change
+    changes = [event for event in events if event.name() == "[memory]"]
+    alive = 0
+    highest = 0
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
         highest = max(highest, alive)
     return highest
 
@@ -79,7 +78,8 @@ def main() -> None:
                     merged = peak(pipe, size, options)
                 kept = predict(pipe, config, side, side, batch).kept_bytes
                 found[f"{speedup:g}"] = {"peak": merged, "kept": kept}
-                print(f"{speedup:>5g}" + "".join(f"{v / 1e6:>10.1f}" for v in (merged, merged - dense, kept)))
+                cells = [f"{value / 1e6:>10.1f}" for value in (merged, merged - dense, kept)]
+                print(f"{speedup:>5g}{''.join(cells)}")
             if options.out:
                 conditions = {key: getattr(options, key) for key in ("steps", "guidance")}
                 about = {"model": name, "size": size, **conditions, "torch": torch.__version__}

@@ -37,8 +37,12 @@ from policy import FIELDS, STRONG, TRANSFORMER, UNET, Artist, Scene, decibels, p
 from tokenmerge import StepReuse, ToMeConfig
 from tokenmerge.plans.choose import distance, later_ones, nearest, without_the_last
 
-PROMPTS, SEED, STEPS, SIZE = 45, 8300, 20, 128
-EXPONENT, TAIL = 0.8, 0.6
+PROMPTS = 45
+SEED = 8300
+STEPS = 20
+SIZE = 128
+EXPONENT = 0.8
+TAIL = 0.6
 # Numbers of complete steps and of steps with the finest level. Of a UNet they are those of the default method
 # at 1024 tokens and speed-ups of about 1.4 and 1.8.
 COUNTS = {
@@ -80,15 +84,17 @@ def places(layout: str, complete: int, finest: int) -> tuple[tuple[int, ...], tu
 def places_of(full: Sequence[int], shallow: Sequence[int], steps: int) -> dict[str, tuple[float, ...]]:
     """Return settings of step reuse with these complete steps, and these with the finest level."""
     others = sorted({*shallow} - {*full})
+    last = steps - 1
     return {
-        f"reuse.{name}": tuple(step / (steps - 1) for step in own)
-        for name, own in (("full_steps", full), ("shallow_steps", others))
+        "reuse.full_steps": tuple(step / last for step in full),
+        "reuse.shallow_steps": tuple(step / last for step in others),
     }
 
 
 def measure(options: argparse.Namespace) -> None:
     """Draw the pictures that are not in the record."""
-    out, artist = options.out, Artist()
+    out = options.out
+    artist = Artist()
     done = {key(line) for line in read(out)}
     for scene, strength, other in scenes(options.prompts):
         if scene.model not in options.model or strength not in options.strength:

@@ -64,7 +64,9 @@ def measure(backend: str, d: int, tokens: int, options: argparse.Namespace) -> N
     )
     sizes = torch.randint(1, 5, (options.batch, tokens), generator=draw).float().to(options.device)
     kernel = _AttentionBackendRegistry._backends[AttentionBackendName(backend)]
-    expected, calls, errors = exact(query, key, value, sizes), {}, {}
+    expected = exact(query, key, value, sizes)
+    calls = {}
+    errors = {}
     for name, call in variants(kernel, query, key, value, sizes).items():
         try:
             result = call()

@@ -31,10 +31,15 @@ from tokenmerge.plans import looks
 from tokenmerge_tools import demo
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
-MODEL, SIZE, STEPS, GUIDANCE = "emoji-unet", 256, 20, 7.5
+MODEL = "emoji-unet"
+SIZE = 256
+STEPS = 20
+GUIDANCE = 7.5
 SPEEDUPS = (1.5, 2.0, 3.0)
 Lines = list[dict[str, Any]]  # of a record
-PROMPTS, SEED = 44, 9000  # other ones than policy.py has
+# These are others than policy.py has.
+PROMPTS = 44
+SEED = 9000
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "results.md")
 BLOCK = re.compile(r"(<!-- rows: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
@@ -47,7 +52,8 @@ def measure(out: Path, prompts: int) -> None:
     for warm_up in (None, *SPEEDUPS):  # nothing is timed the first time that it runs
         draw(pipe, "a red apple", 0, warm_up and {"speedup": warm_up}, steps=4)
     for number, (glyph, background) in enumerate(choose_prompts(prompts, seed=PROMPTS)):
-        prompt, seed = caption(read_glyphs()[glyph].name, background), SEED + number
+        prompt = caption(read_glyphs()[glyph].name, background)
+        seed = SEED + number
         dense, seconds = draw(pipe, prompt, seed)
         line: dict[str, Any] = {"prompt": prompt, "seed": seed, "dense": seconds}
         for speedup in SPEEDUPS:
@@ -67,7 +73,10 @@ def draw(
     settings: Mapping[str, Any] | None = None,
     steps: int = STEPS,
 ) -> tuple[torch.Tensor, float]:
-    """Return a picture and the seconds of the call, with arguments of token_merging; None: it is dense."""
+    """Return a picture and the seconds of the call.
+
+    The settings are arguments of token_merging, or None for a dense picture.
+    """
     merging = contextlib.nullcontext() if settings is None else token_merging(pipe, **settings)
     with merging:
         start = time.process_time()
@@ -126,7 +135,9 @@ def rows(lines: list[dict[str, Any]]) -> Iterator[str]:
 
 def in_words(psnr: float) -> str:
     """Say how much a picture with this PSNR differs."""
-    return looks(psnr).replace("hard", "mostly hard")  # it is a mean
+    words = looks(psnr)
+    # The PSNR is a mean, so some of the pictures differ more.
+    return f"mostly {words}" if words.startswith("hard") else words
 
 
 def main(

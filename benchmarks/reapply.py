@@ -28,15 +28,17 @@ from tokenmerge_tools.machine import environment
 
 
 def ways() -> dict[str, Callable[[float], object]]:
-    """Ways of applying a ratio to a patched UNet."""
+    """Return the ways of applying a ratio to a patched UNet."""
     with torch.device("meta"):
         unet = UNet2DConditionModel(**GEOMETRIES["sd15"].config)
     pipe = SimpleNamespace(unet=unet, scheduler=DDIMScheduler())  # auto reads the steps from it
+
+    def by_config(ratio: float) -> object:
+        return apply_token_merging(unet, ToMeConfig(ratio=ratio))
+
     return {
         "apply_patch(unet, ratio)": lambda ratio: apply_patch(unet, ratio),
-        "apply_token_merging(unet, ToMeConfig(ratio=ratio))": lambda ratio: apply_token_merging(
-            unet, ToMeConfig(ratio=ratio)
-        ),
+        "apply_token_merging(unet, ToMeConfig(ratio=ratio))": by_config,
         "apply_token_merging(unet, ratio)": lambda ratio: apply_token_merging(unet, ratio),
         "apply_token_merging(pipe, ratio)": lambda ratio: apply_token_merging(pipe, ratio),
     }

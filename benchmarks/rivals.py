@@ -43,7 +43,10 @@ DRAWN = ROOT / "benchmarks" / "rivals_cpu.jsonl"
 TIMED = ROOT / "benchmarks" / "rivals_timed_cpu.jsonl"
 
 SCENES = (("emoji-unet", 3.0), ("emoji-unet", 7.5), ("emoji-mmdit", 3.0), ("emoji-mmdit", 7.0))
-FIRST_PROMPT, SEED, SIZE, STEPS = 70, 46, 128, 20
+FIRST_PROMPT = 70
+SEED = 46
+SIZE = 128
+STEPS = 20
 SPEEDUPS = (1.3, 1.5, 2.0, 2.5, 3.0)
 COMPARED = (1.3, 3.0)  # counted speed-ups
 NEAR = (1.2, 3.3)
@@ -98,7 +101,8 @@ def ladders(records: Iterable[QualityRecord]) -> Iterator[str]:
     for record in records:
         kind = RIVALS.get(record.variant)
         if kind is not None and kind.number is not None:
-            (name, default), speed = kind.number, record.cost["counted"]
+            name, default = kind.number
+            speed = record.cost["counted"]
             for value in kind.ladder:
                 if (value >= default or speed >= NEAR[0]) and (value <= default or speed <= NEAR[1]):
                     yield f"{record.variant}:{name}={value}"
@@ -110,7 +114,8 @@ def near(scene: tuple[str, float]) -> list[str]:
 
 
 def texts(count: int) -> list[str]:
-    glyphs, chosen = read_glyphs(), choose_prompts(FIRST_PROMPT + count)[FIRST_PROMPT:]
+    glyphs = read_glyphs()
+    chosen = choose_prompts(FIRST_PROMPT + count)[FIRST_PROMPT:]
     return [caption(glyphs[glyph].name, background) for glyph, background in chosen]
 
 
@@ -145,7 +150,7 @@ def points(
 
 
 def measured(record: QualityRecord, times: Mapping[str, QualityRecord]) -> float | None:
-    """Return the measured speed-up of a record; None: it was not timed.
+    """Return the measured speed-up of a record, or None if it was not timed.
 
     Fewer pictures are timed than drawn, and a rival that decides from the picture skips more in some than in
     others. So the measured speed-up is scaled by the operations of all pictures over those of the timed ones.
@@ -160,10 +165,8 @@ def leads(
     records: Sequence[QualityRecord], times: Mapping[str, QualityRecord] | None = None
 ) -> dict[str, float]:
     """Return by how much each variant is closer than `auto` at its speed, in dB: one cell for each."""
-    return {
-        record.label: record.figures["psnr"] - own
-        for record, _, own in beside_auto(list(points(records, times)))
-    }
+    beside = beside_auto(list(points(records, times)))
+    return {record.label: record.figures["psnr"] - own for record, _, own in beside}
 
 
 def beside_auto(found: Sequence[tuple[float, QualityRecord]]) -> Iterator[tuple[QualityRecord, float, float]]:
@@ -196,7 +199,8 @@ def at_speed(speedup: float) -> str:
 
     Of a kind whose settings are all faster or all slower, it has the nearest one.
     """
-    drawn, cells = records_of(DRAWN), defaultdict[str, dict[tuple[str, float], str]](dict)
+    drawn = records_of(DRAWN)
+    cells = defaultdict[str, dict[tuple[str, float], str]](dict)
     for scene in SCENES:
         for line in chart("", "", points(drawn[scene])).lines:
             speeds, psnr = zip(*line.points, strict=True)
@@ -214,7 +218,10 @@ def at_speed(speedup: float) -> str:
 
 def table(records: Sequence[QualityRecord], times: Mapping[str, QualityRecord]) -> Iterator[str]:
     """Return a row for each variant: speeds, closeness, and its difference from `auto` at the same speed."""
-    found, heads = leads(records), ["counted", *["measured"] * bool(times), "PSNR to dense", "against `auto`"]
+    found = leads(records)
+    heads = ["counted", "PSNR to dense", "against `auto`"]
+    if times:
+        heads.insert(1, "measured")
     yield f"| variant | {' | '.join(heads)} |"
     yield "|---|" + "---:|" * len(heads)
     for speed, record in sorted(points(records), key=lambda point: (point[1].variant != "auto", point[0])):
@@ -255,7 +262,7 @@ def text() -> str:
         parts += [
             f"## {title}",
             *(f"![Closeness over {axis} speed-up, {title}]({file.name})" for axis, file in pictures(scene)),
-            f"{SIZE} px, {STEPS} steps, {dense.images} prompt{'s' * (dense.images > 1)}.",
+            f"{SIZE} px, {STEPS} steps, {dense.images} {'prompts' if dense.images > 1 else 'prompt'}.",
             left_out(scene),
         ]
     return "\n\n".join(filter(None, parts))
@@ -263,7 +270,9 @@ def text() -> str:
 
 def verdict(drawn: Mapping[tuple[str, float], Sequence[QualityRecord]], axis: str) -> str:
     """Return how many settings are not closer than `auto` at the same speed, and the names of the others."""
-    count, lines, fewer = 0, [], []
+    count = 0
+    lines = []
+    fewer = []
     for scene in filter(drawn.get, SCENES):
         found = leads(drawn[scene], times_of(scene) if axis == "measured" else None)
         closer = [f"{name} ({dB:+.1f} dB)" for name, dB in found.items() if dB > NOISE]
@@ -301,8 +310,8 @@ def left_out(scene: tuple[str, float]) -> str:
     """Return which rivals do not run on the model, from the notes of all runs."""
     lines = [line for _, line in read_lines(DRAWN) if line.get("variant") == "dense"]
     own = [line for line in lines if (line["model"], line["conditions"]["guidance"]) == scene]
-    notes = [note for line in own for note in line["notes"] if "is left out" in note]
-    names = dict.fromkeys(f"`{note.split()[0]}`" for note in notes)
+    notes = itertools.chain.from_iterable(line["notes"] for line in own)
+    names = dict.fromkeys(f"`{note.split()[0]}`" for note in notes if "is left out" in note)
     return f"Left out, since they do not run on this model: {', '.join(names)}." if names else ""
 
 

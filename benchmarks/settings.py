@@ -21,15 +21,13 @@ from tokenmerge import Correction, PlanSharing, StepReuse, ToMeConfig, token_mer
 from tokenmerge.config import dense_outside
 
 BASE = "base"
+PLANNERS = ("tiled", "uniform", "threshold", "importance", "windows", "sito")
 BLOCKS = {"scope": "block"}
 SETTINGS: dict[str, Mapping[str, Any]] = {
     BASE: {},
     "proportional=False": {"proportional": False},
     "plans.guidance=False": {"plans": PlanSharing(guidance=False)},
-    **{
-        f"planner={name}": {"planner": name}
-        for name in ("tiled", "uniform", "threshold", "importance", "windows", "sito")
-    },
+    **{f"planner={name}": {"planner": name} for name in PLANNERS},
     "planner=toma, sx=8, sy=8": {"planner": "toma", "sx": 8, "sy": 8},
     "combine=keep": {"combine": "keep"},
     "plans.blocks": {"plans": PlanSharing(blocks=True)},
@@ -52,7 +50,8 @@ def main() -> None:
     pipe = closeness.load()
     base = ToMeConfig(ratio=options.ratio, proportional=True)
     for size in options.size:
-        dense, found = closeness.draw(pipe, size, options), {}
+        dense = closeness.draw(pipe, size, options)
+        found = {}
         for name, changes in SETTINGS.items():
             with token_merging(pipe, dataclasses.replace(base, **changes)):
                 found[name] = closeness.psnr(closeness.draw(pipe, size, options), dense)

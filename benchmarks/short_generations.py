@@ -27,13 +27,19 @@ import diffusers
 from policy import FIELDS, STRONG, TRANSFORMER, UNET, Artist, Scene, decibels, prompts_of, read, write
 from policy_check import Planner
 
+from tokenmerge import ToMeConfig
 from tokenmerge.plans import plan_for
 from tokenmerge.plans.estimate import psnr_of
 
-PROMPTS, SEED, COUNT, SIZE = 47, 8500, 6, 128
+PROMPTS = 47
+SEED = 8500
+COUNT = 6
+SIZE = 128
 SOLVERS = {UNET: "DPM++ 2M", TRANSFORMER: "flow Euler"}
-STEPS, SPEEDUPS = (8, 10, 12, 16), (1.3, 1.5, 2.0)
-OWN, FEWER = "default method", "fewer steps"
+STEPS = (8, 10, 12, 16)
+SPEEDUPS = (1.3, 1.5, 2.0)
+OWN = "default method"
+FEWER = "fewer steps"
 PAGE = Path(__file__).parent.parent / "docs" / "few-steps.md"
 BLOCK = re.compile(r"(<!-- short generations: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 Cells = Mapping[tuple[Any, ...], Sequence[tuple[float, ...]]]
@@ -50,19 +56,19 @@ def scenes() -> Iterator[Scene]:
 def measure(out: Path) -> None:
     """Draw the pictures that are not in the record."""
     artist = Artist()
-    planner, done = Planner(artist), {key(line) for line in read(out)}
+    planner = Planner(artist)
+    done = {key(line) for line in read(out)}
     for scene in scenes():
         facts = planner.facts(scene)
         plans = {speedup: plan_for(facts, speedup) for speedup in SPEEDUPS}
-        wanted = [
-            ({"method": OWN, "aim": aim, "counted": round(plan.speedup, 3)}, plan.config, None)
-            for aim, plan in plans.items()
-        ]
+        wanted: list[tuple[dict[str, Any], ToMeConfig | None, int | None]] = []
+        for aim, plan in plans.items():
+            about = {"method": OWN, "aim": aim, "counted": round(plan.speedup, 3)}
+            wanted.append((about, plan.config, None))
         fastest = max(plan.speedup for plan in plans.values())
-        wanted += [
-            ({"method": FEWER, "aim": steps, "counted": round(scene.steps / steps, 3)}, None, steps)
-            for steps in range(scene.steps - 1, int(scene.steps / fastest) - 1, -1)
-        ]
+        for steps in range(scene.steps - 1, int(scene.steps / fastest) - 1, -1):
+            about = {"method": FEWER, "aim": steps, "counted": round(scene.steps / steps, 3)}
+            wanted.append((about, None, steps))
         for about, config, steps in wanted:
             line: dict[str, Any] = {**dataclasses.asdict(scene), **about}
             if key(line) in done:

@@ -80,7 +80,8 @@ def scheduler(pipe: DiffusionPipeline, own: Mapping[str, Any], name: str) -> Any
 
 def draw(pipe: DiffusionPipeline, row: Mapping[str, Any], steps: int) -> Any:
     """Draw the picture of a row of the table: ``[1, size, size, 3]``, wall seconds and CPU seconds."""
-    start, cpu_start = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    cpu_start = time.process_time()
     image = pipe(
         row["prompt"],
         height=row["size"],
@@ -96,7 +97,10 @@ def draw(pipe: DiffusionPipeline, row: Mapping[str, Any], steps: int) -> Any:
 def methods(
     pipe: DiffusionPipeline, spent: Mapping[str, float], steps: int
 ) -> Iterator[tuple[str, str, int]]:
-    """Name in the record, method, and number of steps. Fewer steps come last: they need the times of auto."""
+    """Yield the name in the record, the method and the number of steps.
+
+    Fewer steps come last, since they need the times of auto.
+    """
     model = getattr(pipe, "unet", None)
     for name in METHODS:
         if not name.startswith("tomesd") or model is not None:  # tomesd supports only UNets
@@ -112,7 +116,8 @@ def run(options: argparse.Namespace) -> None:
     pipe.set_progress_bar_config(disable=True)
     own = dict(pipe.scheduler.config)
     known = SOLVERS if hasattr(pipe, "unet") else FLOW_SOLVERS
-    glyphs, chosen = read_glyphs(), choose_prompts(options.prompts, seed=11)
+    glyphs = read_glyphs()
+    chosen = choose_prompts(options.prompts, seed=11)
     prompts = [caption(glyphs[i].name, background) for i, background in chosen]
     done = {key(line) for line in read(options.out)}
     for name in options.solver or known:

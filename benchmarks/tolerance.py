@@ -35,6 +35,7 @@ from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge_tools.demo import path
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
+QUARTILES = (0.25, 0.5, 0.75)
 SPEEDUPS = (3.0, 2.2, 1.7, 1.4, 1.2)
 ASKED = tuple(itertools.product((3.0,), (30, 35, 40)))
 CASE = ("model", "solver", "guidance", "size", "steps", "prompt")
@@ -58,7 +59,8 @@ def main() -> None:
         show(list(read(options.out)))
         return
     diffusers.utils.logging.set_verbosity_error()
-    glyphs, chosen = read_glyphs(), choose_prompts(options.first_prompt + options.prompts)
+    glyphs = read_glyphs()
+    chosen = choose_prompts(options.first_prompt + options.prompts)
     pipes = {model: DiffusionPipeline.from_pretrained(path(model)) for model in options.model}
     own = {model: dict(pipe.scheduler.config) for model, pipe in pipes.items()}
     of_models = [
@@ -122,7 +124,8 @@ def counted(pipe: DiffusionPipeline) -> float:
 def needed(line: Mapping[str, Any]) -> float:
     """Return the counted speed-up of a fixed plan that just reaches the tolerance, up to the wanted one.
 
-    Between two plans that were drawn, PSNR and speed-up are interpolated. 1: only dense pictures reach it.
+    Between two plans that were drawn, PSNR and speed-up are interpolated. The result is 1 if only dense
+    pictures reach the tolerance.
     """
     plans = [(one["counted"], one["psnr"]) for one in line["fixed"].values()]
     ahead = None
@@ -159,7 +162,8 @@ def beside_one_plan(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) ->
     groups = defaultdict(list)
     for line in lines:
         groups[tuple(line[name] for name in names)].append(line)
-    theirs = ours = 0.0
+    theirs = 0.0
+    ours = 0.0
     for own in groups.values():
         reached = np.mean([line["psnr"] >= line["min_psnr"] for line in own])
         chosen = next((speed for speed in SPEEDUPS if share_reached(own, speed) >= reached), 1.0)
@@ -180,7 +184,7 @@ def share_reached(lines: Sequence[Mapping[str, Any]], speedup: float) -> float:
 
 def report(name: str, lines: Sequence[Mapping[str, Any]]) -> None:
     reached = np.mean([line["psnr"] >= line["min_psnr"] for line in lines])
-    low, middle, high = np.quantile([line["counted"] / needed(line) for line in lines], (0.25, 0.5, 0.75))
+    low, middle, high = np.quantile([line["counted"] / needed(line) for line in lines], QUARTILES)
     plan = np.mean([line["fixed"][f"{line['speedup']:g}"]["psnr"] >= line["min_psnr"] for line in lines])
     print(
         f"{name}: {len(lines)} runs, reached in {reached:.0%} (without a tolerance {plan:.0%}), speed "

@@ -39,9 +39,14 @@ from tokenmerge_tools.tune.plans import Budget, SearchedPlan, neighbours, rule_p
 from tokenmerge_tools.tune.search import search
 
 CASES = (("emoji-unet", 7.5), ("emoji-mmdit", 7.0), ("emoji-unet", 3.0), ("emoji-mmdit", 3.0))
-SIZE, STEPS = 128, 20
+SIZE = 128
+STEPS = 20
 # The search draws these prompts, each with its number as the seed. The check draws those from UNSEEN on.
-SEARCHED, UNSEEN, SEED = (1, 2, 4, 3), 50, 1000
+SEARCHED = (1, 2, 4, 3)
+UNSEEN = 50
+EQUAL = 100.0  # dB of a picture that equals dense in every pixel
+LEAST_ERROR = 1e-12
+SEED = 1000
 
 
 class OutOfTime(Exception):
@@ -53,7 +58,8 @@ class Case:
 
     def __init__(self, model: str, guidance: float, options: argparse.Namespace) -> None:
         self.known = {"model": model, "guidance": guidance, "wanted": options.speedup}
-        self.out, self.left = options.out, options.seconds
+        self.out = options.out
+        self.left = options.seconds
         lines = [line for line in read(options.out) if self.known.items() <= line.items()]
         self.snr = {(line["plan"], line["prompt"]): line["snr"] for line in lines if "snr" in line}
         self.left -= sum(line["seconds"] for line in lines if "snr" in line)
@@ -81,7 +87,7 @@ class Case:
         self.budget = Budget(self.facts, Budget(self.facts, 1).counted(self.rule))
 
     def draw(self, prompt: int, seed: int, output: str, config: ToMeConfig | None = None) -> torch.Tensor:
-        """Draw a picture [c, h, w] or its final latents; None: the dense one."""
+        """Draw a picture [c, h, w] or its final latents. Without settings, it is the dense one."""
         patch = None if config is None else merge_in_hosts(self.pipe, config, check_size=False)
         try:
             drawn = self.pipe(
@@ -151,7 +157,8 @@ class Case:
                 if (plan.name, prompt) not in self.psnr:
                     dense = self.dense(prompt, SEED + prompt, "np")
                     error = ((self.draw(prompt, SEED + prompt, "np", plan.config) - dense) ** 2).mean()
-                    self.psnr[plan.name, prompt] = min(100.0, -10 * math.log10(max(float(error), 1e-12)))
+                    decibels = -10 * math.log10(max(float(error), LEAST_ERROR))
+                    self.psnr[plan.name, prompt] = min(EQUAL, decibels)
             psnr = {f"psnr_{role}": round(self.psnr[plan.name, prompt], 2) for role, plan in plans.items()}
             self.write(**names, **counted, prompt=prompt, seed=SEED + prompt, **psnr)
             print(f"  prompt {prompt}: {psnr}", flush=True)
@@ -191,7 +198,8 @@ def table(options: argparse.Namespace) -> None:
                 cells += [f"`{best}`", f"{with_error(both)} on {len(both)} prompts"]
             else:
                 continue
-            pictures = sum("snr" in line for line in own[: own.index(checked[-1])])
+            last = own.index(checked[-1])
+            pictures = sum("snr" in line for line in own[:last])
             print(f"| {' | '.join(cells)} | {pictures} |")
 
 

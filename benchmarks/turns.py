@@ -18,7 +18,7 @@ Name = TypeVar("Name", int, str)
 
 
 def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
-    """Options that all scripts have."""
+    """Return a parser with the options that all scripts have."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

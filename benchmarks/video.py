@@ -40,7 +40,9 @@ from tokenmerge.report.flops import count_flops
 from tokenmerge_tools.bench.loaded_model import GEOMETRIES
 from tokenmerge_tools.pipelines.loading import shared_copy
 
-FACTOR, FRAMES_PER_LATENT = 8, 4  # of both autoencoders, along each side and in time
+# Pixels and frames per latent position of both autoencoders.
+FACTOR = 8
+FRAMES_PER_LATENT = 4
 PATCH = 2  # latent positions of a token, along each side
 
 
@@ -87,13 +89,13 @@ def config_of(variant: str, ratio: float) -> ToMeConfig:
 
 
 def grid_of(frames: int, size: tuple[int, int]) -> tuple[int, int, int]:
-    """(frames, rows, columns) of the tokens of a video of this length, and (width, height) in pixels."""
+    """Return (frames, rows, columns) of the tokens of a video, from its frames and (width, height)."""
     width, height = (side // FACTOR // PATCH for side in size)
     return (frames - 1) // FRAMES_PER_LATENT + 1, height, width
 
 
 def arguments_of(model: nn.Module, grid: tuple[int, int, int]) -> dict[str, Any]:
-    """Arguments of a call for one video, with Gaussian noise."""
+    """Return the arguments of a call for one video, with Gaussian noise."""
     frames, rows, columns = grid
     arguments = find_hosts(model)[0].example(rows * PATCH, columns * PATCH, 1)
     arguments["hidden_states"] = arguments["hidden_states"][:, :, :1].repeat(1, 1, frames, 1, 1)
@@ -126,7 +128,8 @@ def count(name: str, options: argparse.Namespace) -> None:
             model = copy.deepcopy(dense)
             apply_token_merging(model, config_of(variant, ratio))
             label = f"{variant} ratio={ratio:g}"
-            counted[label] = found = operations(model)
+            found = operations(model)
+            counted[label] = found
             print(f"{label:<22}{n - int(ratio * n):>8}{found / 1e12:>9.2f}{found / whole:>10.1%}")
     turns.record(options, {}, model=name, what="operations", frames=options.frames, tokens=n, counted=counted)
 
@@ -135,7 +138,8 @@ def count(name: str, options: argparse.Namespace) -> None:
 def time_merging(name: str, options: argparse.Namespace) -> None:
     """Time planning, merging and unmerging once each, at the full length."""
     grid = grid_of(options.frames, options.size)
-    n, device = grid[0] * grid[1] * grid[2], torch.device(options.device)
+    n = grid[0] * grid[1] * grid[2]
+    device = torch.device(options.device)
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randn(1, n, MODELS[name].channels, generator=draw)
     tokens = tokens.to(device, getattr(torch, options.dtype))
@@ -159,7 +163,8 @@ class Stopwatch:
     """Times a block by its hooks, planning, merging and unmerging included."""
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
-        self.device, self.seconds = device, 0.0
+        self.device = device
+        self.seconds = 0.0
         block.register_forward_pre_hook(lambda *_: self._start())
         block.register_forward_hook(lambda *_: self._stop())
 
@@ -174,7 +179,8 @@ class Stopwatch:
 def time_block(name: str, options: argparse.Namespace) -> None:
     """Time a whole block, dense and with each variant."""
     frames = options.block_frames or {"wan": 29, "hunyuan-video": 13}[name]
-    grid, device = grid_of(frames, options.size), torch.device(options.device)
+    grid = grid_of(frames, options.size)
+    device = torch.device(options.device)
     n = grid[0] * grid[1] * grid[2]
     torch.manual_seed(0)
     dense = MODELS[name].build().eval().to(device)

@@ -25,7 +25,7 @@ from tokenmerge.vit.report import predict_vit
 
 @torch.inference_mode()
 def measure(vit: ViTModel, pictures: torch.Tensor, numbers: list[int], rounds: int) -> dict[int, list[float]]:
-    """Seconds per call for each r. For r = 0, the model is dense and not patched."""
+    """Return the seconds per call for each r. For r = 0, the model is dense and not patched."""
 
     def call(r: int) -> float:
         with token_merging(vit, ViTConfig(r=r)) if r else nullcontext():

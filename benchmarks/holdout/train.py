@@ -61,11 +61,14 @@ PHOTOGRAPHS = {
     "rocket": "a rocket",
     "stereo_motorcycle": "a motorcycle",
 }
-NATIVE_SIZE, SECOND_SIZE = 256, 512  # pixels: 1024 and 4096 image tokens of 8 × 8 pixels
+NATIVE_SIZE = 256  # pixels: 1024 image tokens of 8 × 8 pixels
+SECOND_SIZE = 512  # pixels: 4096 image tokens
 PATCH = 2
 TEXT_TOKENS = 512  # the pipeline's default
-TEXT_WIDTH, POOLED_WIDTH = 64, 64
-HEADS, AXES = 5, (4, 10, 10)  # width 120
+TEXT_WIDTH = 64
+POOLED_WIDTH = 64
+HEADS = 5
+AXES = (4, 10, 10)  # channels of a head by axis of the positions; the width is 120
 SMALLEST = 0.85  # side of a crop, as a share of the picture's shorter side
 SECOND_SHARE = 0.3  # of the steps in which smaller pictures stand for those of the second size
 CROPS = {64: 64, 128: 32, 256: 16}  # different crops of each photograph at each size
@@ -98,7 +101,8 @@ def photograph(name: str) -> Image.Image:
 def crop(picture: Image.Image, size: int, rng: np.random.Generator) -> np.ndarray:
     """Cut a random square of a picture and scale it: uint8 [size, size, 3]."""
     side = round(min(picture.size) * rng.uniform(SMALLEST, 1))
-    # Vertically anywhere; horizontally near the middle, since wide pictures have their subject there.
+    # Wide pictures have their subject near the middle. So the square is near it horizontally, and anywhere
+    # vertically.
     left = round((picture.width - side) * rng.uniform(0.35, 0.65))
     top = round((picture.height - side) * rng.uniform(0, 1))
     box = (left, top, left + side, top + side)
@@ -112,17 +116,11 @@ class Latents:
     def __init__(self, codec: AutoencoderTiny, size: int, seed: int) -> None:
         rng = np.random.default_rng((seed, size))
         self.names = list(PHOTOGRAPHS)
-        self.latents = torch.stack(
-            [
-                torch.cat(
-                    [
-                        codec.encode(to_tensor(crop(photograph(name), size, rng)[None])).latents
-                        for _ in range(CROPS[size])
-                    ]
-                )
-                for name in self.names
-            ]
-        )
+        of_names = []
+        for name in self.names:
+            crops = [to_tensor(crop(photograph(name), size, rng)[None]) for _ in range(CROPS[size])]
+            of_names.append(torch.cat([codec.encode(one).latents for one in crops]))
+        self.latents = torch.stack(of_names)
 
     def batch(self, size: int, rng: np.random.Generator) -> tuple[Tensor, list[str]]:
         """Draw `size` crops: latents [b, c, h, w] and their captions."""
@@ -143,7 +141,7 @@ class PhotoFlux(nn.Module):
         captions = [caption(name) for name in PHOTOGRAPHS]
         self.tokenizer = build_tokenizer(captions)
         self.text_encoder = CLIPTextModel(text_config(self.tokenizer, POOLED_WIDTH))
-        words = sorted({word for text in captions for word in text.split()})
+        words = sorted(set(" ".join(captions).split()))
         pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *(("▁" + word, -1.0) for word in words)]
         self.tokenizer_2 = T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=TEXT_TOKENS)
         self.text_encoder_2 = T5EncoderModel(
@@ -231,7 +229,9 @@ def shift_of(tokens: int) -> float:
     >>> round(shift_of(256), 3), round(shift_of(4096), 3)
     (0.5, 1.15)
     """
-    return 0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256)
+    few, many = 256, 4096
+    least, most = 0.5, 1.15
+    return least + (most - least) * (tokens - few) / (many - few)
 
 
 def positions(side: int, whole: int) -> Tensor:
@@ -262,7 +262,8 @@ def train(options: argparse.Namespace) -> None:
         for optimiser, saved in zip(optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
         losses = state["losses"]
-    start, end = len(losses), total_steps(PHASES)
+    start = len(losses)
+    end = total_steps(PHASES)
     rng = np.random.default_rng((0, start))
     torch.manual_seed(start)
     codec = load_codec()

@@ -75,13 +75,15 @@ def by_groups(query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, cudnn: b
     if counts is None:  # images whose groups differ
         alone = []
         for image in range(len(sizes)):
-            q, k, v = (own[image : image + 1] for own in (query, key, value))
+            q, k, v = (own[image].unsqueeze(0) for own in (query, key, value))
             alone.append(by_groups(q, k, v, sizes_of_image(sizes, image), cudnn))
         return torch.cat(alone)
     index = order[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
-    keys, values = key.gather(2, index), value.gather(2, index)
+    keys = key.gather(2, index)
+    values = value.gather(2, index)
     lengths = [count for _, count in counts]
-    results, sums = [], []
+    results = []
+    sums = []
     parts = zip(counts, keys.split(lengths, 2), values.split(lengths, 2), strict=True)
     for (size, _), own_keys, own_values in parts:
         result, logs = attend_with_sums(query, own_keys, own_values, cudnn)
@@ -92,7 +94,10 @@ def by_groups(query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, cudnn: b
 
 
 def sort_by_size(sizes: Tensor) -> tuple[Tensor, list[tuple[float, int]] | None]:
-    """Return the order of the keys by size, and each size with its number of keys; None: images differ."""
+    """Return the order of the keys by size, and each size with its number of keys.
+
+    The numbers are None if images differ.
+    """
     ordered, order = sizes.sort(dim=1, stable=True)
     rows = ordered.tolist()
     if any(row != rows[0] for row in rows):
@@ -102,7 +107,7 @@ def sort_by_size(sizes: Tensor) -> tuple[Tensor, list[tuple[float, int]] | None]
 
 def sizes_of_image(sizes: Tensor, image: int) -> Tensor:
     """Return the sizes of one image, the same tensor in each call."""
-    return once(sizes, ("image", image), lambda: sizes[image : image + 1])
+    return once(sizes, ("image", image), lambda: sizes[image].unsqueeze(0))
 
 
 def attend_with_sums(query: Tensor, key: Tensor, value: Tensor, cudnn: bool) -> tuple[Tensor, Tensor]:

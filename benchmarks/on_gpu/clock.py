@@ -53,7 +53,8 @@ def medians(run: Run, call: Callable[[], object], seconds: float = 0.1) -> Facts
 
 def time_of_graph(run: Run, call: Callable[[], object]) -> float:
     """Return the median milliseconds of a call without the time for launching its kernels."""
-    graph, kept = torch.cuda.CUDAGraph(), []
+    graph = torch.cuda.CUDAGraph()
+    kept = []
     with torch.cuda.graph(graph):
         kept.append(call())
     return round(statistics.median(times_of(run, graph.replay)["ms"] for _ in range(10)), 4)
@@ -90,11 +91,10 @@ def in_turns(
     def failed(variant: str) -> bool:
         return run.known(f"{name}: {variant}") is not None  # a line without a round
 
-    missing = [
-        turn
-        for turn in range(1, rounds + 1)
-        if not all(run.known(f"{name}: {variant}", turn) or failed(variant) for variant in chosen)
-    ]
+    def is_whole(turn: int) -> bool:
+        return all(run.known(f"{name}: {variant}", turn) or failed(variant) for variant in chosen)
+
+    missing = [turn for turn in range(1, rounds + 1) if not is_whole(turn)]
     running = {variant: 0.5 for variant in chosen if not failed(variant)}
     if warm_up and missing:
         missing.insert(0, 0)

@@ -23,23 +23,28 @@ from tokenmerge.planners import PLANNERS
 
 
 def correct(run: Run) -> None:
-    """Compare the device with the CPU: plans, results, seeds, removal; and count where it is waited for."""
+    """Compare the device with the CPU: plans, results, seeds, removal. Count where it is waited for."""
     side = 16 if run.tiny else 64
     smooth = torch.randn(2, 320, side // 4, side // 4, generator=torch.Generator().manual_seed(1))
     x = F.interpolate(smooth, (side, side), mode="bicubic").flatten(2).transpose(1, 2).contiguous()
     for planner in PLANNERS.keys() - {"importance"}:  # which needs guidance
 
         def plans(planner: str = planner) -> Facts:
-            make, step = PLANNERS[planner], torch.tensor(7)
+            make = PLANNERS[planner]
+            step = torch.tensor(7)
             config = ToMeConfig(ratio=0.5, planner=planner)
             expected = make(x, (1, side, side), side * side // 2, config, step).labels()
             facts: Facts = {}
             for dtype in (torch.float32, torch.float16, torch.bfloat16):
-                there = x.to(run.device, dtype), step.to(run.device)
-                found, again = (
-                    make(there[0], (1, side, side), side * side // 2, config, there[1]).labels()
-                    for _ in range(2)
+                there = (
+                    x.to(run.device, dtype),
+                    (1, side, side),
+                    side * side // 2,
+                    config,
+                    step.to(run.device),
                 )
+                found = make(*there).labels()
+                again = make(*there).labels()
                 other = (found.cpu() != expected).float().mean()
                 facts[f"other_labels_{dtype}"] = round(float(other), 5)
                 facts[f"same_twice_{dtype}"] = torch.equal(found, again)
@@ -75,7 +80,8 @@ def _settings(loop: Loop) -> dict[str, Context]:
 def _seeds_and_removal(run: Run, name: str) -> Facts:
     """Return the largest differences of two runs with one seed, at no speed-up, and after removal."""
     loop = _small(run, name, torch.float32)
-    dense, facts = loop(), {}
+    dense = loop()
+    facts = {}
     facts["dense twice"] = float((loop() - dense).abs().max())
     with default(loop, 1.0):
         facts["speed-up 1"] = float((loop() - dense).abs().max())
@@ -115,7 +121,8 @@ def _waits(run: Run, name: str) -> Facts:
     for variant, context in (("dense", contextlib.nullcontext), *_settings(loop).items()):
         with context():
             loop()  # kernels are loaded
-            steps, lines = Counter[int](), Counter[str]()
+            steps = Counter[int]()
+            lines = Counter[str]()
             now = [-1]
 
             def show(

@@ -26,7 +26,7 @@ from tokenmerge.planners import PLANNERS
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "tomesd", "DeepCache", "cache-dit")
 LAUNCHES = 1000
 # (images in a batch, (frames, rows, columns) of tokens, channels, heads) of self-attention. Guidance doubles
-# the batch. The shapes of which most is expected come first.
+# the batch. The shapes that should gain most come first.
 SHAPES = {
     "flux 1024": (1, (1, 64, 64), 3072, 24),
     "wan 480p": (1, (21, 30, 52), 1536, 12),
@@ -69,7 +69,8 @@ def _ceilings(run: Run) -> Facts:
     side = 128 if run.tiny else 8192
     x = torch.randn(side, side, device=run.device).to(torch.bfloat16)
     values = torch.randn(2**16 if run.tiny else 2**28, device=run.device)
-    copy, one = torch.empty_like(values), torch.zeros(1, device=run.device)
+    copy = torch.empty_like(values)
+    one = torch.zeros(1, device=run.device)
 
     def launch() -> None:
         for _ in range(LAUNCHES):
@@ -111,7 +112,8 @@ class _Inputs:
     """Tokens of one shape, a layer for them, and a plan that merges half of them."""
 
     def __init__(self, run: Run, batch: int, grid: tuple[int, int, int], channels: int, heads: int) -> None:
-        self.n, self.grid = grid[0] * grid[1] * grid[2], grid
+        self.n = grid[0] * grid[1] * grid[2]
+        self.grid = grid
         noise = torch.Generator(run.device).manual_seed(0)
 
         def random(*shape: int) -> Tensor:
@@ -139,7 +141,9 @@ class _Inputs:
 
 
 def _parts_of_attention(run: Run, name: str, given: _Inputs) -> None:
-    x, plan, exact = given.x, given.plan, given.x.float()
+    x = given.x
+    plan = given.plan
+    exact = given.x.float()
     timed: dict[str, Callable[[], object]] = {
         "plan, float32": partial(given.make_plan, exact),
         "plan, half precision": partial(given.make_plan, x),

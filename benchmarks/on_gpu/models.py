@@ -61,7 +61,7 @@ TINY_STEPS = 5
 STEPS = {"sd15": 20, "sdxl": 30, "sd3": 28, "flux": 28, "wan": 12}
 # The guidance scales that the pipelines take by themselves. That of FLUX.1 is an input of the model.
 GUIDANCE = {"sd15": 7.5, "sdxl": 5.0, "sd3": 7.0, "flux": 3.5, "wan": 5.0}
-# The number of steps of a generation of which single steps are timed.
+# The number of steps of a generation whose single steps are timed.
 STEPS_OF_SINGLE = 28
 
 
@@ -93,7 +93,9 @@ def scheduler_of(name: str, tokens: int, height: int) -> tuple[Any, dict[str, An
     if name == "sd3":
         return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), {}
     # FLUX.1 shifts its noise levels by the number of tokens, linearly from 256 to 4096.
-    mu = 0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256)
+    few, many = 256, 4096
+    least, most = 0.5, 1.15
+    mu = least + (most - least) * (tokens - few) / (many - few)
     return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True), {"mu": mu}
 
 
@@ -128,7 +130,9 @@ class Loop:
 
         is_unet = hasattr(model, "down_blocks")
         setattr(self, "unet" if is_unet else "transformer", model)
-        self.model, self.name, self.is_unet = model, name, is_unet
+        self.model = model
+        self.name = name
+        self.is_unet = is_unet
         self.steps = TINY_STEPS if run.tiny else STEPS[name]
         # How many steps run before one that is timed by itself. A transformer's first step may be dense, and
         # its second is the first that merges.

@@ -40,8 +40,9 @@ def grid(run: Run) -> None:
     if model is None:
         return
     sizes = (TINY_SIDE,) if run.tiny else GRID_SIZES
-    # The cells of which a figure is wanted come first.
-    cells = [(size, batch) for batch in (TINY_BATCHES if run.tiny else GRID_BATCHES) for size in sizes]
+    batches = TINY_BATCHES if run.tiny else GRID_BATCHES
+    cells = [(size, batch) for batch in batches for size in sizes]
+    # The cells with a wanted figure come first.
     cells.sort(key=lambda cell: cell not in ((1024, 1), (768, 8)))
     for size, batch in cells:
         loop = Loop(run, "sd15", model, size, size, batch=batch)
@@ -70,7 +71,7 @@ def transformer(
         rounds: the rounds of single steps by size.
         generations: the rounds of whole generations, for some of the sizes.
         frames: of a video.
-        fewer_blocks: by size, how many of the blocks are there; all others have all.
+        fewer_blocks: by size, how many of the blocks are there. All other sizes have all blocks.
     """
     dtype = run.half if name == "sd3" else run.bfloat16
     if run.tiny:
@@ -90,7 +91,7 @@ def transformer(
 
 
 def _built(run: Run, name: str, dtype: torch.dtype, **changes: Any) -> Any:
-    """Return a model, and record what it is; None: it was not built."""
+    """Return a model, and record what it is. The result is None if it was not built."""
     found: list[Any] = []
 
     def make() -> Facts:
@@ -100,6 +101,9 @@ def _built(run: Run, name: str, dtype: torch.dtype, **changes: Any) -> Any:
 
     run.measure(f"{name}: build", make, 5, again=True)
     return found[0] if found else None
+
+
+OF_VIDEO = ("dense", "speed-up 2", "speed-up 3")
 
 
 def _time_generations(
@@ -114,12 +118,11 @@ def _time_generations(
     loop = loop or Loop(run, name, model, *size)
     title = f"{name} {key or size[0]}"
     about = {"size": [*size], "guidance": loop.guidance_scale, "solver": type(loop.scheduler).__name__}
-    video = name == "wan"  # of which a round of all variants would take minutes
-    chosen = {
-        variant: own
-        for variant, own in speedups(loop).items()
-        if not video or variant in ("dense", "speed-up 2", "speed-up 3")
-    }
+    video = name == "wan"
+    chosen = speedups(loop)
+    if video:
+        # A round of all variants of a video would take minutes.
+        chosen = {variant: chosen[variant] for variant in chosen if variant in OF_VIDEO}
     generations_in_turns(run, title, loop, chosen, rounds, warm_up_steps=2 if video else 6, **about)
 
 
@@ -223,7 +226,8 @@ def _pair(run: Run, name: str) -> Facts:
             generator=torch.Generator().manual_seed(0),
         ).images[0]
 
-    drawn, ms = [], {}
+    drawn = []
+    ms = {}
     for variant, context in (("dense", contextlib.nullcontext), ("speed-up 2", partial(default, pipe))):
         with context():
             drawn.append(draw())  # also the warm-up

@@ -55,20 +55,25 @@ class Run:
         half: the dtype of most models.
         bfloat16: the dtype of the others.
         folder: where the record and the pictures are.
-        variants: the names of the variants that are timed in turns; empty: all.
+        variants: the names of the variants that are timed in turns, or an empty sequence for all.
         part: name of the running part.
     """
 
     def __init__(self, options: argparse.Namespace, began: float) -> None:
         self.device = torch.device(options.device)
-        self.on_gpu, self.tiny = self.device.type == "cuda", options.tiny
+        self.on_gpu = self.device.type == "cuda"
+        self.tiny = options.tiny
         self.half = torch.float32 if self.device.type == "cpu" else torch.float16
         self.bfloat16 = torch.float32 if self.device.type == "cpu" else torch.bfloat16
-        self.folder, self.variants = options.out.parent, options.variants
+        self.folder = options.out.parent
+        self.variants = options.variants
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.part, self.statuses = "", Counter[str]()
-        self._record, self._began = options.out, began
-        self._ends = self._part_ends = began + options.limit
+        self.part = ""
+        self.statuses = Counter[str]()
+        self._record = options.out
+        self._began = began
+        self._ends = began + options.limit
+        self._part_ends = self._ends
         self._left_out = 0
         before = lines_of(self._record)
         self._continue(before, machine_of(options))
@@ -104,7 +109,8 @@ class Run:
 
     def begin(self, part: str, budget: float) -> None:
         """Begin a part, which has this many seconds."""
-        self.part, self._part_ends = part, min(self._ends, time.monotonic() + budget)
+        self.part = part
+        self._part_ends = min(self._ends, time.monotonic() + budget)
         self._left_out = 0
 
     def end(self, seconds: float, failed: bool) -> None:

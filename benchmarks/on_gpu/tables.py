@@ -62,7 +62,7 @@ class Measured(NamedTuple):
         ms: the median time.
         least: the shortest time of a round.
         most: the longest.
-        speedups: over the fastest dense variant of the same round; empty where none was measured.
+        speedups: over the fastest dense variant of the same round. It is empty where none was measured.
         gb: the peak of memory in the round in which it was lowest: others were still being freed.
         more_gb: how much higher the peak is than that of the dense model in the same round; in the last
             record alone, since the code of the others took more.
@@ -108,13 +108,14 @@ def speedups(*records: Path) -> dict[str, Row]:
         dense = [own for variant, own in variants.items() if variant.startswith("dense")]
         for variant, own in variants.items():
             beside = {turn: [one[turn] for one in dense if turn in one] for turn in own}
-            ratios = [
-                min(one["ms"] for one in lines) / own[turn]["ms"] for turn, lines in beside.items() if lines
-            ]
-            last = list(own)[-1][0]
-            more = [
-                _gb(own[turn]) - _gb(lines[0]) for turn, lines in beside.items() if lines and turn[0] == last
-            ]
+            last, _ = list(own)[-1]
+            ratios = []
+            more = []
+            for turn, lines in beside.items():
+                if lines:
+                    ratios.append(min(one["ms"] for one in lines) / own[turn]["ms"])
+                    if turn[0] == last:
+                        more.append(_gb(own[turn]) - _gb(lines[0]))
             times = [line["ms"] for line in own.values()]
             found.setdefault(name, {})[variant] = Measured(
                 statistics.median(times),
@@ -150,12 +151,11 @@ def acceptance(record: Path) -> str:
         own = found.get(measurement, {}).get(variant)
         measured = math.nan if own is None else own.speedup
         rows.append(f"| {what} | {least:.2f}× | {_shown(measured)} | {_kept(measured, least)} |")
-    ours = {
-        f"{variant}, {name}": own.speedup
-        for name, variants in found.items()
-        for variant, own in variants.items()
-        if variant in OURS and own.speedups
-    }
+    ours: dict[str, float] = {}
+    for name, variants in found.items():
+        for variant, own in variants.items():
+            if variant in OURS and own.speedups:
+                ours[f"{variant}, {name}"] = own.speedup
     slowest = min(ours, key=ours.__getitem__, default="")
     measured = ours.get(slowest, math.nan)
     shown = f"{_shown(measured)} ({slowest})" if slowest else _shown(measured)
@@ -184,11 +184,11 @@ def page_tables(cards: Mapping[str, Sequence[Path]]) -> str:
         head = [f"| {card} | dense | {' | '.join(ASKED)} | memory | extra memory at `2` |"]
         parts.append([*head, "|---|" + "---:|" * (len(ASKED) + 3), *_rows(own, _asked)])
     # In newer records merging alone is timed in single steps, so that there is none of what follows.
-    others = {
-        card: {key: row for key, row in own.items() if key.endswith("generation") and "ratio 0.5" in row}
-        for card, own in found.items()
-    }
-    others = {card: images for card, images in others.items() if images}
+    others: dict[str, dict[str, Row]] = {}
+    for card, own in found.items():
+        images = {key: row for key, row in own.items() if key.endswith("generation") and "ratio 0.5" in row}
+        if images:
+            others[card] = images
     if others:
         parts += [["## Other packages, and merging alone"], ABOUT_OTHERS]
     for card, images in others.items():
@@ -199,12 +199,14 @@ def page_tables(cards: Mapping[str, Sequence[Path]]) -> str:
 
 def _rows(found: dict[str, Row], cells: Callable[[Row], Sequence[str]]) -> Iterator[str]:
     for key, shown in GENERATIONS.items():
-        if row := found.get(f"{key}, generation"):
+        row = found.get(f"{key}, generation")
+        if row:
             yield f"| {shown} | {' | '.join(cells(row))} |"
 
 
 def _asked(row: Row) -> Sequence[str]:
-    dense, more = row["dense"], row["speed-up 2"].more_gb
+    dense = row["dense"]
+    more = row["speed-up 2"].more_gb
     asked = (str(row[name]) if name in row else "" for name in ASKED.values())
     return [f"{dense.ms / 1000:.2f} s", *asked, f"{dense.gb:.1f} GB", f"{1000 * more:.0f} MB"]
 

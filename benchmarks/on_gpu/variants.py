@@ -52,7 +52,7 @@ SECONDS_OF_CALLS = 0.1
 
 @contextlib.contextmanager
 def default(loop: Any, speedup: float = 2.0, fewest: int | None = None) -> Iterator[Any]:
-    """Apply the default method; ``fewest`` replaces the number of tokens from which merging pays here."""
+    """Apply the default method. ``fewest`` replaces the number of tokens from which merging pays here."""
     with contextlib.ExitStack() as stack:
         if fewest is not None:
             timed = mock.patch("tokenmerge.default_method.fewest_tokens", return_value=pays_from(fewest))
@@ -98,7 +98,10 @@ def deepcache(loop: Loop, interval: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stack(loop: Loop, ratio: float, bias: str | None = None) -> Iterator[Any]:
-    """Merge once for all blocks; ``bias`` is a way of proportional attention, None: the package chooses."""
+    """Merge once for all blocks.
+
+    ``bias`` is a way of proportional attention, or None if the package chooses it.
+    """
     way = contextlib.nullcontext() if bias is None else biases.using(bias)
     with way, token_merging(loop, dataclasses.replace(STACK, ratio=ratio)) as patch:
         yield patch
@@ -177,7 +180,7 @@ def time_step(run: Run, loop: Loop, context: Context, turn: int) -> Facts:
 def time_generation(
     run: Run, loop: Loop, context: Context, steps: int, warm_up_steps: int, turn: int
 ) -> Facts:
-    """Return the time of all denoising steps; round 0 runs the first of them alone."""
+    """Return the time of all denoising steps. Round 0 runs the first of them alone."""
     clock.reset_peak(run)
     with context(), torch.no_grad():
         until = None if turn else warm_up_steps
@@ -203,8 +206,7 @@ def generations_in_turns(
     **about: Any,
 ) -> None:
     """Time whole generations of each variant in turns, after a warm-up."""
-    timed = {
-        variant: partial(time_generation, run, loop, context, steps, warm_up_steps)
-        for variant, (context, steps) in variants.items()
-    }
+    timed = {}
+    for variant, (context, steps) in variants.items():
+        timed[variant] = partial(time_generation, run, loop, context, steps, warm_up_steps)
     clock.in_turns(run, f"{name}, generation", timed, rounds, warm_up=True, **about)

@@ -37,7 +37,8 @@ from ppdiffusers import UNet2DConditionModel
 from tokenmerge.paddle import apply_patch, remove_patch
 
 # Taken before anything can replace them.
-OWN_APPLY, OWN_REMOVE = paddle.nn.Layer.apply_tome, paddle.nn.Layer.remove_tome
+OWN_APPLY = paddle.nn.Layer.apply_tome
+OWN_REMOVE = paddle.nn.Layer.remove_tome
 SD15 = {
     "sample_size": 64,
     "block_out_channels": (320, 640, 1280, 1280),
@@ -54,12 +55,12 @@ def own(ratio: float) -> tuple[Callable, Callable]:
 
 
 def ours(ratio: float) -> tuple[Callable, Callable]:
-    """Tokenmerge's ``apply_patch`` and its removal."""
+    """Return tokenmerge's ``apply_patch`` and its removal."""
     return lambda unet: apply_patch(unet, ratio=ratio), remove_patch
 
 
 def variants(ratios: list[float]) -> dict[str, tuple[Callable, Callable]]:
-    """Name → how a UNet is patched, and how it is restored."""
+    """Return by name how a UNet is patched, and how it is restored."""
     found: dict[str, tuple[Callable, Callable]] = {"dense": (lambda unet: unet, lambda unet: unet)}
     for ratio in ratios:
         found[f"ppdiffusers {ratio:g}"] = own(ratio)
@@ -68,8 +69,9 @@ def variants(ratios: list[float]) -> dict[str, tuple[Callable, Callable]]:
 
 
 def seconds(unet: Any, arguments: tuple, gpu: bool) -> tuple[float, float]:
-    """Time of one call, and time of all threads on the CPU."""
-    start, cpu_start = time.perf_counter(), time.process_time()
+    """Return the time of one call, and that of all threads on the CPU."""
+    start = time.perf_counter()
+    cpu_start = time.process_time()
     with paddle.no_grad():
         unet(*arguments)
     if gpu:
@@ -78,13 +80,14 @@ def seconds(unet: Any, arguments: tuple, gpu: bool) -> tuple[float, float]:
 
 
 def measure(unet: Any, batch: int, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Seconds and CPU seconds of each variant, by round; one call before the rounds is not counted."""
+    """Return the seconds and CPU seconds of each variant by round. A call before them is not counted."""
     sample = paddle.randn([batch, 4, options.size, options.size]).cast(options.dtype)
     text = paddle.randn([batch, TEXT_TOKENS, SD15["cross_attention_dim"]]).cast(options.dtype)
     patched = variants(options.ratios)
     wall: dict[str, list[float]] = {name: [] for name in patched}
     cpu: dict[str, list[float]] = {name: [] for name in patched}
-    order, gpu = random.Random(0), options.device == "gpu"
+    order = random.Random(0)
+    gpu = options.device == "gpu"
     seconds(unet, (sample, 1000, text), gpu)
     for turn in range(options.rounds):
         for name in order.sample(list(patched), len(patched)):

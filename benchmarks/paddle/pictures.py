@@ -38,7 +38,7 @@ OURS = {
 
 @contextmanager
 def own(pipe: Any) -> Iterator[None]:
-    """While it lasts, ppdiffusers' own ToMe at a ratio of 0.5."""
+    """Merge with ppdiffusers' own ToMe at a ratio of 0.5 within the context."""
     paddle.seed(0)  # what it draws from
     pipe.apply_tome(ratio=0.5)
     yield
@@ -50,7 +50,8 @@ def main() -> None:
     variants: dict[str, Any] = {"dense": nullcontext, "ppdiffusers, ratio 0.5": lambda: own(pipe)}
     for name, config in OURS.items():
         variants[name] = lambda config=config: token_merging(pipe, config)
-    drawn, records = {}, []
+    drawn = {}
+    records = []
     for name, patched in variants.items():
         with patched():
             generator = paddle.Generator().manual_seed(0)
