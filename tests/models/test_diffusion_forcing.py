@@ -14,6 +14,7 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 from tests.models.tiny import FAMILIES, noise, seeded
+from torch import Tensor
 
 from tokenmerge import ToMeConfig, apply_token_merging
 
@@ -50,6 +51,14 @@ def steps_of(pipe: Any, **arguments: Any) -> int:
     """Draw a video with guidance, and return the steps that ran: each calls the model twice."""
     calls: list[int] = []
     hook = pipe.transformer.register_forward_hook(lambda *_: calls.append(1))
+    made = video_of(pipe, **arguments)
+    hook.remove()
+    assert torch.isfinite(made).all()
+    return len(calls) // 2
+
+
+def video_of(pipe: Any, **arguments: Any) -> Tensor:
+    """Draw a video with guidance, and return its latents."""
     words = {"prompt_embeds": noise(1, 7, 16), "negative_prompt_embeds": -noise(1, 7, 16)}
     size = {"height": SIDE, "width": SIDE, "num_frames": FRAMES, "num_inference_steps": STEPS}
     given = {
@@ -59,10 +68,8 @@ def steps_of(pipe: Any, **arguments: Any) -> int:
         "generator": torch.Generator().manual_seed(0),
         "output_type": "latent",
     }
-    made = pipe(**given | arguments).frames
-    hook.remove()
-    assert torch.isfinite(made).all()
-    return len(calls) // 2
+    made: Tensor = pipe(**given | arguments).frames
+    return made
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())

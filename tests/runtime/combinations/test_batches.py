@@ -121,8 +121,8 @@ class Case(NamedTuple):
         made.set_progress_bar_config(disable=True)
         return made
 
-    def draw(self, pipe: Any, pictures: int, guides: bool) -> Tensor:
-        given = {**self.given(pictures), **(self.on if guides else self.off)}
+    def draw(self, pipe: Any, pictures: int, guides: bool, **more: Any) -> Tensor:
+        given = {**self.given(pictures), **(self.on if guides else self.off), **more}
         given = {"output_type": "latent", "num_inference_steps": STEPS, **given}
         made = pipe(**given, generator=torch.Generator().manual_seed(0))
         return torch.as_tensor(made.frames if hasattr(made, "frames") else made.images)

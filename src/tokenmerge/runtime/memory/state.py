@@ -123,6 +123,7 @@ class Memory:
         """Drop all that is cached, for good."""
         self.sample.forget()
         self.forget()
+        self.tracker.begin_again()
         if self.log is not None:
             self.log.drop_tensors()
 

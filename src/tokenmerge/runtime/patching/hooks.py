@@ -31,12 +31,12 @@ from tokenmerge.runtime.patching.call_checks import (
 from tokenmerge.runtime.patching.other_caches import refuse_other_caches
 from tokenmerge.runtime.patching.unfused import why_tokens_count_once
 from tokenmerge.runtime.patching.watched import look
+from tokenmerge.runtime.steps.callbacks import calls_back, has_callback
 from tokenmerge.runtime.steps.calls import Given, conditions_in, detail_of
 from tokenmerge.runtime.steps.pipeline import (
     PerThread,
     guidance_copies,
     guidance_scale,
-    has_callback,
     running_pipeline,
 )
 from tokenmerge.runtime.steps.scheduler import (
@@ -228,7 +228,7 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
         seed = first_numbers(1, first.device)[0]
     running = running_pipeline()
     pipe, shape = state.pipeline.of_call(running), (len(sample), *first.shape)
-    compiling, scheduler, step = torch.compiler.is_compiling(), None, None
+    compiling, scheduler, step, given = torch.compiler.is_compiling(), None, None, None
     if not compiling:
         scheduler = None if pipe is None else scheduler_of(pipe, timestep)
     elif state.follows_steps:
@@ -237,6 +237,8 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
             "with the whole model; compile its blocks: model.compile_repeated_blocks()"
         )
     if state.follows_steps:
+        if not state.pipeline.step_is_given and calls_back(running):
+            return None
         step = state.pipeline.step(scheduler, timestep, pipe is running, running)
         if _belongs_to_no_step(state, scheduler, step, timestep, seed):
             return None
@@ -250,14 +252,18 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
         text = arguments.get("encoder_hidden_states")
         if isinstance(text, Tensor):  # joint blocks change it too, and its length may differ at the next step
             shape = (*shape, *text.shape)
+        known = state.memories.get(step.generation)
+        if known is not None and known.tracker.index == step.index:
+            given = _given(state, known, pipe, arguments, shape)
+            if known.tracker.numbers.is_after_step(given):
+                return None
     by_itself = step is None and running is None and scheduler is None
     if not compiling and not (by_itself and state.pipeline.given_step.value is None):
         _note_generation(state, step, running, scheduler, timestep)
     memory = _begin_in_memory(state, root, step, seed)
     if step is not None:
-        memory.tracker.begin_call(
-            _given(state, memory, pipe, arguments, shape), step.generation.schedule.adds_noise
-        )
+        given = given or _given(state, memory, pipe, arguments, shape)
+        memory.tracker.begin_call(given, step.generation.schedule.adds_noise)
     return _Call(state, root, sample, timestep, seed, running, pipe, scheduler, step, shape, memory)
 
 

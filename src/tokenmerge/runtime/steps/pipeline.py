@@ -21,7 +21,6 @@ from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, is_mid
 
 Value = TypeVar("Value")
 
-_CALLBACKS = ("callback_on_step_end", "callback")  # arguments of pipelines
 _STEPS = 20  # where a pipeline has no default
 # Their batches hold the picture guided by text and image, by the image alone, and by nothing.
 _GUIDED_TWICE = ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLInstructPix2PixPipeline")
@@ -241,16 +240,6 @@ def running_pipeline() -> Any:
                 return owner
         frame = frame.f_back
     return None
-
-
-def has_callback(pipe: Any) -> bool:
-    """Return whether a pipeline that runs in this thread has a callback, which may change its latents."""
-    frame = None if pipe is None or torch.compiler.is_compiling() else sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "__call__" and frame.f_locals.get("self") is pipe:
-            return any(frame.f_locals.get(name) is not None for name in _CALLBACKS)
-        frame = frame.f_back
-    return False
 
 
 def is_pipeline(owner: Any) -> bool:
