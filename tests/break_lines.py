@@ -36,8 +36,8 @@ BREAKS = (
     Break(
         "the mean of a merged token",
         "ops/plan.py",
-        ", sizes = arithmetic().add_rows(total, self.targets.flatten(), moved), self.sizes.view(-1, 1)\n",
-        ", sizes = arithmetic().add_rows(total, self.targets.flatten(), moved), self.weights or 1\n",
+        "        sizes = self.sizes.view(-1, 1)\n",
+        "        sizes = self.weights or 1\n",
     ),
     Break(
         "the rows that unmerging reads",
@@ -78,8 +78,8 @@ BREAKS = (
     Break(
         "the frames of a grid",
         "planners/sequences.py",
-        "return (grid[0], tuple(grid[1:])) if settings.st == 1",
-        "return (1, (grid[0] * grid[1], grid[2])) if settings.st == 1",
+        "return grid[0], tuple(grid[1:])",
+        "return 1, (grid[0] * grid[1], grid[2])",
     ),
     Break(
         "log(size) of proportional attention",

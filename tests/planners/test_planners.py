@@ -6,6 +6,9 @@ import dataclasses
 import functools
 import math
 from functools import partial
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +20,9 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenmerge.config
+from tokenmerge import planners
 from tokenmerge.config import GUIDED_PLANNERS, OWN_NUMBER, ToMeConfig, highest_ratio
-from tokenmerge.config.settings import texts_in
+from tokenmerge.config.settings import TRAITS
 from tokenmerge.ops.plan import Plan, keep_destinations
 from tokenmerge.ops.soft import SoftPlan
 from tokenmerge.planners import PLANNERS
@@ -71,14 +75,45 @@ def test_settings_take_every_planner():
     assert {"tome", "importance"} <= set(PLANNERS)
 
 
-def test_a_file_that_has_the_function_of_its_name_is_a_planner(tmp_path):
-    (tmp_path / "folder").mkdir()
-    for name in ("other.py", "mine.py", "_shared.py", "__init__.py", "notes.md", "folder/__init__.py"):
-        (tmp_path / name).touch()
-    for name in ("other", "mine"):
-        (tmp_path / f"{name}.py").write_text(f"\nCOMPARES_NOTHING = True\n\n\ndef plan_{name}(features):\n")
-    (tmp_path / "timing.py").write_text("\ndef plan_other(features):\n")
-    assert tuple(texts_in(tmp_path)) == ("mine", "other")
+def test_each_file_with_a_planner_has_a_line_in_the_table_of_traits():
+    folder = Path(planners.__file__).parent
+    files = {file.stem for file in folder.glob("*.py") if f"def plan_{file.stem}(" in file.read_text("utf-8")}
+    assert files == set(TRAITS)
+    # Settings and messages name the planners in this order.
+    assert list(TRAITS) == sorted(TRAITS)
+
+
+@EVERY
+def test_the_table_says_which_planner_looks_at_guidance(name):
+    part = getattr(import_module(f"tokenmerge.planners.{name}"), f"plan_{name}")
+    assert ("importance" in signature(part).parameters) == TRAITS[name].guided
+
+
+@EVERY
+def test_the_table_says_which_planner_makes_soft_plans(name):
+    grid = (1, 8, 8)
+    planned = plan(name, tokens(1, grid), grid, settings_of(name, ratio=0.3))
+    assert isinstance(planned, SoftPlan) == TRAITS[name].soft
+
+
+@EVERY
+def test_the_table_says_which_planner_compares_no_tokens(name):
+    """With the others, other tokens merge if the features are others."""
+    grid, config = (1, 8, 8), settings_of(name, ratio=0.3)
+    first, second = (plan(name, tokens(1, grid, seed=seed), grid, config).labels() for seed in (0, 1))
+    assert torch.equal(first, second) == TRAITS[name].compares_nothing
+
+
+@EVERY
+def test_the_table_says_which_planner_takes_cells_over_time(name):
+    """Settings refuse such cells with the other planners."""
+    if TRAITS[name].over_time:
+        grid = (4, 8, 8)
+        planned = plan(name, tokens(1, grid), grid, settings_of(name, ratio=0.5, st=2))
+        assert planned.keep.shape[1] == 128
+    else:
+        with pytest.raises(tokenmerge.ConfigError, match="stays within a frame"):
+            settings_of(name, st=2)
 
 
 @EVERY

@@ -19,7 +19,7 @@ from tokenmerge.errors import ConfigError, shown
 Check = Callable[[str, Any], Any]
 V = TypeVar("V", bound="Value")
 
-_MOST = 2**63 - 1
+_MOST = 2**63 - 1  # the largest integer of 64 bits
 MOST_STEPS = 5_000  # of a generation; plans for more would take too long to make
 
 
@@ -125,7 +125,7 @@ def optional(check: Check) -> Check:
 
 
 def as_number(value: object) -> float | None:
-    """Return a finite real number as a float; None for anything else, and if it is too large."""
+    """Return a finite real number as a float, or None for anything else, and if it is too large."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     with contextlib.suppress(OverflowError, TypeError, ValueError):
@@ -135,7 +135,7 @@ def as_number(value: object) -> float | None:
 
 
 def as_items(value: object) -> tuple[Any, ...] | None:
-    """Return the items of something ordered, such as a list or a NumPy array; None for anything else."""
+    """Return the items of something ordered, such as a list or a NumPy array, or None for anything else."""
     if isinstance(value, (str, bytes, Mapping, Set)) or not isinstance(value, Collection):
         return None
     with contextlib.suppress(TypeError):

@@ -31,13 +31,14 @@ from tokenmerge.config.origin import is_default
 from tokenmerge.config.tome import ToMeConfig
 from tokenmerge.errors import ConfigError, shown
 
-VERSION, VERSION_OF_PLANS = 1, 2
+VERSION = 1
+VERSION_OF_PLANS = 2
 NAME = "Token merging"
 
 
 @dataclasses.dataclass(frozen=True)
 class FoundFor:
-    """What settings were found for by a search. None stands for what was not recorded.
+    """The kind of generation that a search found settings for. A field is None if it was not recorded.
 
     Raises:
         ConfigError: a value is of the wrong type or out of range.
@@ -48,12 +49,18 @@ class FoundFor:
     width: int
     steps: int
     solver: str | None = None  # class of the scheduler
-    guidance: float | None = None  # scale of classifier-free guidance, ≥ 0; 1: none
+    guidance: float | None = None  # scale of classifier-free guidance, ≥ 0, which is 1 without it
 
     def __post_init__(self) -> None:
-        name, guidance = of_type(str, "the name of a class"), number("a number ≥ 0", lambda value: value >= 0)
-        counts = {"height": integer(1), "width": integer(1), "steps": integer(1, MOST_STEPS)}
-        checks = {"model": name, "solver": optional(name), **counts, "guidance": optional(guidance)}
+        name_of_class = of_type(str, "the name of a class")
+        checks = {
+            "model": name_of_class,
+            "solver": optional(name_of_class),
+            "height": integer(1),
+            "width": integer(1),
+            "steps": integer(1, MOST_STEPS),
+            "guidance": optional(number("a number ≥ 0", lambda value: value >= 0)),
+        }
         check_fields(self, "for.", checks)
 
     def differences(
@@ -81,7 +88,10 @@ class FoundFor:
 
     @staticmethod
     def warning(differences: list[str], speedup: float | None = None) -> str:
-        """Return the warning about differences; with a ``speedup``, the default method runs instead."""
+        """Return the warning about differences from what the settings were found for.
+
+        If a ``speedup`` is given, it says that the default method runs with it instead.
+        """
         found_for = f"found for {' and for '.join(differences)}"
         if speedup is None:
             return (
@@ -96,12 +106,13 @@ class FoundFor:
 
 @dataclasses.dataclass(frozen=True)
 class SavedSettings:
-    """What a file of settings holds."""
+    """The content of a file of settings."""
 
     config: ToMeConfig
-    # What ``tokenmerge tune`` found them for. In other generations, the default method reaches that speed-up.
-    # None: they hold for all generations, as they were saved or written by hand.
+    # The kind of generation that ``tokenmerge tune`` found them for, or None if they hold for all generations
+    # because they were saved or written by hand.
     found_for: FoundFor | None = None
+    # The speed-up that the default method reaches in other generations, or None if they hold for all.
     speedup: float | None = None
 
 
@@ -125,7 +136,7 @@ def save_config(config: ToMeConfig, path: str | Path) -> None:
     text = json.dumps({"version": VERSION, "settings": config.to_dict()}, indent=2) + "\n"
     try:
         Path(path).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:  # a ValueError: the path holds a null character
+    except (OSError, ValueError) as error:  # it is a ValueError if the path holds a null character
         raise ConfigError(f"{path}: cannot write settings ({error}); choose another path") from error
 
 
@@ -144,7 +155,7 @@ def load_config(path: str | Path) -> ToMeConfig:
 
 
 def load_settings(path: str | Path) -> SavedSettings:
-    """Read settings from a file, and what they were found for; otherwise as :func:`load_config`."""
+    """Read settings from a file as :func:`load_config` does, and what they were found for."""
     try:
         return content(json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique_keys))
     except ConfigError as error:
@@ -162,8 +173,10 @@ def to_metadata(config: ToMeConfig, method: str = "") -> str:
     >>> to_metadata(ToMeConfig(ratio=0.4, max_downsample=2))
     'Token merging: ratio 0.4, {"version": 1, "settings": {"ratio": 0.4, "max_downsample": 2}}'
     """
-    called = " ".join(method.replace("{", " ").split()) or "ratio"  # the first brace begins the settings
-    asked = called if is_default(method) else f"{called} {config.ratio:g}"
+    # The first brace in the line begins the settings, so the name has none, and no line break either.
+    words = " ".join(method.split("{")).split()
+    name = " ".join(words) or "ratio"
+    asked = name if is_default(method) else f"{name} {config.ratio:g}"
     settings = json.dumps({"version": VERSION, "settings": config.changed()})
     return f"{NAME}: {asked}, {settings}"
 
@@ -196,14 +209,19 @@ def read_metadata(text: str) -> ToMeConfig:
 
 
 def content(found: Any) -> SavedSettings:
-    """Return the settings in the content of a JSON file; a ConfigError says what is wrong with it."""
+    """Return the settings in the content of a JSON file.
+
+    Raises:
+        ConfigError: the content is not that of a file of settings, or a setting is out of range.
+    """
     keys = found.keys() if isinstance(found, dict) else set()
     of_tune = keys - {"measured"} == {"version", "speedup", "plan", "for"}
     if not of_tune and keys != {"version", "settings"}:
         wanted = '"version" and "settings", or "version", "speedup", "plan" and "for"'
         got = list(found) if isinstance(found, dict) else found
         refuse("content", f"an object with the keys {wanted}", got)
-    version, key = (VERSION_OF_PLANS, "plan") if of_tune else (VERSION, "settings")
+    version = VERSION_OF_PLANS if of_tune else VERSION
+    key = "plan" if of_tune else "settings"
     if found["version"] != version or isinstance(found["version"], bool):
         refuse("version", f"{version}, the one that this release reads", found["version"])
     speedup = at_least_1("speedup", found["speedup"]) if of_tune else None
@@ -220,7 +238,11 @@ def content(found: Any) -> SavedSettings:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object from its pairs; a repeated key is an error."""
+    """Return a JSON object from its pairs.
+
+    Raises:
+        ConfigError: a key is there twice.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
         ((twice, times),) = Counter(name for name, _ in pairs).most_common(1)

@@ -18,7 +18,8 @@ def is_default(method: str) -> bool:
 def named(method: str, given: str) -> str:
     """Return how a message names a setting that is ``given`` with its value.
 
-    ``method`` is the name of the settings, as the handle of a patch has it; empty: the user gave them all.
+    ``method`` is the name of the settings, as the handle of a patch has it, or an empty string if the user
+    gave them all.
 
     >>> named("", "reuse.every=3"), named("speed-up 2", "reuse.every=3"), named("sdtm", "reuse.every=3")
     ('reuse.every=3', 'the default method', "'sdtm' with reuse.every=3")
@@ -29,7 +30,7 @@ def named(method: str, given: str) -> str:
 
 
 def instead(method: str, change: str) -> str:
-    """Return what to do in the call that was made; ``change`` is what to do with a user's own settings.
+    """Return what to do in the call that was made, where ``change`` is what to do with a user's own settings.
 
     >>> instead("", "take reuse.every=1"), instead("tuned.json", "take reuse.every=1")
     ('take reuse.every=1', "take reuse.every=1 in 'tuned.json'")

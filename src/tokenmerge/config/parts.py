@@ -23,6 +23,7 @@ from tokenmerge.config.checks import (
 from tokenmerge.errors import ConfigError, nearest_of, shown
 
 _EXACT = 2**53  # floats represent every integer up to here
+QUOTIENT_ROUNDING = 1e-9  # keeps a quotient that is a whole number from being rounded down to the one below
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -34,7 +35,7 @@ class PlanSharing(Value):
 
     Args:
         every: a plan is used for this many denoising steps, ≥ 1. Raising it makes planning cheaper and the
-            picture a little less close. 1: each step has its own plans.
+            picture a little less close. With 1, each step has its own plans.
         blocks: blocks with the same token grid use the plan of the first of them. A UNet's way down and way
             up have a plan each. The cost of planning is divided by the number of blocks that share a plan;
             the picture gets a little less close. With ``scope="block"``, tokens then merge before the first
@@ -70,7 +71,7 @@ class Correction(Value):
     ``scope="keys"``, where each token has its own residual anyway.
 
     Args:
-        every: distance between correction steps, counted in complete steps, ≥ 2; 0: there are none.
+        every: distance between correction steps, counted in complete steps, ≥ 2, or 0 if there are none.
             Raising it saves more time, as more steps merge, and gives back less of what merging loses.
             3 gives back most of the loss and costs a third of the saving.
 
@@ -133,14 +134,15 @@ class StepReuse(Value):
 
     Args:
         every: mean distance between complete steps, ≥ 1; it may be a fraction. Raising it saves more, and the
-            picture follows the dense one less closely. 1: no step skips anything.
+            picture follows the dense one less closely. With 1, no step skips anything.
         shallow_every: in a UNet, mean distance between the steps that run all of the finest level, 1 ≤
             shallow_every ≤ every. Complete steps are chosen from them. The other steps skip that level too:
             only the first and the last convolution run. Raising it saves most in narrow models and large
             pictures, where that level takes most of the time. It loses more than raising ``every``, above all
             under strong guidance.
         full_steps: places of the complete steps, 0 (the first step) to 1 (the last), in place of ``every``:
-            ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the picture closer. Empty: ``every``.
+            ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the picture closer. If there are none,
+            ``every`` decides.
         shallow_steps: places of the steps that run all of the finest level, besides the complete steps, in
             place of ``shallow_every``. It can only be given with ``full_steps``.
 
@@ -208,7 +210,7 @@ def _evenly(among: tuple[int, ...], steps: int, every: float) -> tuple[int, ...]
     others = among[2:]
     if every <= 1 or not others:
         return among
-    count = min(len(others), max(1, int((steps - 2) / every + 1e-9)))
+    count = min(len(others), max(1, int((steps - 2) / every + QUOTIENT_ROUNDING)))
     return (*among[:2], *(others[round(len(others) * j / count) - 1] for j in range(1, count + 1)))
 
 
@@ -239,9 +241,12 @@ def check_known(names: Iterable[object], known: Collection[str]) -> None:
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted name; a ConfigError says that one is given twice.
+    """Return settings by dotted name.
 
     A nested part is an object, which gives all its fields, or a mapping, which gives some of them.
+
+    Raises:
+        ConfigError: a setting is given twice.
 
     >>> flat({"ratio": 0.4, "correction": {"every": 2}})
     {'ratio': 0.4, 'correction.every': 2}

@@ -4,36 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tokenmerge.config.checks import Check, Value, as_number, integer, number, one_of, optional, switch
 from tokenmerge.errors import ConfigError
 
 
-def texts_in(folder: Path) -> dict[str, str]:
-    """Name → text of each planner in a folder. A planner is a file ``x.py`` with the function ``plan_x``."""
-    texts = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py"))}
-    return {name: text for name, text in texts.items() if f"\ndef plan_{name}(" in text}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """The traits of a planner that checks and other parts of the library need to know."""
+
+    guided: bool = False  # it looks at what guidance changed, and plans as "tome" before that is known
+    own_number: bool = False  # it may remove another number of tokens than it is asked to
+    over_time: bool = False  # its cells may reach over several frames of a video
+    soft: bool = False  # it shares each token out over several merged ones
+    compares_nothing: bool = False  # it does not use the values of the tokens
 
 
-def _that_say(line: str) -> tuple[str, ...]:
-    """Return names of the planners whose files have this line."""
-    return tuple(sorted(name for name, text in _TEXTS.items() if f"\n{line}\n" in text))
-
-
-# The planners are read as text, since their files need torch. A file has those lines that are true of it.
-_TEXTS = texts_in(Path(__file__).parents[1] / "planners")
-PLANNERS = tuple(_TEXTS)
-GUIDED_PLANNERS = _that_say("GUIDED = True")  # look at what guidance changed; plan as "tome" before that
-OWN_NUMBER = _that_say("OWN_NUMBER = True")  # may remove another number of tokens than they are asked to
-OVER_TIME = _that_say("OVER_TIME = True")  # have cells that may reach over several frames of a video
-SOFT_PLANNERS = _that_say("SOFT = True")  # share each token out over several merged ones
-COMPARES_NOTHING = _that_say("COMPARES_NOTHING = True")  # do not use the values of the tokens
+# Each planner ``x`` is the function ``plan_x`` in the file ``planners/x.py``.
+TRAITS: Mapping[str, Traits] = {
+    "importance": Traits(guided=True),
+    "sito": Traits(),
+    "threshold": Traits(),
+    "tiled": Traits(over_time=True),
+    "toma": Traits(soft=True),
+    "tome": Traits(over_time=True),
+    "uniform": Traits(own_number=True, compares_nothing=True),
+    "windows": Traits(own_number=True),
+}
+PLANNERS = tuple(TRAITS)
+GUIDED_PLANNERS = tuple(name for name, traits in TRAITS.items() if traits.guided)
+OWN_NUMBER = tuple(name for name, traits in TRAITS.items() if traits.own_number)
+OVER_TIME = tuple(name for name, traits in TRAITS.items() if traits.over_time)
+SOFT_PLANNERS = tuple(name for name, traits in TRAITS.items() if traits.soft)
+COMPARES_NOTHING = tuple(name for name, traits in TRAITS.items() if traits.compares_nothing)
 
 SCOPES = ("layers", "block", "keys")
 COMBINATIONS = ("mean", "keep")
-# Features from the step before: what each block added, or what all blocks of a level added together.
+# Features from the step before are what each block added, or what all blocks of a level added together.
 CACHED_FEATURES = ("residual", "model_residual")
 FEATURES = ("input", *CACHED_FEATURES)
 
@@ -75,7 +83,8 @@ def check_below_highest_ratio(ratio: Any, sx: Any, sy: Any) -> None:
     Other ratios that are not valid are left to :class:`tokenmerge.ToMeConfig`.
     """
     highest = highest_ratio(CHECKS["sx"]("sx", sx), CHECKS["sy"]("sy", sy))
-    if (asked := as_number(ratio)) is not None and asked >= highest:
+    asked = as_number(ratio)
+    if asked is not None and asked >= highest:
         raise ConfigError(
             f"ratio: expected less than 1 − 1/(sx·sy) = {highest:g} for sx={sx}, sy={sy}, got {asked:g}; "
             "take a lower ratio or larger strides"
@@ -96,7 +105,7 @@ class MergeSettings(Value):
             makes each merged layer faster and the picture less like the dense one. 0 merges nothing.
         reference_ratio: the same for reference pictures, which editing models read in one sequence with the
             picture that they make: FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit, JoyImage-Edit. Raising it makes
-            every layer faster and lets fewer details of the references through. None: the value of ``ratio``.
+            every layer faster and lets fewer details of the references through. None takes ``ratio``.
             With ``ratio=0`` only the references merge. References of fewer frames than ``st`` stay dense.
         min_tokens: token grids with fewer tokens than this stay dense, ≥ 0. Raising it brings the picture
             closer to the dense one. On small grids merging saves little, so a moderate value costs no time.
@@ -114,8 +123,8 @@ class MergeSettings(Value):
             grows with the square of the number of frames, that of ``"tiled"`` with it. Pictures need 1.
         seed: the destination of each cell is drawn at random in each step. The draw depends on this integer,
             the timestep and the cell. No seed is faster or better than another. If each sample of a batch
-            has its own timestep, the highest one counts for all. None: nothing is drawn, which costs the same
-            time, and a regular pattern becomes visible at high ratios.
+            has its own timestep, the highest one counts for all. With None, nothing is drawn, which costs the
+            same time, and a regular pattern becomes visible at high ratios.
         planner: how merging tokens are chosen; docs/methods/planners.md compares the planners.
 
             - ``"tome"``: each source merges into the most similar destination of the whole picture (arXiv

@@ -39,7 +39,7 @@ class Rule(Value):
     settings by name: ``{"level": 2, "ratio": 0.25}``.
 
     Args:
-        level: the resolution level where the rule holds. None: every level. Merging less at deep levels
+        level: the resolution level where the rule holds, or None for every level. Merging less at deep levels
             brings the picture closer for little time; merging less at level 1 gives up most of the saving.
         start: share of the denoising steps from which on it holds, 0 ≤ start < until.
         until: share of the steps up to which it holds, start < until ≤ 1. Of T steps, the rule holds in those
@@ -65,7 +65,8 @@ class Rule(Value):
         checks = CHECKS
         if self.of_steps and self.level is None:
             checks = {**checks, _REUSE_EVERY: check_full}
-        if fixed := [str(name) for name in changes if name not in checks]:
+        fixed = [str(name) for name in changes if name not in checks]
+        if fixed:
             raise ConfigError(
                 f"cannot change {', '.join(fixed)}; what can be changed under these conditions is "
                 f"{', '.join(checks)}"
@@ -74,7 +75,7 @@ class Rule(Value):
 
     @classmethod
     def of(cls, given: Any) -> Rule:
-        """Return a rule from a mapping of its conditions and changes; a rule stays as it is."""
+        """Return a rule from a mapping of its conditions and changes, or the rule itself if it is one."""
         if isinstance(given, Rule):
             return given
         if not isinstance(given, Mapping):
@@ -90,9 +91,14 @@ class Rule(Value):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the conditions that do not always hold, and the changes, as :meth:`of` reads them."""
-        always = {"level": None, "start": 0, "until": 1}
-        conditions = {name: own for name, no in always.items() if (own := getattr(self, name)) != no}
-        return {**conditions, **self.changes}
+        given: dict[str, Any] = {}
+        if self.level is not None:
+            given["level"] = self.level
+        if self.start != 0:
+            given["start"] = self.start
+        if self.until != 1:
+            given["until"] = self.until
+        return {**given, **self.changes}
 
     def __repr__(self) -> str:
         return repr(self.to_dict())
@@ -120,8 +126,12 @@ def dense_outside(start: float, until: float) -> Rules:
     """Return rules that make a generation dense outside of a part, given by shares of the steps."""
     Rule(start=start, until=until)  # raises an error if a share is out of its range
     dense = {"ratio": 0, "reference_ratio": None, _REUSE_EVERY: 1}
-    before = (Rule(until=start, changes=dense),) if start > 0 else ()
-    return (*before, Rule(start=until, changes=dense)) if until < 1 else before
+    rules = []
+    if start > 0:
+        rules.append(Rule(until=start, changes=dense))
+    if until < 1:
+        rules.append(Rule(start=until, changes=dense))
+    return tuple(rules)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -214,16 +224,21 @@ class ToMeConfig(MergeSettings):
     def over_steps(self) -> tuple[str, ...]:
         """The settings that depend on the denoising step, as they were given."""
         given = [f"rules[{place}]={rule}" for place, rule in enumerate(self.rules) if rule.of_steps]
-        given += [f"plans.every={self.plans.every}"] * (self.plans.every > 1)
-        given += [f"correction.every={self.correction.every}"] * self.correction.on
-        given += [self.reuse.given] * self.reuse.on
-        found = {"planner": self.guided_planner, "features": self.cached_features}
-        given += [f"{name}={value!r}" for name, value in found.items() if value is not None]
+        if self.plans.every > 1:
+            given.append(f"plans.every={self.plans.every}")
+        if self.correction.on:
+            given.append(f"correction.every={self.correction.every}")
+        if self.reuse.on:
+            given.append(self.reuse.given)
+        if self.guided_planner is not None:
+            given.append(f"planner={self.guided_planner!r}")
+        if self.cached_features is not None:
+            given.append(f"features={self.cached_features!r}")
         return tuple(given)
 
     @property
     def cached_features(self) -> str | None:
-        """The first features, of any level and any step, that are cached from the step before."""
+        """The first features of any level and step that are cached from the step before, or None."""
         return next((name for name in self._all("features") if name in CACHED_FEATURES), None)
 
     @property
@@ -233,7 +248,7 @@ class ToMeConfig(MergeSettings):
 
     @property
     def guided_planner(self) -> str | None:
-        """The first planner, of any level and any step, that looks at what guidance changed."""
+        """The first planner of any level and step that looks at what guidance changed, or None."""
         return next((name for name in self._all("planner") if name in GUIDED_PLANNERS), None)
 
     def _all(self, name: str) -> list[Any]:
@@ -252,7 +267,8 @@ class ToMeConfig(MergeSettings):
         >>> ToMeConfig(reuse=StepReuse(every=2)).changed()
         {'ratio': 0.5, 'reuse.every': 2}
         """
-        own, defaults = flat(self.to_dict()), flat(ToMeConfig().to_dict())
+        own = flat(self.to_dict())
+        defaults = flat(ToMeConfig().to_dict())
         return {name: value for name, value in own.items() if name == "ratio" or value != defaults[name]}
 
     @classmethod

@@ -1,7 +1,8 @@
 """Planners: functions that choose which tokens merge. One planner per file, named after it.
 
-A file ``x.py`` here has the function ``plan_x``; nothing else registers it. The function plans one part of a
-token grid: a frame, or a whole video if cells reach over time.
+A file ``x.py`` here has the function ``plan_x``, and the table ``TRAITS`` in
+:mod:`tokenmerge.config.settings` has a line for it. The function plans one part of a token grid: a frame, or
+a whole video if cells reach over time.
 
 ``plan_x(features, grid, r, settings, step) -> Plan``, with
 
@@ -11,9 +12,8 @@ token grid: a frame, or a whole video if cells reach over time.
 - ``settings``: strides, seed and other knobs of :class:`tokenmerge.ToMeConfig`;
 - ``step``: 0-dimensional integer tensor that differs between denoising steps; random draws depend on it.
 
-A planner with the line ``GUIDED = True`` gets one more argument, ``importance`` ``[b, n]``: how much guidance
-changed each token in the last step. Other lines of this kind are explained in
-:mod:`tokenmerge.config.settings`. ``sequences`` plans whole grids and sequences of pictures with a planner.
+A planner with the trait ``guided`` gets one more argument, ``importance`` ``[b, n]``: how much guidance
+changed each token in the last step. ``sequences`` plans whole grids and sequences of pictures with a planner.
 """
 
 from __future__ import annotations

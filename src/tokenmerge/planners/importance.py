@@ -12,9 +12,10 @@ from tokenmerge.ops.partition import Sides, num_destinations, num_tokens, unifor
 from tokenmerge.ops.plan import Plan, make_plan
 from tokenmerge.planners.sequences import cell_of
 
-GUIDED = True
 # Size of the pool of important tokens, as a multiple of the number of tokens that stay.
 _POOL = 1.4
+# Added to the cosines of tokens outside the pool, which lie between -1 and 1, to put them before all others.
+_BEFORE_ALL = 3
 
 
 def plan_importance(
@@ -27,7 +28,8 @@ def plan_importance(
     All other tokens are sources, and those outside the pool merge before those in it. Of ``importance``
     ``[b, n]``, which says how much guidance changed each token in the last step, only the order counts.
     """
-    n, d = features.shape[1], num_destinations(grid, cell_of(grid, settings))
+    n = features.shape[1]
+    d = num_destinations(grid, cell_of(grid, settings))
     pool = importance.topk(min(n, max(d, int(_POOL * (n - r)))), dim=1).indices
     dst = pool[:, :d]
     if settings.seed is not None:
@@ -38,16 +40,16 @@ def plan_importance(
 
     similarity, nearest = most_similar(features, src, dst)
     outside = torch.ones_like(importance).scatter(1, pool, 0).gather(1, src)
-    # Cosines lie between -1 and 1, so adding 3 puts every token outside the pool before all others.
-    return make_plan(src, dst, by_similarity(similarity + 3 * outside), nearest, r)
+    order = by_similarity(similarity + _BEFORE_ALL * outside)
+    return make_plan(src, dst, order, nearest, r)
 
 
 def importance_of_tokens(change: Tensor, *grids: tuple[int, int, int]) -> Tensor | None:
-    """Return how much guidance changes each token, for planners (arXiv 2411.16720).
+    """Return how much guidance changes each token, for planners (arXiv 2411.16720), or None for other shapes.
 
-    ``change`` is what guidance changes in a model's result: ``[b, c, h, w]``, ``[b, c, f, h, w]``, or tokens
-    ``[b, n, c]`` on the model's finest grid; None is returned for other shapes. The mean absolute change over
-    the area of each token is ``[b, n]``, or ``[b · f, n]`` for a result of several frames and a grid of one.
+    ``change`` is the difference that guidance makes in a model's result: ``[b, c, h, w]``,
+    ``[b, c, f, h, w]``, or tokens ``[b, n, c]`` on the model's finest grid. The mean absolute change over the
+    area of each token is ``[b, n]``, or ``[b · f, n]`` for a result of several frames and a grid of one.
     """
     size = change.abs().float()
     if size.ndim == 3:

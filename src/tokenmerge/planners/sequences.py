@@ -41,11 +41,14 @@ def num_removed(grid: Sequence[int], settings: MergeSettings) -> int:
 
 
 def split(grid: Sequence[int], settings: MergeSettings) -> tuple[int, Sides]:
-    """Return how many parts of a grid merge on their own, and the grid of one.
+    """Return how many parts of a grid merge on their own, and the grid of one part.
 
-    They are the frames, (rows, columns) each, or the whole grid where cells have several frames (``st`` > 1).
+    The parts are the frames, (rows, columns) each, or the whole grid where cells have several frames
+    (``st`` > 1).
     """
-    return (grid[0], tuple(grid[1:])) if settings.st == 1 else (1, tuple(grid))
+    if settings.st == 1:
+        return grid[0], tuple(grid[1:])
+    return 1, tuple(grid)
 
 
 def cell_of(part: Sequence[int], settings: MergeSettings) -> Sides:
@@ -98,10 +101,12 @@ def sequence_of(grids: Sequence[tuple[int, int, int]], settings: MergeSettings) 
     [8, 4]
     """
     ratio = settings.ratio if settings.reference_ratio is None else settings.reference_ratio
-    own = (settings, *[dataclasses.replace(settings, ratio=ratio)] * (len(grids) - 1))
-    return TokenSequence.of(
-        Picture(grid, one, num_removed(grid, one)) for grid, one in zip(grids, own, strict=True)
-    )
+    of_references = dataclasses.replace(settings, ratio=ratio)
+    pictures = []
+    for place, grid in enumerate(grids):
+        own = settings if place == 0 else of_references
+        pictures.append(Picture(grid, own, num_removed(grid, own)))
+    return TokenSequence.of(pictures)
 
 
 def part_bounds(n: int, index: int, parts: int) -> tuple[int, int]:
@@ -149,7 +154,9 @@ def _cut(sides: Sequence[int], start: int, stop: int) -> list[Sides]:
     if len(sides) == 1:
         return [(stop - start,)]
     inner = num_tokens(sides[1:])
-    first, last = -(-start // inner), stop // inner  # those between them are whole
+    # The parts from ``first`` to before ``last`` are whole.
+    first = -(-start // inner)
+    last = stop // inner
     if first > last:
         return [(1, *end) for end in _cut(sides[1:], start - last * inner, stop - last * inner)]
     head = _cut(sides[1:], start - (first - 1) * inner, inner) if start % inner else []
@@ -163,7 +170,8 @@ def _removing(pieces: TokenSequence, wanted: int) -> Iterator[Picture]:
     Frames of one piece that lose different numbers of tokens become two pieces.
     """
     removed = pieces.removed
-    end = done = 0
+    end = 0
+    done = 0
     for grid, settings, r in pieces.pictures:
         end += r
         own = end * wanted // removed - done if removed else 0

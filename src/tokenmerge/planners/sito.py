@@ -41,6 +41,7 @@ def plan_sito(features: Tensor, grid: Sides, r: int, settings: MergeSettings, st
 
     order, _ = bipartite_soft_matching(features, src, base)
     src = src.gather(1, order)
-    pruned, stay = src[:, :r], torch.cat([src[:, r:], base], dim=1)
+    pruned = src[:, :r]
+    stay = torch.cat([src[:, r:], base], dim=1)
     order, nearest = bipartite_soft_matching(features, pruned, stay)
     return make_plan(pruned, stay, order, nearest, r)

@@ -12,7 +12,6 @@ from tokenmerge.ops.plan import Plan
 from tokenmerge.ops.soft import make_soft_plan, tile
 from tokenmerge.planners.sequences import cell_of
 
-SOFT = True
 # Factor of the cosines in the softmax. With 1000, a lead of 0.01 takes nearly the whole token.
 _SHARPNESS = 1000.0
 # Gains closer than this for each place of a tile count as equal. Two places that are left and most similar to
@@ -36,7 +35,8 @@ def facility_location(similarity: Tensor, real: Tensor, count: int) -> Tensor:
         most = gain.amax(dim=-1, keepdim=True) - _EQUAL * similarity.shape[-1]
         best = (gain >= most).to(torch.uint8).argmax(dim=-1, keepdim=True)
         row = similarity.take_along_dim(best.unsqueeze(-1), dim=-2).squeeze(-2)
-        covered, taken = covered.maximum(row), taken.scatter(-1, best, True)
+        covered = covered.maximum(row)
+        taken = taken.scatter(-1, best, True)
         chosen.append(best)
     return torch.cat(chosen, dim=-1)
 
@@ -56,10 +56,10 @@ def plan_toma(features: Tensor, grid: Sides, r: int, settings: MergeSettings, st
     tiles = tile(grid, cell_of(grid, settings), features.device)
     unit = directions(features).index_select(1, tiles.token.flatten())
     unit = unit.unflatten(1, tiles.token.shape)  # [b, t, p, c]
-    # What follows adds up many of them, and so is in float32 at least.
+    # Many similarities are added up below, so they are in float32 at least.
     similarity = (unit @ unit.transpose(2, 3)).to(torch.promote_types(unit.dtype, torch.float32))
     similarity = similarity * tiles.real.unsqueeze(1) * tiles.real.unsqueeze(2)
-    # A token that is no number is like no other, so the shares of tokens that have this plan too stay finite.
+    # A token whose values are not numbers is like no other token, so the shares of all others stay finite.
     similarity = similarity.nan_to_num(nan=0.0)
 
     # Tiles lose tokens in proportion to their size, and exactly r in total.

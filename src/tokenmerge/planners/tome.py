@@ -10,8 +10,6 @@ from tokenmerge.ops.partition import Sides
 from tokenmerge.ops.plan import Plan, make_plan
 from tokenmerge.planners.sequences import partition
 
-OVER_TIME = True
-
 
 def plan_tome(features: Tensor, grid: Sides, r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Partition the tokens, match each source with its most similar destination, merge the r best pairs.

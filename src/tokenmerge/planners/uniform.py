@@ -12,16 +12,14 @@ from tokenmerge.ops.partition import Sides
 from tokenmerge.ops.plan import IndexPlan, Plan, make_plan
 from tokenmerge.planners.sequences import cell_of, partition
 
-OWN_NUMBER = True
-COMPARES_NOTHING = True
-
 
 def plan_uniform(features: Tensor, grid: Sides, r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Merge every source into the destination of its own cell.
 
     The values of the features are not used. All sources merge, whatever r is; with ratio 0 nothing merges.
     """
-    b, cell = features.shape[0], cell_of(grid, settings)
+    b = features.shape[0]
+    cell = cell_of(grid, settings)
     src, dst = partition(grid, settings, step, features.device)
 
     def make() -> IndexPlan:

@@ -11,8 +11,6 @@ from tokenmerge.ops.partition import Sides, num_tokens, whole_cells
 from tokenmerge.ops.plan import Plan, make_plan
 from tokenmerge.planners.sequences import cell_of, partition
 
-OWN_NUMBER = True
-
 
 def uniformity(features: Tensor, windows: Tensor) -> Tensor:
     """Return the mean cosine similarity of all pairs of tokens in each window: ``[b, n, c]`` → ``[b, d]``.
