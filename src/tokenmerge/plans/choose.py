@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
-from tokenmerge.config.parts import StepsOfReuse
+from tokenmerge.config.parts import QUOTIENT_ROUNDING, StepsOfReuse
 from tokenmerge.plans import policy
 from tokenmerge.plans.facts import Facts, correction_bytes, costs_of
 
@@ -24,6 +24,7 @@ _CROWDED = 0.5
 _MOST_COUNTS = 32  # numbers of complete steps that are tried, spread over all
 _FEWEST = 3  # complete steps: the first two and the last
 _REFERENCE = 20  # steps of the generations that reaches are compared with
+_ROUNDING_OF_DIGITS = 1e-6  # keeps a product that is a whole number from being rounded down to the one below
 # A speed-up is reached where two decimals show it. Ten of 20 steps of a transformer give 1.997×, since its
 # first and its last layer always run: nine would give 2.22×, and twice the expected error.
 ROUNDING = 0.005
@@ -35,14 +36,15 @@ class Plan:
 
     config: ToMeConfig
     speedup: float  # dense operations over those with these settings, for the whole generation
-    harm: float  # expected squared error to the dense picture, whose range is 0 to 1, to compare plans by
+    harm: float  # expected squared error to the dense picture, whose range is 0 to 1, by which plans compare
 
 
 def plan_for(facts: Facts, speedup: float) -> Plan:
     """Return the least harmful plan whose counted operations reach a speed-up, or the fastest one.
 
     Its settings are explicit: they give the same pictures when they are applied by themselves. ``speedup``
-    is dense operations over those of the generation; 1: everything is dense; infinity: the fastest plan.
+    is dense operations over those of the generation. With 1 everything is dense, and with infinity the plan
+    is the fastest one.
     """
     plans = plans_of(facts)
     if speedup <= 1:  # also where the last step could be skipped for nothing
@@ -55,8 +57,8 @@ def plan_for(facts: Facts, speedup: float) -> Plan:
 def plans_of(facts: Facts, merging: ToMeConfig | None = None) -> tuple[Plan, ...]:
     """Return the plans of all mixes that no other mix beats in both speed and harm, the slowest first.
 
-    Of these, a faster one expects more harm. ``merging`` are settings of token merging that all of them have;
-    None: any.
+    Of these, a faster one expects more harm. ``merging`` are settings of token merging that all of them have,
+    or None if they may have any.
     """
     best: list[_Mix] = []
     for mix in sorted(_mixes(facts, merging), key=lambda mix: (-mix.speedup, mix.harm)):
@@ -66,7 +68,7 @@ def plans_of(facts: Facts, merging: ToMeConfig | None = None) -> tuple[Plan, ...
 
 
 class _Mix(NamedTuple):
-    """Settings of token merging, numbers of steps, and what they give, as in a :class:`Plan`."""
+    """Settings of token merging and numbers of steps, with the speed-up and harm of a :class:`Plan`."""
 
     merging: ToMeConfig
     complete: int
@@ -169,7 +171,8 @@ def scopes_of(facts: Facts) -> list[str]:
 
 def _counts(facts: Facts) -> Sequence[tuple[int, int]]:
     """Return the numbers of complete steps and of steps with the finest level to try."""
-    steps, parts = facts.steps, facts.work.parts
+    steps = facts.steps
+    parts = facts.work.parts
     if not (facts.follows_steps and facts.can_skip and parts & {"deep", "blocks"}) or steps <= _FEWEST:
         return [(steps, steps)]
     stride = math.ceil((steps - _FEWEST) / _MOST_COUNTS)
@@ -181,9 +184,8 @@ def _counts(facts: Facts) -> Sequence[tuple[int, int]]:
 @functools.lru_cache(maxsize=4096)
 def _of_runs(facts: Facts, part: str, runs: tuple[int, ...]) -> float:
     """Return the harm of skipping a part in all steps but these."""
-    return _harms(facts).of_skipping(
-        part, reaches_of(runs, facts.steps, facts.schedule.ends_clean), facts.steps
-    )
+    reaches = reaches_of(runs, facts.steps, facts.schedule.ends_clean)
+    return _harms(facts).of_skipping(part, reaches, facts.steps)
 
 
 def _even(steps: int, complete: int, finest: int) -> StepReuse:
@@ -192,7 +194,8 @@ def _even(steps: int, complete: int, finest: int) -> StepReuse:
 
 def _runs(facts: Facts, complete: int, finest: int) -> StepsOfReuse:
     """Return which steps are complete and which run the finest level, of these numbers of steps."""
-    steps, spacing = facts.steps, _harms(facts).spacing
+    steps = facts.steps
+    spacing = _harms(facts).spacing
     runs = _even(steps, complete, finest).steps_of(steps)
     if facts.schedule.ends_clean and complete < finest == steps:
         return runs._replace(full=without_the_last(steps, complete, policy.TAIL_OF_A_CLEAN_END))
@@ -204,7 +207,7 @@ def _runs(facts: Facts, complete: int, finest: int) -> StepsOfReuse:
 def later_ones(steps: int, count: int, spacing: float) -> tuple[int, ...]:
     """Return ``count`` ≥ 3 steps: the first two, the last, and others that lie closer towards the end.
 
-    Places are powers with the exponent ``spacing``, 0 < spacing ≤ 1; 1: equal distances.
+    Places are powers with the exponent ``spacing``, 0 < spacing ≤ 1, which is 1 for equal distances.
 
     >>> later_ones(20, 6, 1.0), later_ones(20, 6, 0.6)
     ((0, 1, 5, 10, 15, 19), (0, 1, 9, 13, 16, 19))
@@ -216,7 +219,7 @@ def later_ones(steps: int, count: int, spacing: float) -> tuple[int, ...]:
 def without_the_last(steps: int, count: int, tail: float) -> tuple[int, ...]:
     """Return ``count`` ≥ 3 steps at equal distances, from the first one to one before the last.
 
-    ``tail`` is what is left after the last of them, as a share of a distance.
+    ``tail`` is the time that is left after the last of them, as a share of a distance.
 
     >>> without_the_last(20, 8, 0.6), without_the_last(4, 3, 0.6)
     ((0, 2, 5, 7, 10, 12, 15, 17), (0, 1, 2))
@@ -227,7 +230,7 @@ def without_the_last(steps: int, count: int, tail: float) -> tuple[int, ...]:
 
 
 def nearest(places: Sequence[int], among: Sequence[int]) -> tuple[int, ...]:
-    """Return of some ascending steps those that are nearest to ``places``, a different one for each.
+    """Return the steps ``among`` ascending ones that are nearest to ``places``, a different one for each.
 
     >>> nearest((0, 1, 6, 9), (0, 1, 4, 5, 9))
     (0, 1, 5, 9)
@@ -256,10 +259,15 @@ def reaches_of(runs: Sequence[int], steps: int, ends_clean: bool = False) -> lis
     >>> reaches_of((0, 1, 4), 5)
     [16.0, 48.0]
     """
-    reaches, before, last, ran = [], 0, 0, {*runs}
-    for step in range(steps - ends_clean):
+    reaches = []
+    before = 0  # the last step but one that ran the part
+    last = 0  # the last step that ran it
+    ran = set(runs)
+    skippable = steps - 1 if ends_clean else steps
+    for step in range(skippable):
         if step in ran:
-            before, last = last, step
+            before = last
+            last = step
         else:
             reaches.append((step - last) * (step - before) / 2 * (_REFERENCE / steps) ** 2)
     return reaches
@@ -275,10 +283,15 @@ def distance(steps: int, complete: int) -> float:
         return 1
     exact = (steps - 2) / (complete - 2)
     for digits in range(1, 9):
-        every = int(exact * 10**digits + 1e-6) / 10**digits
-        if int((steps - 2) / every + 1e-9) == complete - 2:
+        every = int(exact * 10**digits + _ROUNDING_OF_DIGITS) / 10**digits
+        if int((steps - 2) / every + QUOTIENT_ROUNDING) == complete - 2:
             return every
     return exact
+
+
+def _places(chosen: Sequence[int], steps: int) -> tuple[float, ...]:
+    """Return the places of some steps, from 0 for the first step of all to 1 for the last one."""
+    return tuple(step / (steps - 1) for step in chosen)
 
 
 def _settings(facts: Facts, mix: _Mix) -> ToMeConfig:
@@ -288,7 +301,8 @@ def _settings(facts: Facts, mix: _Mix) -> ToMeConfig:
     reuse = _even(steps, mix.complete, mix.finest)
     full, shallow = _runs(facts, mix.complete, mix.finest)
     if full != reuse.steps_of(steps).full:
-        others = sorted({*shallow} - {*full}) if "finest" in facts.work.parts else []
-        places = [tuple(step / (steps - 1) for step in own) for own in (full, others)]
-        reuse = dataclasses.replace(reuse, full_steps=places[0], shallow_steps=places[1])
+        others = sorted(set(shallow) - set(full)) if "finest" in facts.work.parts else []
+        reuse = dataclasses.replace(
+            reuse, full_steps=_places(full, steps), shallow_steps=_places(others, steps)
+        )
     return dataclasses.replace(mix.merging, reuse=reuse)

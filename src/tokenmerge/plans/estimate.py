@@ -18,7 +18,9 @@ from tokenmerge.plans.facts import Facts, speedup_of
 from tokenmerge.plans.policy import ESTIMATE
 
 _LEAST = 1e-7  # a squared error that nobody sees
-_TINY = 1e-6
+_TINY = 1e-6  # keeps divisions by a noise of zero finite
+_UNSEEN_PSNR = 10  # dB, below which a number says no more than "it looks different"
+_ROUNDING = 1e-9  # by which equal speed-ups may differ
 BEFORE_A_RUN = 12  # dB to either side of what is expected: 9 of 10 pictures, benchmarks/estimate.py --table
 _LOOKS = (  # from so many dB to the dense picture on
     (40, "hard to tell apart"),
@@ -30,12 +32,13 @@ _LOOKS = (  # from so many dB to the dense picture on
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """What a generation has shown of its error."""
+    """The errors that a generation has shown while it ran."""
 
-    # For the parts "deep" and "finest", by step: the error of the predicted picture, in the unit of the
-    # latents, had a forecast taken the place of the part.
+    # For the parts "deep" and "finest", and by step, this is the error that the predicted picture would have
+    # if a forecast had taken the place of the part, in the unit of the latents.
     errors: Mapping[str, Mapping[int, float]] = dataclasses.field(default_factory=dict)
-    # Noise of each step, divided by the share of the picture, and that after the last one; empty: unknown.
+    # The noise of each step, divided by the share of the picture, and that after the last one, or an empty
+    # sequence if they are unknown.
     sigmas: Sequence[float] = ()
     noise: float = 1.0  # 1 where the solver adds none, 2 where it adds as much as DDPM, more where more
     clips: bool = (
@@ -57,7 +60,7 @@ class Estimate:
     """How close a picture is expected to be to the dense one of the same seed.
 
     Attributes:
-        psnr: expected PSNR in dB; infinite: it is the dense picture.
+        psnr: expected PSNR in dB, which is infinite for the dense picture itself.
         within: most pictures are at most this many dB from it.
     """
 
@@ -67,9 +70,10 @@ class Estimate:
     def __str__(self) -> str:
         if math.isinf(self.psnr):
             return "the dense picture itself: nothing was skipped or merged"
-        if self.psnr < 10:
-            return f"below 10 dB to dense: {looks(0)}"
-        low, high = max(self.psnr - self.within, 0), self.psnr + self.within
+        if self.psnr < _UNSEEN_PSNR:
+            return f"below {_UNSEEN_PSNR} dB to dense: {looks(0)}"
+        low = max(self.psnr - self.within, 0)
+        high = self.psnr + self.within
         most = f"(mostly {low:.0f} to {high:.0f} on the bundled models)"
         return f"{self.psnr:.0f} dB to dense {most}: probably {looks(self.psnr)}"
 
@@ -90,21 +94,25 @@ def psnr_of(squared: float) -> float:
 
 def expected(harm: float) -> str:
     """Return how close a picture with this expected squared error is, such as ``"24 dB to dense …"``."""
-    most = f"(mostly {max(psnr_of(harm) - BEFORE_A_RUN, 0):.0f} to {psnr_of(harm) + BEFORE_A_RUN:.0f})"
-    return f"{psnr_of(harm):.0f} dB to dense {most}" if psnr_of(harm) >= 10 else "below 10 dB to dense"
+    psnr = psnr_of(harm)
+    if psnr < _UNSEEN_PSNR:
+        return f"below {_UNSEEN_PSNR} dB to dense"
+    low = max(psnr - BEFORE_A_RUN, 0)
+    return f"{psnr:.0f} dB to dense (mostly {low:.0f} to {psnr + BEFORE_A_RUN:.0f})"
 
 
 def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estimate | None:
-    """Estimate how close the picture of a generation is; None: what it has shown is not finite.
+    """Estimate how close the picture of a generation is, or return None if its errors are not finite.
 
     Steps that follow one another without a complete step between them err in the same direction. Others are
-    taken to be independent. What forecasts lose is a weighted geometric mean of what the generation has shown
-    and of what the policy expects. As long as nothing is shown, it is what the policy expects. So is what
-    token merging loses. Later errors are taken to grow with the distance as before.
+    assumed to be independent. The error of forecasts is a weighted geometric mean of the error that the
+    generation has shown and of the error that the policy expects. As long as nothing is shown, it is the one
+    that the policy expects, as for token merging. Later errors are assumed to grow with the distance as
+    before.
     """
     if not shown.is_finite:
         return None
-    # What new noise of the solver does to errors is in what was shown.
+    # The errors that were shown already include the effect of new noise of the solver.
     facts = dataclasses.replace(facts, schedule=facts.schedule._replace(adds_noise=False))
     squared = _squared(config, facts.steps, shown)
     merging = merging_harm_of(facts, config)
@@ -119,17 +127,20 @@ def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estima
 
 def _squared(config: ToMeConfig, steps: int, shown: Shown) -> float:
     """Return the squared error of the picture that the errors of its steps are expected to add up to."""
-    errors, squared, together = _errors(config, steps, shown), 0.0, 0.0
+    errors = _errors(config, steps, shown)
+    squared = 0.0
+    together = 0.0  # the sum of the errors since the last complete step
     for step in range(steps + 1):
         if step in errors:
             together += errors[step]
         else:
-            squared, together = squared + (ESTIMATE["scale"] * together) ** 2, 0.0
+            squared += (ESTIMATE["scale"] * together) ** 2
+            together = 0.0
     return squared
 
 
 def influence_of(sigmas: Sequence[float], noise: float = 1.0, clips: bool = False) -> list[float]:
-    """Return which share of an error of each step's predicted picture is left in the picture.
+    """Return the share of an error of each step's predicted picture that is left in the picture.
 
     A step keeps a share of the noise in its sample, and the predicted picture takes the place of the rest.
     Later steps take an error for a part of the picture by as much as there is more picture than noise. Where
@@ -143,7 +154,8 @@ def influence_of(sigmas: Sequence[float], noise: float = 1.0, clips: bool = Fals
     >>> [round(share, 2) for share in influence_of([3.0, 2.0, 0.0], clips=True)]
     [0.22, 1.0]
     """
-    left, shares = 1.0, []
+    left = 1.0
+    shares = []
     for before, after in reversed(list(pairwise(sigmas))):
         kept = (after / before) ** noise if before else 1.0
         replaced = 1 - kept
@@ -152,7 +164,9 @@ def influence_of(sigmas: Sequence[float], noise: float = 1.0, clips: bool = Fals
     shares.reverse()
     for step, (before, after) in enumerate(pairwise(sigmas[:-1])):
         if before == after and step:  # a solver that calls the model twice in a step takes the mean
-            shares[step - 1] = shares[step] = max(shares[step - 1 : step + 1]) / 2
+            half = max(shares[step - 1], shares[step]) / 2
+            shares[step - 1] = half
+            shares[step] = half
     return shares
 
 
@@ -170,16 +184,18 @@ def noise_of(kept: float, before: float, after: float) -> float:
 
 
 def _errors(config: ToMeConfig, steps: int, shown: Shown) -> dict[int, float]:
-    """Return what the forecast of each step that skips a part is expected to change in the picture.
+    """Return the change in the picture that is expected of the forecast of each step that skips a part.
 
     An error of the predicted picture counts less, the larger it is: later steps still draw a picture whose
     latents have a standard deviation of about 1, the unit of these errors.
     """
-    runs, sigmas = config.reuse.steps_of(steps), shown.sigmas
-    shares, noise = [1 / steps] * steps, [1.0] * steps  # where the noise is unknown, all steps count alike
-    if len(sigmas) == steps + 1:
-        shares = influence_of(sigmas, shown.noise, shown.clips)
-        noise = [sigma / (1 + sigma) for sigma in sigmas[:steps]]
+    runs = config.reuse.steps_of(steps)
+    if len(shown.sigmas) == steps + 1:
+        shares = influence_of(shown.sigmas, shown.noise, shown.clips)
+        noise = [sigma / (1 + sigma) for sigma in shown.sigmas[:steps]]
+    else:  # the noise is unknown, and all steps count alike
+        shares = [1 / steps] * steps
+        noise = [1.0] * steps
     deep = _of_steps(runs.full, noise, shown.errors.get("deep", {}))
     # The forecast of the finest level, if the model has one, takes the place of all parts.
     of_finest = shown.errors.get("finest")
@@ -192,15 +208,20 @@ def _of_steps(ran: Sequence[int], noise: Sequence[float], errors: Mapping[int, f
     """Return the error of each step that skips a part.
 
     The error of the model's output grows with the steps since the part ran. That of the predicted picture
-    also follows the noise. Where the next run is unknown, the output too is taken to err less as noise falls.
+    also follows the noise. If the next run is unknown, the output too is assumed to err less as noise falls.
     """
     found: dict[int, float] = {}
-    growth, measured = 0.0, 0
+    growth = 0.0  # of the error of the output in one step, by the last error that was measured
+    measured = 0  # the step in which that was
     runs = list(pairwise([*ran, len(noise)]))
     # The first error that was measured also counts in the steps before it.
-    for last, after in [*[run for run in runs if run[1] in errors][:1], *runs]:
+    first = next((run for run in runs if run[1] in errors), None)
+    if first is not None:
+        runs.insert(0, first)
+    for last, after in runs:
         if after in errors:
-            growth, measured = errors[after] / (after - last) / max(noise[after], _TINY), after
+            growth = errors[after] / (after - last) / max(noise[after], _TINY)
+            measured = after
         for step in range(last + 1, after):
             later = noise[step] / max(noise[measured], _TINY) if step > measured else 1.0
             found[step] = growth * noise[step] * later * (step - last)
@@ -221,9 +242,11 @@ class Tolerance:
     def __init__(
         self, facts: Facts, speedup: float, min_psnr: float, change: Callable[[ToMeConfig], ToMeConfig]
     ) -> None:
-        self._facts, self._min_psnr = facts, min_psnr
+        self._facts = facts
+        self._min_psnr = min_psnr
         wanted = plan_for(facts, speedup)
-        self._speedup, self._complete = wanted.speedup, len(wanted.config.reuse.steps_of(facts.steps).full)
+        self._speedup = wanted.speedup
+        self._complete = len(wanted.config.reuse.steps_of(facts.steps).full)
         plans = [plan for plan in plans_of(facts) if plan.speedup <= wanted.speedup]
         first = next((plan for plan in reversed(plans) if self._keeps(psnr_of(plan.harm))), plans[0])
         merging = dataclasses.replace(first.config, reuse=StepReuse())
@@ -236,15 +259,15 @@ class Tolerance:
         """Return whether follow is due: the last of ``done`` steps was complete, and one to come may skip."""
         steps = self._facts.steps
         complete = self.config.reuse.steps_of(steps).full
-        # The last step is complete in any case.
-        last = steps - 1 + self._facts.schedule.ends_clean
+        # The last step is complete in any case, unless almost no noise is left before it.
+        last = steps if self._facts.schedule.ends_clean else steps - 1
         return self._seen < done < last and done - 1 in complete and len(complete) < steps
 
     def follow(self, done: int, shown: Shown | None) -> None:
-        """Choose what the steps to come run, by what the ``done`` steps before them have shown.
+        """Choose the parts that the steps to come run, by the errors that the ``done`` steps have shown.
 
-        None: the generation could not be observed, so that nothing is known to keep the tolerance but what is
-        dense.
+        If ``shown`` is None, the generation could not be observed. Then the steps to come are dense, since
+        nothing else is known to keep the tolerance.
         """
         self._seen = done
         if shown is None:
@@ -257,7 +280,7 @@ class Tolerance:
         for config in self._plans:
             config = self._joined(config.reuse, done)
             fits = len(config.reuse.steps_of(self._facts.steps).full) >= self._complete
-            fits = fits and speedup_of(self._facts, config) <= self._speedup + 1e-9
+            fits = fits and speedup_of(self._facts, config) <= self._speedup + _ROUNDING
             estimate = estimate_closeness(self._facts, config, shown) if fits else None
             if estimate is not None and self._keeps(estimate.psnr):
                 yield config
@@ -272,15 +295,23 @@ class Tolerance:
     def _joined(self, later: StepReuse, done: int) -> ToMeConfig:
         """Return the settings with the steps so far, and those to come of a plan."""
         steps = self._facts.steps
-        before, after = self.config.reuse.steps_of(steps), later.steps_of(steps)
-        ran = [
-            (*(step for step in one if step < done), *(step for step in other if step >= done))
-            for one, other in ((before.full, after.full), (before.shallow, after.shallow))
-        ]
-        if ran == [before.full, before.shallow]:
+        before = self.config.reuse.steps_of(steps)
+        after = later.steps_of(steps)
+
+        def joined(ran: tuple[int, ...], planned: tuple[int, ...]) -> tuple[int, ...]:
+            so_far = (step for step in ran if step < done)
+            to_come = (step for step in planned if step >= done)
+            return (*so_far, *to_come)
+
+        full = joined(before.full, after.full)
+        shallow = joined(before.shallow, after.shallow)
+        if full == before.full and shallow == before.shallow:
             return self.config
-        full, shallow = (tuple(step / (steps - 1) for step in own) for own in ran)
-        return dataclasses.replace(self.config, reuse=StepReuse(full_steps=full, shallow_steps=shallow))
+        reuse = StepReuse(
+            full_steps=tuple(step / (steps - 1) for step in full),
+            shallow_steps=tuple(step / (steps - 1) for step in shallow),
+        )
+        return dataclasses.replace(self.config, reuse=reuse)
 
     def _keeps(self, psnr: float) -> bool:
         """Return whether so much is expected that the picture probably reaches the tolerance."""

@@ -1,4 +1,4 @@
-"""What a generation plan is made from: the facts about one generation, and what settings save in it.
+"""The facts about one generation, from which its plan is made, and the operations that settings save in it.
 
 The savings are arithmetic on the shares of work. No model runs.
 """
@@ -23,7 +23,7 @@ _DENSE = ToMeConfig(ratio=0.0)
 
 
 class Schedule(NamedTuple):
-    """What the solver of a generation does."""
+    """The properties of a solver on which a generation plan depends."""
 
     ends_clean: bool = False  # almost no noise is left before the last step, which then changes little
     adds_noise: bool = False  # its steps add new noise, as those of ancestral solvers do
@@ -38,7 +38,7 @@ class FewestTokens(NamedTuple):
 
 
 def pays_from(tokens: int) -> tuple[FewestTokens, ...]:
-    """Return that merging saves enough time from so many tokens on, with every scope and ratio."""
+    """Return the fewest tokens of all scopes if merging saves enough time from so many on at any ratio."""
     return tuple(FewestTokens(scope, 0.0, tokens) for scope in ("block", "layers"))
 
 
@@ -49,7 +49,12 @@ def fewest_at(found: Iterable[FewestTokens], scope: str, ratio: float) -> int:
     """
     of_scope = sorted((own.ratio, own.tokens) for own in found if own.scope == scope)
     below = [tokens for timed, tokens in of_scope if timed <= ratio]
-    return below[-1] if below else of_scope[0][1] if of_scope else 0
+    if below:
+        return below[-1]
+    if of_scope:
+        _, tokens = of_scope[0]
+        return tokens
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,16 +67,16 @@ class Facts:
     work: Work
     grid: tuple[int, int, int]  # frames, rows and columns of the finest token grid at this size
     steps: int
-    guidance: float | None = None  # scale of classifier-free guidance; None: unknown, which counts as strong
+    guidance: float | None = None  # scale of classifier-free guidance, or None if unknown (counts as strong)
     schedule: Schedule = Schedule()
     follows_steps: bool = True  # the denoising step is known, so that settings can change over the steps
     can_skip: bool = True  # step reuse can skip parts of the model here
     whole_blocks: bool = False  # all blocks can merge as a whole here
     layers: bool = True  # attention can merge alone here
     proportional: bool = True  # attention can count a merged token as often as the tokens it stands for
-    number_bytes: int = 4  # of one number in all samples of a call: 4 in bfloat16 with guidance
-    # From how many tokens on merging saves enough time on the device, for each scope that is tried and for
-    # some ratios. A scope that is not here saves it on every grid.
+    number_bytes: int = 4  # of one number in all samples of a call, such as 4 in bfloat16 with guidance
+    # The number of tokens from which on merging saves enough time on the device, for each scope that is tried
+    # and for some ratios. A scope that is not here saves enough on every grid.
     fewest_tokens: tuple[FewestTokens, ...] = ()
 
     def min_tokens(self, scope: str, ratio: float) -> int:
@@ -89,17 +94,23 @@ def facts_of(host: Host, grid: tuple[int, int, int], steps: int, **more: Any) ->
     whole = all(block.block_layout is not None for block in host.blocks)
     attends = any(layer.kind == "attn1" for block in host.blocks for layer in block.layers)
     facts = {"can_skip": host.can_skip, "whole_blocks": whole, "layers": attends, **more}
-    plain = whole and all(block.level == 1 for block in host.blocks)
-    model: ModelClass = "unet" if host.deep_stages else "transformer" if plain else "other"
-    return Facts(model, work_of(host), grid, steps, **facts)
+    return Facts(_model_class(host, whole), work_of(host), grid, steps, **facts)
+
+
+def _model_class(host: Host, whole_blocks: bool) -> ModelClass:
+    if host.deep_stages:
+        return "unet"
+    if whole_blocks and all(block.level == 1 for block in host.blocks):
+        return "transformer"
+    return "other"
 
 
 class Costs(NamedTuple):
-    """Multiplications of one call for one sample, by what the step runs, in a generation of so many steps.
+    """Multiplications of one call for one sample, by the kind of step, in a generation of so many steps.
 
     A ``complete`` call merges and skips nothing. A ``finest`` one skips the deep stages of a UNet, or the
     blocks of another model, and a ``least`` one the finest level of a UNet too. Of the complete calls, one in
-    ``every`` is a correction, which is dense; 0: none is.
+    ``every`` is a correction, which is dense, or none if ``every`` is 0.
     """
 
     steps: int
@@ -145,13 +156,14 @@ def speedup_of(facts: Facts, config: ToMeConfig) -> float:
 
 
 def share_that_merges(facts: Facts, config: ToMeConfig) -> float:
-    """Return the share of what merges in the dense operations, 0 to 1."""
-    every = sum(share.amount.at(facts.tokens(share.level)) for share in facts.work.shares)
-    merging = sum(
-        share.amount.at(facts.tokens(share.level))
-        for share in facts.work.shares
-        if _merges(facts, config, share)
-    )
+    """Return the share of the dense operations in parts that merge, 0 to 1."""
+    every = 0.0
+    merging = 0.0
+    for share in facts.work.shares:
+        operations = share.amount.at(facts.tokens(share.level))
+        every += operations
+        if _merges(facts, config, share):
+            merging += operations
     return merging / every
 
 
@@ -160,11 +172,13 @@ def correction_bytes(facts: Facts, scope: str, ratio: float) -> int:
 
     A stack of blocks caches one residual. With the scope "layers", each block that merges caches its own.
     """
-    values = sum(
-        (1 if scope == "block" else plan.blocks) * plan.channels * facts.tokens(plan.level)
-        for plan in facts.work.plans
-        if scope in plan.scopes and facts.tokens(plan.level) >= facts.min_tokens(scope, ratio)
-    )
+    fewest = facts.min_tokens(scope, ratio)
+    values = 0
+    for plan in facts.work.plans:
+        tokens = facts.tokens(plan.level)
+        if scope in plan.scopes and tokens >= fewest:
+            residuals = 1 if scope == "block" else plan.blocks
+            values += residuals * plan.channels * tokens
     return values * facts.number_bytes
 
 
@@ -178,7 +192,8 @@ def _of_call(facts: Facts, merging: ToMeConfig, parts: Set[Part]) -> float:
 def _merges(facts: Facts, merging: ToMeConfig, own: Share | Planning) -> bool:
     if not merging.ratio or merging.scope not in own.scopes:
         return False
-    deepest = max([merging.max_downsample, *facts.work.levels[:1]])
+    finest = min(facts.work.levels, default=1)  # it merges whatever ``max_downsample`` is
+    deepest = max(merging.max_downsample, finest)
     return own.level <= deepest and facts.tokens(own.level) >= merging.min_tokens
 
 
@@ -193,14 +208,17 @@ def _of_plan(facts: Facts, merging: ToMeConfig, plan: Planning) -> float:
     if not _merges(facts, merging, plan):
         return 0.0
     frames, rows, columns = facts.grid
-    cells = [-(-rows // plan.level) // merging.sy, -(-columns // plan.level) // merging.sx]
-    pairs = frames * _compared(cells[0]) * _compared(cells[1])
+    cells_down = -(-rows // plan.level) // merging.sy
+    cells_across = -(-columns // plan.level) // merging.sx
+    pairs = frames * _compared(cells_down) * _compared(cells_across)
     plans = 1 if merging.plans.blocks else plan.blocks
     return float(plans * (merging.sx * merging.sy - 1) * pairs * plan.channels)
 
 
 def _compared(cells: int) -> int:
-    """Return the pairs of cells that are compared along an axis: those of each box with the window around it.
+    """Return the number of pairs of cells that are compared along an axis.
+
+    The cells of each box are compared with those of the window around it.
 
     On an accelerator, smaller boxes and windows are filled up to the size of the largest ones.
 

@@ -1,4 +1,4 @@
-"""The generation plan: for each step of a generation, what runs and what merges."""
+"""The generation plan: for each step of a generation, the parts that run and whether tokens merge."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenmerge.config import ToMeConfig
 
 
 class Runs(enum.Enum):
-    """What a step runs. The parts that it skips are extrapolated from earlier steps."""
+    """The parts of the model that a step runs. Those that it skips are extrapolated from earlier steps."""
 
     EVERYTHING = "everything"
     FINEST = "the finest level of a UNet; in other models, what cannot be skipped"
@@ -18,7 +18,7 @@ class Runs(enum.Enum):
 
 
 class Merging(enum.Enum):
-    """What a step merges."""
+    """Whether tokens merge in a step."""
 
     MERGES = "tokens merge, as the settings of the step say"
     MEASURES = "nothing merges, and what merging loses is measured, to correct later steps"
@@ -27,12 +27,13 @@ class Merging(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """What one step of a generation does."""
+    """The plan of one step of a generation."""
 
     runs: Runs = Runs.EVERYTHING
     merging: Merging = Merging.MERGES
-    if_due: Merging | None = None  # what it merges if a correction is due in it; None: none ever is
-    caches: bool = False  # what it runs is cached, for steps that skip it
+    # Whether tokens merge if a correction is due in the step, or None if no correction ever is.
+    if_due: Merging | None = None
+    caches: bool = False  # the outputs of the parts that it runs are cached, for steps that skip them
     # The parts, "deep" and "finest", that are skipped after a single run. Their output then stays as it is.
     holds: frozenset[str] = frozenset()
 
@@ -53,20 +54,28 @@ def plan_generation(config: ToMeConfig, steps: int) -> GenerationPlan:
     reuse = config.reuse.steps_of(steps)
     skips = len(reuse.full) < steps
     # After one run, a part is skipped where the second step does not run it.
-    holds = frozenset(part for part, ran in (("deep", reuse.full), ("finest", reuse.shallow)) if 1 not in ran)
-    fewest = [1 if part in holds else 2 for part in ("deep", "finest")]
+    runs_of = {"deep": reuse.full, "finest": reuse.shallow}
+    holds = frozenset(part for part, ran in runs_of.items() if 1 not in ran)
+    # The number of runs after which a part can be skipped.
+    fewest_deep = 1 if "deep" in holds else 2
+    fewest_finest = 1 if "finest" in holds else 2
     plan: list[StepPlan] = []
-    complete = finest = 0  # how often these parts have run and were cached
+    # How often the deep stages and the finest level have run and were cached.
+    complete = 0
+    finest = 0
     merged = 0  # complete steps whose settings merge
     for index, own in enumerate(settings):
         caches = skips and own.reuse.on
         runs = Runs.EVERYTHING
-        if caches and index not in reuse.full and complete >= fewest[0]:
-            at_finest = index in reuse.shallow or finest < fewest[1]
+        if caches and index not in reuse.full and complete >= fewest_deep:
+            at_finest = index in reuse.shallow or finest < fewest_finest
             runs = Runs.FINEST if at_finest else Runs.LEAST
-        complete += caches and runs is Runs.EVERYTHING
-        finest += caches and runs is not Runs.LEAST
-        merging, if_due = Merging.MERGES if own.merges else Merging.DENSE, None
+        if caches and runs is Runs.EVERYTHING:
+            complete += 1
+        if caches and runs is not Runs.LEAST:
+            finest += 1
+        merging = Merging.MERGES if own.merges else Merging.DENSE
+        if_due = None
         if config.correction.on and own.merges:
             corrects_next = index + 1 < steps and settings[index + 1].merges
             if_due = Merging.MEASURES if corrects_next else Merging.DENSE

@@ -1,4 +1,4 @@
-"""The policy: what step reuse and token merging lose, by class of model and strength of guidance.
+"""The policy: the harm of step reuse and of token merging, by class of model and strength of guidance.
 
 All numbers are in ``policy.json``, which ``benchmarks/policy.py`` writes. Each class of model names the
 record that its numbers were fitted on. A harm is an expected squared error of the picture, whose values are
@@ -24,7 +24,8 @@ FEWEST_TOKENS: Mapping[str, int] = _TABLE["fewest tokens"]
 # How many times the harm of merging is higher without proportional attention.
 _UNWEIGHTED: float = _TABLE["without proportional attention"]
 MOST_CORRECTION_BYTES: int = _TABLE["most bytes of corrections"]
-# What is left after the last complete step where the last step changes little, as a share of a distance.
+# The time that is left after the last complete step where the last step changes little, as a share of a
+# distance.
 TAIL_OF_A_CLEAN_END: float = _TABLE["spacing"]["tail of a clean end"]
 ESTIMATE: Mapping[str, Any] = _TABLE["estimate"]  # the numbers of ``estimate.estimate_closeness``
 
@@ -46,11 +47,12 @@ class Harms:
 
     skip: Mapping[str, Power]  # harm of a step that skips a part, by the part and the reach of the forecast
     merge: Mapping[str, Power]  # harm of merging in all steps, by the scope and the ratio
-    # Share of the harm of merging that is left, by the number of steps between two corrections. None:
+    # Share of the harm of merging that is left, by the number of steps between two corrections, or None if
     # corrections lose more than they give back.
     corrected: Power | None
-    coherent: bool  # skipped steps err in one direction: their errors add before they are squared
-    spacing: float  # exponent of the places of complete steps, see ``choose.later_ones``; 1: equal distances
+    coherent: bool  # skipped steps err in one direction, so their errors add before they are squared
+    # Exponent of the places of complete steps, see ``choose.later_ones``. It is 1 for equal distances.
+    spacing: float
 
     def of_skipping(self, part: str, reaches: Sequence[float], steps: int) -> float:
         """Return the harm of skipping a part, if the model has it, in the steps with these reaches."""
@@ -62,7 +64,7 @@ class Harms:
         return size * sum(reach**growth for reach in reaches) / steps
 
     def of_merging(self, scope: str, ratio: float, every: float, proportional: bool = True) -> float:
-        """Return the harm of merging with a correction in one of so many steps; 0: none.
+        """Return the harm of merging with a correction in one of ``every`` steps, or in none if that is 0.
 
         Steps that skip parts of the model count too. ``every`` is at most the number of all steps, since a
         correction only has to last until the end.
@@ -86,9 +88,9 @@ def fewest_tokens(model: str) -> int:
 
 @functools.lru_cache(maxsize=128)
 def harms_of(model: str, guidance: float | None) -> Harms:
-    """Return the row for a class of model and a scale of guidance, of which an unknown one counts as strong.
+    """Return the row for a class of model and a scale of guidance.
 
-    A class that the table lacks gets the highest harms of all classes.
+    Unknown guidance is treated as strong. A class that the table lacks gets the highest harms of all classes.
     """
     strength = "strong" if guidance is None or guidance >= _TABLE["strong guidance"] else "weak"
     rows = [_TABLE[name][strength] for name in ([model] if model in _CLASSES else _CLASSES)]
