@@ -54,11 +54,11 @@ class Arithmetic:
 def hash_of(seed: int, step: Tensor, place: Tensor) -> Tensor:
     """Return pseudo-random 32-bit integers from three counters, of the shape of ``place``, 0 ≤ place < 2³².
 
-    All that does not depend on the step is computed once: a random number P of each place. The hash is the
-    lower half of P · (C · step + 1), where C is a multiple of four. Of two steps, these factors are odd and
-    differ by a multiple of four, so what differs between the two upper bits of both products depends on the
-    lower bits of P alone. The lower bits of the result are worse. The two upper bits of the step do not
-    count: for timesteps, those are the sign, and what tells 2 from 0.
+    The part that does not depend on the step is computed once: a random number P of each place. The hash is
+    the lower half of P · (C · step + 1), where C is a multiple of four. Of two steps, these factors are odd
+    and differ by a multiple of four, so the difference between the two upper bits of both products depends on
+    the lower bits of P alone. The lower bits of the result are worse. The two upper bits of the step do not
+    count. For timesteps, those are the sign, and the bit that tells 2 from 0.
     """
     return _mixed(seed, step, place) & _MASK32
 
@@ -79,7 +79,8 @@ def avalanche(state: Any) -> Any:
     return state ^ (state >> 16)
 
 
-_pytorch = _in_exports = Arithmetic()
+_pytorch = Arithmetic()
+_in_exports = _pytorch
 
 
 def use_in_exports(arithmetic: Arithmetic) -> None:
@@ -89,7 +90,7 @@ def use_in_exports(arithmetic: Arithmetic) -> None:
 
 
 def arithmetic() -> Arithmetic:
-    """Return what computes now: PyTorch, or what exported programs compute by while one is made."""
+    """Return the arithmetic of PyTorch, or that of exported programs while one is made."""
     # In the graphs of torch.compile, torch.compiler.is_exporting() is True too before torch 2.13.
     exporting = torch.compiler._is_exporting_flag or torch.jit.is_tracing()  # type: ignore[attr-defined]
     return _in_exports if exporting else _pytorch

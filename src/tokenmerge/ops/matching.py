@@ -62,7 +62,8 @@ def compared(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor
     two. On a CPU they are in float32 at least: a product in half precision takes a fifth of the time there on
     CPUs with units for it, and ten times as long on all others. Elsewhere see :func:`directions`.
     """
-    tokens, s = selected(features, with_destinations(src, dst)), src.shape[-1]
+    tokens = selected(features, with_destinations(src, dst))
+    s = src.shape[-1]
     if features.device.type not in WITHOUT_LAUNCHES:
         found = directions(tokens)
         return found[:, :s], None, found[:, s:]
@@ -74,7 +75,7 @@ def compared(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor
 
 
 def directions(tokens: Tensor) -> Tensor:
-    """Return :func:`unit_tokens` to multiply: in half precision if the tokens are, but in float32 on a CPU.
+    """Return :func:`unit_tokens` to multiply, in half precision if the tokens are, but in float32 on a CPU.
 
     Half precision is float16, also for a model in bfloat16. Numbers of at most 1 need no larger range, and
     cosines near 1 are 8 times as fine, so that fewer of them are equal.
@@ -93,7 +94,7 @@ def unit_tokens(tokens: Tensor) -> Tensor:
 
 
 def _lengths(tokens: Tensor) -> Tensor:
-    """``[b, n, 1]``: the lengths of tokens, in float32 at least, and no zeros."""
+    """Return the lengths ``[b, n, 1]`` of tokens, in float32 at least, and no zeros."""
     exact = torch.promote_types(tokens.dtype, torch.float32)
     lengths = torch.linalg.vector_norm(tokens, dim=-1, keepdim=True, dtype=exact)
     return lengths.clamp(min=torch.finfo(exact).tiny)
@@ -122,7 +123,10 @@ def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor
 
 
 def largest_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Maximum and its index in each row of ``a @ bᵀ``: ``[b, s, c]``, ``[b, d, c]`` → ``[b, s]`` each."""
+    """Return the maximum of each row of ``a @ bᵀ`` and its index.
+
+    ``[b, s, c]``, ``[b, d, c]`` → ``[b, s]`` each.
+    """
     at_once = _SIMILARITIES_AT_ONCE["cpu" if a.device.type == "cpu" else "other"]
     b = b.transpose(1, 2)
     per_row = b.shape[0] * b.shape[2]

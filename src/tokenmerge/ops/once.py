@@ -1,4 +1,4 @@
-"""What many blocks compute alike is made once, since each operation is a launch on an accelerator."""
+"""Memoises tensors that blocks share, since each operation is a launch on an accelerator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WITHOUT_LAUNCHES = {"cpu"}
 
 
 def made_once(make: Callable[Sizes, Made]) -> Callable[Sizes, Made]:
-    """Keep what a function makes, so that other calls with the same arguments launch nothing.
+    """Memoise a function, so that other calls with the same arguments launch nothing.
 
     The arguments are sizes and, as the last one, a device. Nobody may change the tensors that it makes.
     """
@@ -59,7 +59,7 @@ def ones(b: int, n: int, device: Device) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """Return how often a tensor was changed in place; None: nobody counts, as in inference mode."""
+    """Return how often a tensor was changed in place, or None in inference mode, which does not count."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -67,19 +67,21 @@ _made: Any = WeakTensorKeyDictionary()  # by a tensor, for as long as that lives
 
 
 def once(of: Tensor, key: Hashable, make: Callable[[], Made], value: Tensor | None = None) -> Made:
-    """Return what ``make`` returned in the first call with this tensor and key; a graph makes its own.
+    """Return the result that ``make`` had in the first call with this tensor and key.
 
-    It is made anew where ``value``, if there is one, is another tensor than before or was changed in place.
+    It is made anew where ``value``, if there is one, is another tensor than before or was changed in place. A
+    graph makes its own.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return make()
     known = _made.setdefault(of, {})
-    # As in version_of: each block asks, and a call takes time.
+    # This is version_of without its call, which takes time, since each block asks.
     version = None if value is None or value.is_inference() else value._version
     last = known.get(key)
     if last is None or last[1] != version or (value is not None and last[0]() is not value):
         with torch.inference_mode(False):  # autograd cannot save tensors of inference mode
             made = make()
-        last = known[key] = None if value is None else weakref.ref(value), version, made
+        last = (None if value is None else weakref.ref(value), version, made)
+        known[key] = last
     found: Made = last[2]
     return found

@@ -65,7 +65,7 @@ def whole_cells(grid: Sides, cell: Sides, device: Device) -> tuple[Tensor, Tenso
 
 
 def partition_at(inside: Tensor, outside: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sources and destinations as :func:`strided_partition`, from what :func:`whole_cells` returns.
+    """Return sources and destinations as :func:`strided_partition`, from the result of :func:`whole_cells`.
 
     ``first`` is the position 0 … k−1 of the destination in each cell: ``[d]``, or ``[b, d]`` for each image,
     and then the results have a batch axis too.
@@ -75,7 +75,8 @@ def partition_at(inside: Tensor, outside: Tensor, first: Tensor) -> tuple[Tensor
     order = first_rows(size, 1, 1, inside.device) + first.unsqueeze(-2)
     twice = once(inside, "twice", lambda: torch.cat([inside, inside]))
     tokens = twice.expand(*order.shape[:-2], -1, -1).gather(-2, order).flatten(-2)
-    src, dst = tokens[..., :-cells], tokens[..., -cells:]
+    src = tokens[..., :-cells]
+    dst = tokens[..., -cells:]
     if not torch.compiler.is_compiling() and not len(outside):  # one launch less
         once(src, "with destinations", lambda: tokens, dst)
         return src, dst
@@ -95,7 +96,8 @@ def strided_partition(
     Args:
         grid: (rows, columns), or (frames, rows, columns): n tokens, the last axis fastest.
         cell: its size along each axis, in tokens. Tokens beyond the last whole cell of an axis are sources.
-        draw: ``(seed, step)`` of the pseudo-random destinations. None: the first token of each cell is one.
+        draw: ``(seed, step)`` of the pseudo-random destinations, or None if they are the first tokens of the
+            cells.
         device: device of the result.
 
     Returns:

@@ -14,7 +14,7 @@ from tokenmerge.ops.once import first_numbers, first_rows, once, ones
 from tokenmerge.ops.partition import with_destinations
 from tokenmerge.ops.soft import SoftPlan, join_soft
 
-# Where one kernel makes the means of all groups. They are made on the meta device as on these.
+# On these devices, one kernel makes the means of all groups. The meta device counts as one of them.
 _AVERAGING_DEVICES = {"cuda", "meta"}
 
 
@@ -29,15 +29,16 @@ class IndexPlan(NamedTuple):
     targets: Tensor  # [b, r] merged rows into which ``sources`` merge
     inverse: Tensor  # [b, n] merged row that holds each original token
     sizes: Tensor  # [b, m] number of original tokens in each merged one, as float32
-    # [b, r] weight of each of ``sources`` in its mean and in ``sizes``: 1, or 0 for a token that is dropped.
-    weights: Tensor | None = None  # None: all are 1
+    # [b, r] weight of each of ``sources`` in its mean and in ``sizes``, which is 1, or 0 for a token that is
+    # dropped. None stands for ones.
+    weights: Tensor | None = None
 
     def labels(self) -> Tensor:
-        """``[b, n]``: index 0 … m−1 of the merged token that stands for each token of its image."""
+        """Return the index 0 … m−1 of the merged token that stands for each token: ``[b, n]``."""
         return self.inverse % self.keep.shape[1]
 
     def kept(self) -> Tensor:
-        """``[b, m]``: index 0 … n−1 of the token whose place each merged token takes."""
+        """Return the index 0 … n−1 of the token whose place each merged token takes: ``[b, m]``."""
         b, n = self.inverse.shape
         return self.keep if b == 1 else self.keep % n
 
@@ -56,13 +57,15 @@ class IndexPlan(NamedTuple):
             return F.embedding_bag(tokens, rows, starts, mode="mean").view(b, -1, c)
         if fuses:
             chosen = rows.index_select(0, once(self.keep, "chosen", self._chosen, self.sources)).to(exact)
-            total, moved = chosen[: self.keep.numel()], chosen[self.keep.numel() :]
+            total = chosen[: self.keep.numel()]
+            moved = chosen[self.keep.numel() :]
         else:
             total = rows.index_select(0, self.keep.flatten()).to(exact)
             moved = rows.index_select(0, self.sources.flatten()).to(exact)
         if self.weights is not None:
             moved = moved * self.weights.view(-1, 1)
-        total, sizes = arithmetic().add_rows(total, self.targets.flatten(), moved), self.sizes.view(-1, 1)
+        total = arithmetic().add_rows(total, self.targets.flatten(), moved)
+        sizes = self.sizes.view(-1, 1)
         if fuses:  # a tensor of its own, so that the memory of the moved tokens is free
             return torch.div(total, sizes, out=x.new_empty(total.shape)).view(b, -1, c)
         return total.div_(sizes).to(x.dtype).view(b, -1, c)
@@ -83,20 +86,28 @@ class IndexPlan(NamedTuple):
 
     def shifted(self, tokens: Tensor | int, merged: Tensor | int) -> IndexPlan:
         """Return the plan with ``tokens`` added to the rows of tokens, and ``merged`` to merged rows."""
-        keep, sources = self.keep + tokens, self.sources + tokens
-        targets, inverse = self.targets + merged, self.inverse + merged
-        return IndexPlan(keep, sources, targets, inverse, self.sizes, self.weights)
+        return IndexPlan(
+            self.keep + tokens,
+            self.sources + tokens,
+            self.targets + merged,
+            self.inverse + merged,
+            self.sizes,
+            self.weights,
+        )
 
     def in_images(self) -> IndexPlan:
         """Return the plan with indices that start at 0 in each image, instead of rows."""
-        n, m = self.inverse.shape[1], self.keep.shape[1]
+        n = self.inverse.shape[1]
+        m = self.keep.shape[1]
         return IndexPlan(
             self.kept(), self.sources % n, self.targets % m, self.labels(), self.sizes, self.weights
         )
 
     def in_batch(self) -> IndexPlan:
         """Return the plan with rows of the whole batch: the inverse of :meth:`in_images`."""
-        (b, m), n, device = self.keep.shape, self.inverse.shape[1], self.keep.device
+        b, m = self.keep.shape
+        n = self.inverse.shape[1]
+        device = self.keep.device
         return self.shifted(first_rows(b, n, 0, device), first_rows(b, m, 0, device))
 
     def joined(self, parts: int) -> IndexPlan:
@@ -109,8 +120,11 @@ class IndexPlan(NamedTuple):
 
     def repeated(self, times: int) -> IndexPlan:
         """Return the plan for a batch that repeats the b images of this plan ``times`` times."""
-        (b, m), n, device = self.keep.shape, self.inverse.shape[1], self.keep.device
-        tokens, merged = first_rows(times, b * n, 0, device), first_rows(times, b * m, 0, device)
+        b, m = self.keep.shape
+        n = self.inverse.shape[1]
+        device = self.keep.device
+        tokens = first_rows(times, b * n, 0, device)
+        merged = first_rows(times, b * m, 0, device)
         shifted = self.shifted(tokens.unsqueeze(2), merged.unsqueeze(2))
         return IndexPlan(
             shifted.keep.flatten(0, 1),
@@ -123,13 +137,16 @@ class IndexPlan(NamedTuple):
 
     def after(self, before: int) -> IndexPlan:
         """Return the plan for sequences in which ``before`` more tokens, left alone, precede the n."""
-        (b, m), n, device = self.keep.shape, self.inverse.shape[1], self.keep.device
+        b, m = self.keep.shape
+        n = self.inverse.shape[1]
+        device = self.keep.device
         # Each image moves behind the text of those before it and its own.
         shift = first_rows(b, before, before, device)
         own = self.shifted(shift, shift)
         tokens = first_numbers(b * (before + n), device).view(b, -1)[:, :before]
         merged = first_numbers(b * (before + m), device).view(b, -1)[:, :before]
-        keep, inverse = torch.cat([tokens, own.keep], dim=1), torch.cat([merged, own.inverse], dim=1)
+        keep = torch.cat([tokens, own.keep], dim=1)
+        inverse = torch.cat([merged, own.inverse], dim=1)
         sizes = torch.cat([ones(b, before, device), own.sizes], dim=1)
         return IndexPlan(keep, own.sources, own.targets, inverse, sizes, own.weights)
 
@@ -141,9 +158,10 @@ class IndexPlan(NamedTuple):
         b, n = self.inverse.shape
         start = start.unsqueeze(1)
         own = self.in_images().shifted(start, total - n)
-        # Merged sequence: first the tokens outside the n, then the merged ones.
+        # In the merged sequence, the tokens outside the n come first, and then the merged ones.
         others = torch.arange(total - n, device=start.device).expand(b, -1)
-        beside = others + n * (others >= start)
+        behind = others >= start
+        beside = others + n * behind
         inverse = torch.empty(b, total, dtype=torch.int64, device=start.device).scatter(
             1,
             torch.cat([beside, start + torch.arange(n, device=start.device)], dim=1),
@@ -169,9 +187,12 @@ def make_plan(
         order: ``[b, s]`` positions in ``src``, the best edge first.
         nearest: ``[b, s]`` for each source the position in ``dst`` of its destination.
         r: number of tokens to remove, 0 ≤ r ≤ s.
-        weights: ``[b, s]`` 1 for a source that counts in a mean, 0 for one that is dropped; None: all count.
+        weights: ``[b, s]`` 1 for a source that counts in a mean, 0 for one that is dropped, or None if all
+            count.
     """
-    (b, s), device, best = order.shape, order.device, order[:, :r]
+    b, s = order.shape
+    device = order.device
+    best = order[:, :r]
     n = s + dst.shape[-1]
     rows = once(src, ("rows", b), lambda: with_destinations(src, dst) + first_rows(b, n, 0, device), dst)
     targets = nearest.gather(1, best) + first_rows(b, n - r, s - r, device)
@@ -182,11 +203,15 @@ def plan_of_rows(rows: Tensor, order: Tensor, targets: Tensor, weights: Tensor |
     """Return the plan that merges the first r sources of an order ``[b, s]`` into ``targets`` ``[b, r]``.
 
     ``rows`` ``[b, n]`` are those of the sources of each image, then those of its destinations. ``targets``
-    are merged rows, and ``weights`` ``[b, r]`` are those of the tokens that merge; None: all count.
+    are merged rows, and ``weights`` ``[b, r]`` are those of the tokens that merge, or None if all count.
     """
-    (b, n), s, r, device = rows.shape, order.shape[1], targets.shape[1], rows.device
+    b, n = rows.shape
+    s = order.shape[1]
+    r = targets.shape[1]
+    device = rows.device
     m = n - r
-    # The tokens that merge, those left alone, and the destinations. The latter two are the merged sequence.
+    # These are the tokens that merge, those left alone, and the destinations. The last two are the merged
+    # sequence.
     tokens = torch.cat([rows[:, :s].gather(1, order), rows[:, s:]], dim=1)
     merged = torch.cat([targets, first_numbers(b * m, device).view(b, m)], dim=1)
     inverse = torch.empty(b * n, dtype=torch.int64, device=device).scatter(
@@ -210,10 +235,12 @@ def join_plans(plans: Sequence[Plan | None], lengths: Sequence[int]) -> Plan:
     if any(isinstance(plan, SoftPlan) for plan in plans):
         return join_soft([plan if isinstance(plan, SoftPlan) else None for plan in plans], lengths)
     first = next(plan for plan in plans if isinstance(plan, IndexPlan))
-    none, b = first.sources[:, :0], len(first.keep)
+    none = first.sources[:, :0]
+    b = len(first.keep)
     no_weights = None if first.weights is None else first.weights[:, :0]
 
-    n = m = 0
+    n = 0  # tokens of the runs so far
+    m = 0  # of which these are left
     runs: list[IndexPlan] = []  # with indices that start at 0 in each image
     for plan, length in zip(plans, lengths, strict=True):
         if isinstance(plan, IndexPlan):
@@ -223,7 +250,8 @@ def join_plans(plans: Sequence[Plan | None], lengths: Sequence[int]) -> Plan:
             sizes = torch.ones(b, length, device=none.device)
             own = IndexPlan(rows + n, none, none, rows + m, sizes, no_weights)
         runs.append(own)
-        n, m = n + length, m + own.keep.shape[1]
+        n += length
+        m += own.keep.shape[1]
     fields: list[Any] = [
         None if values[0] is None else torch.cat(values, dim=1) for values in zip(*runs, strict=True)
     ]

@@ -68,7 +68,10 @@ def attend_without_mask(
     sizes: Tensor,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention in one of the ways without a mask, for ``[b, heads, n, d]``. The kernel is for columns."""
+    """Compute attention in one of the ways without a mask, for ``[b, heads, n, d]``.
+
+    The kernel is for columns.
+    """
     if way is Bias.COLUMNS:
         return attend_by_columns(kernel, query, key, value, sizes, scale, heads_first=True)
     attend = attend_by_flex if way is Bias.FLEX else attend_by_groups
@@ -84,7 +87,7 @@ def attend_by_columns(
     scale: float | None = None,
     heads_first: bool = False,
 ) -> Tensor:
-    """Attention by one call of the kernel, with 1 to 8 more channels for each head.
+    """Compute attention by one call of the kernel, with 1 to 8 more channels for each head.
 
     In these channels the query is 1, and the key holds equal parts of ``log(size) / scale``. Together they
     add ``log(size)`` to the logit. Equal parts keep the numbers small, which kernels that quantise keys need.
@@ -107,7 +110,7 @@ def attend_by_columns(
 def attend_by_values(
     kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, sizes: Tensor
 ) -> Tensor:
-    """Attention by two calls of the kernel, for kernels that cannot take more channels for a head.
+    """Compute attention by two calls of the kernel, for kernels that cannot take more channels for a head.
 
     In one call the values are multiplied by the sizes; in the other they are the sizes themselves. The result
     is the quotient of the two. It does not depend on the scale of the sizes, so they are first divided by the
@@ -121,7 +124,7 @@ def attend_by_values(
 def attend_by_flex(
     query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Attention by PyTorch's FlexAttention, whose kernel reads ``log(size)``: ``[b, heads, n, d]``.
+    """Compute attention by PyTorch's FlexAttention, whose kernel reads ``log(size)``: ``[b, heads, n, d]``.
 
     On a CUDA device the kernel is compiled in the first call. Elsewhere the logits of all pairs are computed,
     which is exact and slow.
@@ -137,7 +140,7 @@ def attend_by_flex(
 
 @functools.cache
 def _flex(compiled: bool) -> Callable[..., Tensor]:
-    """Import it when it is needed: that takes a second."""
+    """Return FlexAttention. It is imported when it is needed, which takes a second."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention) if compiled else flex_attention  # type: ignore[return-value]
@@ -146,11 +149,11 @@ def _flex(compiled: bool) -> Callable[..., Tensor]:
 def attend_by_groups(
     query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Attention by one call of a fused kernel for the keys of each size: ``[b, heads, n, d]``, no gradients.
+    """Compute attention by one call of a fused kernel for the keys of each size: ``[b, heads, n, d]``.
 
-    Keys of one size need no bias. The results are weighted by the sums of exponentials that the kernel
-    returns, times the size. Reading which sizes there are waits for the device, once for all calls with these
-    sizes. Images whose sizes differ are computed one by one.
+    It has no gradients. Keys of one size need no bias. The results are weighted by the sums of exponentials
+    that the kernel returns, times the size. Reading which sizes there are waits for the device, once for all
+    calls with these sizes. Images whose sizes differ are computed one by one.
 
     Raises:
         NotImplementedError: on a device other than a CPU and CUDA, whose kernels return no such sums.
@@ -173,9 +176,12 @@ def attend_by_groups(
 
 
 def _groups(sizes: Tensor) -> tuple[Tensor, Tensor, list[int] | None]:
-    """Return the order of the keys by size, the sizes, and how many keys have each; None: images differ."""
+    """Return the order of the keys by size, the sizes, and how many keys have each.
+
+    The last is None if the images differ.
+    """
     in_order, order = sizes.sort(dim=1)
-    if len(sizes) > 1 and not torch.equal(in_order, in_order[:1].expand_as(in_order)):
+    if len(sizes) > 1 and not torch.equal(in_order, in_order[0].expand_as(in_order)):
         return order, in_order, None
     groups, counts = in_order[0].unique_consecutive(return_counts=True)
     return order, groups, counts.tolist()
@@ -185,7 +191,9 @@ def _with_log_sums(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the result of fused attention, and the log-sum-exp of each query ``[b, heads, n]``."""
-    kernels, device, d = torch.ops.aten, query.device.type, query.shape[-1]
+    kernels = torch.ops.aten
+    device = query.device.type
+    d = query.shape[-1]
     if device == "cpu":
         result, log_sum = kernels._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=scale)
         return result, log_sum
@@ -203,7 +211,7 @@ def _with_log_sums(
 
 
 def _of_each_key(numbers: Tensor, key: Tensor, heads_first: bool = False) -> Tensor:
-    """``[b, m]`` → ``[b, m, 1]``, ``[b, m, 1, 1]`` or ``[b, 1, m, 1]``: as many axes as the keys have."""
+    """Add the axes of the keys: ``[b, m]`` → ``[b, m, 1]``, ``[b, m, 1, 1]`` or ``[b, 1, m, 1]``."""
     if key.ndim == 3:
         return numbers.unsqueeze(2)
     return numbers[:, None, :, None] if heads_first else numbers[:, :, None, None]

@@ -30,7 +30,8 @@ def tile(grid: Sequence[int], smallest: Sequence[int], device: Device = None) ->
     [[0, 1, 2], [3, 4, 0]]
     """
     place = torch.zeros(num_tokens(grid), dtype=torch.int64, device=device).view(tuple(grid))
-    within, p = torch.zeros_like(place), 1
+    within = torch.zeros_like(place)
+    p = 1
     for axis, (side, stride) in enumerate(zip(grid, smallest, strict=True)):
         count = side // stride
         longest = -(-side // count)
@@ -64,20 +65,20 @@ class SoftPlan(NamedTuple):
     slots: Tensor  # [b, m] slot of each merged token, in rows of [b * t * k]
 
     def labels(self) -> Tensor:
-        """``[b, n]``: index 0 … m−1 of the merged token that has the largest share of each token."""
+        """Return the index 0 … m−1 of the merged token with the largest share of each token: ``[b, n]``."""
         return self.inverse % self.keep.shape[1]
 
     def kept(self) -> Tensor:
-        """``[b, m]``: index 0 … n−1 of the token whose place each merged token takes."""
+        """Return the index 0 … n−1 of the token whose place each merged token takes: ``[b, m]``."""
         return self.keep % self.inverse.shape[1]
 
     def merge(self, x: Tensor) -> Tensor:
-        """Means weighted by shares, in float32, differentiable: ``[b, n, c]`` → ``[b, m, c]``."""
+        """Return means weighted by shares, in float32, differentiable: ``[b, n, c]`` → ``[b, m, c]``."""
         total = _shared_out(x, self.tokens, self.shares, self.slots)
         return (total / self.sizes.view(-1, 1)).to(x.dtype).view(len(x), -1, x.shape[2])
 
     def unmerge(self, y: Tensor) -> Tensor:
-        """Means of the merged tokens, weighted by the shares of each token: ``[b, m, c]`` → ``[b, n, c]``."""
+        """Return means of the merged tokens by the shares of each token: ``[b, m, c]`` → ``[b, n, c]``."""
         tokens = _shared_out(y, self.merged, self.shares.transpose(2, 3), self.places)
         return tokens.to(y.dtype).view(len(y), -1, y.shape[2])
 
@@ -98,11 +99,13 @@ class SoftPlan(NamedTuple):
 
     def within(self, start: Tensor, total: int) -> SoftPlan:
         """Return the plan for sequences of ``total`` tokens: see ``IndexPlan.within``."""
-        (_, t, k, p), n = self.shares.shape, self.inverse.shape[1]
+        _, t, k, p = self.shares.shape
+        n = self.inverse.shape[1]
         start = start.unsqueeze(1)
         own, own_places, own_slots = _alone(total - n, t, self.shares)
         others = torch.arange(total - n, device=start.device)
-        beside = others + n * (others >= start)
+        behind = others >= start
+        beside = others + n * behind
         places = torch.cat([own_places, self.places % (t * p)], dim=1)
         tokens = torch.cat([beside, start + torch.arange(n, device=start.device)], dim=1)
         return _in_rows(
@@ -137,22 +140,27 @@ def make_soft_plan(tiles: Tiles, chosen: Tensor, is_destination: Tensor, shares:
 def join_soft(plans: Sequence[SoftPlan | None], lengths: Sequence[int]) -> SoftPlan:
     """Return the plan for runs of tokens in a row: see ``join_plans``."""
     soft = [plan for plan in plans if plan is not None]
-    k, p = max(plan.shares.shape[2] for plan in soft), max(plan.shares.shape[3] for plan in soft)
+    k = max(plan.shares.shape[2] for plan in soft)
+    p = max(plan.shares.shape[3] for plan in soft)
     like = soft[0].shares.new_zeros(len(soft[0].keep), 0, k, p)
     runs: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # kept, shares, places, slots
-    n = t = 0
+    n = 0  # tokens of the runs so far
+    t = 0  # and their tiles
     for plan, length in zip(plans, lengths, strict=True):
         if plan is None:
             shares, places, slots = _alone(length, t, like)
             kept = torch.arange(n, n + length, device=like.device).expand_as(slots)
         else:
             tiles, own_k, own_p = plan.shares.shape[1:]
-            place, slot = plan.places % (tiles * own_p), plan.slots % (tiles * own_k)
+            place = plan.places % (tiles * own_p)
+            slot = plan.slots % (tiles * own_k)
             places = (t + place // own_p) * p + place % own_p
             slots = (t + slot // own_k) * k + slot % own_k
-            kept, shares = plan.kept() + n, F.pad(plan.shares, (0, p - own_p, 0, k - own_k))
+            kept = plan.kept() + n
+            shares = F.pad(plan.shares, (0, p - own_p, 0, k - own_k))
         runs.append((kept, shares, places, slots))
-        n, t = n + length, t + shares.shape[1]
+        n += length
+        t += shares.shape[1]
     keep, shares, places, slots = (torch.cat(values, dim=1) for values in zip(*runs, strict=True))
     return _in_rows(keep, shares, places, slots)
 
@@ -162,7 +170,8 @@ def _alone(n: int, t: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     ``like`` are shares ``[b, …, k, p]``.
     """
-    (b, _, k, p), token = like.shape, torch.arange(n, device=like.device)
+    b, _, k, p = like.shape
+    token = torch.arange(n, device=like.device)
     shares = torch.eye(k, p, dtype=like.dtype, device=like.device).expand(b, -(-n // k), -1, -1)
     place = (t + token // k) * p + token % k
     return shares, place.expand(b, -1), (token + t * k).expand(b, -1)
@@ -176,9 +185,12 @@ def _inverse(index: Tensor, size: int) -> Tensor:
 
 def _in_rows(keep: Tensor, shares: Tensor, places: Tensor, slots: Tensor) -> SoftPlan:
     """Make the plan with rows over all images and all derived fields, from indices within each image."""
-    (b, t, k, p), n, m = shares.shape, places.shape[1], slots.shape[1]
+    b, t, k, p = shares.shape
+    n = places.shape[1]
+    m = slots.shape[1]
     image = torch.arange(b, device=keep.device).unsqueeze(1)
-    tokens, merged = _inverse(places, t * p), _inverse(slots, t * k)
+    tokens = _inverse(places, t * p)
+    merged = _inverse(slots, t * k)
     largest = shares.argmax(dim=2) + torch.arange(t, device=keep.device).unsqueeze(1) * k  # [b, t, p]
     return SoftPlan(
         keep=keep + image * n,

@@ -14,7 +14,7 @@ from tokenmerge.ops.once import WITHOUT_LAUNCHES, first_rows, made_once, once
 from tokenmerge.ops.partition import Sides, num_destinations, num_tokens, whole_cells, with_destinations
 from tokenmerge.ops.plan import IndexPlan, make_plan, plan_of_rows
 
-# How a grid is cut: it, a cell, and the sides of a box, as for :func:`tiled_matching`; the number of sources.
+# A grid, a cell and the sides of a box, as for :func:`tiled_matching`, and the number of sources.
 _Cut = tuple[Sides, Sides, Sides, int]
 
 
@@ -37,9 +37,10 @@ def tiled_matching(
     if len(places):
         products = sources.index_select(1, places) * destinations.index_select(1, cells)
         found.append((products.sum(dim=-1), cells.expand(len(sources), -1)))
-    product, nearest = (
-        found[0] if len(found) == 1 else (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-    )
+    product, nearest = found[0]
+    if len(found) > 1:
+        product = torch.cat([of_run for of_run, _ in found], 1)
+        nearest = torch.cat([of_run for _, of_run in found], 1)
     product = product.index_select(1, back)
     similarity = product if lengths is None else product / lengths
     return by_similarity(similarity), nearest.index_select(1, back)
@@ -53,7 +54,10 @@ def tiled_plan(
     Where launches count and all boxes have equally many sources, it takes fewer of them: tokens are selected
     once, in the order of the boxes. Sources that are equally similar merge in this order then.
     """
-    b, s, n, device = len(features), len(src), len(src) + len(dst), features.device
+    b = len(features)
+    s = len(src)
+    n = s + len(dst)
+    device = features.device
     cut = grid, cell, sides, s
     boxes = None if device.type in WITHOUT_LAUNCHES else _boxes(cut, b, n, r, device)
     if boxes is None:
@@ -68,7 +72,8 @@ def tiled_plan(
     tokens = directions(features.index_select(1, chosen))
     in_boxes = tokens[:, : t * (q + w)].reshape(b * t, q + w, -1)
     product, which = largest_products(in_boxes[:, :q], in_boxes[:, q:])
-    similarity, targets = product.view(b, -1), boxes.merged.gather(1, which).view(b, -1)
+    similarity = product.view(b, -1)
+    targets = boxes.merged.gather(1, which).view(b, -1)
     if s > t * q:
         beyond, own = tokens[:, t * (q + w) :].chunk(2, dim=1)
         similarity = torch.cat([similarity, (beyond * own).sum(dim=-1)], dim=1)
@@ -111,7 +116,8 @@ def _layout(
     behind = sources - left_over * num_tokens(grid[1:])
     by_cell = torch.arange(inside, device=device).view(-1, cells)
     late = torch.arange(behind, sources, device=device).view(left_over, *grid[1:]) if left_over else None
-    of_tiles, windows = [], []
+    of_tiles = []
+    windows = []
     for tile, window, outside in _tiles(grid, cell, sides, device):
         of_tile = by_cell[:, tile].flatten()
         if late is not None and outside is not None:
@@ -143,7 +149,10 @@ class _Boxes(NamedTuple):
 
 @made_once
 def _boxes(cut: _Cut, b: int, n: int, r: int, device: torch.device) -> _Boxes | None:
-    """Return the boxes for b images of n tokens, of which r of s sources merge; None: some are smaller."""
+    """Return the boxes for b images of n tokens, of which r of s sources merge.
+
+    It is None if some boxes are smaller than others.
+    """
     [(places, windows)], (outside, own), _ = _layout(cut, True, device)
     s = cut[-1]
     if places.numel() + len(outside) != s:
@@ -194,7 +203,9 @@ def _tiles(
     index = torch.arange(num_tokens(counts), device=device).view(counts)
     axes = [boxes_along(count, side) for count, side in zip(counts, sides, strict=True)]
     for box in itertools.product(*axes):
-        tile, window, in_frame = [], [], []
+        tile = []
+        window = []
+        in_frame = []
         for (start, end), side, stride, count in zip(box, sides, cell, counts, strict=True):
             tile.append(slice(start, end))
             window.append(slice(*window_of((start, end), count, side)))
