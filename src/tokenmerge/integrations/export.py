@@ -18,7 +18,9 @@ from tokenmerge.ops.arithmetic import FACTORS, STEP_FACTOR, Arithmetic, Draw, av
 
 Limbs = tuple[Tensor, Tensor, Tensor]  # the lowest first
 
-_LIMB, _LOW, _HIGH = 11, 0x7FF, 0x3FF  # bits of the lower limbs, and masks of the lower and the highest ones
+_LIMB = 11  # bits of the lower limbs
+_LOW = 0x7FF  # mask of the lower limbs
+_HIGH = 0x3FF  # mask of the highest limb
 
 
 class ExportedArithmetic(Arithmetic):
@@ -45,7 +47,7 @@ class ExportedArithmetic(Arithmetic):
         return ((carried >> _LIMB) + high * size) >> (32 - 2 * _LIMB)
 
     def upper_bits(self, draw: Draw, n: int, device: torch.device | str | None) -> Tensor:
-        """Compute from limbs."""
+        """Compute the upper bits of the hashes from limbs."""
         low, middle, high = _limbs(*draw, n, device)
         return high * 2**13 + middle * 2**2 + (low >> 9)
 
@@ -55,18 +57,19 @@ class ExportedArithmetic(Arithmetic):
         ONNX can add rows too (``ScatterND``). But ONNX Runtime does so in several threads, which lose
         summands (microsoft/onnxruntime#18048), and PyTorch's older ONNX export keeps one row for each index.
         """
-        return total.scatter_add(0, index.view(-1, *[1] * (rows.dim() - 1)).expand_as(rows), rows)
+        of_elements = index.view(-1, *(1,) * (rows.dim() - 1)).expand_as(rows)
+        return total.scatter_add(0, of_elements, rows)
 
 
 def hash_in_limbs(seed: int, step: Tensor, place: Tensor) -> Limbs:
-    """As :func:`tokenmerge.ops.arithmetic.hash_of`, in limbs."""
+    """Return what :func:`tokenmerge.ops.arithmetic.hash_of` returns, in limbs."""
     of_place = _avalanche(_xor(_split(place), _split(avalanche(seed & 0xFFFFFFFF))))
     low, middle, high = _times(_split(step), _split(STEP_FACTOR))
     return _times(of_place, (low | 1, middle, high))
 
 
 def _avalanche(state: Limbs) -> Limbs:
-    """As :func:`tokenmerge.ops.arithmetic.avalanche`, in limbs."""
+    """Return what :func:`tokenmerge.ops.arithmetic.avalanche` returns, in limbs."""
     for shift, factor in zip((16, 15), FACTORS, strict=True):
         state = _times(_xor_shifted(state, shift), _split(factor))
     return _xor_shifted(state, 16)
@@ -93,7 +96,7 @@ def _split(x: Any) -> Limbs:
 
 
 def _xor_shifted(x: Limbs, shift: int) -> Limbs:
-    """``x ^ (x >> shift)``, with a shift by one limb and some bits."""
+    """Return ``x ^ (x >> shift)``, with a shift by one limb and some bits."""
     low, middle, high = x
     bits = shift - _LIMB
     down = (middle >> bits) | ((high & ((1 << bits) - 1)) << (_LIMB - bits))
@@ -101,7 +104,10 @@ def _xor_shifted(x: Limbs, shift: int) -> Limbs:
 
 
 def _times(x: Limbs, factor: Limbs) -> Limbs:
-    """``x * factor`` modulo 2³²: each limb of the result is the sum of up to three products of 22 bits."""
+    """Return ``x * factor`` modulo 2³².
+
+    Each limb of the result is the sum of up to three products of 22 bits.
+    """
     low, middle, high = x
     a, b, c = factor
     first = low * a

@@ -42,7 +42,8 @@ def partition(
     >>> dst.tolist(), src.tolist()
     ([0, 2], [1, 3, 5, 7, 6, 8, 4, 9])
     """
-    (height, width), (rows, columns) = cell, (grid[0] // cell[0], grid[1] // cell[1])
+    height, width = cell
+    rows, columns = grid[0] // height, grid[1] // width
     tokens = np.arange(grid[0] * grid[1], dtype=np.int64).reshape(grid)
     # [k, d]: by position within the cell, and by cell.
     cells = tokens[: rows * height, : columns * width].reshape(rows, height, columns, width)
@@ -52,13 +53,15 @@ def partition(
         # The destination comes first; the others follow it round the cell.
         first = _hash(*draw, np.arange(rows * columns, dtype=np.int64)) * len(inside) >> 32
         inside = np.take_along_axis(inside, (np.arange(len(inside))[:, None] + first) % len(inside), axis=0)
-    src, dst = np.concatenate([inside[1:].ravel(), *outside]), inside[0].copy()
-    src.flags.writeable = dst.flags.writeable = False
+    src = np.concatenate([inside[1:].ravel(), *outside])
+    dst = inside[0].copy()
+    src.flags.writeable = False
+    dst.flags.writeable = False
     return src, dst
 
 
 def own_cell(grid: tuple[int, int], cell: tuple[int, int], tokens: np.ndarray) -> np.ndarray:
-    """Return the cell of each token, in row order; beyond the last whole cell, the nearest one.
+    """Return the cell of each token, in row order. Beyond the last whole cell, it is the nearest one.
 
     >>> own_cell((3, 4), (2, 2), np.array([0, 3, 6, 11])).tolist()
     [0, 1, 1, 1]
@@ -95,7 +98,8 @@ class Plan(NamedTuple):
 
 def num_removed(grid: tuple[int, int], settings: MergeSettings) -> int:
     """Return the number of tokens removed: ratio · n, rounded down, but ``"uniform"`` removes each source."""
-    n, cells = grid[0] * grid[1], (grid[0] // settings.sy) * (grid[1] // settings.sx)
+    n = grid[0] * grid[1]
+    cells = (grid[0] // settings.sy) * (grid[1] // settings.sx)
     r = int(n * settings.ratio) if cells and n >= settings.min_tokens else 0
     return n - cells if r and settings.planner == "uniform" else r
 
@@ -103,13 +107,14 @@ def num_removed(grid: tuple[int, int], settings: MergeSettings) -> int:
 def plan_tokens(
     xp: Any, features: Array, grid: tuple[int, int], settings: MergeSettings, step: int, parts: int = 1
 ) -> Plan | None:
-    """Plan one merge: partition, match, keep the r best edges; None if no token would be removed.
+    """Plan one merge: partition, match, and keep the r best edges.
 
-    Features ``[b, n, c]`` are the input of a block, whose n tokens have a grid of (rows, columns), the
-    columns fastest. The step is a :func:`step_number`. ``parts`` images, b / ``parts`` apart, share a plan:
-    one for each prompt of guidance.
+    The result is None if no token would be removed. Features ``[b, n, c]`` are the input of a block, whose n
+    tokens have a grid of (rows, columns), the columns fastest. The step is a :func:`step_number`. ``parts``
+    images, b / ``parts`` apart, share a plan: one for each prompt of guidance.
     """
-    r, cell = num_removed(grid, settings), (settings.sy, settings.sx)
+    r = num_removed(grid, settings)
+    cell = (settings.sy, settings.sx)
     if r == 0:
         return None
     src, dst = partition(grid, cell, None if settings.seed is None else (settings.seed, step))
@@ -117,7 +122,8 @@ def plan_tokens(
         compared = shared_features(xp, features, parts) if parts > 1 else features
         order, nearest = bipartite_soft_matching(xp, compared, src, dst)
         if parts > 1:
-            order, nearest = xp.concat([order] * parts, 0), xp.concat([nearest] * parts, 0)
+            order = xp.concat([order] * parts, 0)
+            nearest = xp.concat([nearest] * parts, 0)
     else:
         images = (features.shape[0], 1)
         order = _index(xp, np.tile(np.arange(len(src)), images), features)
@@ -129,7 +135,8 @@ def bipartite_soft_matching(
     xp: Any, features: Array, src: np.ndarray, dst: np.ndarray
 ) -> tuple[Array, Array]:
     """Return places in ``src``, the most similar first, and the nearest destination of each source."""
-    sources, destinations = _select(xp, features, src), _select(xp, features, dst)
+    sources = _select(xp, features, src)
+    destinations = _select(xp, features, dst)
     product, nearest = _best(xp, sources, destinations / _length(xp, destinations))
     # The length of a source does not change which destination is nearest, so it divides last and once.
     similarity = product / _length(xp, sources)[..., 0]
@@ -144,12 +151,15 @@ def shared_features(xp: Any, features: Array, parts: int) -> Array:
 
 
 def make_plan(xp: Any, src: np.ndarray, dst: np.ndarray, order: Array, nearest: Array, r: int) -> Plan:
-    """Merge the r sources with the best edges, leave all other tokens alone."""
-    (b, s), n = order.shape, len(src) + len(dst)
-    m, image = n - r, np.arange(b)[:, None]
+    """Return the plan that merges the r sources with the best edges, and leaves all other tokens alone."""
+    b, s = order.shape
+    n = len(src) + len(dst)
+    m = n - r
+    image = np.arange(b)[:, None]
     # Merged sequence: the sources left alone, then the destinations.
     by_edge = xp.take_along_axis(_index(xp, src + image * n, order), order, axis=1)
-    sources, keep = by_edge[:, :r], xp.concat([by_edge[:, r:], _index(xp, dst + image * n, order)], 1)
+    sources = by_edge[:, :r]
+    keep = xp.concat([by_edge[:, r:], _index(xp, dst + image * n, order)], 1)
     targets = xp.take_along_axis(nearest, order[:, :r], axis=1) + _index(xp, image * m + (s - r), order)
     places = xp.concat([keep, sources], 1).reshape([-1])
     holders = xp.concat([_index(xp, np.arange(m) + image * m, order), targets], 1).reshape([-1])
@@ -161,7 +171,8 @@ def make_plan(xp: Any, src: np.ndarray, dst: np.ndarray, order: Array, nearest: 
 def merge(xp: Any, plan: Plan, x: Array) -> Array:
     """Replace merged tokens by their mean, summed in float32 or better: ``[b, n, c]`` → ``[b, m, c]``."""
     b, _, c = x.shape
-    kept, moved = (_exact(xp, _rows(xp, x, index)).reshape([-1, c]) for index in (plan.keep, plan.sources))
+    kept = _exact(xp, _rows(xp, x, plan.keep)).reshape([-1, c])
+    moved = _exact(xp, _rows(xp, x, plan.sources)).reshape([-1, c])
     total = xp.index_add(kept, plan.targets.reshape([-1]), 0, moved)
     mean = total / xp.cast(plan.sizes, total.dtype).reshape([-1, 1])
     return (mean if mean.dtype == x.dtype else xp.cast(mean, x.dtype)).reshape([b, -1, c])
@@ -178,7 +189,7 @@ def unmerge(xp: Any, plan: Plan, y: Array) -> Array:
 
 
 def _index(xp: Any, values: np.ndarray, like: Array) -> Array:
-    """Return indices computed with NumPy, on the device of ``like``; arrays of NumPy are on none."""
+    """Return indices computed with NumPy, on the device of ``like``. Arrays of NumPy are on none."""
     return xp.to_tensor(values, dtype="int64", place=getattr(like, "place", None))
 
 
@@ -211,7 +222,8 @@ def _length(xp: Any, x: Array) -> Array:
 def _best(xp: Any, sources: Array, destinations: Array) -> tuple[Array, Array]:
     """Return each source's largest product with a destination, and the first index of it: ``[b, s]`` each."""
     b, d, _ = destinations.shape
-    columns, step = destinations.transpose([0, 2, 1]), max(1, _SIMILARITIES_AT_ONCE // (b * d))
+    columns = destinations.transpose([0, 2, 1])
+    step = max(1, _SIMILARITIES_AT_ONCE // (b * d))
     slices = (sources[:, start : start + step] @ columns for start in range(0, sources.shape[1], step))
     found = [(xp.max(part, axis=-1), xp.argmax(part, axis=-1)) for part in slices]
     if len(found) == 1:

@@ -22,14 +22,14 @@ _OURS = b'PublisherId = "tokenmerge"'
 
 
 def install(path: str | Path) -> list[Path]:
-    """Write the folder ``comfyui-tokenmerge`` into ``custom_nodes``; files of an older one are replaced.
+    """Write the folder ``comfyui-tokenmerge`` into ``custom_nodes``. Files of an older one are replaced.
 
     The path is that of ComfyUI's folder, or of its ``custom_nodes``. Everything is checked and copied to a
     temporary folder first, so a failure leaves the folder as it was. It returns the files that it wrote.
 
     Raises:
-        ConfigError: the path is neither, the folder holds files that are not of this node, a link is in the
-            place of the folder or of something in it, or the folder cannot be written.
+        ConfigError: the path is another one, the folder holds files that are not of this node, a link is in
+            the place of the folder or of something in it, or the folder cannot be written.
     """
     # The methods of Path raise for an unknown user and for a path that is too long.
     given = Path(os.path.expanduser(path))  # noqa: PTH111
@@ -43,7 +43,8 @@ def install(path: str | Path) -> list[Path]:
     sources = (file for file in SOURCE.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
     files = sorted(file.relative_to(SOURCE) for file in sources)
     try:
-        if problem := next(_problems(target, files), None):
+        problem = next(_problems(target, files), None)
+        if problem:
             raise ConfigError(f"path: {problem}, then run this command again")
         # ComfyUI loads nothing from a folder with this ending.
         with tempfile.TemporaryDirectory(prefix=f"{NAME}-", suffix=".disabled", dir=folder) as unfinished:
@@ -67,7 +68,8 @@ def install(path: str | Path) -> list[Path]:
 
 def _problems(target: Path, files: Sequence[Path]) -> Iterator[str]:
     """Yield what is in the place of the folder or of something in it, and what to do about that."""
-    for place in (target, *sorted({target / part for file in files for part in (file.parent, file)})):
+    parts = {file.parent for file in files} | set(files)
+    for place in (target, *sorted(target / part for part in parts)):
         if place.is_symlink() or getattr(os.path, "isjunction", lambda _: False)(place):
             yield f"{place} is a link; remove it"
         if place.exists() and place.is_dir() == (place.relative_to(target) in files):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -24,8 +25,8 @@ class MergingBlock:
 
     key: Key
     module: Any
-    level: int  # resolution level; 1 in transformers
-    layout: Layout | None = None  # layout of the block's call in a transformer; None in a UNet
+    level: int  # resolution level, which is 1 in transformers
+    layout: Layout | None = None  # layout of the block's call in a transformer, or None in a UNet
 
     @property
     def merging(self) -> Any:
@@ -34,7 +35,7 @@ class MergingBlock:
 
     @property
     def channels(self) -> int:
-        """Channels of its tokens; 0 if its weights do not say."""
+        """Channels of its tokens, or 0 if its weights do not say."""
         return min((weight.shape[1] for weight in self.merging.parameters() if weight.ndim == 2), default=0)
 
     @property
@@ -44,10 +45,13 @@ class MergingBlock:
 
     @property
     def heads(self) -> int:
-        """Heads of its attention; 0 if unknown."""
-        names = ("num_heads", "n_heads", "heads")
-        found = (getattr(part, name, None) for part in self.module.modules() for name in names)
-        return next((heads for heads in found if isinstance(heads, int)), 0)
+        """Heads of its attention, or 0 if they are unknown."""
+        for part in self.module.modules():
+            for name in ("num_heads", "n_heads", "heads"):
+                heads = getattr(part, name, None)
+                if isinstance(heads, int):
+                    return heads
+        return 0
 
 
 Stage = tuple[str, int, nn.Module, int]  # of a UNet: ComfyUI's name and number for it, module and level
@@ -62,7 +66,9 @@ class Cut(NamedTuple):
 
     def runs(self, way: str, number: int) -> bool:
         """Return whether a stage, by ComfyUI's name and number, is at the finest level."""
-        return number >= self.output if way == "output" else way == "input" and number < self.inputs
+        if way == "output":
+            return number >= self.output
+        return way == "input" and number < self.inputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,8 +98,9 @@ class Target:
         return tuple(sorted({block.level for block in self.blocks}))
 
     def grid(self, latent: Sequence[int]) -> tuple[int, int, int]:
-        """(frames, rows, columns) of the tokens at level 1, for latents of shape ``[b, c, (f,) h, w]``."""
-        sides = (1, *latent[2:])[-3:]
+        """Return (frames, rows, columns) of the tokens at level 1, for latents ``[b, c, (f,) h, w]``."""
+        has_frames = len(latent) > 4
+        sides = latent[-3:] if has_frames else (1, *latent[2:])
         frames, rows, columns = (-(-side // length) for side, length in zip(sides, self.patch, strict=True))
         return frames, rows, columns
 
@@ -125,34 +132,41 @@ _REPLACEABLE: Mapping[tuple[str, ...], Sequence[tuple[str, str, Layout]]] = {
 
 
 def find_target(model: Any) -> Target:
-    """Return what can merge in a ``ModelPatcher``; refuse a model in which nothing can."""
+    """Return what can merge in a ``ModelPatcher``, or refuse a model in which nothing can."""
     root: Any = getattr(getattr(model, "model", None), "diffusion_model", None)
     name = type(root).__name__
     if is_a(root, *compvis.CLASSES) and hasattr(root, "input_blocks"):
-        blocks = tuple(
-            MergingBlock((*_key(block.path), int(block.path.rpartition(".")[2])), block.module, block.level)
-            for block in compvis.describe(root).blocks
-            if not getattr(block.module, "disable_self_attn", False)
-        )
+        blocks = tuple(_blocks_of_unet(root))
         if blocks:
             stages = [(*_key(path), stage, level) for path, stage, level in compvis.stages_of(root)]
             cut = _cut(stages)
             return Target(name, blocks, _work_of_unet(stages, blocks, cut), cut=cut)
     for classes, lists in _REPLACEABLE.items():
         if is_a(root, *classes):
-            found = tuple(
-                MergingBlock((name, number), module, 1, layout)
-                for attribute, name, layout in lists
-                for number, module in enumerate(getattr(root, attribute))
-            )
+            found = tuple(_blocks_of_transformer(root, lists))
             plan = _plan(found, "block", {"blocks"})
             work = Work(_shares(root, found, 1, "block", "always", "blocks"), (plan,))
             return Target(name, found, work, patch_of(root))
-    known = ", ".join(name for classes in _REPLACEABLE for name in classes)
+    known = ", ".join(itertools.chain.from_iterable(_REPLACEABLE))
     raise UnsupportedModelError(
         f"model: expected a UNet with attention, or one of {known}, got {name}; ComfyUI lets a node "
         "replace blocks only in these, so leave Token Merging out of this workflow"
     )
+
+
+def _blocks_of_unet(root: nn.Module) -> Iterator[MergingBlock]:
+    for block in compvis.describe(root).blocks:
+        if not getattr(block.module, "disable_self_attn", False):
+            number = int(block.path.rpartition(".")[2])
+            yield MergingBlock((*_key(block.path), number), block.module, block.level)
+
+
+def _blocks_of_transformer(
+    root: nn.Module, lists: Sequence[tuple[str, str, Layout]]
+) -> Iterator[MergingBlock]:
+    for attribute, name, layout in lists:
+        for number, module in enumerate(getattr(root, attribute)):
+            yield MergingBlock((name, number), module, 1, layout)
 
 
 def _key(path: str) -> tuple[str, int]:
@@ -162,26 +176,32 @@ def _key(path: str) -> tuple[str, int]:
 
 
 def _cut(stages: Sequence[Stage]) -> Cut | None:
-    """Return the cut above the deep stages; None: there is one level alone."""
+    """Return the cut above the deep stages, or None if there is one level alone."""
     finest = [(way, number) for way, number, _, level in stages if level == 1]
     inputs = sum(way == "input" for way, _ in finest)
     outputs = [number for way, number in finest if way == "output"]
     if not inputs or not outputs or len(finest) == len(stages):
         return None
     before = [stage for way, number, stage, _ in stages if way != "output" or number < outputs[0]]
-    transformers = sum(is_a(part, "SpatialTransformer") for stage in before for part in stage.modules())
+    transformers = 0
+    for stage in before:
+        transformers += sum(is_a(part, "SpatialTransformer") for part in stage.modules())
     return Cut(inputs, outputs[0], transformers)
 
 
 def _work_of_unet(stages: Sequence[Stage], blocks: Sequence[MergingBlock], cut: Cut | None) -> Work:
     def part(way: str, number: int) -> Part:
-        return "always" if cut is None else "finest" if cut.runs(way, number) else "deep"
+        if cut is None:
+            return "always"
+        return "finest" if cut.runs(way, number) else "deep"
 
     shares: list[Share] = []
     for way, number, module, level in stages:
         own = [block for block in blocks if block.key[:2] == (way, number)]
         shares += _shares(module, own, level, "layers", part(way, number), part(way, number))
-    groups: dict[tuple[str, int], list[MergingBlock]] = defaultdict(list)  # whose blocks can share a plan
+    groups: dict[tuple[str, int], list[MergingBlock]] = defaultdict(
+        list
+    )  # the blocks of a group can share a plan
     for block in blocks:
         groups[block.key[0], block.level].append(block)
     plans = (_plan(own, "layers", {part(*block.key[:2]) for block in own}) for own in groups.values())
@@ -208,8 +228,8 @@ _OF_OTHERS = ("txt", "context_block", "add_", "mod", "cross_attn.k", "cross_attn
 
 def weights_of(module: nn.Module) -> int:
     """Return the number of weights of a module that multiply each token of the image."""
-    return sum(
-        weight.numel()
-        for name, weight in module.named_parameters()
-        if weight.ndim >= 2 and not any(part in name for part in _OF_OTHERS)
-    )
+    total = 0
+    for name, weight in module.named_parameters():
+        if weight.ndim >= 2 and not any(part in name for part in _OF_OTHERS):
+            total += weight.numel()
+    return total

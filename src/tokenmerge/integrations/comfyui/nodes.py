@@ -15,11 +15,16 @@ from tokenmerge.ops.partition import num_tokens
 from tokenmerge.planners.sequences import num_removed
 from tokenmerge.plans.generation import Runs, plan_generation
 
+_STEP = 0.01  # of the fields for numbers
+_MOST_RATIO = 0.75  # with a destination for every 2 × 2 tokens
+_MOST_SPEEDUP = 10.0
+_SPEEDUP_STEP = 0.1
 _WHERE = {"layers": "attention", "keys": "keys and values of attention", "block": "whole blocks"}
 
 
 def _number(default: float, tooltip: str, **limits: float) -> tuple[str, dict[str, Any]]:
-    return "FLOAT", {"default": default, "min": 0.0, "max": 1.0, "step": 0.01, "tooltip": tooltip, **limits}
+    about = {"default": default, "min": 0.0, "max": 1.0, "step": _STEP, "tooltip": tooltip}
+    return "FLOAT", {**about, **limits}
 
 
 def _choice(tooltip: str, *values: str) -> tuple[list[str], dict[str, Any]]:
@@ -58,7 +63,7 @@ class TokenMerging:
                 0.5,
                 "Share of the tokens that the other methods remove. Raising it is faster, and the "
                 "picture less close to the dense one.",
-                max=0.75,
+                max=_MOST_RATIO,
             ),
             "start_percent": _number(
                 0.0, "Nothing merges and nothing is skipped before this share of the sampling."
@@ -95,7 +100,7 @@ class TokenMerging:
                 2.0,
                 "Wanted speed-up of method auto, by counted operations of the sampling. Raising it makes "
                 "the picture less like the dense one.",
-                **{"min": 1.0, "max": 10.0, "step": 0.1},
+                **{"min": 1.0, "max": _MOST_SPEEDUP, "step": _SPEEDUP_STEP},
             ),
         }
         return {"required": required, "optional": optional}
@@ -109,11 +114,12 @@ class TokenMerging:
 
 
 def _usual_size(model: Any) -> tuple[int, ...]:
-    """Shape of the latents of a picture of 1024 × 1024, or of 512 × 512 for the first UNets."""
+    """Return the shape of the latents of a picture of 1024 × 1024, or of 512 × 512 for the first UNets."""
     form = model.model.latent_format
     side = 1024 if getattr(model.model, "adm_channels", 0) or form.latent_channels > 4 else 512
     side //= getattr(form, "spacial_downscale_ratio", 8)
-    return 1, form.latent_channels, *[1] * (form.latent_dimensions - 2), side, side
+    frames = (1,) * (form.latent_dimensions - 2)
+    return 1, form.latent_channels, *frames, side, side
 
 
 def describe(settings: Settings, latent: Sequence[int]) -> str:
@@ -121,26 +127,33 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
     target = settings.target
     frames, rows, columns = target.grid(latent)
     settings = settings.for_sampling((frames, rows, columns), STEPS, None)
-    config, default = settings.config, settings.default
+    config = settings.config
+    default = settings.default
     asked = f"planner {config.planner}, ratio {config.ratio:g}"
     if default is not None:
         asked = f"{default.name}, in an example of {STEPS} steps"
     size = f"latents {latent[-2]} × {latent[-1]}"
-    lines, dense, merged = [f"{target.name}, {size}: {_WHERE[config.scope]} merge, {asked}"], 0.0, 0.0
+    lines = [f"{target.name}, {size}: {_WHERE[config.scope]} merge, {asked}"]
+    dense = 0.0
+    merged = 0.0
     unless = f", unless regrouped by {settings.regroup}" if settings.regroup else ""
     for level in target.levels:
         blocks = [block for block in target.blocks if block.level == level]
         grid = (frames, -(-rows // level), -(-columns // level))
-        own = max((phase.at_level(level) for phase in config.phases()), key=lambda own: own.ratio)
-        n, r = num_tokens(grid), num_removed(grid, own) if level <= settings.deepest_level else 0
-        where = f"level {level}: " if target.is_unet else ""
-        where += f"{len(blocks)} block{'s' * (len(blocks) > 1)}"
+        phases = [phase.at_level(level) for phase in config.phases()]
+        own = max(phases, key=lambda phase: phase.ratio)
+        n = num_tokens(grid)
+        r = num_removed(grid, own) if level <= settings.deepest_level else 0
+        where = f"{len(blocks)} blocks" if len(blocks) > 1 else f"{len(blocks)} block"
+        if target.is_unet:
+            where = f"level {level}: {where}"
         if r == 0:
             lines.append(f"{where} dense, {n} tokens")
             continue
         lines.append(f"{where} merged, {n} → {n - r} tokens{unless}")
         own_dense, own_merged = _operations(blocks, own, n, n - r)
-        dense, merged = dense + own_dense, merged + own_merged
+        dense += own_dense
+        merged += own_merged
     if dense:
         lines.append(
             f"Merged parts take {1 - merged / dense:.0%} fewer operations on the picture's tokens in a step "
@@ -162,7 +175,8 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
 
 
 def _step_reuse(settings: Settings) -> list[str]:
-    config, target = settings.config, settings.target
+    config = settings.config
+    target = settings.target
     if not config.reuse.on:
         return ["All steps run the whole model."] if settings.alone else []
     ran = Counter(step.runs for step in plan_generation(config, STEPS))
@@ -176,13 +190,17 @@ def _step_reuse(settings: Settings) -> list[str]:
 def _operations(
     blocks: Sequence[MergingBlock], settings: MergeSettings, n: int, m: int
 ) -> tuple[float, float]:
-    """Multiply-accumulates of the merged parts of blocks, on the tokens of one image, dense and merged."""
-    layers, keys = settings.scope == "layers", settings.scope == "keys"
+    """Count the multiply-accumulates of what merges in blocks, for one image, dense and merged."""
+    layers = settings.scope == "layers"
+    keys = settings.scope == "keys"
     # With scope "keys", queries and the output have all tokens: half of the weights, all rows of pairs.
-    rows, dense, merged = n if keys else m, 0.0, 0.0
+    rows = n if keys else m
+    dense = 0.0
+    merged = 0.0
     for block in blocks:
         own = Amount() if layers and not settings.merge_attn else block.amount
-        if layers and settings.merge_crossattn and (cross := block.module.attn2) is not None:
+        cross = block.module.attn2 if layers and settings.merge_crossattn else None
+        if cross is not None:
             own += Amount(per_token=weights_of(cross.to_q) + weights_of(cross.to_out))
         dense += own.at(n)
         merged += own.per_token * (rows + m) / 2 + own.per_pair * rows * m

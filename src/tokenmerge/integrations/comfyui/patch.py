@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,13 +50,13 @@ def patched(model: Any, settings: Settings) -> Any:
 class WeighedAttention:
     """Proportional attention: a merged token counts for as many keys as it stands for (arXiv 2210.09461)."""
 
-    # The attention function of another node; None: the function that ComfyUI has chosen.
+    # The attention function of another node, or None for the function that ComfyUI has chosen.
     before: Attend | None = None
 
     def __call__(
         self, function: Attend, q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None, **more: Any
     ) -> Tensor:
-        """Attention with log(size) added to the logits, if the keys are merged tokens."""
+        """Compute attention, with log(size) added to the logits if the keys are merged tokens."""
         _, running = running_in(more.get("transformer_options"))
         tokens = k.shape[2] if more.get("skip_reshape") else k.shape[1]
         bias = None if running is None else running.bias(k, tokens)
@@ -75,7 +76,7 @@ def _joined(mask: Tensor, bias: Tensor) -> Tensor:
 
 
 def _adds_noise(sampler: Any) -> bool:
-    """Return whether the steps of a sampler add new noise: its function takes a source of noise."""
+    """Return whether the steps of a sampler add new noise. The function of one that does takes a source."""
     function = getattr(sampler, "sampler_function", None)
     known = inspect.signature(function).parameters if callable(function) else {}
     eta = known["eta"].default if "eta" in known else 1.0  # the share of new noise
@@ -91,13 +92,15 @@ class _Wrappers:
     def sampler_sample(
         self, executor: Any, model: Any, sigmas: Tensor, extra: dict[str, Any], *more: Any, **named: Any
     ) -> Any:
-        """One sampling. What it caches is dropped when it ends or is cancelled."""
+        """Run one sampling. What it caches is dropped when it ends or is cancelled."""
         options = extra["model_options"]["transformer_options"]
         settings = self.settings.beside(options)
-        options[_SAMPLING] = sampling = Sampling(
+        sampling = Sampling(
             settings, sigmas.tolist(), getattr(model, "cfg", None), _adds_noise(executor.class_obj)
         )
-        for note in settings.notes[len(self.settings.notes) :]:
+        options[_SAMPLING] = sampling
+        known = len(self.settings.notes)
+        for note in settings.notes[known:]:
             sampling.say(note)
         try:
             return executor(model, sigmas, extra, *more, **named)
@@ -105,15 +108,18 @@ class _Wrappers:
             sampling.forget()
 
     def calc_cond_batch(self, executor: Any, *arguments: Any) -> Any:
-        """One evaluation of all prompts. Its options carry the sampling if it merges."""
+        """Evaluate all prompts once. The options carry the sampling if it merges."""
         model, conds, x, sigma, model_options = arguments
         options = model_options["transformer_options"]
         sampling = options.get(_SAMPLING) or Sampling(self.settings)
-        noise, now = model.model_sampling, float(sigma.max())
-        start, end = (noise.percent_to_sigma(share) for share in (self.settings.start, self.settings.end))
+        noise = model.model_sampling
+        now = float(sigma.max())
+        start = noise.percent_to_sigma(self.settings.start)
+        end = noise.percent_to_sigma(self.settings.end)
         merges = end < now <= start
         if merges:
-            whole = all("area" not in cond for prompt in conds for cond in prompt or ())
+            every_cond = itertools.chain.from_iterable(prompt or () for prompt in conds)
+            whole = all("area" not in cond for cond in every_cond)
             sampling.begin_step(now, noise.timestep(sigma), x.shape, whole)
         given = {**model_options, "transformer_options": {**options, KEY: sampling if merges else None}}
         results = executor(model, conds, x, sigma, given)
@@ -122,7 +128,7 @@ class _Wrappers:
         return results
 
     def apply_model(self, executor: Any, x: Tensor, *more: Any, **named: Any) -> Any:
-        """One call of the model."""
+        """Call the model once."""
         given = (*more, *named.values())
         options = next((value for value in given if isinstance(value, dict) and KEY in value), {})
         sampling = sampling_in(options)
@@ -135,7 +141,7 @@ class _Wrappers:
         return result
 
     def diffusion_model(self, executor: Any, *arguments: Any, **named: Any) -> Any:
-        """One call of the model's network. On some steps it skips the deep stages of a UNet."""
+        """Call the model's network once. On some steps it skips the deep stages of a UNet."""
         target = self.settings.target
         sampling = sampling_in(arguments[-1]) if target.is_unet else None
         if sampling is None:

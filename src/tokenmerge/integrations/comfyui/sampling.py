@@ -37,8 +37,9 @@ Options = Mapping[str, Any]  # ComfyUI's ``transformer_options``
 class Sampling:
     """The state of one sampling, of its running step and of the running call of the model.
 
-    Each sampling has its own, even on one clone of a model. ``sigmas`` are the noise levels of its steps;
-    empty: unknown. ``guidance`` is the scale of guidance; None: unknown. The sampler may add new noise.
+    Each sampling has its own, even on one clone of a model. ``sigmas`` are the noise levels of its steps, or
+    an empty sequence if they are unknown. ``guidance`` is the scale of guidance, or None if it is unknown.
+    ``adds_noise`` says whether the sampler adds new noise.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class Sampling:
         guidance: float | None = None,
         adds_noise: bool = False,
     ) -> None:
-        self.settings = self._asked = settings  # the default method chooses them in the first step
+        self._asked = settings
+        self.settings = settings  # the default method chooses them in the first step
         self.steps = max(1, len(sigmas) - 1)
-        self._sigmas, self._guidance = sigmas, guidance
+        self._sigmas = sigmas
+        self._guidance = guidance
         self._schedule = Schedule(ends_clean(sigmas), adds_noise)
         self._grid: GridShape | None = None
         self._said: set[str] = set()
@@ -62,12 +65,12 @@ class Sampling:
         self.tracker = StepTracker()
         self.decision = Decision()  # what the running call of the model runs and merges
         self.plans: dict[Hashable, Plan] = {}  # by block, made for the images of one prompt
-        self.guidance_change: Tensor | None = None  # of the last step; None: unknown
-        # What parts of the model added in the last step that ran them, by call in the step and part: of a
-        # stage as a residual that can be extrapolated.
+        self.guidance_change: Tensor | None = None  # in the last step, or None if it is unknown
+        # What parts of the model added in the last step that ran them, by call in the step and part. That of
+        # a stage is a residual that can be extrapolated.
         self.residuals: dict[tuple[int, Hashable], Any] = {}
         self.ran: set[str] = set()  # parts of the model that the running call has run, "deep" and "finest"
-        self.running: Running | None = None  # what the running block merges; None: it is dense
+        self.running: Running | None = None  # what the running block merges, or None if it is dense
         self.running_blocks: Any = None  # of transformers, see the file transformer
 
     def say(self, note: str) -> None:
@@ -107,9 +110,12 @@ class Sampling:
         what is cached for its prompt and its ``sample``, where that is known.
         """
         self._calls += 1
-        # Of the running call: the tokens at level 1, and whether reference pictures stand beside them.
-        self.grid, self.has_references = self.settings.target.grid(latent), False
-        self.running = self.running_blocks = None  # a call before may have been interrupted
+        # The grid of the tokens at level 1, and whether reference pictures stand beside them in this call.
+        self.grid = self.settings.target.grid(latent)
+        self.has_references = False
+        # A call before may have been interrupted.
+        self.running = None
+        self.running_blocks = None
         self._prompts = len(options.get("cond_or_uncond") or [0])  # in the batch
         self._replaced = options.get("patches_replace", {})
         self.ran = set()
@@ -123,11 +129,12 @@ class Sampling:
         self.decision = decide(self.settings.config, self.tracker, shape)
 
     def _recognise(self, shape: Shape, sample: Tensor | None) -> None:
-        """Find out which call of the step before a call continues; say so if its sample fits none.
+        """Find out which call of the step before a call continues, and say so if its sample fits none.
 
         On a device, comparing samples waits for it, so that they are compared where a step has tiles.
         """
-        numbers, given = self.tracker.numbers, Given(shape)
+        numbers = self.tracker.numbers
+        given = Given(shape)
         misfits = numbers.misfits
         if sample is not None:
             compares = not needs_sync(sample) or numbers.has_tiles
@@ -173,11 +180,12 @@ class Sampling:
     def merge_in(
         self, block: Key, group: Hashable, tokens: Tensor, layout: Layout, grid: GridShape, level: int
     ) -> Running | None:
-        """Return what a block with these tokens of a grid merges; None: it is dense.
+        """Return what a block with these tokens of a grid merges, or None if it is dense.
 
         Blocks of the same ``group`` may share their plan.
         """
-        settings, merging = self._config.at_level(level), self.decision.merging
+        settings = self._config.at_level(level)
+        merging = self.decision.merging
         if level > self.settings.deepest_level or merging is Merging.DENSE or not num_removed(grid, settings):
             return None
         running = Running(None, settings, block, layout.text == "first")
@@ -195,34 +203,38 @@ class Sampling:
         return running
 
     def _plan(self, features: Tensor, grid: GridShape, settings: MergeSettings) -> Plan:
-        planner, more, change = settings.planner, [], self.guidance_change
+        planner = settings.planner
+        more = []
+        change = self.guidance_change
         if planner in GUIDED_PLANNERS:
             importance = None if change is None else importance_of_tokens(change, grid)
             if importance is not None and importance.shape == features.shape[:2]:
                 more = [importance.to(features.device)]
             else:
                 planner = "tome"  # as before guidance has changed anything
-        r, seed = num_removed(grid, settings), self._seed.to(features.device)
+        r = num_removed(grid, settings)
+        seed = self._seed.to(features.device)
         return PLANNERS[planner](features, grid, r, settings, seed, *more)
 
 
 @dataclasses.dataclass(eq=False)
 class Running:
-    """What the running block merges."""
+    """What the running block merges. Without a plan, it runs dense for a correction."""
 
-    plan: Plan | None  # None: this is a correction, and the block runs dense
+    plan: Plan | None
     settings: MergeSettings  # of its level
     block: Key
     text_first: bool  # whether text comes before the image if they share a sequence
-    # Name of the running layer, if its tokens are merged or would be; None otherwise.
+    # Name of the running layer if its tokens are merged or would be, or None.
     merged: str | None = None
     # Whether the next attention weighs each key by the number of tokens that it stands for.
     weighs: bool = False
 
     def bias(self, keys: Tensor, tokens: int) -> Tensor | None:
-        """``[b, 1, tokens]`` bias for the logits of ``tokens`` keys; None: these are not the merged keys.
+        """Return the bias ``[b, 1, tokens]`` for the logits of ``tokens`` keys.
 
-        Each layer gets it once, since an adapter may attend to other keys after the block's own attention.
+        The result is None if these are not the merged keys. Each layer gets it once, since an adapter may
+        attend to other keys after the block's own attention.
         """
         if self.plan is None or not self.weighs:
             return None
@@ -236,11 +248,11 @@ class Running:
 
 
 def sampling_in(options: Options | None) -> Sampling | None:
-    """Return the running sampling; None: nothing merges in this step."""
+    """Return the running sampling, or None if nothing merges in this step."""
     return (options or {}).get(KEY)
 
 
 def running_in(options: Options | None) -> tuple[Any, Running | None]:
-    """Return the running sampling, and what the running block merges; None: it is dense."""
+    """Return the running sampling, and what the running block merges, or None if it is dense."""
     sampling = sampling_in(options)
     return sampling, None if sampling is None else sampling.running

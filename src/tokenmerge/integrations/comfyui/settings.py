@@ -22,6 +22,7 @@ AUTO = "auto"
 METHODS = (AUTO, *presets.__all__)
 OF_METHOD = "as the method says"
 STEPS = 20  # of a sampling that is not known yet
+_REUSE_EVERY = 3  # steps, of a preset with step reuse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +52,13 @@ class Settings:
     notes: tuple[str, ...] = ()  # how the method differs in ComfyUI, as sentences
     regroup: str = ""  # other nodes before self-attention, which may regroup its tokens, as HyperTile does
     alone: bool = True  # whether no other node skips whole steps, or may read self-attention in every step
-    # The default method, which chooses the settings of each sampling; None: ``config`` has them.
+    # The default method, which chooses the settings of each sampling, or None if ``config`` has them.
     default: DefaultMethod | None = None
 
     def for_sampling(
         self, grid: tuple[int, int, int], steps: int, guidance: float | None, schedule: Schedule | None = None
     ) -> Settings:
-        """Return the settings of one sampling; the arguments are those of :meth:`DefaultMethod.facts_at`."""
+        """Return the settings of one sampling. The arguments are those of :meth:`DefaultMethod.facts_at`."""
         if self.default is None:
             return self
         facts = self.default.facts_at(grid, steps, guidance, schedule)
@@ -68,15 +69,22 @@ class Settings:
 
         The last notes say what they change.
         """
-        config, target, default, notes = self.config, self.target, self.default, []
-        replaced, cache = options.get("patches_replace", {}), options.get("easycache")
-        regroup = attention = ""
+        config = self.config
+        target = self.target
+        default = self.default
+        notes = []
+        replaced = options.get("patches_replace", {})
+        cache = options.get("easycache")
+        regroup = ""
+        attention = ""
         if target.is_unet:  # ComfyUI calls the patches of attention in UNets only
             regroup = _nodes_of(options.get("patches", {}).get("attn1_patch", ()))
             attention = _nodes_of(replaced.get("attn1", {}).values())
-        why = attention and f"{attention} may read self-attention in every step"
+        why = ""
         if cache is not None:
             why = f"{cache.name} skips whole steps; keep one of the nodes"
+        elif attention:
+            why = f"{attention} may read self-attention in every step"
         if config.reuse.on and why:
             config = dataclasses.replace(config, reuse=StepReuse())
             if default is not None:
@@ -113,7 +121,7 @@ class Settings:
 
 
 def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> Settings:
-    """Return the settings of a model from the inputs of the node; refuse what ComfyUI has no way to do."""
+    """Return the settings of a model from the inputs of the node, or refuse what ComfyUI cannot do."""
     if not 0 <= asked.start_percent < asked.end_percent <= 1:
         raise ConfigError(
             f"start_percent, end_percent: expected 0 ≤ start < end ≤ 1, got {asked.start_percent:g} and "
@@ -128,17 +136,14 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
         raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {asked.method!r}")
     config = _changed(getattr(presets, asked.method)(asked.ratio), asked)
     if asked.step_reuse == "on" and target.can_skip:
-        config = dataclasses.replace(config, reuse=StepReuse(every=3))
+        config = dataclasses.replace(config, reuse=StepReuse(every=_REUSE_EVERY))
     config, notes = _applied(config, target, asked)
     return Settings(config, target, asked.start_percent, asked.end_percent, notes)
 
 
 def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> DefaultMethod:
-    attention = narrowest(
-        ((block.channels, block.heads), (block.key[0], block.level))
-        for block in target.blocks
-        if block.channels and block.heads
-    )
+    known = [block for block in target.blocks if block.channels and block.heads]
+    attention = narrowest(((one.channels, one.heads), (one.key[0], one.level)) for one in known)
     facts = Facts(
         model="unet" if target.is_unet else "transformer",
         work=target.work,
@@ -149,10 +154,11 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
         layers=target.is_unet,
         number_bytes=2 * dtype.itemsize,
     )
-    batch, in_comfyui = 2 if target.is_unet else 1, True
-    merging = [
-        TimedMerging(device, dtype, scope, in_comfyui, batch, *attention) for scope in scopes_of(facts)
-    ]
+    batch = 2 if target.is_unet else 1
+    in_comfyui = True
+    merging = []
+    for scope in scopes_of(facts):
+        merging.append(TimedMerging(device, dtype, scope, in_comfyui, batch, *attention))
     facts = dataclasses.replace(facts, fewest_tokens=fewest_tokens(*merging))
     return DefaultMethod(asked.speedup, facts, lambda config: _changed(config, asked))
 
@@ -187,10 +193,11 @@ def _applied(config: ToMeConfig, target: Target, asked: Asked) -> tuple[ToMeConf
             notes.append(f"Level {target.levels[0]} merges, which is the finest one with attention here.")
     elif config.scope != "block":
         if asked.scope != OF_METHOD or config.scope == "keys":
+            another = ", and another method" if config.scope == "keys" else ""
             raise ConfigError(
                 "scope: ComfyUI lets a node replace whole blocks of this model and not the layers in them, "
                 f"got {config.scope!r}, by method {asked.method!r}; take scope 'block', or leave it to the "
-                "method" + (", and another method" if config.scope == "keys" else "")
+                f"method{another}"
             )
         config = dataclasses.replace(config, scope="block")
         notes.append(
@@ -201,9 +208,11 @@ def _applied(config: ToMeConfig, target: Target, asked: Asked) -> tuple[ToMeConf
 
 def _nodes_of(patches: Iterable[Any]) -> str:
     """Return the names of the other nodes that made patches, which are mostly functions in their methods."""
-    names = (
-        str(getattr(patch, "__qualname__", type(patch).__qualname__)).partition(".")[0]
-        for patch in patches
-        if not str(getattr(patch, "__module__", "")).startswith("tokenmerge.")
-    )
-    return " and ".join(dict.fromkeys(name if name.isidentifier() else "another node" for name in names))
+    names = []
+    for patch in patches:
+        if str(getattr(patch, "__module__", "")).startswith("tokenmerge."):
+            continue
+        qualified = str(getattr(patch, "__qualname__", type(patch).__qualname__))
+        name = qualified.partition(".")[0]
+        names.append(name if name.isidentifier() else "another node")
+    return " and ".join(dict.fromkeys(names))

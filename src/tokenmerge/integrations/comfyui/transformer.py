@@ -22,11 +22,14 @@ Call = Callable[[dict[str, Any]], dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplacedBlock:
-    """What ComfyUI calls instead of a block."""
+    """What ComfyUI calls instead of a block.
+
+    ``layout`` is that of the block's call, and ``inner`` the replacement by another node, if there is one.
+    """
 
     key: Key
-    layout: Layout  # layout of its call
-    inner: Callable[..., Any] | None = None  # the replacement by another node; None: there is none
+    layout: Layout
+    inner: Callable[..., Any] | None = None
 
     def __call__(self, arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         """Return the result of the block, which runs on merged tokens."""
@@ -49,25 +52,27 @@ class ReplacedBlock:
             result = block({**given, "img": given["img"].clone()})
             return result["img"], result.get("txt")
 
-        call, n = HostCall(run, (), (), arguments), num_tokens(sampling.grid)
+        call = HostCall(run, (), (), arguments)
+        n = num_tokens(sampling.grid)
         tokens = self.layout.tokens_of(call)
         if self.key[0] == "double_block" and tokens.shape[1] != n:
             # Single-stream blocks, which run later, cannot tell them from text.
             sampling.has_references = True
-        dense = (
-            sampling.has_references
-            or call.has(self.layout.dense_if)
-            # Frames have modulations of their own, as in Wan 2.2: [b, f, 6, c].
-            or (isinstance(by := call.argument("vec"), Tensor) and by.ndim > 3 and by.shape[1] > 1)
-        )
+        # In Wan 2.2, frames have modulations of their own: [b, f, 6, c].
+        modulation = call.argument("vec")
+        of_frames = isinstance(modulation, Tensor) and modulation.ndim > 3 and modulation.shape[1] > 1
+        dense = sampling.has_references or call.has(self.layout.dense_if) or of_frames
         running = None if dense else sampling.merge_in(self.key, "all", tokens, self.layout, sampling.grid, 1)
         if running is None:
             return block(arguments)
-        lost, plan, settings = sampling.of(self.key), running.plan, running.settings
+        lost = sampling.of(self.key)
+        plan = running.plan
+        settings = running.settings
         if plan is None:
             image, text = call.result()
         else:
-            sampling.running, running.weighs = running, settings.proportional
+            sampling.running = running
+            running.weighs = settings.proportional
             try:
                 image, text = merged_call(call, self.layout, plan, settings.combine, change_only=True)
             finally:
@@ -89,14 +94,17 @@ class BlockRun:
 
 
 def block_in_run(sampling: Sampling, block: Hashable, arguments: dict[str, Any], run: Call) -> dict[str, Any]:
-    """Return the result of a block that is skipped on some steps; ``run`` returns that of a complete step.
+    """Return the result of a block that is skipped on some steps. ``run`` returns that of a complete step.
 
     In a step that skips a run of blocks, the first one adds the extrapolated sum of what all of them added in
     complete steps; the others return their input. The sum does not include what a ControlNet adds between two
     blocks, since ComfyUI adds it in steps that skip them too. Anything else between blocks begins a new run.
     """
-    image, text = given = arguments["img"], arguments.get("txt")
-    distance, known = sampling.decision.deep, sampling.of(("run", block))
+    image = arguments["img"]
+    text = arguments.get("txt")
+    given = (image, text)
+    distance = sampling.decision.deep
+    known = sampling.of(("run", block))
     if distance is not None and known is not None:
         residual, _ = known
         if residual is not None:
@@ -109,9 +117,9 @@ def block_in_run(sampling: Sampling, block: Hashable, arguments: dict[str, Any],
     returned = result["img"], result.get("txt")
     added = each(lambda after, before: (after - before).float(), returned, given)
     running: BlockRun | None = sampling.running_blocks
-    last_image, last_text = (None, None) if running is None else running.returned
-    if running is not None and image is last_image and (text is last_text or returned[1] is None):
-        running.returned, running.added = returned, each(Tensor.add_, running.added, added)
+    if running is not None and _continues(running, given, returned):
+        running.returned = returned
+        running.added = each(Tensor.add_, running.added, added)
         running.blocks.append(block)
     else:
         finish_run(sampling)
@@ -119,9 +127,18 @@ def block_in_run(sampling: Sampling, block: Hashable, arguments: dict[str, Any],
     return result
 
 
+def _continues(running: BlockRun, given: Tensors, returned: Tensors) -> bool:
+    """Return whether a block was given the very tensors that the last one of a run returned."""
+    last_image, last_text = running.returned
+    image, text = given
+    # A block that returns no text may get another one.
+    return image is last_image and (text is last_text or returned[1] is None)
+
+
 def finish_run(sampling: Sampling) -> None:
     """Cache the residual of the blocks that have run, if there are any, with their number."""
-    running, sampling.running_blocks = sampling.running_blocks, None
+    running = sampling.running_blocks
+    sampling.running_blocks = None
     if running is None:
         return
     sampling.ran.add("deep")

@@ -24,7 +24,8 @@ from tokenmerge.runtime.memory.caches import extrapolated, updated
 # ComfyUI's patches that get what a block of the UNet returned.
 _AFTER_BLOCKS = ("input_block_patch", "input_block_patch_after_skip", "output_block_patch")
 # The parts whose results are cached, as the decision of a call names them.
-_DEEP, _FINEST = "deep", "finest"
+_DEEP = "deep"
+_FINEST = "finest"
 
 
 def before_attention(n: Tensor, context: Any, value: Any, options: Options) -> tuple[Any, Any, Any]:
@@ -32,7 +33,8 @@ def before_attention(n: Tensor, context: Any, value: Any, options: Options) -> t
     sampling = sampling_in(options)
     if sampling is None:
         return n, context, value
-    sampling.running = running = _running(sampling, n, options)
+    running = _running(sampling, n, options)
+    sampling.running = running
     keys_alone = running is not None and running.settings.scope == "keys"
     if running is None or not (keys_alone or running.settings.merge_attn):
         return n, context, value
@@ -43,7 +45,8 @@ def before_attention(n: Tensor, context: Any, value: Any, options: Options) -> t
     merged = combined(running.plan, n, running.settings.combine)
     if context is n:  # otherwise another node has changed the keys
         running.weighs = running.settings.proportional
-        context = value = merged
+        context = merged
+        value = merged
     return n if keys_alone else merged, context, value
 
 
@@ -54,7 +57,8 @@ def before_cross_attention(n: Tensor, context: Any, value: Any, options: Options
         return n, context, value
     if sampling.is_replaced("attn2", running.block):
         return n, context, value
-    running.merged, running.weighs = "attn2", False
+    running.merged = "attn2"
+    running.weighs = False
     if running.plan is None:
         return n, context, value
     return combined(running.plan, n, running.settings.combine), context, value
@@ -65,12 +69,15 @@ def after_attention(n: Tensor, options: Options) -> Tensor:
     sampling, running = running_in(options)
     if running is None or running.merged is None:
         return n
-    layer, running.merged, running.weighs = (running.block, running.merged), None, False
+    layer = (running.block, running.merged)
+    running.merged = None
+    running.weighs = False
     plan = running.plan
     if plan is None:
         sampling.keep(layer, (n.clone(),))
         return n
-    result, lost = plan.unmerge(n), sampling.of(layer)
+    result = plan.unmerge(n)
+    lost = sampling.of(layer)
     # A node that scales the deep levels changes their size during a sampling.
     if lost is not None and lost[0].shape == result.shape:
         result = add_lost(PLAIN, plan, result, lost, running.settings.combine)
@@ -90,7 +97,7 @@ def with_patches(others: Mapping[str, Any]) -> dict[str, list[Callable[..., Any]
 
 
 def _running(sampling: Sampling, n: Tensor, options: Options) -> Running | None:
-    """Return what the block merges; None: it is dense."""
+    """Return what the block merges, or None if it is dense."""
     batch, _, rows, columns = options["activations_shape"]
     way, number = options["block"]
     block = way, number, options.get("block_index", 0)
@@ -115,13 +122,13 @@ def call_stages(
     """
     *first, control, options = arguments
     decision = sampling.decision
-    # The highest part that the running call skips; None: all of the UNet runs.
+    # The highest part that the running call skips, or None if all of the UNet runs.
     skipped = {Runs.FINEST: _DEEP, Runs.LEAST: _FINEST}.get(decision.runs)
     if skipped is not None and sampling.of(skipped) is None:
         skipped = None  # another node returned before this part ran
 
     def result(part: str, h: Tensor) -> Tensor:
-        """Return the result of a part: extrapolated where it is skipped; otherwise ``h``, which is cached."""
+        """Return the result of a part. It is extrapolated if the part is skipped, and otherwise cached."""
         if part == skipped:
             (h,) = extrapolated(sampling.of(part), [0.0], getattr(decision, part))
         else:
@@ -130,7 +137,7 @@ def call_stages(
         return h
 
     def below_finest(h: Tensor, skip: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Cache the result of the deep stages, or extrapolate it; an ``output_block_patch``."""
+        """Cache the result of the deep stages, or extrapolate it. It is an ``output_block_patch``."""
         if options["block"][1] == cut.output:
             h = result(_DEEP, h)
             if skipped == _DEEP:
@@ -159,16 +166,20 @@ class _View:
     """A view of a UNet for its forward, without the blocks that a call skips."""
 
     def __init__(self, unet: Any, cut: Cut, skipped: str | None) -> None:
-        self._unet, self.out = unet, unet.out
+        self._unet = unet
+        self.out = unet.out
         if skipped is not None:
             self.middle_block = None  # ComfyUI's forward skips it if it is None
         if skipped == _DEEP:
             nothing = (lambda x: x[:, :0],)  # no channels
-            inputs, outputs = list(unet.input_blocks), list(unet.output_blocks)
-            self.input_blocks = [*inputs[: cut.inputs], *[nothing] * (len(inputs) - cut.inputs)]
-            self.output_blocks = [*[nothing] * cut.output, *outputs[cut.output :]]
+            inputs = list(unet.input_blocks)
+            outputs = list(unet.output_blocks)
+            skipped_inputs = len(inputs) - cut.inputs
+            self.input_blocks = inputs[: cut.inputs] + [nothing] * skipped_inputs
+            self.output_blocks = [nothing] * cut.output + outputs[cut.output :]
         elif skipped == _FINEST:
-            self.input_blocks = self.output_blocks = []
+            self.input_blocks = []
+            self.output_blocks = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._unet, name)
@@ -183,7 +194,7 @@ def _where_blocks_run(cut: Cut, patch: Callable[..., Any], *values: Any) -> Any:
 
 
 def _control(control: dict[str, Any] | None, cut: Cut) -> dict[str, Any] | None:
-    """Return what a ControlNet adds to the blocks that run; the first block's value is the last one."""
+    """Return what a ControlNet adds to the blocks that run. The first block's value is the last one."""
     if control is None:
         return None
     kept = dict(control)

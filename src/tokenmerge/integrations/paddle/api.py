@@ -45,12 +45,20 @@ class PaddlePatch:
     """A handle on a patched model, which :func:`apply_token_merging` returns."""
 
     def __init__(self, pipe_or_layer: Any, config: ToMeConfig, runs: Sequence[Run]) -> None:
-        self._model, self._config, self._runs = pipe_or_layer, config, runs
+        self._model = pipe_or_layer
+        self._config = config
+        self._runs = runs
 
     def report(self, height: int | None = None, width: int | None = None, batch: int = 2) -> PaddleReport:
-        """Count what merging does at a size in pixels, or of a model alone, in latents: :func:`predict`."""
+        """Count what merging does, as :func:`predict` does.
+
+        The size is in pixels, or for a model alone in latents.
+        """
         scale = getattr(self._model, "vae_scale_factor", 1)
-        height, width = (side and side // scale for side in (height, width))
+        if height is not None:
+            height //= scale
+        if width is not None:
+            width //= scale
         return predict(self._model, self._config, height, width, batch)
 
     def remove(self) -> None:

@@ -27,7 +27,7 @@ class PaddleBlock:
 
     @property
     def sub_layers(self) -> tuple[str, ...]:
-        """Which of ``attn1``, ``attn2`` and ``ff`` can merge; not ``ff`` if it runs in chunks of tokens."""
+        """Those of ``attn1``, ``attn2`` and ``ff`` that can merge. A ``ff`` in chunks of tokens cannot."""
         names = ("attn1", "attn2") if self.layer._chunk_size else ("attn1", "attn2", "ff")
         return tuple(name for name in names if getattr(self.layer, name, None) is not None)
 
@@ -56,14 +56,19 @@ class PaddleModel:
 
     @property
     def sample_size(self) -> tuple[int, int] | None:
-        """Default height and width of the sample, if it has one."""
+        """Default height and width of the sample, or None if it has none."""
         size = getattr(self.root.config, "sample_size", None)
-        return (size, size) if isinstance(size, int) else size and (int(size[0]), int(size[1]))
+        if isinstance(size, int):
+            return size, size
+        return (int(size[0]), int(size[1])) if size else None
 
 
 def find_hosts(pipe_or_layer: Any) -> tuple[PaddleModel, ...]:
     """Return the models in a pipeline or a layer in which tokens can merge, each once, and at least one."""
-    found = {id(host.root): host for layer in _layers(pipe_or_layer) for host in _hosts(layer)}
+    found = {}
+    for layer in _layers(pipe_or_layer):
+        for host in _hosts(layer):
+            found[id(host.root)] = host
     if not found:
         raise UnsupportedModelError(
             f"no model to merge tokens in: found {type(pipe_or_layer).__name__}; pass a pipeline of "
@@ -74,7 +79,7 @@ def find_hosts(pipe_or_layer: Any) -> tuple[PaddleModel, ...]:
 
 @functools.cache
 def parameters_of(method: Callable) -> tuple[str, ...]:
-    """Return the names of a method's parameters after ``self``; that of the sample is a model's first one."""
+    """Return the names of a method's parameters after ``self``. A model's first one is the sample."""
     return tuple(inspect.signature(method).parameters)[1:]
 
 
@@ -90,19 +95,21 @@ def _layers(pipe_or_layer: Any) -> Iterator[nn.Layer]:
 
 def _hosts(layer: nn.Layer) -> Iterator[PaddleModel]:
     """Yield the layer itself if it is a model, or else the models in it, such as ControlNets."""
-    transformers = {
-        path: part
-        for path, part in layer.named_sublayers(include_self=True)
-        if isinstance(part, Transformer2DModel)
-        and not part.inference_optimize
-        and (part.is_input_continuous or part.is_input_patches)  # it makes a grid of tokens
-    }
+    parts = layer.named_sublayers(include_self=True)
+    transformers = {path: part for path, part in parts if _makes_a_grid(part)}
     is_model = isinstance(layer, ConfigMixin) and "timestep" in parameters_of(type(layer).forward)
     if is_model and transformers:
         yield PaddleModel(layer, tuple(_blocks(layer, transformers)))
     elif transformers:
         for child in layer.children():
             yield from _hosts(child)
+
+
+def _makes_a_grid(layer: nn.Layer) -> bool:
+    """Return whether a layer is a transformer that makes a grid of tokens."""
+    if not isinstance(layer, Transformer2DModel) or layer.inference_optimize:
+        return False
+    return bool(layer.is_input_continuous or layer.is_input_patches)
 
 
 def _blocks(root: Any, transformers: dict[str, Any]) -> Iterator[PaddleBlock]:

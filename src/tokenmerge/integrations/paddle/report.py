@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tokenmerge.config import MergeSettings, ToMeConfig
@@ -50,7 +50,8 @@ def predict(
 ) -> PaddleReport:
     """Count what merging does, without running the model. The model may be patched.
 
-    The size is that of the sample: for latent diffusion, of the latents. None: the model's default size.
+    The size is that of the sample, which is that of the latents for latent diffusion. Without one, it is the
+    model's default size.
 
     Raises:
         UnsupportedModelError: the object neither is nor contains a supported model.
@@ -59,15 +60,22 @@ def predict(
     check_counts(height=height, width=width, batch=batch)
     hosts = find_hosts(pipe_or_layer)
     height, width = given_or_default(hosts, height, width)
-    rows = tuple(row for host in hosts for row in _rows(host, config, height, width, batch))
-    notes = tuple(note for host in hosts for note in _notes(host, config, rows))
-    return PaddleReport(height, width, batch, rows, notes)
+    rows: list[Row] = []
+    for host in hosts:
+        rows += _rows(host, config, height, width, batch)
+    notes: list[str] = []
+    for host in hosts:
+        notes += _notes(host, config, rows)
+    return PaddleReport(height, width, batch, tuple(rows), tuple(notes))
 
 
 def _rows(host: PaddleModel, config: ToMeConfig, height: int, width: int, batch: int) -> Iterator[Row]:
     for block in blocks_to_merge(host, config):
-        settings, grid = config.at_level(block.level), block.grid(height, width)
-        n, r, keys_alone = grid[0] * grid[1], num_removed(grid, settings), settings.scope == "keys"
+        settings = config.at_level(block.level)
+        grid = block.grid(height, width)
+        n = grid[0] * grid[1]
+        r = num_removed(grid, settings)
+        keys_alone = settings.scope == "keys"
         names = merged_layers(block, settings)
         if not r:
             continue
@@ -105,7 +113,7 @@ def _matching_flops(block: PaddleBlock, grid: tuple[int, int], settings: MergeSe
     return 2 * (grid[0] * grid[1] - cells) * compared * int(block.layer.attn1.to_q.weight.shape[0])
 
 
-def _notes(host: PaddleModel, config: ToMeConfig, rows: tuple[Row, ...]) -> Iterator[str]:
+def _notes(host: PaddleModel, config: ToMeConfig, rows: Sequence[Row]) -> Iterator[str]:
     merging = {row.path for row in rows if row.model == host.name}
     for level in sorted({block.level for block in host.blocks}):
         dense = [b for b in host.blocks if b.level == level and b.path not in merging]

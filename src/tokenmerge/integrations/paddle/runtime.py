@@ -31,8 +31,8 @@ class _Now(threading.local):
 
     step = 0
     parts = 1  # number of images of the batch that share a plan
-    size: tuple[int, int] | None = None  # height and width of the sample; None: no call was seen
-    # Path and plan of the block that is running; None: it is dense, or no block runs.
+    size: tuple[int, int] | None = None  # height and width of the sample, or None before the first call
+    # Path and plan of the block that is running, or None if it is dense or no block runs.
     merge: tuple[str, portable.Plan] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -43,13 +43,15 @@ class Run:
     """State that the layers of a patched model share. A copy of the model gets its own."""
 
     def __init__(self, config: ToMeConfig, host: PaddleModel) -> None:
-        self.config, self.host, self.now = config, host, _Now()
+        self.config = config
+        self.host = host
+        self.now = _Now()
         self.blocks = blocks_to_merge(host, config)
         self.settings: Mapping[int, MergeSettings] = {b.level: config.at_level(b.level) for b in self.blocks}
 
 
 class State(NamedTuple):
-    """State of a patched layer; that of the model itself is its :class:`Run`."""
+    """State of a patched layer. That of the model itself is its :class:`Run`."""
 
     run: Run
     block: PaddleBlock  # that it is or belongs to
@@ -156,7 +158,8 @@ def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     run: Run = root.__dict__[STATE]
     forward = type(root).forward
     arguments = _arguments(forward, args, kwargs)
-    sample, timestep = arguments[parameters_of(forward)[0]], arguments.get("timestep")
+    sample = arguments[parameters_of(forward)[0]]
+    timestep = arguments.get("timestep")
     height, width = sample.shape[1:3] if _has_channels_last(root) else sample.shape[-2:]
     run.now.size = int(height), int(width)
     _check_size(run, *run.now.size)
@@ -169,7 +172,8 @@ def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 def block_call(block: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a transformer block, whose sub-layers merge by a plan made from its input."""
     run, here, _ = block.__dict__[STATE]
-    now, settings = run.now, run.settings[here.level]
+    now = run.now
+    settings = run.settings[here.level]
     x = _arguments(forward.func, args, kwargs)["hidden_states"]
     b, n = x.shape[:2]
     grid = here.grid(*now.size) if now.size else None
@@ -241,10 +245,12 @@ def _parts(root: Any, sample: Tensor) -> int:
 
 def _check_size(run: Run, height: int, width: int) -> None:
     """Refuse a sample that is so small that no block would merge a token."""
-    asked = [(block.level, block.grid(height, width), run.settings[block.level]) for block in run.blocks]
-    asked = [own for own in asked if own[2].ratio]
-    if asked and not any(portable.num_removed(grid, settings) for _, grid, settings in asked):
-        level, (rows, columns), settings = asked[0]
+    asked = [block for block in run.blocks if run.settings[block.level].ratio]
+    removed = [portable.num_removed(one.grid(height, width), run.settings[one.level]) for one in asked]
+    if asked and not any(removed):
+        level = asked[0].level
+        rows, columns = asked[0].grid(height, width)
+        settings = run.settings[level]
         fewest = f" and min_tokens={settings.min_tokens}" if settings.min_tokens else ""
         raise NothingToMergeError(
             f"nothing to merge: the sample gives {rows} × {columns} tokens at level {level}, of which "

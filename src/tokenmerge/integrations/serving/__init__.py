@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterator
 from tokenmerge.config.checks import at_least_1
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 
-SPEEDUP, SETTINGS = "TOKENMERGE_SPEEDUP", "TOKENMERGE_SETTINGS"
+SPEEDUP = "TOKENMERGE_SPEEDUP"
+SETTINGS = "TOKENMERGE_SETTINGS"
 REQUESTED = "tokenmerge_speedup"  # what a request calls its own speed-up
 PREFIX = "tokenmerge_"
 DENSE = 1.0
@@ -27,8 +28,9 @@ def is_asked() -> bool:
 
 
 def by_environment() -> float | str:
-    """Return the wanted speed-up, or the path of a file of settings; refuse other values."""
-    text, path = os.environ.get(SPEEDUP), os.environ.get(SETTINGS)
+    """Return the wanted speed-up, or the path of a file of settings, and refuse other values."""
+    text = os.environ.get(SPEEDUP)
+    path = os.environ.get(SETTINGS)
     if text and path:
         raise ConfigError(
             f"{SPEEDUP}, {SETTINGS}: expected one of them, got {text!r} and {path!r}; unset the other one"
@@ -54,7 +56,9 @@ class ServedPipeline:
     """
 
     def __init__(self, pipe: object, wanted: float | str, log: logging.Logger) -> None:
-        self._pipe, self._wanted, self._log = pipe, wanted, log
+        self._pipe = pipe
+        self._wanted = wanted
+        self._log = log
         self._in_force: float | str = DENSE
         self._turn = threading.RLock()
         try:
@@ -83,7 +87,7 @@ class ServedPipeline:
             raise ConfigError(f"{', '.join(unknown)}: a request can ask for {REQUESTED} alone; leave it out")
 
     def _apply(self, wanted: float | str, describe: bool = False) -> None:
-        """Apply it, and log it; ``describe``: with what the patch says of itself."""
+        """Apply what is wanted, and log it. ``describe`` adds the text of the patch."""
         from tokenmerge.api import apply_token_merging, remove_token_merging
 
         patch = None
@@ -94,5 +98,7 @@ class ServedPipeline:
         elif self._in_force != DENSE:
             remove_token_merging(self._pipe)
         self._in_force = wanted
-        name = wanted if isinstance(wanted, str) else "dense" if wanted == DENSE else f"{wanted:g}×"
+        name = wanted if isinstance(wanted, str) else f"{wanted:g}×"
+        if wanted == DENSE:
+            name = "dense"
         self._log.info("token merging: %s%s", name, f"\n{patch}" if describe and patch is not None else "")

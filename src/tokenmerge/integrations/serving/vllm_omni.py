@@ -13,13 +13,14 @@ from tokenmerge.integrations.serving import REQUESTED, ServedPipeline, by_enviro
 
 
 def register() -> None:
-    """Let the adapter merge tokens, if the environment asks for it; later calls in a process do nothing."""
+    """Let the adapter merge tokens, if the environment asks for it. Later calls in a process do nothing."""
     if not is_asked():
         return
     from vllm_omni.diffusion.models.diffusers_adapter import pipeline_diffusers_adapter as server
 
     adapter = server.DiffusersAdapterPipeline
-    load, forward = adapter.load_weights, adapter.forward
+    load = adapter.load_weights
+    forward = adapter.forward
     if getattr(load, "merges_tokens", False):
         return
 
@@ -38,4 +39,5 @@ def register() -> None:
             return forward(self, req)
 
     load_weights.merges_tokens = True  # type: ignore[attr-defined]
-    adapter.load_weights, adapter.forward = load_weights, merged_forward
+    adapter.load_weights = load_weights
+    adapter.forward = merged_forward
