@@ -64,7 +64,7 @@ class Grid:
     @property
     def shapes(self) -> Grids:
         """(frames, rows, columns) of each grid."""
-        # By a list, since blocks ask often, and a generator takes a Python call for each item.
+        # A list is made first, since blocks ask often, and a generator takes a Python call for each item.
         return tuple([(sides.shape[0], sides.shape[1], sides.shape[2]) for sides in self.sides])
 
     @shapes.setter
@@ -81,14 +81,17 @@ class TokenArgument:
     # The first axis is the batch (length 1: the same for all images). If it is not, and the images of a batch
     # have plans of their own, the host's attention is called for one image after the other.
     batched: bool = False
-    # Index of the element of a tuple, or key of the value of a dictionary, that has the entries; None: all.
+    # Index of the element of a tuple, or key of the value of a dictionary, that has the entries. It is None
+    # if the argument itself has them.
     element: int | str | None = None
-    ndim: int | None = None  # the argument has such entries only if it has this number of axes; None: any
-    # The number of axes that the host broadcasts it to. Missing ones are added in front, and ``axes`` count
-    # with them. None: no axes are missing.
+    # The argument has such entries only if it has this number of axes, or with any number if this is None.
+    ndim: int | None = None
+    # The number of axes that the host broadcasts it to, or None if no axes are missing. Missing ones are
+    # added in front, and ``axes`` count with them.
     broadcasts_to: int | None = None
-    # False: a merged token gets the entry of the token whose place it takes. True: the block adds the entries
-    # [b, n, c] to its tokens, or joins them, and they are combined as the tokens are: by default, their mean.
+    # Whether the block adds the entries [b, n, c] to its tokens, or joins them. Then they are combined as the
+    # tokens are, by default to their mean. Otherwise a merged token gets the entry of the token whose place
+    # it takes.
     combined: bool = False
 
 
@@ -96,12 +99,13 @@ class TokenArgument:
 class Layout:
     """Layout of the call of a block or a layer that takes tokens ``[b, n, c]``."""
 
-    tokens: str | None = None  # the argument with the tokens; None: the first one, as in every layer
+    # The argument with the tokens, or None if it is the first one, as in every layer.
+    tokens: str | None = None
     # Where text tokens stand if they share a sequence with the image, in the tokens or in a token argument.
     # Text never merges.
     text: Literal["first", "last"] = "first"
-    # Name of a mask [b, text + n] that is true before the padding. The padding follows texts of different
-    # lengths and the image. None: there is no padding.
+    # Name of a mask [b, text + n] that is true before the padding, or None if there is no padding. The
+    # padding follows texts of different lengths and the image.
     padding: str | None = None
     token_arguments: tuple[TokenArgument, ...] = ()
     same_as_tokens: str | None = None  # name of an argument that may be the same tensor as the tokens
@@ -112,7 +116,7 @@ class Layout:
     batched: bool = dataclasses.field(init=False, default=True)  # all token arguments have a batch axis
 
     def __post_init__(self) -> None:
-        # No property, since each call of a layer asks.
+        # It is no property, since each call of a layer asks.
         object.__setattr__(self, "batched", all(argument.batched for argument in self.token_arguments))
 
     def tokens_of(self, call: HostCall) -> Tensor:
@@ -120,12 +124,15 @@ class Layout:
         return call.argument(self.tokens or call.names[0])
 
     def start_of(self, call: HostCall, n: int) -> Tensor | None:
-        """Return the first index of the n image tokens ``[b]``; None: no padding stands behind them."""
+        """Return the first index of the n image tokens ``[b]``, or None if no padding stands behind them."""
         mask = call.argument(self.padding) if self.padding else None
         return None if mask is None else mask.sum(dim=1) - n
 
     def image(self, x: Tensor, n: int, start: Tensor | None = None) -> Tensor:
-        """Return the n image tokens of a sequence; ``start`` ``[b]``: first index, if it differs by image."""
+        """Return the n image tokens of a sequence.
+
+        ``start`` ``[b]`` are their first indices, or None if these do not differ by image.
+        """
         if start is not None:
             places = start.unsqueeze(1) + torch.arange(n, device=x.device)
             return x.take_along_dim(places.unsqueeze(-1), dim=1)
@@ -150,7 +157,7 @@ class Layer:
     name: str  # attribute of the block that holds it
     layout: Layout = PLAIN
     own_keys: bool = True  # the keys and values of attention come from the tokens that it is called with
-    # Argument that gives self-attention other tokens for keys and values; None: there is no such argument.
+    # Argument that gives self-attention other tokens for keys and values, or None if there is none.
     keys: str | None = None
 
 
@@ -163,11 +170,13 @@ class Block:
     layers: tuple[Layer, ...]  # those that can merge, in the order in which they run
     layout: Layout = PLAIN  # of its call, as far as the layers need it, and where the image is in the result
     block_layout: Layout | None = None  # of its call if it can run on merged tokens from start to end
-    # Step reuse can skip it: it returns as many tokens as it gets, alone or beside those of the text in its
-    # argument ``encoder_hidden_states``. A block that needs the whole grid cannot merge, and can be skipped.
+    # Whether step reuse can skip it, because it returns as many tokens as it gets, alone or beside those of
+    # the text in its argument ``encoder_hidden_states``. A block that needs the whole grid cannot merge, and
+    # can be skipped.
     skippable: bool = True
     method: str = "forward"  # the method that gradient checkpointing recomputes, or "_forward"
-    # The module whose first argument [b, c, h, w] has the block's token grid, n = h·w; None: the model's.
+    # The module whose first argument [b, c, h, w] has the block's token grid, n = h·w, or None if the grid is
+    # the model's.
     grid: nn.Module | None = None
     level: int = 1  # resolution level as a divisor of the host's finest token grid: 1, 2, 4 …
     # Kinds of sub-layer that cannot merge in this block, each with the reason as text.
@@ -180,7 +189,7 @@ class Block:
 
     @property
     def plan_group(self) -> tuple[object, ...]:
-        """What is the same in all blocks that can share a plan."""
+        """A key that is the same in all blocks that can share a plan."""
         # On a UNet's way up tokens are alike in other ways than on its way down. All blocks of a transformer
         # have one plan, so that a stack of them can merge once.
         way = "" if self.grid is None else self.path.partition(".")[0]
@@ -220,15 +229,15 @@ class Host(ModelCall):
     blocks: tuple[Block, ...]  # in the order in which they run
     sample_size: tuple[int, int] | None  # height and width that the model was made for, if it says them
     # (height, width, batch, sizes of references if it takes them, frames=None) → arguments of a call at that
-    # size. The frames are those of the token grid; None: those that the model was made for.
+    # size. The frames are those of the token grid, or None for those that the model was made for.
     example: Callable[..., dict[str, Any]]
     controlnet: bool = False  # a ControlNet may stay dense next to a denoiser that merges
     frames: int = 1  # of the token grid that the model was made for; 1 for pictures
-    # Latent frames that make one token; 0: it makes pictures, or its batch holds the frames.
+    # Latent frames that make one token, or 0 if it makes pictures or its batch holds the frames.
     patch_frames: int = 0
     limits: tuple[str, ...] = ()  # what users should know before merging in this model, as text
     # Paths and levels of the stages of a UNet, in the order in which they run; empty if none can be skipped.
-    # All but the first and the last are deep. What follows them reads the result of the last one alone.
+    # All but the first and the last are deep. The layers behind them read the result of the last one alone.
     stages: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # Names of parameters that stay on the CPU in the copy without weights that counts FLOPs, because the
     # model uses their device in a way that the meta device does not support.
@@ -258,12 +267,13 @@ class Host(ModelCall):
     def grid_at(self, height: int, width: int, frames: int | None = None) -> GridShape:
         """Return the finest token grid for a height and width of the sample.
 
-        The ``frames`` are those of the grid; None, or a model of pictures: those that it was made for.
+        The ``frames`` are those of the grid. Without them, and in a model of pictures, they are those that
+        the model was made for.
         """
         own = self.frames if frames is None or not self.patch_frames else frames
         return own, -(-height // self.patch), -(-width // self.patch)
 
     @property
     def usual_batch(self) -> int:
-        """Batch size of a call for one picture: 2 with guidance, 1 if the model takes its scale."""
+        """Batch size of a call for one picture: 2 with guidance, or 1 if the model takes its scale."""
         return 1 if "guidance_embeds" in getattr(self.root, "config", {}) else 2

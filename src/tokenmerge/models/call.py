@@ -25,7 +25,7 @@ class HostCall(NamedTuple):
         return self.function(*self.args, **self.kwargs)
 
     def argument(self, name: str) -> Any:
-        """Return the value of argument ``name``, positional or by name; None if it is not passed."""
+        """Return the value of argument ``name``, positional or by name, or None if it is not passed."""
         if name in self.kwargs:
             return self.kwargs[name]
         place = self._place(name)
@@ -43,16 +43,18 @@ class HostCall(NamedTuple):
 
     def replaced(self, name: str, value: Any) -> HostCall:
         """Return the call with another value for argument ``name``."""
-        place, args, kwargs = self._place(name), self.args, self.kwargs
+        place = self._place(name)
+        args = self.args
+        kwargs = self.kwargs
         if place < len(args):
             args = (*args[:place], value, *args[place + 1 :])
         else:
             kwargs = {**kwargs, name: value}
-        # Not _replace: older versions of torch.compile cannot trace it.
+        # Older versions of torch.compile cannot trace _replace.
         return HostCall(self.function, self.names, args, kwargs)
 
     def _place(self, name: str) -> int:
-        """Return the index of a parameter; past the last positional argument if there is none."""
+        """Return the index of a parameter, or one past the last positional argument if there is none."""
         return self.names.index(name) if name in self.names else len(self.args)
 
 
@@ -73,10 +75,10 @@ def host_method(base: type, swapped: Any, method: str) -> HostMethod:
 
     def of(module: nn.Module) -> Callable[..., Any]:
         if isinstance(module, swapped):
-            # By super(): torch.compile cannot look methods up on a class that is marked as allowed in
-            # the graph, and diffusers marks its attention classes so.
+            # It is looked up by super(), since torch.compile cannot look methods up on a class that is marked
+            # as allowed in the graph, and diffusers marks its attention classes so.
             return getattr(super(swapped, module), method)
-        # Called through a reference that was taken before the module was restored.
+        # The call goes through a reference that was taken before the module was restored.
         return MethodType(getattr(base, method), module)
 
     @torch.compiler.assume_constant_result
@@ -88,7 +90,7 @@ def host_method(base: type, swapped: Any, method: str) -> HostMethod:
 
 @functools.lru_cache
 def _names(function: Callable, first: Callable) -> Sequence[str]:
-    """Parameters of a method; a wrapper that passes on whatever it gets has those of the ``first`` method."""
+    """Return the parameters of a method, or of the ``first`` one if it is a wrapper that passes on all."""
     kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
     return tuple(parameters(first if inspect.Parameter.VAR_POSITIONAL in kinds else function))
 

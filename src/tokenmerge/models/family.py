@@ -1,4 +1,4 @@
-"""What the files of families are written with: an example of a call, and what most transformers share."""
+"""The tools that files of families are written with: an example of a call, and facts of most transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class Blank:
     """Makes inputs of zeros for a batch, on the device and in the dtype of a model."""
 
     def __init__(self, root: Any, batch: int, frames: int = 1) -> None:
-        self._root, self.batch, self._dtype = root, batch, dtype_of(root)
+        self._root = root
+        self._dtype = dtype_of(root)
+        self.batch = batch
         self.frames = frames  # of the latents of a video
         devices = [weight.device for weight in root.parameters()]
         # In a copy without weights, a few may be on the CPU.
@@ -42,7 +44,7 @@ class Blank:
 
 
 def device_of_values(root: Any) -> torch.device:
-    """Return the device for inputs whose values a model reads: the CPU for weights on the meta device."""
+    """Return the device for inputs whose values a model reads, or the CPU for weights without values."""
     device = next(root.parameters()).device
     return torch.device("cpu") if device.type == "meta" else device
 
@@ -70,7 +72,7 @@ def example_of(
             usual["guidance"] = zeros().fill_(3.5)
         try:
             return {**usual, **example(root, zeros, height, width, *references)}
-        except TokenMergingError:  # says what is wrong itself
+        except TokenMergingError:  # it says what is wrong itself
             raise
         except (RuntimeError, OverflowError, TypeError) as error:  # of tensors that are too large
             raise ConfigError(
@@ -168,12 +170,14 @@ def transformer_host(
     # height, width].
     others: Example | None = None,
     *,
-    text: tuple[int, int] | None = None,  # tokens and channels of encoder_hidden_states; None: in ``others``
-    text_mask: str | None = None,  # the argument for a mask of the text's tokens; None: the model needs none
-    sample_size: tuple[int, int] | None = None,  # height and width of latents; None: those of the config
-    patch: int | None = None,  # None: by config.patch_size
-    latent_frames: int = 1,  # that the model was made for; 1 for pictures
-    grids: ReadGrids | None = None,  # None: of a picture or a video
+    # Tokens and channels of encoder_hidden_states, or None if it is among ``others``.
+    text: tuple[int, int] | None = None,
+    text_mask: str | None = None,  # the argument for a mask of the text's tokens, or None without one
+    sample_size: tuple[int, int]
+    | None = None,  # height and width of latents, or None for those of the config
+    patch: int | None = None,  # None for that of the config
+    latent_frames: int = 1,  # that the model was made for, which is 1 for pictures
+    grids: ReadGrids | None = None,  # None for those of a picture or a video
     **particulars: Any,
 ) -> Host:
     """Describe a diffusion transformer, or a ControlNet if the name of its class says so.
@@ -182,7 +186,8 @@ def transformer_host(
     """
     is_video = latent_frames > 1
     patch_frames = patch_of(root.config)[0] if is_video else 0
-    sample, controlnet = particulars.get("sample", "hidden_states"), is_called(root, "ControlNet")
+    sample = particulars.get("sample", "hidden_states")
+    controlnet = is_called(root, "ControlNet")
 
     def example(root: Any, zeros: Blank, height: int, width: int, *references: Any) -> dict[str, Any]:
         own = others(root, zeros, height, width, *references) if others else {}

@@ -23,7 +23,8 @@ FAMILIES = tuple(
 
 # Attributes of diffusers' pipelines that hold the denoiser.
 DENOISERS = ("unet", "transformer")
-_MOST_NAMES, _LONGEST_NAME = 4, 60
+_MOST_NAMES = 4  # in a message
+_LONGEST_NAME = 60  # characters in a message
 
 
 def knows(family: ModuleType, module: object) -> bool:
@@ -55,7 +56,8 @@ def find_hosts(model: object) -> tuple[Host, ...]:
 
 def _refuse(part: Any) -> None:
     for cls in type(part).__mro__:
-        if reason := REASONS.get(cls.__name__):
+        reason = REASONS.get(cls.__name__)
+        if reason is not None:
             raise UnsupportedModelError(
                 f"tokens cannot be merged in {cls.__name__} yet: {reason}; run it without token merging, or "
                 "take a model that docs/supported-models.md lists"
@@ -86,16 +88,20 @@ def _no_host(model: object, modules: list[nn.Module]) -> str:
 
 
 def parts(model: Any) -> Iterator[nn.Module]:
-    """Yield the modules of a pipeline, unwrapped; a module itself is its only part.
+    """Yield the modules of a pipeline, unwrapped, or a module itself, which is its only part.
 
     An object with ``model.diffusion_model``, module or not, is a CompVis-style model or a patcher of one.
     """
-    while isinstance(model, nn.Module) and (wrapped := _wrapped(model)) is not None:
+    while isinstance(model, nn.Module):
+        wrapped = _wrapped(model)
+        if wrapped is None:
+            break
         model = wrapped
     denoiser = getattr(getattr(model, "model", None), "diffusion_model", None)
     if isinstance(denoiser, nn.Module):
         yield _within(denoiser)
-        if isinstance(control := getattr(model, "control_model", None), nn.Module):
+        control = getattr(model, "control_model", None)
+        if isinstance(control, nn.Module):
             yield control
     elif not isinstance(model, nn.Module):
         # The attributes, not ``components``: that raises when one is missing or was added later. They are
@@ -114,7 +120,7 @@ def parts(model: Any) -> Iterator[nn.Module]:
 
 
 def _within(denoiser: nn.Module) -> nn.Module:
-    """Return the first module in a denoiser that some family knows, since wrappers hold it; or itself."""
+    """Return the first module in a denoiser that some family knows, since wrappers hold it, or itself."""
     for module in denoiser.modules():
         _wrapped(module)  # raises for wrappers in which tokens cannot be merged
         if any(knows(family, module) for family in FAMILIES):
@@ -123,7 +129,7 @@ def _within(denoiser: nn.Module) -> nn.Module:
 
 
 def _wrapped(model: Any) -> Any:
-    """Return the model inside a wrapper; None if ``model`` is no wrapper."""
+    """Return the model inside a wrapper, or None if ``model`` is no wrapper."""
     if is_a(model, "OptimizedModule"):
         return model._orig_mod
     if is_a(model, "DataParallel"):

@@ -51,7 +51,8 @@ def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     ``last`` is used, if it has as many tokens. A grid that the user gave is also used where the ids are not
     those of pictures in a row. Otherwise an UnsupportedModelError is raised.
     """
-    ids, tokens = arguments["img_ids"], arguments["hidden_states"].shape[1]
+    ids = arguments["img_ids"]
+    tokens = arguments["hidden_states"].shape[1]
     if torch.compiler.is_compiling():
         if sum(map(num_tokens, last.shapes)) != tokens:
             known = "given to patch.at_size(height, width)" if last.given else "of its last call"
@@ -63,9 +64,13 @@ def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
                 "compile its blocks only: transformer.compile_repeated_blocks()"
             )
         return last.shapes
+
+    def read() -> Grids:
+        return _read(ids[0] if ids.ndim == 3 else ids)
+
     # Reading waits for the device, and pipelines pass the same tensor at each step. On the meta device there
     # are no values to read.
-    pictures = () if ids.is_meta else once(ids, "grids", lambda: _read(ids[0] if ids.ndim == 3 else ids))
+    pictures = () if ids.is_meta else once(ids, "grids", read)
     if sum(map(num_tokens, pictures)) == tokens:
         return pictures
     if last.given and sum(map(num_tokens, last.shapes)) == tokens:
@@ -99,18 +104,19 @@ def grids_of_coordinates(coordinates: Tensor) -> Grids:
 
 
 def _read_coordinates(values: Tensor) -> Grids:
-    """Return the grid of the video at the end of coordinates ``[3, n]``; nothing if there is none."""
+    """Return the grid of the video at the end of coordinates ``[3, n]``, or none if there is no video."""
     rows, columns = (len(side.unique()) for side in values[1:])
     if values.shape[1] % (rows * columns):
         return ()
-    times, y, x = found = values.unflatten(1, (-1, rows, columns))
+    found = values.unflatten(1, (-1, rows, columns))
+    times, y, x = found
     regular = torch.broadcast_tensors(times[:, :1, :1], y[:1, :, :1], x[:1, :1])
     first = int(times[:, 0, 0].clamp(min=0).argmin())
     return ((len(times) - first, rows, columns),) if torch.equal(found, torch.stack(regular)) else ()
 
 
 def _read(ids: Tensor) -> Grids:
-    """Return the grids of the pictures whose positions follow one another; empty if the ids are others.
+    """Return the grids of the pictures whose positions follow one another, or none if the ids are others.
 
     A picture ends where the number of the picture changes, or where its first row and column come again.
     """
@@ -122,7 +128,8 @@ def _read(ids: Tensor) -> Grids:
         other = (values[:, 0] != values[0, 0]) | (values[:, 1:] == values[0, 1:]).all(dim=1)
         other[0] = False
         tokens = int(other.int().argmax()) or len(values)
-        own, values = values[:tokens, 1:], values[tokens:]
+        own = values[:tokens, 1:]
+        values = values[tokens:]
         rows, columns = (int(side) for side in own.amax(0) - own.amin(0) + 1)
         if rows * columns != tokens:
             return ()

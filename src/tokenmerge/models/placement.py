@@ -36,14 +36,19 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 def narrowest_attention(blocks: Sequence[Block]) -> tuple[int, ...]:
     """Return the same as :func:`narrowest` for the attention in blocks of diffusers."""
-    return narrowest((min(widths), block.plan_group) for block in blocks if (widths := _widths(block)))
+    attention = []
+    for block in blocks:
+        widths = _widths(block)
+        if widths:
+            attention.append((min(widths), block.plan_group))
+    return narrowest(attention)
 
 
 def narrowest(attention: Iterable[tuple[tuple[int, int], Hashable]]) -> tuple[int, ...]:
     """Return channels and heads of the narrowest attention, and how many blocks share its plan on average.
 
-    Merging saves least there. It is empty if there is no ``attention``, which has for each block channels and
-    heads, and what is the same in all blocks that can share its plan.
+    Merging saves least there. The result is empty if there is no ``attention``, which has channels and heads
+    for each block, and a key that is the same in all blocks that can share its plan.
     """
     groups = Counter(attention)
     if not groups:
@@ -57,7 +62,8 @@ def _widths(block: Block) -> list[tuple[int, int]]:
     """Return channels and heads of the attention in a block, where they are known."""
     found = []
     for layer in (getattr(block.module, layer.name) for layer in block.layers):
-        projection, heads = getattr(layer, "to_q", None), getattr(layer, "heads", None)
+        projection = getattr(layer, "to_q", None)
+        heads = getattr(layer, "heads", None)
         if isinstance(projection, nn.Linear) and isinstance(heads, int):
             found.append((projection.out_features, heads))
     return found
@@ -79,7 +85,7 @@ class Shard:
 
 
 def shard_of(root: nn.Module) -> Shard | None:
-    """Return the part of the tokens of the blocks that this process has; None: all of them.
+    """Return the part of the tokens of the blocks that this process has, or None if it has all of them.
 
     Tensor parallelism splits weights and leaves all tokens to each process.
     """

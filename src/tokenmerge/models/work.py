@@ -1,4 +1,4 @@
-"""How the work of a dense call is shared: which steps run it, and what of it merges."""
+"""How the work of a dense call is shared between steps, and between parts that merge and others."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class Amount:
         return float(self.fixed + (self.per_token + self.per_pair * tokens) * tokens)
 
     def __add__(self, other: Amount) -> Amount:
-        fixed, per_token = self.fixed + other.fixed, self.per_token + other.per_token
-        return Amount(fixed, per_token, self.per_pair + other.per_pair)
+        return Amount(
+            self.fixed + other.fixed, self.per_token + other.per_token, self.per_pair + other.per_pair
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Work:
 def work_of(host: Host, text: int | None = None) -> Work:
     """Compute how the work of a call is shared, from the sizes of the weights. Nothing runs.
 
-    ``text`` is the number of text tokens of a call; None: as many as the family's example has.
+    ``text`` is the number of text tokens of a call, or None for as many as the family's example has.
     """
     words = _words(host) if text is None else text
     found: dict[tuple[Part, int, Scopes], Amount] = defaultdict(Amount)
@@ -97,7 +98,8 @@ def work_of(host: Host, text: int | None = None) -> Work:
         for inner, _ in block.module.named_modules(remove_duplicate=False)
     }
     for path, module in host.root.named_modules(remove_duplicate=False):
-        if module._modules or not (number := _weights(module)):
+        number = 0 if module._modules else _weights(module)
+        if number == 0:
             continue
         block, inner = within.get(path, (None, path))
         level = block.level if block else _level_at(host, path)
@@ -116,7 +118,7 @@ def _words(host: Host) -> int:
 
 
 def _weights(module: Any) -> int:
-    """Return the weights of a linear layer or a convolution that multiply at one position; 0 for others."""
+    """Return the weights of a linear layer or convolution that multiply at one position, or 0 for others."""
     if isinstance(module, nn.modules.conv._ConvNd):
         return module.in_channels // module.groups * math.prod(module.kernel_size) * module.out_channels
     # Quantised layers have packed weights, and these numbers too.
@@ -125,7 +127,7 @@ def _weights(module: Any) -> int:
 
 
 def _stage_of(host: Host, path: str) -> str:
-    """Return the path of a UNet's stage that a module lies in; empty outside stages."""
+    """Return the path of a UNet's stage that a module lies in, or an empty string outside stages."""
     return next((stage for stage in host.stages if f"{path}.".startswith(f"{stage}.")), "")
 
 
@@ -141,7 +143,9 @@ def _part(host: Host, path: str, block: Block | None) -> Part:
     if not host.stages:
         return "blocks" if block is not None and block.skippable else "always"
     stage = _stage_of(host, path)
-    return "deep" if stage in host.deep_stages else "finest" if stage else "always"
+    if stage in host.deep_stages:
+        return "deep"
+    return "finest" if stage else "always"
 
 
 def _names(block: Block | None, kind: str) -> tuple[str, ...]:

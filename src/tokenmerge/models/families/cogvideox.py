@@ -45,7 +45,8 @@ def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     arguments: dict[str, Any] = {"hidden_states": sample}
     if config.use_rotary_positional_embeddings:
         tokens = math.prod(_grids(root, arguments, Grid())[0])
-        arguments["image_rotary_emb"] = (sample.new_zeros(tokens, config.attention_head_dim),) * 2
+        table = sample.new_zeros(tokens, config.attention_head_dim)
+        arguments["image_rotary_emb"] = (table, table)
     if getattr(config, "ofs_embed_dim", None):
         arguments["ofs"] = zeros().fill_(2)
     if getattr(config, "is_train_face", False):

@@ -50,9 +50,11 @@ def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
 
 def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     arguments: dict[str, Any] = {"x": zeros(root.in_channels, height, width)}
-    if attention := next((module.attn2 for module in root.modules() if hasattr(module, "attn2")), None):
+    attention = next((module.attn2 for module in root.modules() if hasattr(module, "attn2")), None)
+    if attention is not None:
         arguments["context"] = zeros(77, attention.to_k.in_features)
-    if isinstance(embedding := getattr(root, "label_emb", None), nn.Module):
+    embedding = getattr(root, "label_emb", None)
+    if isinstance(embedding, nn.Module):
         first: Any = next(m for m in embedding.modules() if isinstance(m, nn.Linear | nn.Embedding))
         arguments["y"] = zeros.integers() if isinstance(first, nn.Embedding) else zeros(first.in_features)
     if is_a(root, "ControlNet"):

@@ -71,7 +71,8 @@ def describe(root: Any) -> Host:
 
 
 def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
-    if mode := arguments.get("kv_cache_mode"):
+    mode = arguments.get("kv_cache_mode")
+    if mode:
         raise UnsupportedModelError(
             f"kv_cache_mode={mode!r}: keys and values of reference pictures are cached between steps, and "
             "merging would change their tokens; call remove_token_merging(pipe) first"
@@ -105,9 +106,11 @@ def _others(root: Any, zeros: Blank, height: int, width: int, references: Sizes 
         "controlnet_cond": tokens,
         "attention_mask": zeros.full_mask(_WORDS + len(ids)),
     }
-    if pooled := getattr(config, "pooled_projection_dim", None):
+    pooled = getattr(config, "pooled_projection_dim", None)
+    if pooled:
         arguments["pooled_projections"] = zeros(pooled)
-    if layers := getattr(root, "caption_projection", None):  # FIBO: a text embedding for each block
+    layers = getattr(root, "caption_projection", None)
+    if layers:  # FIBO takes a text embedding for each block
         arguments["text_encoder_layers"] = [zeros(_WORDS, config.text_encoder_dim) for _ in layers]
     if getattr(root, "input_hint_block", None) is not None:  # a ControlNet that takes the picture itself
         arguments["controlnet_cond"] = zeros(3, height * 8, width * 8)

@@ -102,11 +102,12 @@ def _hunyuan_dit(root: Any) -> Host:
 def _hunyuan_dit_others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
     tokens = (height // config.patch_size) * (width // config.patch_size)
+    table = zeros().new_zeros(tokens, config.attention_head_dim)
     arguments = {
         "text_embedding_mask": zeros(config.text_len),
         "encoder_hidden_states_t5": zeros(config.text_len_t5, config.cross_attention_dim_t5),
         "text_embedding_mask_t5": zeros(config.text_len_t5),
-        "image_rotary_emb": (zeros().new_zeros(tokens, config.attention_head_dim),) * 2,
+        "image_rotary_emb": (table, table),
     }
     if config.use_style_cond_and_image_meta_size:
         arguments |= {"image_meta_size": zeros(6), "style": zeros.integers()}

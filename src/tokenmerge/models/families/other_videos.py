@@ -31,17 +31,22 @@ def _allegro(root: Any) -> Host:
 def _allegro_positions(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
     frames = zeros.frames // config.patch_size_t
-    rows, columns = height // config.patch_size, width // config.patch_size
-    axis = config.attention_head_dim // 3
-    tables = [(torch.zeros(side, axis, device=root.device),) * 2 for side in (frames, rows, columns)]
+    rows = height // config.patch_size
+    columns = width // config.patch_size
+    channels = config.attention_head_dim // 3
+    tables = []
+    for side in (frames, rows, columns):
+        table = torch.zeros(side, channels, device=root.device)
+        tables.append((table, table))  # cosines and sines
     places = torch.zeros(1, frames * rows * columns, device=root.device, dtype=torch.int64)
-    return {"image_rotary_emb": (tuple(tables), (places,) * 3)}
+    return {"image_rotary_emb": (tuple(tables), (places, places, places))}
 
 
 # Cosmos has self- and cross-attention. The whole batch shares its rotary positions. Each block adds learned
 # positions to its tokens, and may add what a ControlNet found. A timestep of each frame is repeated for each
 # token.
 _COSMOS_FRAMES = 16  # latent frames: 121 frames of video
+_COSMOS_SIZE = (88, 160)  # height and width of the latents
 _COSMOS = (Layer("attn1", "attn1", ROTARY), Layer("attn2", "attn2"), Layer("ff", "ff"))
 _COSMOS_TIMES = ("embedded_timestep", "temb")
 _COSMOS_ADDED = ("extra_pos_emb", "controlnet_residual")
@@ -56,8 +61,9 @@ _COSMOS_BLOCK = Layout(
 
 def _cosmos(root: Any) -> Host:
     blocks = listed(root, "transformer_blocks", _COSMOS, block_layout=_COSMOS_BLOCK)
-    frames, size = _COSMOS_FRAMES, (88, 160)
-    return transformer_host(root, blocks, _cosmos_others, sample_size=size, latent_frames=frames)
+    return transformer_host(
+        root, blocks, _cosmos_others, sample_size=_COSMOS_SIZE, latent_frames=_COSMOS_FRAMES
+    )
 
 
 def _cosmos_others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
@@ -78,19 +84,21 @@ def _cosmos_others(root: Any, zeros: Blank, height: int, width: int) -> dict[str
 
 
 # EasyAnimate has joint attention with the text before the image.
-_EASYANIMATE = (Layer("attn1", "attn1", ROTARY), Layer("ff", "ff"))
+_EASYANIMATE_FRAMES = 13  # latent frames: 49 frames of video
+_EASYANIMATE_ATTENTION = Layer("attn1", "attn1", ROTARY)
+_EASYANIMATE = (_EASYANIMATE_ATTENTION, Layer("ff", "ff"))
 _SHARED = "blocks with one MLP run it on the image and then on the text; merge_mlp leaves it dense"
 
 
 def _easyanimate(root: Any) -> Host:
     blocks = (
-        dataclasses.replace(block, layers=_EASYANIMATE[:1], dense={"ff": _SHARED})
+        dataclasses.replace(block, layers=(_EASYANIMATE_ATTENTION,), dense={"ff": _SHARED})
         if block.module.txt_ff is None
         else block
         for block in listed(root, "transformer_blocks", _EASYANIMATE, block_layout=ROTARY)
     )
-    text, frames = (256, root.config.text_embed_dim), 13  # latent frames: 49 frames of video
-    return transformer_host(root, tuple(blocks), _second_text, text=text, latent_frames=frames)
+    text = (256, root.config.text_embed_dim)
+    return transformer_host(root, tuple(blocks), _second_text, text=text, latent_frames=_EASYANIMATE_FRAMES)
 
 
 def _second_text(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:

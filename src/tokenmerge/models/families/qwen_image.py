@@ -44,7 +44,8 @@ def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     first = arguments["img_shapes"][0]
     pictures = [tuple(picture) for picture in (first if isinstance(first, list) else [first])]
     count = max(1, len(pictures) - 1) if _is_layered(root) else 1
-    made, references = pictures[:count], pictures[count:]
+    made = pictures[:count]
+    references = pictures[count:]
     frames, rows, columns = made[0]
     if any(layer != made[0] for layer in made):
         raise UnsupportedModelError(
@@ -61,7 +62,8 @@ def _others(root: Any, zeros: Blank, height: int, width: int, references: Sizes 
     config = root.config
     made = [(height, width)]
     if _is_layered(root):
-        made, references = made * zeros.frames, references or made  # there is always a picture to split
+        references = references or made  # there is always a picture to split
+        made = made * zeros.frames
     shapes = [(1, rows // 2, columns // 2) for rows, columns in [*made, *references]]
     tokens = zeros(sum(rows * columns for _, rows, columns in shapes), config.in_channels)
     arguments: dict[str, Any] = {"hidden_states": tokens, "img_shapes": [shapes] * zeros.batch}

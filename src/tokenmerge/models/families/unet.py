@@ -136,7 +136,8 @@ def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]
 
     if is_a(root, *_CONTROLNETS):
         size = _picture_size(config.conditioning_embedding_out_channels, height, width)
-        arguments["controlnet_cond"] = picture = zeros(config.conditioning_channels, *size)
+        picture = zeros(config.conditioning_channels, *size)
+        arguments["controlnet_cond"] = picture
         if is_a(root, "ControlNetUnionModel"):
             arguments["controlnet_cond"] = [picture]
             arguments["control_type"] = zeros(config.num_control_type)
@@ -162,8 +163,9 @@ def _example_with_sound(root: Any, zeros: Blank, height: int, width: int) -> dic
     in_turn = of_level if isinstance(of_level, list | tuple) else (of_level,)
     texts = {"encoder_hidden_states": (8, in_turn[:2]), "encoder_hidden_states_1": (77, in_turn[2:])}
     for name, (words, of_transformers) in texts.items():
-        if found := [text for text in of_transformers if text is not None]:
-            arguments[name] = zeros(words, found[0])
+        channels = next((text for text in of_transformers if text is not None), None)
+        if channels is not None:
+            arguments[name] = zeros(words, channels)
     return arguments
 
 

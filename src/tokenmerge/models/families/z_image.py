@@ -47,7 +47,8 @@ def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
         raise UnsupportedModelError(
             f"x: expected images of one size, got {sorted(sizes)}; generate one size at a time"
         )
-    patch, patch_t = arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
+    patch = arguments.get("patch_size", 2)
+    patch_t = arguments.get("f_patch_size", 1)
     frames, height, width = sizes.pop()
     return ((frames // patch_t, height // patch, width // patch),)
 
