@@ -37,8 +37,9 @@ class DecreasingSchedule:
         """Return how many tokens to remove in each of ``depth`` layers; they sum to r · depth."""
         # Layers at equal distance from the two ends remove 2r together, so rounding does not change the sum.
         first_half = [-(-2 * self.r * (depth - 1 - i) // (depth - 1)) for i in range(depth // 2)]
-        middle = [self.r] * (depth % 2)
-        return (*first_half, *middle, *(2 * self.r - r for r in reversed(first_half)))
+        second_half = [2 * self.r - r for r in reversed(first_half)]
+        middle = [self.r] if depth % 2 == 1 else []
+        return (*first_half, *middle, *second_half)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

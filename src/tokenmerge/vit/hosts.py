@@ -24,8 +24,9 @@ class Family:
     # Classes of models that contain the encoder and use only its class token or pooled output.
     around: tuple[str, ...] = ()
     averaging: tuple[str, ...] = ()  # classes of models that contain the encoder and average over its patches
-    post_norm: str = ""  # class of a layer whose norms come after attention and MLP; empty: there is none
-    collector: str = ""  # method of the model that returns the tokens of several layers; empty: its call does
+    post_norm: str = ""  # class of a layer whose norms come after attention and MLP, or empty without one
+    # Method of the model that returns the tokens of several layers, or empty if its call does.
+    collector: str = ""
     mask: str = "attention_mask"  # name of the layer's argument that is added to the attention logits
     class_tokens: int = 1  # number of class tokens before the patches
 
@@ -34,7 +35,8 @@ _VIT = ("layers", "attention.k_proj", "layernorm_after")
 _DINOV2 = ("encoder.layer", "attention.k_proj", "norm2")
 _CLIP = ("encoder.layers", "self_attn.k_proj", "layer_norm2")
 _DEIT_HEADS = ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher")
-_REGISTERS, _REGISTERS_LAYER = "Dinov2WithRegisters", "Dinov2WithRegistersLayer"
+_REGISTERS = "Dinov2WithRegisters"
+_REGISTERS_LAYER = "Dinov2WithRegistersLayer"
 
 FAMILIES = (
     Family("ViTModel", "ViTLayer", *_VIT, around=("ViTForImageClassification",)),
@@ -126,10 +128,13 @@ def _describe(model: Any, family: Family, averages: bool) -> Encoder:
     blocks: Any = model.get_submodule(family.layers)
     layers = tuple(_layer(f"{family.layers}.{i}", block, family) for i, block in enumerate(blocks))
     if hasattr(model, "num_prefix_tokens"):  # timm
-        protected, image_size, by_keyword = model.num_prefix_tokens, model.patch_embed.img_size, False
+        by_keyword = False
+        protected = model.num_prefix_tokens
+        image_size = model.patch_embed.img_size
         averages = model.global_pool not in ("", "token")
     else:
-        config, by_keyword = model.config, True
+        by_keyword = True
+        config = model.config
         distilled = hasattr(model.embeddings, "distillation_token")
         protected = family.class_tokens + distilled + getattr(config, "num_register_tokens", 0)
         size = config.image_size
@@ -140,9 +145,9 @@ def _describe(model: Any, family: Family, averages: bool) -> Encoder:
 
 def _layer(path: str, module: Any, family: Family) -> EncoderLayer:
     if is_a(module, family.layer):
-        first, last = family.norm, "mlp"
+        ends = (family.norm, "mlp")
     elif is_a(module, family.post_norm):
-        first, last = "mlp", family.norm
+        ends = ("mlp", family.norm)
     else:
         known = " or ".join(filter(None, (family.layer, family.post_norm)))
         raise UnsupportedModelError(
@@ -159,4 +164,4 @@ def _layer(path: str, module: Any, family: Family) -> EncoderLayer:
             f"{path}: expected a {type(module).__name__} with the parts that it has in transformers 5.23 or "
             f"timm 1.0, got: {error}; install one of these versions, or pass a model with unchanged layers"
         ) from error
-    return EncoderLayer(path, (family.keys, first, last), head_dim)
+    return EncoderLayer(path, (family.keys, *ends), head_dim)

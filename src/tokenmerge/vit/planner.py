@@ -1,4 +1,4 @@
-"""ToMe for vision transformers (arXiv 2210.09461): plans, and what tokens that merge repeatedly stand for."""
+"""ToMe for vision transformers (arXiv 2210.09461): plans, and the input tokens that merged ones stand for."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RecordedTokens(NamedTuple):
         """Return the groups of merged patches, for :func:`tokenmerge.pictures.draw_groups`.
 
         They are the index ``[b, height, width]`` of the token that stands for each patch, in a grid of this
-        many rows and columns; None: the grid is square.
+        many rows and columns. Without them, the grid is square.
 
         Raises:
             ValueError: ``height`` × ``width`` is not the number of patches.
@@ -52,7 +52,8 @@ class RecordedTokens(NamedTuple):
         patches = self.source[:, self.protected :]
         n = patches.shape[1]
         if height is None or width is None:
-            height = width = round(n**0.5)
+            height = round(n**0.5)
+            width = height
         if height * width != n:
             raise ValueError(
                 f"height, width: expected two numbers whose product is {n}, got {height} × {width}"
@@ -61,7 +62,7 @@ class RecordedTokens(NamedTuple):
 
 
 class SizedPlan(NamedTuple):
-    """A plan whose means are weighted by token size (section 3). No weights: all sizes are 1 before it."""
+    """A plan whose means are weighted by token size (section 3), or plain if all sizes before it are 1."""
 
     plan: IndexPlan
     kept: Tensor | None  # [b * m, 1] weight of the token whose place each merged token takes
@@ -84,10 +85,12 @@ class SizedPlan(NamedTuple):
 
 
 def plan_by_size(plan: IndexPlan, tokens: RecordedTokens | None, protected: int) -> SizedPlan:
-    """Return the plan for ``tokens``, each of which may stand for several. None: each stands for itself."""
+    """Return the plan for ``tokens``, each of which may stand for several, or for itself if it is None."""
     if tokens is None:
         return SizedPlan(plan, None, None, RecordedTokens(plan.labels(), plan.sizes, protected))
-    keep, sources, targets = plan.keep.flatten(), plan.sources.flatten(), plan.targets.flatten()
+    keep = plan.keep.flatten()
+    sources = plan.sources.flatten()
+    targets = plan.targets.flatten()
     before = tokens.sizes.flatten()
     after = arithmetic().add_rows(before[keep], targets, before[sources])
     return SizedPlan(
@@ -117,7 +120,9 @@ def plan_tome_vit(keys: Tensor, r: int, protected: int) -> IndexPlan:
     protected ones, remaining sources, destinations.
     """
     free = torch.arange(protected, keys.shape[1], device=keys.device)
-    src, dst = free[protected % 2 :: 2], free[1 - protected % 2 :: 2]
+    first_source = protected % 2
+    src = free[first_source::2]
+    dst = free[1 - first_source :: 2]
     order, nearest = bipartite_soft_matching(keys, src, dst)
 
     # Protected tokens are sources whose edges come last. The other sources that stay keep their order, so

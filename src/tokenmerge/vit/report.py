@@ -72,8 +72,8 @@ def predict_vit(
     Args:
         model: what :func:`tokenmerge.apply_token_merging` takes. Only its first encoder is counted.
         config: the settings.
-        height: height of the pictures, in pixels; None: the height that the model was made for.
-        width: width of the pictures, in pixels; None: the width that the model was made for.
+        height: height of the pictures, in pixels, or None for the height that the model was made for.
+        width: width of the pictures, in pixels, or None for the width that the model was made for.
         batch: number of pictures in the call.
 
     Raises:
@@ -83,9 +83,12 @@ def predict_vit(
     check_counts(height=height, width=width, batch=batch)
     original, encoder = next(iter(checked_encoders(model, config).items()))
     root = weightless(original)
-    height, width = height or encoder.image_size[0], width or encoder.image_size[1]
+    usual_height, usual_width = encoder.image_size
+    height = height or usual_height
+    width = width or usual_width
     arguments = encoder.example(root, height, width, batch)
-    name, seen = type(root).__name__, list[int]()
+    name = type(root).__name__
+    seen: list[int] = []
     first = root.get_submodule(encoder.layers[0].path)
     first.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     try:
@@ -99,10 +102,11 @@ def predict_vit(
     state = EncoderState(config, encoder)
     state.unmerge = False
     patch_encoder(root, state)
-    recorded = state.record = dict[str, RecordedTokens]()
+    recorded: dict[str, RecordedTokens] = {}
+    state.record = recorded
     merged = count_flops(root, arguments)
 
-    tokens = seen[:1]
+    tokens = [seen[0]]
     for layer in encoder.layers:
         tokens.append(recorded[layer.path].sizes.shape[1] if layer.path in recorded else tokens[-1])
     rows = tuple(

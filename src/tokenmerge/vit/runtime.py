@@ -38,7 +38,9 @@ _TOKENS = "_tokenmerge_tokens"
 
 # The keyword arguments by which a model of transformers collects something of each layer; its configuration
 # has the defaults. The model passes them on to its layers.
-_COLLECTED = _HIDDEN_STATES, _ATTENTIONS = "output_hidden_states", "output_attentions"
+_HIDDEN_STATES = "output_hidden_states"
+_ATTENTIONS = "output_attentions"
+_COLLECTED = (_HIDDEN_STATES, _ATTENTIONS)
 
 # Arguments of a layer that ask for what it cannot give where tokens merge, and why not.
 _NOT_MERGED = {
@@ -58,7 +60,7 @@ class EncoderCall:
     collects: bool = False
     # What the tokens at the input of each layer stand for, if ``by_keyword`` is False.
     tokens_of_layers: list[RecordedTokens | None] | None = None
-    r: int = 0  # number of tokens to remove in the running layer; 0 outside a layer
+    r: int = 0  # number of tokens to remove in the running layer, or 0 outside a layer
     tokens: RecordedTokens | None = None  # what the tokens at the input of the running layer stand for
     plan: SizedPlan | None = None  # plan of the running layer, once the keys are known
 
@@ -67,7 +69,8 @@ class EncoderState:
     """State that all layers of a patched model share."""
 
     def __init__(self, config: ViTConfig, facts: Encoder) -> None:
-        self.config, self.facts = config, facts
+        self.config = config
+        self.facts = facts
         self.r = config.per_layer(len(facts.layers))  # number of tokens to remove in each layer
         # Whether the last layer gives each input token a result.
         self.unmerge = config.unmerge or facts.averages
@@ -113,7 +116,8 @@ def patch_encoder(root: nn.Module, state: EncoderState) -> None:
     """Patch an encoder from :func:`checked_encoders` that is not patched yet."""
     state.running = PerThread(EncoderCall)
     for index, layer in enumerate(state.facts.layers):
-        module, layer_state = root.get_submodule(layer.path), EncoderLayerState(state, index, layer)
+        module = root.get_submodule(layer.path)
+        layer_state = EncoderLayerState(state, index, layer)
         swap(module, "forward", layer_call, layer_state)
         swap_parts(module, layer_state)
     if state.facts.family.collector:
@@ -152,7 +156,11 @@ def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple,
     _check_mask(encoder, call.argument(encoder.facts.family.mask))
     if not encoder.facts.by_keyword:
         return None  # the first layer starts the call, as when only a part of the model is called
-    asked = {name: value for name in _COLLECTED if (value := getattr(model.config, name, False))}
+    asked = {}
+    for name in _COLLECTED:
+        value = getattr(model.config, name, False)
+        if value:
+            asked[name] = value
     return args, {**asked, **kwargs, _TOKENS: [None] * (len(encoder.r) + 1)}
 
 
@@ -171,20 +179,22 @@ def layer_call(original: HostMethod) -> Callable:
         state: EncoderLayerState | None = self.__dict__.get(STATE)
         if state is None or _is_in_the_middle(self, state):
             return original.of(self)(*args, **kwargs)
-        encoder, running = state.encoder, state.encoder.running.value
+        encoder = state.encoder
+        running = encoder.running.value
         given = kwargs.pop(_TOKENS, None)
         tokens_of_layers = _tokens_of_call(state) if given is None else given
         swap_parts(self, state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         x = call.argument(call.names[0])
-        # In a call of the whole model, a mask at this point hides nothing: it is the host's own.
+        # In a call of the whole model, a mask at this point hides nothing, since it is the host's own.
         if given is None:
             _check_mask(encoder, call.argument(encoder.facts.family.mask))
         if any(encoder.r):
             for name, why in _NOT_MERGED.items():
                 if call.argument(name):
                     raise _refused(name, why)
-        tokens, collects = tokens_of_layers[state.index], running.collects or kwargs.get(_HIDDEN_STATES)
+        tokens = tokens_of_layers[state.index]
+        collects = running.collects or kwargs.get(_HIDDEN_STATES)
         if tokens is not None:
             if collects:
                 x = tokens.remerge(x)
@@ -193,13 +203,17 @@ def layer_call(original: HostMethod) -> Callable:
             weighs = encoder.config.proportional_attention
             log_sizes = tokens.sizes.log().to(x.dtype)[:, None, None, :] if weighs else None
             call = call.replaced(encoder.facts.family.mask, log_sizes)
-        running.r, running.tokens = _num_removed(state, x), tokens
+        running.r = _num_removed(state, x)
+        running.tokens = tokens
         try:
             y = call.result()
             if running.plan is not None:
-                y, tokens = running.plan.merge(_one_tensor(y, state)), running.plan.after
+                y = running.plan.merge(_one_tensor(y, state))
+                tokens = running.plan.after
         finally:
-            running.r, running.tokens, running.plan = 0, None, None
+            running.r = 0
+            running.tokens = None
+            running.plan = None
             if state.index + 1 == len(encoder.r):
                 running.part = None
         tokens_of_layers[state.index + 1] = tokens
@@ -235,7 +249,8 @@ def keys_call(original: HostMethod) -> Callable:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         keys = original.of(self)(*args, **kwargs)
         state: EncoderLayerState | None = self.__dict__.get(STATE)
-        if state is not None and (running := state.encoder.running.value).r:
+        running = None if state is None else state.encoder.running.value
+        if state is not None and running is not None and running.r:
             d = state.layer.head_dim
             by_head = keys if d is None else keys.unflatten(-1, (-1, d)).transpose(1, 2)
             # At least float32: half precision would make different similarities equal.
@@ -262,7 +277,8 @@ def last_call(original: HostMethod) -> Callable:
     """Make the method of the last module of the branch, whose result is unmerged for the host's sum."""
 
     def forward(self: nn.Module, x: Tensor) -> Any:
-        plan, y = _running_plan(self), original.of(self)(x)
+        plan = _running_plan(self)
+        y = original.of(self)(x)
         return y if plan is None else plan.plan.unmerge(y)
 
     return forward
@@ -301,7 +317,8 @@ def swap_parts(layer: nn.Module, state: EncoderLayerState) -> None:
 
 def _tokens_of_call(state: EncoderLayerState) -> list[RecordedTokens | None]:
     """Return what the tokens of a call stand for, for a layer that does not get it as an argument."""
-    encoder, running = state.encoder, state.encoder.running.value
+    encoder = state.encoder
+    running = encoder.running.value
     if state.index == 0:
         running.tokens_of_layers = [None] * (len(encoder.r) + 1)
     tokens = running.tokens_of_layers
@@ -317,7 +334,8 @@ def _tokens_of_call(state: EncoderLayerState) -> list[RecordedTokens | None]:
 
 
 def _num_removed(state: EncoderLayerState, x: Tensor) -> int:
-    encoder, protected = state.encoder, state.encoder.facts.protected
+    encoder = state.encoder
+    protected = encoder.facts.protected
     most = most_removed(x.shape[1], protected)
     if state.index == 0 and most == 0 and any(encoder.r):
         raise NothingToMergeError(
