@@ -47,6 +47,7 @@ from tokenmerge.vit.runtime import EncoderState, checked_encoders, patch_encoder
 
 __all__ = ["Patch", "apply_token_merging", "remove_token_merging", "token_merging"]
 
+_USUAL_SPEEDUP = 2.0  # of a call that asks for nothing
 _ARGUMENTS = ("config", "speedup", "ratio", "start", "until", "min_psnr")
 _TWO_WAYS = (
     "apply_token_merging(pipe, speedup=2.0) for the default method, or apply_token_merging(pipe, ratio=0.5) "
@@ -56,7 +57,7 @@ _TWO_WAYS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What the arguments of apply_token_merging ask for; the fields are arguments of merge_in_hosts."""
+    """The settings that the arguments of apply_token_merging ask for, as arguments of merge_in_hosts."""
 
     config: ToMeConfig
     method: str = ""
@@ -102,7 +103,7 @@ def apply_token_merging(
             such as ``"toma"``, or the path of a ``.json`` file that :func:`tokenmerge.config.save_config` or
             ``tokenmerge tune`` wrote. A plan of tune runs in generations of the model class, size, number of
             steps, solver and guidance that it was found for. In others there is a warning, and the default
-            method runs with the same speed-up. None: the default method, or ``ratio``.
+            method runs with the same speed-up. If it is None, the default method or ``ratio`` holds.
         speedup: of the default method, the wanted speed-up, ≥ 1: dense operations divided by those of the
             generation, as they are counted (default: 2.0). When a generation begins, settings are chosen that
             reach it at the actual size, number of steps and guidance, see
@@ -116,14 +117,14 @@ def apply_token_merging(
         start: share of the denoising steps before merging starts, 0 ≤ start < until. Earlier steps
             are dense: a rule is added that sets ``ratio=0`` and ``reuse.every=1`` for them, see
             :class:`tokenmerge.Rule`. Raising it saves less time and brings the picture a little closer.
-        until: share of the denoising steps after which merging ends, likewise. Lowering it saves less time
-            and brings the picture much closer.
+        until: share of the denoising steps after which merging ends, start < until ≤ 1. Later steps are dense
+            by such a rule too. Lowering it saves less time and brings the picture much closer.
         min_psnr: of the default method, the PSNR to the dense picture of the same seed that a picture shall
             have, in dB, 1 to 100. While a generation runs, it estimates its closeness, and skips fewer steps
             than ``speedup`` plans where it has to, up to none. In a batch the worst picture decides, so a
             picture can depend on the others. Each complete step waits once for the device. Raising it brings
             the picture closer and saves less time. The estimate can be wrong, see
-            ``patch.estimate``. None: no step is added.
+            ``patch.estimate``. With None, no step is added.
         unknown: arguments of other names, which are refused.
 
     Returns:
@@ -145,8 +146,9 @@ def apply_token_merging(
         raise TypeError(
             f"{name}: apply_token_merging takes {', '.join(_ARGUMENTS)}, got {name}={shown(value)}{instead}"
         )
-    if isinstance(config, ViTConfig) and ratio is speedup is min_psnr is None:
-        if start is until is None:
+    of_diffusion = (ratio, speedup, min_psnr)
+    if isinstance(config, ViTConfig) and all(value is None for value in of_diffusion):
+        if start is None and until is None:
             return _merge_in_encoders(pipe_or_model, config)
         raise ConfigError("start, until: a vision transformer has no denoising steps; leave them out")
     asked = _asked(pipe_or_model, config, speedup, ratio, min_psnr)
@@ -161,55 +163,85 @@ def apply_token_merging(
         if told:
             warn_caller(told)
     method = asked.default
-    if method is not None and method.facts.follows_steps and (told := method.missed(method.facts)):
-        warn_caller(told.replace(": ", ", with the pipeline's defaults: ", 1))  # a run has its own
+    if method is not None and method.facts.follows_steps:
+        # A run has steps and a size of its own, and warns by itself.
+        told = method.missed(method.facts, under=", with the pipeline's defaults")
+        if told:
+            warn_caller(told)
     return patch
 
 
 def _asked(
     model: object, config: object, speedup: float | None, ratio: float | None, min_psnr: float | None
 ) -> _Asked:
-    """Return what the arguments of apply_token_merging ask for."""
+    """Return the settings that the arguments of apply_token_merging ask for."""
     is_file = isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json"))
     is_name = isinstance(config, str) and not is_file
-    given = {"config": None if is_name and speedup is None else config, "speedup": speedup, "ratio": ratio}
-    given = {name: value for name, value in given.items() if value is not None}
-    named = [f"{name}={shown(value)}" for name, value in given.items()]
-    if len(named) > 1:
-        raise ConfigError(
-            f"{', '.join(given)}: expected one of them, got {', '.join(named)}; write {_TWO_WAYS}"
-        )
-    check_min_psnr("min_psnr", min_psnr)
-    if min_psnr is not None and (config is not None or ratio is not None):
-        raise ConfigError(
-            f"min_psnr: only the default method can run more steps than it plans, got {min_psnr:g} with "
-            f"{', '.join(named)}; write apply_token_merging(pipe, speedup=2.0, min_psnr={min_psnr:g})"
-        )
+    given: dict[str, object] = {}
+    if config is not None and not (is_name and speedup is None):  # the name of a preset goes with a ratio
+        given["config"] = config
+    if speedup is not None:
+        given["speedup"] = speedup
+    if ratio is not None:
+        given["ratio"] = ratio
+    _check_given(given, min_psnr, alone=config is None and ratio is None)
     if is_file:
-        return _of_file(model, load_settings(Path(str(config))), Path(str(config)).name)
+        path = Path(str(config))
+        return _of_file(model, load_settings(path), path.name)
     if isinstance(config, ToMeConfig):
         return _Asked(config)
     if isinstance(config, str):
         return _Asked(_preset(config, ratio), config)
     if config is not None:
         hosts_of(model)  # raises an error that names ViTConfig for a vision transformer
-        is_number = isinstance(config, numbers.Real) and not isinstance(config, bool)
+        raise _not_a_config(config)
+    if ratio is not None:
+        return _of_ratio(model, ratio)
+    return _of_speedup(model, _USUAL_SPEEDUP if speedup is None else speedup, min_psnr)
+
+
+def _check_given(given: dict[str, object], min_psnr: float | None, alone: bool) -> None:
+    """Refuse arguments that ask for two things, and a tolerance unless the default method is ``alone``."""
+    named = ", ".join(f"{name}={shown(value)}" for name, value in given.items())
+    if len(given) > 1:
+        raise ConfigError(f"{', '.join(given)}: expected one of them, got {named}; write {_TWO_WAYS}")
+    check_min_psnr("min_psnr", min_psnr)
+    if min_psnr is not None and not alone:
         raise ConfigError(
+            f"min_psnr: only the default method can run more steps than it plans, got {min_psnr:g} with "
+            f"{named}; write apply_token_merging(pipe, speedup=2.0, min_psnr={min_psnr:g})"
+        )
+
+
+def _not_a_config(config: object) -> ConfigError:
+    """Return the error for a ``config`` that is none."""
+    if isinstance(config, numbers.Real) and not isinstance(config, bool):
+        return ConfigError(
             f"apply_token_merging: a number alone can mean a speed-up or a ratio, got {shown(config)}; write "
             f"{_TWO_WAYS}"
-            if is_number
-            else "apply_token_merging: expected a ToMeConfig, a ViTConfig, the name of a preset such as "
-            f"'toma', or a file of settings such as 'tuned.json', got {shown(config)}; or write {_TWO_WAYS}"
         )
+    return ConfigError(
+        "apply_token_merging: expected a ToMeConfig, a ViTConfig, the name of a preset such as 'toma', or a "
+        f"file of settings such as 'tuned.json', got {shown(config)}; or write {_TWO_WAYS}"
+    )
+
+
+def _of_ratio(model: object, ratio: float) -> _Asked:
+    """Return the settings that a ratio asks for: token merging alone."""
     hosts = hosts_of(model)
-    if ratio is not None:
-        if (share := as_number(ratio)) is not None and share >= 1:
-            raise ConfigError(
-                f"ratio: expected the share of tokens that merge, from 0 to 0.75, got {shown(ratio)}; for "
-                "half of them write ratio=0.5, and for a speed-up speedup=2.0"
-            )
-        return _Asked(settings_of_ratio(model, hosts, ratio), RATIO, hosts)
-    default = DefaultMethod.of(model, hosts, 2.0 if speedup is None else speedup, min_psnr)
+    share = as_number(ratio)
+    if share is not None and share >= 1:
+        raise ConfigError(
+            f"ratio: expected the share of tokens that merge, from 0 to 0.75, got {shown(ratio)}; for half "
+            "of them write ratio=0.5, and for a speed-up speedup=2.0"
+        )
+    return _Asked(settings_of_ratio(model, hosts, ratio), RATIO, hosts)
+
+
+def _of_speedup(model: object, speedup: float, min_psnr: float | None) -> _Asked:
+    """Return the settings that a speed-up asks for: the default method."""
+    hosts = hosts_of(model)
+    default = DefaultMethod.of(model, hosts, speedup, min_psnr)
     follows = default.facts.follows_steps and default.speedup > 1
     if not follows and default.speedup > 1 and not default.widest.merges:
         raise NothingToMergeError(
@@ -220,7 +252,7 @@ def _asked(
 
 
 def _of_file(model: object, saved: SavedSettings, name: str) -> _Asked:
-    """Return what a file of settings asks for.
+    """Return the settings that a file asks for.
 
     A plan of tune is followed in generations of a pipeline. A model alone gets its settings as they are.
     """
@@ -231,7 +263,8 @@ def _of_file(model: object, saved: SavedSettings, name: str) -> _Asked:
     if getattr(model, "scheduler", None) is not None:
         method = TunedMethod.of_saved(model, hosts, saved)
         return _Asked(method.widest, name, hosts, method)
-    if differences := found_for.differences(model=type(hosts[0].root).__name__):
+    differences = found_for.differences(model=type(hosts[0].root).__name__)
+    if differences:
         warnings.warn(found_for.warning(differences), stacklevel=4)
     return _Asked(saved.config, name, hosts, check_size=False)  # they may be for a larger size
 
@@ -278,7 +311,8 @@ def merge_in_hosts(
     first = config if default is None else default.settings(default.facts)
     states = {}
     for host in merging:
-        states[host.root] = state = new_state(host, config, pipeline, **facts)
+        state = new_state(host, config, pipeline, **facts)
+        states[host.root] = state
         state.keep(look(state, host.root, pipeline.given(), first), state.threads.value.own_memory)
     with changing(host.root for host in hosts):
         for host in hosts:
@@ -307,8 +341,10 @@ def hosts_of(model: object) -> tuple[Host, ...]:
     try:
         return find_hosts(model)
     except UnsupportedModelError as error:
-        denoises = any(getattr(model, name, None) is not None for name in DENOISERS)
-        if denoises or not (encoders := find_encoders(model)):
+        if any(getattr(model, name, None) is not None for name in DENOISERS):
+            raise
+        encoders = find_encoders(model)
+        if not encoders:
             raise
         name = type(next(iter(encoders))).__name__
         raise UnsupportedModelError(
@@ -354,7 +390,7 @@ def token_merging(pipe_or_model: object, config: Any = None, **arguments: Any) -
 
 
 def _patchable(model: object) -> list[tuple[nn.Module, Callable[[Any], None]]]:
-    """Return every part of a model that can be patched, with the function that patches it; may be empty."""
+    """Return the parts of a model that can be patched, each with the function that patches it."""
     found: list[tuple[nn.Module, Callable[[Any], None]]] = []
     with contextlib.suppress(UnsupportedModelError):
         found += [(host.root, partial(patch_host, host)) for host in find_hosts(model)]

@@ -26,8 +26,8 @@ from tokenmerge.ops.sized_attention import Bias, attend_without_mask, choose_bia
 from tokenmerge.planners import PLANNERS
 from tokenmerge.plans import FewestTokens
 
-# Not timed: what else a CPU does would change the time, and so the picture. On smaller grids merging mostly
-# saved too little (benchmarks/fewest_tokens_cpu.jsonl).
+# It is not timed, since other work of a CPU would change the time, and so the picture. On smaller grids
+# merging mostly saved too little (benchmarks/fewest_tokens_cpu.jsonl).
 TOKENS_ON_CPU = 1024
 # Sides of the token grids that are timed. The time of smaller ones, mostly of launches, says nothing of them.
 SIDES = (48, 64, 96, 128)
@@ -40,16 +40,17 @@ _MOST_SECONDS = 0.1  # of all rounds, as far as there are several
 _WEEK = 7 * 24 * 3600
 _SEASON = 13 * _WEEK
 _MOST_BYTES = 2**20  # of a file of measurements; a larger one is none
-_TRIES, _PAUSE = 20, 0.05  # seconds between two tries to write while another process does
+_TRIES = 20  # to write while another process does
+_PAUSE = 0.05  # seconds between two of them
 _of_process: dict[str, tuple[int, int]] = {}  # the measurements, where there is no folder to keep them in
 
 
 class TimedMerging(NamedTuple):
-    """What is timed: merging in the blocks of a model that share a plan."""
+    """A kind of merging to time: in the blocks of a model that share a plan."""
 
     device: torch.device  # where the model runs
     dtype: torch.dtype  # that it computes in
-    scope: str = "layers"  # what merges: self-attention, or the "block", which has an MLP too
+    scope: str = "layers"  # merging in self-attention, or in the "block", which has an MLP too
     in_comfyui: bool = False  # where blocks merge one by one, and sizes are a mask in any case
     batch: int = 2  # of a call of the model
     channels: int = 640  # of its tokens
@@ -85,7 +86,8 @@ def _fewest_by_ratio(merging: TimedMerging) -> Sequence[tuple[float, int]]:
     if merging.device.type == "cpu":
         return [(0.0, TOKENS_ON_CPU)]
     keys = [_key(merging, ratio) for ratio in RATIOS]
-    file, now = cache_file(), time.time()
+    file = cache_file()
+    now = time.time()
     known = _of_process if file is None else _read(file)
     if not all(key in known and _holds(*known[key], now) for key in keys):
         measured = measure_fewest_tokens(merging)
@@ -103,10 +105,10 @@ def _holds(tokens: int, measured: int, now: float) -> bool:
 
 
 def cache_file() -> Path | None:
-    """Return the path of the measurements: ``tokenmerge/fewest_tokens.json`` in the user's cache folder.
+    """Return the path of the measurements, which is in the user's cache folder.
 
-    None: the user has no home folder, as in containers. Then each process measures. A folder for temporary
-    files would be everybody's.
+    It is None if the user has no home folder, as in containers. Then each process measures. A folder for
+    temporary files would be everybody's.
     """
     root = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA")
     try:
@@ -120,9 +122,10 @@ def cache_file() -> Path | None:
 def measure_fewest_tokens(merging: TimedMerging) -> tuple[int, ...]:
     """Return for each ratio the number of tokens of the smallest grid on which merging pays.
 
-    What larger grids say does not count, nor does another ratio. A grid without enough memory is left out, as
-    is the larger half of the grids on a device without CUDA. If there is no such grid, the number is that of
-    a grid twice as wide as the last, because the cost of attention grows with the square of the tokens.
+    Times on larger grids do not count, nor do those of another ratio. A grid without enough memory is left
+    out, as is the larger half of the grids on a device without CUDA. If there is no such grid, the number is
+    that of a grid twice as wide as the last, because the cost of attention grows with the square of the
+    tokens.
     """
     sides = SIDES if merging.device.type == "cuda" else SIDES[:2]
     return tuple(_smallest(merging, sides, ratio) for ratio in RATIOS)
@@ -151,7 +154,8 @@ def _pays(merging: TimedMerging, side: int, ratio: float) -> bool:
     weights = noise((12 if scope == "block" else 4) * channels, channels) / channels**0.5
     run = _part(merging, weights)
     step = torch.zeros((), dtype=torch.int64, device=device)
-    n, config = side * side, ToMeConfig(ratio=ratio, planner="tiled")
+    n = side * side
+    config = ToMeConfig(ratio=ratio, planner="tiled")
     x = noise(batch, n, channels)
     change = run(x)
     make_plan = partial(PLANNERS["tiled"], x, (1, side, side), int(n * ratio), config, step)
@@ -178,13 +182,14 @@ def _pays(merging: TimedMerging, side: int, ratio: float) -> bool:
         if blocks > 1:
             spent += (blocks - 1) * _seconds(partial(one, plan), device)
     # The ratio is what merging saves of products with weights. In attention, both queries and keys are fewer.
-    of_weights, of_pairs = len(weights), 2 * n
+    of_weights = len(weights)
+    of_pairs = 2 * n
     saved = (of_weights * ratio + of_pairs * (1 - (1 - ratio) ** 2)) / (of_weights + of_pairs)
     return spent <= dense * (1 - _LEAST_SAVED * saved)
 
 
 def _part(merging: TimedMerging, weights: Tensor) -> Callable[..., Tensor]:
-    """Make what merges: self-attention, or a block. It is called with tokens, and with sizes if they merged.
+    """Make self-attention, or a block. It is called with tokens, and with sizes if they merged.
 
     The weights ``[rows, channels]`` are those of queries, keys, values and output, and then of the MLP, if
     there is one.
@@ -198,7 +203,8 @@ def _part(merging: TimedMerging, weights: Tensor) -> Callable[..., Tensor]:
 
     if merging.scope == "layers":
         return attend
-    up, down = mlp[: 4 * channels], mlp[4 * channels :].view(channels, 4 * channels)
+    up = mlp[: 4 * channels]
+    down = mlp[4 * channels :].view(channels, 4 * channels)
 
     def block(x: Tensor, sizes: Tensor | None = None) -> Tensor:
         x = x + attend(F.layer_norm(x, x.shape[-1:]), sizes)
@@ -240,20 +246,21 @@ def _seconds(function: Callable[[], object], device: torch.device) -> float:
 
 
 def _key(merging: TimedMerging, ratio: float) -> str:
-    """Return what a measurement depends on, as text."""
+    """Return all that a measurement depends on, as text."""
     device, dtype, scope, in_comfyui, batch, channels, heads, blocks = merging
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     sizes = dict.fromkeys(merging.bias(side**2 - int(side**2 * ratio)).value for side in SIDES)
+    where = "in ComfyUI, " if in_comfyui else ""
     return (
         f"{device.type} {name}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}, "
         f"batch {batch}, {heads} × {channels // heads} channels, {blocks} blocks a plan, scope {scope}, "
-        f"{'in ComfyUI, ' * in_comfyui}sizes by {' and '.join(sizes)}, corrected, ratio {ratio:g}, "
+        f"{where}sizes by {' and '.join(sizes)}, corrected, ratio {ratio:g}, "
         f"sides {' '.join(map(str, SIDES))}, {_LEAST_SAVED:g} saved"
     )
 
 
 def _read(file: Path) -> dict[str, tuple[int, int]]:
-    """Read the numbers of tokens in a cache file and the times of measuring; nothing from a damaged file."""
+    """Return the numbers of tokens in a cache file and the times of measuring, or none if it is damaged."""
     try:
         # Opening a named pipe would wait for somebody who writes to it.
         opened = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -283,7 +290,11 @@ def _write(file: Path, found: dict[str, tuple[int, int]]) -> None:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep others from writing to a folder within the context; an OSError says that they do not end."""
+    """Keep others from writing to a folder within the context.
+
+    Raises:
+        OSError: another process does not stop writing.
+    """
     if sys.platform == "win32":  # a measurement may be lost there, and is then made again
         yield
         return

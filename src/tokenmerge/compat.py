@@ -52,7 +52,8 @@ def apply_patch(
     """
     ratio, max_downsample, sx, sy = map(_number, (ratio, max_downsample, sx, sy))
     ToMeConfig(ratio=0, sx=sx, sy=sy)  # the highest ratio is defined for valid strides only
-    highest, wanted = highest_ratio(sx, sy), as_number(ratio)
+    highest = highest_ratio(sx, sy)
+    wanted = as_number(ratio)
     if wanted is not None and wanted > highest > 0:
         warnings.warn(
             f"ratio={wanted:g} is more than sx={sx}, sy={sy} allow; merging with 1 − 1/(sx·sy) = {highest:g}",
@@ -60,7 +61,7 @@ def apply_patch(
         )
         ratio = highest
     deepest = as_number(max_downsample)
-    # The deepest level that merges; 0: there is none; None: that was no number.
+    # The deepest level that merges, or 0 if there is none, or None if ``max_downsample`` is no number.
     level = None if deepest is None else max((own for own in (1, 2, 4, 8) if own <= deepest), default=0)
     config = presets.tomesd(
         ratio,
@@ -78,7 +79,7 @@ def apply_patch(
                 f"nothing to merge: max_downsample={shown(max_downsample)} merges no level; set it to 1"
             )
         levels = sorted({block.level for host in hosts_of(model) for block in host.blocks})
-        if levels[:1] > [config.max_downsample]:
+        if levels and levels[0] > config.max_downsample:
             raise NothingToMergeError(
                 f"nothing to merge: attention is at the levels {', '.join(map(str, levels))}, and "
                 f"max_downsample={config.max_downsample} merges none; set it to {levels[0]} or more"

@@ -28,6 +28,7 @@ from tokenmerge.runtime.steps.scheduler import next_schedule
 
 __all__ = ["DefaultMethod", "TunedMethod", "default_guidance", "default_steps", "settings_for"]
 
+_ENOUGH = 0.99  # share of the wanted speed-up that a plan must reach, or there is a warning
 _STEPS = 20  # of a generation whose number of steps is unknown
 _SIDE = 64  # of latents whose size is unknown
 Change = Callable[[ToMeConfig], ToMeConfig]
@@ -40,12 +41,17 @@ def _unchanged(config: ToMeConfig) -> ToMeConfig:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DefaultMethod:
-    """The default method for one pipeline or model; a ConfigError says that a number is out of range."""
+    """The default method for one pipeline or model.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
 
     speedup: float  # dense operations divided by those of the generation, ≥ 1, as they are counted
     facts: Facts  # about the model, for the default size and number of steps
     change: Change = _unchanged  # changes the settings after these were chosen
-    min_psnr: float | None = None  # lowest PSNR to the dense picture in dB, > 0; None: speed-up alone decides
+    # Lowest PSNR to the dense picture in dB, > 0, or None if the speed-up alone decides.
+    min_psnr: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "", {"speedup": at_least_1, "min_psnr": check_min_psnr})
@@ -61,7 +67,7 @@ class DefaultMethod:
     ) -> DefaultMethod:
         """Return the default method for models that were found in a pipeline or a model.
 
-        ``follows_steps`` is that of :class:`tokenmerge.plans.Facts`; None: only a pipeline does.
+        ``follows_steps`` is that of :class:`tokenmerge.plans.Facts`. If it is None, only a pipeline does.
         """
         check_min_psnr("min_psnr", min_psnr)
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
@@ -79,7 +85,8 @@ class DefaultMethod:
             proportional=allows_proportional(pipe_or_model, hosts),
             number_bytes=denoiser.usual_batch * dtype_of(denoiser.root).itemsize,
         )
-        device, dtype = device_of(pipe_or_model, denoiser.root), dtype_of(denoiser.root)
+        device = device_of(pipe_or_model, denoiser.root)
+        dtype = dtype_of(denoiser.root)
         shared = attention if follows_steps else attention[:2]
         merging = [
             TimedMerging(device, dtype, scope, False, denoiser.usual_batch, *shared)
@@ -102,7 +109,7 @@ class DefaultMethod:
     ) -> Facts:
         """Return the facts about one generation, as in :class:`tokenmerge.plans.Facts`.
 
-        What is left out is that of :attr:`facts`; without ``guidance``, its scale is unknown.
+        Arguments that are left out are those of :attr:`facts`. Without ``guidance``, its scale is unknown.
         """
         given: dict[str, Any] = {"grid": grid, "steps": steps, "schedule": schedule}
         known = {name: value for name, value in given.items() if value is not None}
@@ -114,8 +121,8 @@ class DefaultMethod:
         return self.change(self.plan(facts).config) if tolerance is None else tolerance.config
 
     def tolerance(self, facts: Facts) -> Tolerance | None:
-        """Return what changes the settings of a generation while it runs; None: nothing does."""
-        if self.min_psnr is None or self.speedup == 1:  # which is dense
+        """Return the object that changes the settings of a generation while it runs, or None without one."""
+        if self.min_psnr is None or self.speedup == 1:  # a speed-up of 1 is dense in any case
             return None
         return Tolerance(facts, self.speedup, self.min_psnr, self.change)
 
@@ -129,26 +136,39 @@ class DefaultMethod:
         return not (config.merges or config.reuse.on)
 
     def shortfall(self, facts: Facts, closeness: bool = True) -> str:
-        """Return what the generation does not reach, in speed or in closeness; empty: it reaches all."""
+        """Return a warning if the generation misses the speed-up or the closeness, or an empty string."""
         if self.min_psnr is not None and self.is_dense(facts):
             return f"min_psnr={self.min_psnr:g}: no plan is so close, so this generation is dense; lower it"
         return self.missed(facts, closeness)
 
-    def missed(self, facts: Facts, closeness: bool = True) -> str:
-        """Return that the plan misses the speed-up, or that its picture looks different; empty: neither."""
+    def missed(self, facts: Facts, closeness: bool = True, under: str = "") -> str:
+        """Return a warning if the plan misses the speed-up or looks different, or an empty string.
+
+        With ``closeness``, it also says how close the picture is expected to be. ``under`` names the
+        conditions of the generation, such as ``", with the pipeline's defaults"``.
+        """
+        asked = f"speedup={self.speedup:g}{under}"
         fastest = plan_for(facts, math.inf)
-        if fastest.speedup >= 0.99 * self.speedup:
+        if fastest.speedup >= _ENOUGH * self.speedup:
             harm = self.plan(facts).harm
-            told = f"speedup={self.speedup:g}: before the run, expect {expected(harm)}: it looks different"
             differs = looks(psnr_of(harm)) == looks(0) and facts.follows_steps and self.min_psnr is None
-            return f"{told}; take a lower speed-up, or more steps" if differs and closeness else ""
-        size = " × ".join(map(str, facts.grid[facts.grid[0] == 1 :]))
-        where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {size} tokens"
-        most = f"at most {fastest.speedup:.2f}× can be reached {where}"
-        lower = ", or a lower speed-up" + f". Before the run, expect {expected(fastest.harm)}" * closeness
+            if not differs or not closeness:
+                return ""
+            return (
+                f"{asked}: before the run, expect {expected(harm)}: it looks different; take a lower "
+                "speed-up, or more steps"
+            )
+        where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {_size(facts.grid)} tokens"
         if fastest.speedup < 1 + ROUNDING:
-            most, lower = f"nothing can be saved {where}, so this generation is dense", ""
-        return f"speedup={self.speedup:g}: {most}; take more steps or a larger picture{lower}"
+            return (
+                f"{asked}: nothing can be saved {where}, so this generation is dense; take more steps or a "
+                "larger picture"
+            )
+        told = (
+            f"{asked}: at most {fastest.speedup:.2f}× can be reached {where}; take more steps or a larger "
+            "picture, or a lower speed-up"
+        )
+        return f"{told}. Before the run, expect {expected(fastest.harm)}" if closeness else told
 
     @property
     def name(self) -> str:
@@ -183,7 +203,7 @@ class TunedMethod(DefaultMethod):
     found: ToMeConfig  # the settings of the plan
     found_for: FoundFor
     model: str  # class of the pipeline's denoiser
-    pipe: Any  # its scheduler is read when a generation begins; a copy has None, and compares no solver
+    pipe: Any  # its scheduler is read when a generation begins, or None in a copy, which compares no solver
 
     @classmethod
     def of_saved(cls, pipe: object, hosts: Sequence[Host], saved: SavedSettings) -> TunedMethod:
@@ -191,7 +211,8 @@ class TunedMethod(DefaultMethod):
         assert saved.speedup is not None
         assert saved.found_for is not None
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
-        default, found_for = DefaultMethod.of(pipe, hosts, saved.speedup), saved.found_for
+        default = DefaultMethod.of(pipe, hosts, saved.speedup)
+        found_for = saved.found_for
         grid = denoiser.grid_at(found_for.height, found_for.width)
         facts = dataclasses.replace(default.facts, grid=grid, steps=found_for.steps)
         model = type(denoiser.root).__name__
@@ -216,9 +237,15 @@ class TunedMethod(DefaultMethod):
         return plan if self.differences(facts) else dataclasses.replace(plan, config=self.found)
 
     def shortfall(self, facts: Facts, closeness: bool = True) -> str:
-        """Return how the generation differs from those of the plan; empty: it does not."""
+        """Return a warning if the generation differs from those of the plan, or an empty string."""
         differences = self.differences(facts)
         return self.found_for.warning(differences, self.speedup) if differences else ""
+
+
+def _size(grid: GridShape) -> str:
+    """Return the size of a token grid as text: rows and columns, after the frames if there are several."""
+    frames, rows, columns = grid
+    return f"{rows} × {columns}" if frames == 1 else f"{frames} × {rows} × {columns}"
 
 
 def settings_for(
@@ -237,11 +264,11 @@ def settings_for(
             run on, or be offloaded from it, because merging is timed there.
         speedup: dense operations divided by those of the generation, ≥ 1, as they are counted. Raising it
             makes the picture less like the dense one.
-        height: height of the latents; None: the model's default size.
-        width: width of the latents, likewise.
-        steps: denoising steps of the generation, ≥ 1; None: the pipeline's default.
-        guidance: scale of classifier-free guidance; None: the pipeline's default.
-        follows_steps: whether settings may change over the denoising steps. None: only in a pipeline.
+        height: height of the latents, or None for the model's default size.
+        width: width of the latents, or None for the model's default size.
+        steps: denoising steps of the generation, ≥ 1, or None for the pipeline's default.
+        guidance: scale of classifier-free guidance, or None for the pipeline's default.
+        follows_steps: whether settings may change over the denoising steps, or None if only in a pipeline.
 
     It warns if the generation cannot reach the speed-up.
 
@@ -255,13 +282,14 @@ def settings_for(
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
     grid = None if height is None or width is None else denoiser.grid_at(height, width)
     known = method.facts_at(grid, steps, method.facts.guidance if guidance is None else guidance)
-    if told := method.shortfall(known):
+    told = method.shortfall(known)
+    if told:
         warn_caller(told)
     return method.settings(known)
 
 
 def allows_proportional(pipe_or_model: object, hosts: Sequence[Host]) -> bool:
-    """Return whether proportional attention is possible in every block, with the processors of now."""
+    """Return whether proportional attention is possible in every block, with its present processor."""
     blocks = (block for host in hosts for block in host.blocks)
     layers = ((getattr(block.module, layer.name), layer) for block in blocks for layer in block.layers)
     own = (module for module, layer in layers if layer.kind == "attn1" and layer.own_keys)

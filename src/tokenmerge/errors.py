@@ -10,7 +10,7 @@ _LONGEST_VALUE = 200
 
 
 class TokenMergingError(Exception):
-    """Base of all errors below; the command line turns it into one line and exit code 2."""
+    """The base class of all errors below. The command line turns it into one line and exit code 2."""
 
 
 class ConfigError(TokenMergingError, ValueError):
@@ -45,7 +45,7 @@ class MissingExtraError(TokenMergingError, ImportError):
 
 
 def shown(value: object) -> str:
-    """Return the ``repr`` of a value for a message, shortened; its type if ``repr`` raises an error.
+    """Return the ``repr`` of a value for a message, shortened, or its type if ``repr`` raises an error.
 
     Python raises one for integers of more than 4,300 digits.
 
@@ -60,14 +60,17 @@ def shown(value: object) -> str:
 
 
 def nearest_of(name: str, known: Collection[str]) -> str:
-    """Return the end of a message about an unknown name: the known one that it is like or has; or nothing."""
+    """Return the end of a message about an unknown name, with the known one that it resembles or contains.
+
+    It is empty if there is no such name.
+    """
     within = [own for own in known if own in name]  # such as "steps" in "num_inference_steps"
     near = difflib.get_close_matches(name, [*known], 1) or within
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def reason_of(error: BaseException) -> str:
-    r"""Return the first line of another library's error, cut to fit a message; its class if it is empty.
+    r"""Return the first line of another library's error, cut to fit a message, or its class if it is empty.
 
     >>> reason_of(RuntimeError("no such kernel.\nThis traceback is long"))
     'no such kernel'

@@ -24,7 +24,7 @@ from tokenmerge.plans.choose import merging_pays
 from tokenmerge.plans.estimate import BEFORE_A_RUN, estimate_closeness, expected, psnr_of
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge.plans.policy import ESTIMATE
-from tokenmerge.report.notes import signs_of
+from tokenmerge.report.notes import REUSING_SIGNS, signs_of
 from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
 from tokenmerge.report.summary import Conditions, RunSteps, summary
 from tokenmerge.runtime.memory.run_log import RunLog, StepRecorder, shown_by
@@ -47,8 +47,10 @@ __all__ = ["DiffusionPatch", "EncoderPatch", "Patch", "RecordedPlan"]
 
 AnyReport = TypeVar("AnyReport")
 AnyRecord = TypeVar("AnyRecord")
-Given = int | None  # an argument; None: left out
+Given = int | None  # an argument, or None if it is left out
 Sizes = Sequence[tuple[int, int]] | None
+_FEW_STEPS = 8  # where a run with fewer steps can be as close, by benchmarks/short_generations_cpu.jsonl
+_FAR = 30  # dB to the dense picture, below which many details differ, as in ``plans.estimate``
 _NOT_FINITE = "the latents had numbers that are infinite, or no numbers (NaN)"
 _OF_REPORT = ("height", "width", "steps", "guidance", "batch", "frames", "references")
 
@@ -57,12 +59,13 @@ class Patch(Generic[AnyReport, AnyRecord]):
     """A handle on a patched model: reports what merging does, sets steps and sizes, and removes the patch."""
 
     def __init__(self, model: object, states: Mapping[nn.Module, Any], state: Any) -> None:
-        self._model, self._states = model, states
+        self._model = model
+        self._states = states
         self._state = state  # of the model that the handle reports on
 
     @property
     def config(self) -> Any:
-        """The settings; of the default method, those of the last generation, or of one by default.
+        """The settings. With the default method, they are those of the last generation, or of one by default.
 
         The last generation is that of the thread that reads this property, or the latest one of any thread if
         this thread has run none. So it is in :meth:`report`, :meth:`metadata`, :attr:`estimate` and
@@ -96,12 +99,12 @@ class Patch(Generic[AnyReport, AnyRecord]):
         Args:
             height: height of the picture in pixels, as in a call of the pipeline. For a model without its
                 pipeline, and where the scale of the VAE is unknown, it is that of the latents.
-            width: width of the picture, likewise.
+            width: width of the picture, in the unit of ``height``.
             steps: number of denoising steps to average operations over, ≥ 1.
             guidance: scale of classifier-free guidance, ≥ 0, on which the plan of the default method depends.
             batch: batch size of a call of the model, ≥ 1. Guidance usually makes it 2 for one picture.
             references: (height, width) of each reference picture that an editing model reads in the sequence
-                of the sample, likewise. Before the first run, the default is none.
+                of the sample, in the unit of ``height``. Before the first run, the default is none.
             frames: number of frames of a video, ≥ 1, as in a call of the pipeline. For a model without its
                 pipeline, and where the scale of the VAE over time is unknown, it is that of the latents.
             unknown: arguments of other names, which are refused.
@@ -171,7 +174,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
         Blocks that were compiled separately are compiled again. :meth:`remove` ends the recording.
 
         Args:
-            on: whether to record. False drops what was recorded.
+            on: whether to record. False drops the steps that were recorded.
 
         Raises:
             ConfigError: the patch was removed, or the model is a vision transformer, which has no steps.
@@ -181,7 +184,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
     @property
     def steps(self) -> RunSteps:
-        """What each step of the last generation did, after :meth:`record_steps`; ``print`` shows a table.
+        """The steps of the last generation that :meth:`record_steps` recorded; ``print`` shows a table.
 
         It may still be running. Reading this property waits for the device.
 
@@ -224,7 +227,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
         Args:
             height: height of the picture, in the unit of :meth:`report`. In latents, it must be a multiple of
                 the model's patch size, which is 2 for FLUX.
-            width: width of the picture, likewise.
+            width: width of the picture, in the same unit.
 
         Raises:
             ConfigError: the values are not such numbers, or the patched model is a vision transformer.
@@ -243,7 +246,8 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
         For a layer of a vision transformer, the record says which input tokens its output tokens stand for.
         """
-        before, latest = self._state.record, dict[str, AnyRecord]()
+        before = self._state.record
+        latest: dict[str, AnyRecord] = {}
         self._state.record = latest
         try:
             yield latest
@@ -281,7 +285,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
 
     @property
     def steps(self) -> RunSteps:
-        """What each step of the last generation did, see :attr:`Patch.steps`."""
+        """The steps of the last generation, see :attr:`Patch.steps`."""
         recorder = self._state.recorder
         if recorder is None:
             raise ConfigError("steps: nothing was recorded; call patch.record_steps() before generating")
@@ -290,14 +294,21 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
                 "steps: no step was recorded yet; generate first. In a loop of your own, call "
                 "patch.at_step(i, steps) before each step. If the model is compiled, compile only its blocks"
             )
-        rows, run, plan = recorder.last.rows(), self._state.last_run, ""
-        if run is not None and run.steps:
-            merges, is_unet = any(row.merging_calls for row in rows), bool(self._denoiser.deep_stages)
-            plan = signs_of(plan_generation(run.config, run.steps), merges, is_unet)
-        # The last run may be one of another thread.
-        same = all((row.kind == "reused") == (plan[row.step : row.step + 1] in ("f", "·")) for row in rows)
-        signed = (dataclasses.replace(row, sign=plan[row.step : row.step + 1] * same) for row in rows)
-        return RunSteps(tuple(signed))
+        rows = recorder.last.rows()
+        signs = self._signs_of_last_run(merges=any(row.merging_calls for row in rows))
+        # The last run may be one of another thread, whose plan has other steps.
+        for row in rows:
+            if (row.kind == "reused") != (signs.get(row.step) in REUSING_SIGNS):
+                return RunSteps(tuple(dataclasses.replace(row, sign="") for row in rows))
+        return RunSteps(tuple(dataclasses.replace(row, sign=signs.get(row.step, "")) for row in rows))
+
+    def _signs_of_last_run(self, merges: bool) -> dict[int, str]:
+        """Return the sign of each step in the plan of the last run, by the index of the step."""
+        run = self._state.last_run
+        if run is None or not run.steps:
+            return {}
+        plan = plan_generation(run.config, run.steps)
+        return dict(enumerate(signs_of(plan, merges, is_unet=bool(self._denoiser.deep_stages))))
 
     def _report(
         self,
@@ -314,9 +325,10 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if references is not None:
             references = [_in_latents(self._model, "references", *size) for size in references]
         if run is not None:
-            if height is width is None:
-                references = run.references if references is None else references
-            height, width = run.height if height is None else height, run.width if width is None else width
+            if height is None and width is None and references is None:
+                references = run.references
+            height = run.height if height is None else height
+            width = run.width if width is None else width
             batch = run.batch if batch is None else batch
             steps = run.steps if steps is None else steps
         frames = self._frames(frames)
@@ -324,10 +336,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         steps = default_steps(self._model) if steps is None else steps
         check_counts(height=height, width=width, batch=batch, steps=steps)
         optional(number("a number ≥ 0, such as 7.5", lambda scale: scale >= 0))("guidance", guidance)
-        config, references = (
-            self._settings_at(height, width, frames, steps, guidance),
-            tuple(references or ()),
-        )
+        config = self._settings_at(height, width, frames, steps, guidance)
+        references = tuple(references or ())
         root = self._denoiser.root
         if config.proportional and why_tokens_count_once(self._state, root, self._model, config):
             config = dataclasses.replace(config, proportional=False)
@@ -337,28 +347,36 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if not counted or counted[0][0] != key:
             report = predict(self._model, config, height, width, batch, steps, references, dense, frames)
             slower = hardly_faster(report, partial(self._fewest_tokens, config.ratio))
-            report = dataclasses.replace(report, notes=(*report.notes, *filter(None, [slower])))
+            if slower is not None:
+                report = dataclasses.replace(report, notes=(*report.notes, slower))
             counted[:] = [(key, report, slower)]
-        report, default = counted[0][1], self._default
+        report = counted[0][1]
+        default = self._default
         if default is None:
             return report
-        facts, (error, why_none) = self._facts_at(height, width, steps, guidance, frames), self._closeness()
-        text = f"no estimate: {why_none}" if why_none else ""
-        text = text if error is None else f"estimated from the last run: {error}"
+        facts = self._facts_at(height, width, steps, guidance, frames)
+        error, why_none = self._closeness()
         if run is None or config is not run.config:
-            error, near = None, Estimate(psnr_of(default.plan(facts).harm), BEFORE_A_RUN)
-            text = "" if facts.guidance is None else f", guidance {facts.guidance:g}"
-            text = f"estimated before a run{text}: {near}"
+            error = None
+            near = Estimate(psnr_of(default.plan(facts).harm), BEFORE_A_RUN)
+            scale = "" if facts.guidance is None else f", guidance {facts.guidance:g}"
+            text = f"estimated before a run{scale}: {near}"
+        elif error is not None:
+            text = f"estimated from the last run: {error}"
+        else:
+            text = f"no estimate: {why_none}" if why_none else ""
         if default.min_psnr is not None and not default.is_dense(facts):
             text += f"\nmin_psnr {default.min_psnr:g}: {self._tolerated(default, facts, error, report)}"
         return dataclasses.replace(report, estimated=text)
 
     def _fewest_tokens(self, ratio: float) -> int:
         """Return the fewest tokens for which merged attention is faster, on the device of the denoiser."""
-        root, attention = self._denoiser.root, narrowest_attention(self._denoiser.blocks)
+        root = self._denoiser.root
+        attention = narrowest_attention(self._denoiser.blocks)
         if not self._in_force.plans.blocks:
-            attention = attention[:2]
-        device, batch = device_of(self._model, root), self._denoiser.usual_batch
+            attention = attention[:2]  # each block has a plan of its own
+        device = device_of(self._model, root)
+        batch = self._denoiser.usual_batch
         merging = TimedMerging(device, dtype_of(root), "layers", False, batch, *attention)
         return fewest_at(fewest_tokens(merging), "layers", ratio)
 
@@ -372,8 +390,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             )
 
     def _shown(self) -> str:
-        """Return what is printed of the handle."""
-        report, notes = None, {"left alone": self._state.kept.note, "not reused": self._misfits()}
+        """Return the lines that ``print`` shows of the handle."""
+        report = None
+        notes = {"left alone": self._state.kept.note, "not reused": self._misfits()}
         try:
             report = self.report()
             notes["hardly faster"] = self._counted.value[0][2] or ""
@@ -381,7 +400,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             notes["not counted"] = why(error)
         pipe = self._model if getattr(self._model, "scheduler", None) is not None else None
         why_gone = {None: "removed: the model is as before", self._state: ""}
-        run, facts, (estimate, why_none) = self._state.last_run, None, self._closeness()
+        run = self._state.last_run
+        facts = None
+        estimate, why_none = self._closeness()
         guidance = None if run is None else run.guidance
         if run is None:
             try:
@@ -408,24 +429,24 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         return "\n".join(summary(self._in_force, conditions, report, run))
 
     def _misfits(self) -> str:
-        """Say how many calls of the last run could not use what was cached; empty: all could."""
+        """Return how many calls of the last run could use nothing that was cached, or an empty string."""
         misfits = 0 if self._state.last_run is None else self._state.last_run.misfits
         calls = f"{misfits} call{'s' if misfits > 1 else ''} reused nothing"
         return f"{calls}, whose sample follows from none of the step before" if misfits else ""
 
     @property
     def _in_force(self) -> ToMeConfig:
-        """The settings of the last run; before the first, those of the next one as far as it is known."""
+        """The settings of the last run, or before the first run those of the next one as far as known."""
         run = self._state.last_run
         return self._state.kept.config if run is None else run.config
 
     @property
     def estimate(self) -> Estimate | None:
-        """How close the last picture probably is to the dense one, see :attr:`Patch.estimate`."""
+        """How close the last picture probably is to the dense one, or None, see :attr:`Patch.estimate`."""
         return self._closeness()[0]
 
     def _closeness(self) -> tuple[Estimate | None, str]:
-        """Return the estimate of the last run; or None, and why there is none."""
+        """Return the estimate of the last run, or None, and the reason why there is none, if there is one."""
         run = self._state.last_run
         if run is None or not run.steps:
             return None, ""
@@ -438,7 +459,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if self._default is None:
             return None, "only speedup= has one"
         found = run.observe(self._estimate_of, run)
-        return found, "" if found is not None else run.unseen or _NOT_FINITE
+        if found is not None:
+            return found, ""
+        return None, run.unseen or _NOT_FINITE
 
     def _estimate_of(self, run: RunLog) -> Estimate | None:
         facts = self._facts_at(run.height, run.width, run.steps)
@@ -446,7 +469,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
 
     def _remarks(self, facts: Facts | None, error: Estimate | None, report: Report | None) -> dict[str, str]:
         """Return how close the picture is, and what the default method added or did not reach, by heading."""
-        run, default = self._state.last_run, self._default
+        run = self._state.last_run
+        default = self._default
         remarks = {"estimated": str(error or "")}
         if facts is not None and default is not None and facts.follows_steps:
             told = default.shortfall(facts, closeness=run is None)  # a run has an estimate of its own
@@ -454,29 +478,34 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             if default.min_psnr is not None and report is not None and not default.is_dense(facts):
                 remarks[f"min_psnr {default.min_psnr:g}"] = self._tolerated(default, facts, error, report)
             fewer = 0 if report is None else round(facts.steps / report.speedup)
-            if error and 1 < fewer < facts.steps <= 8:  # short_generations_cpu.jsonl
+            if error and 1 < fewer < facts.steps <= _FEW_STEPS:
                 same = f"{fewer} steps of the unchanged model take as long"
                 remarks["few steps"] = f"{same}, and can be as close; compare both"
-            elif error and error.psnr < 30:  # many details differ
+            elif error and error.psnr < _FAR:
                 remarks["for a closer picture"] = "a lower speedup, or more steps"
         return remarks
 
     def _tolerated(self, default: DefaultMethod, facts: Facts, error: Estimate | None, report: Report) -> str:
         """Say what the tolerance of the default method adds to a run, or what it cost in the last one."""
-        plan, wanted = default.plan(facts), default.min_psnr or 0.0
+        plan = default.plan(facts)
+        wanted = default.min_psnr or 0.0
         aim = f"{wanted + ESTIMATE['margin']:g} dB, to be safe"
         if error is None:
-            slower = default.settings(facts) != default.change(plan.config)
-            begins = f"begins slower than speedup={default.speedup:g}, and " * slower
-            return f"a run {begins}adds complete steps until its estimate is {aim}, which costs speed"
+            adds = f"adds complete steps until its estimate is {aim}, which costs speed"
+            if default.settings(facts) == default.change(plan.config):
+                return f"a run {adds}"
+            return f"a run begins slower than speedup={default.speedup:g}, and {adds}"
         reached = "above" if error.psnr >= wanted else "below"
-        ran, due = (f"{speedup:.2f}×" for speedup in (report.speedup, plan.speedup))
+        told = f"the estimate is {reached} {wanted:g} dB; the plan aims at {aim}."
+        ran = f"{report.speedup:.2f}×"
+        due = f"{plan.speedup:.2f}×"
+        if ran == due:
+            return f"{told} No step was added"
         lower = "a lower speedup without min_psnr can be faster"
-        cost = "No step was added" if ran == due else f"This cost speed: {ran} in place of {due}; {lower}"
-        return f"the estimate is {reached} {wanted:g} dB; the plan aims at {aim}. {cost}"
+        return f"{told} This cost speed: {ran} in place of {due}; {lower}"
 
     def _pictures(self, pipe: Any) -> int | None:
-        """Return how many pictures a call draws; None: unknown."""
+        """Return how many pictures a call draws, or None if it is unknown."""
         run = self._state.last_run
         if run is None:
             return 1
@@ -486,8 +515,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         return None if others else pictures
 
     def _frames(self, frames: Given) -> Given:
-        """Return the frames of the token grid of a video; by default those of the last run."""
-        run, patch = self._state.last_run, self._denoiser.patch_frames
+        """Return the frames of the token grid of a video, which are by default those of the last run."""
+        run = self._state.last_run
+        patch = self._denoiser.patch_frames
         if frames is None:
             return None if run is None or not patch else run.frames
         if not patch:
@@ -508,7 +538,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     ) -> Facts:
         """Return the facts of a generation.
 
-        Its schedule is that of the last run, and so are guidance and frames by default.
+        Its schedule is that of the last run. So are guidance and frames by default.
         """
         assert self._default is not None
         run = self._state.last_run
@@ -570,7 +600,8 @@ class EncoderPatch(Patch[ViTReport, RecordedTokens]):
             report = self.report()
         except Exception as error:  # printing a handle never fails, whatever became of the model
             return f"{title}\n  not counted: {why(error)}"
-        first, last = report.rows[0], report.rows[-1]
+        first = report.rows[0]
+        last = report.rows[-1]
         return (
             f"{title}\n"
             f"  merging: {first.tokens} tokens in the first layer, {last.merged_tokens} after the last\n"

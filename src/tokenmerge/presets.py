@@ -15,6 +15,8 @@ from tokenmerge.config import PlanSharing, ToMeConfig, checks, parts
 
 __all__ = ["ca_tome", "ibtm", "sdtm", "sito", "todo", "toma", "tomesd"]
 
+_PARTS = 5  # of the steps, each of which has a ratio of its own in sdtm
+
 
 def tomesd(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """Token Merging for Stable Diffusion: D. Bolya and J. Hoffman, arXiv 2303.17604.
@@ -129,9 +131,13 @@ def sdtm(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 
     Not for ratios above 0.56 with 2 × 2 windows: the first steps would remove more than 3 of 4 tokens.
     """
-    mean = checks.as_number(ratio) or 0.0  # what is no number is refused below
-    falling = [{"start": part / 5, "ratio": round((1.32 - 0.16 * part) * mean, 4)} for part in range(5)]
-    rules = [*falling, {"start": 0.4, "planner": "tome"}]
+    mean = checks.as_number(ratio) or 0.0  # a value that is no number is refused below
+    rules: list[dict[str, Any]] = []
+    for part in range(_PARTS):
+        # This is the mean of a part of the line from 1.4 to 0.6.
+        share = 1.32 - 0.16 * part
+        rules.append({"start": part / _PARTS, "ratio": round(share * mean, 4)})
+    rules.append({"start": 0.4, "planner": "tome"})
     return _preset(changes, ratio=ratio, scope="block", planner="windows", rules=rules)
 
 

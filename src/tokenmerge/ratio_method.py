@@ -10,8 +10,8 @@ from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of
 from tokenmerge.plans import Facts, facts_of, share_that_merges
 
-# More steps than a generation has: one step in so many is dense, so it is the first one alone. What more of
-# them would give, `python -m benchmarks.ratio` measures; it has no record yet.
+# It is more steps than a generation has. One step in so many is dense, so it is the first one alone. The
+# effect of more dense steps is measured by `python -m benchmarks.ratio`, which has no record yet.
 _FIRST_STEP_ALONE = 10_000
 # Where attention that merges has a smaller share of the operations, merging around it saves next to no time.
 # On GPUs its share of the time is less than half of that: on an H200, 5 % where it has 16 % of the operations
@@ -27,7 +27,7 @@ def settings_of_ratio(pipe_or_model: object, hosts: Sequence[Host], ratio: float
     """Return the settings of token merging alone for models that were found in a pipeline or a model.
 
     In the pipeline of a transformer, tokens merge once for all blocks, by what the blocks added in the step
-    before. What merging loses is given back, so the first step runs on all tokens. A UNet merges around the
+    before. The loss of merging is given back, so the first step runs on all tokens. A UNet merges around the
     self-attention of its finest level, with one plan for the level. So does a model alone, whose steps are
     unknown.
     """

@@ -21,6 +21,7 @@ SIGNS = {
 }
 # What "f" does where every other step merges tokens: then the steps with "f" merge them too.
 _FINEST_MERGES = "only the first and last stage of the UNet run, and tokens merge; the rest is extrapolated"
+REUSING_SIGNS = ("f", "·")
 _COMPLETE = {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}
 
 
