@@ -15,6 +15,7 @@ from tokenmerge.plans import choose, pays_from, policy
 from tokenmerge.runtime.memory.run_log import RunLog
 
 _FEWEST, _FEWEST_OF_POLICY = 16, policy.FEWEST_TOKENS
+_TOKENS_ON_CPU = calibration.TOKENS_ON_CPU
 _GIVE_UP = RunLog.give_up
 
 # No deadline, since times depend on the machine. Always the same examples, so that failures repeat.
@@ -61,8 +62,9 @@ def errors_of_observers_survive(errors_of_observers_raise: None, monkeypatch: py
 
 @pytest.fixture
 def large_grids_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let only grids merge of which the policy says so, as outside the tests."""
+    """Let only those grids merge that merge outside the tests."""
     monkeypatch.setattr(policy, "FEWEST_TOKENS", _FEWEST_OF_POLICY)
+    monkeypatch.setattr(calibration, "TOKENS_ON_CPU", _TOKENS_ON_CPU)
     choose.plans_of.cache_clear()
     yield
     choose.plans_of.cache_clear()

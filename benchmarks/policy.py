@@ -10,14 +10,22 @@ loses more than skipping (few_steps_cpu.jsonl); how many times more it loses wit
 
     python benchmarks/policy.py measure --out benchmarks/policy_cpu.jsonl
     python benchmarks/policy.py fit --out benchmarks/policy_cpu.jsonl
+
+`--stacks` draws stacks of blocks alone, at several ratios and with more or fewer dense steps. The policy is
+not fitted on these pictures yet. `table` prints how close they are.
+
+    python benchmarks/policy.py measure --stacks --out benchmarks/stacks_cpu.jsonl
+    python benchmarks/policy.py table --out benchmarks/stacks_cpu.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -150,6 +158,13 @@ def both_in_transformer(steps: int) -> Iterator[Settings]:
         yield merged | reuse(steps, complete)
 
 
+def stacks(steps: int) -> Iterator[Settings]:
+    """Whole blocks that merge once, with the first step dense, or one step in 10 or in 4."""
+    for ratio, every in itertools.product(STACK_RATIOS, (steps, 10, 4)):
+        wide = {"sx": 4} if ratio > 0.5 else {}
+        yield merging(ratio, scope="block", features="model_residual", correction__every=every, **wide)
+
+
 def merging_in_few_steps(steps: int) -> Iterator[Settings]:
     by_residual = {"features": "model_residual"}
     yield merging(0.4, **by_residual)
@@ -160,6 +175,7 @@ def merging_in_few_steps(steps: int) -> Iterator[Settings]:
     yield merging(0.4, correction__every=4, **by_residual)
 
 
+STACK_RATIOS = (0.2, 0.35, 0.5, 0.65)
 POLICY = Path(policy.__file__).with_name("policy.json")
 UNET, TRANSFORMER, PHOTOGRAPHS = "emoji-unet", "emoji-mmdit", "photo-flux"
 STRONG = {UNET: 7.5, TRANSFORMER: 7.0}
@@ -198,6 +214,14 @@ def scenes() -> Iterator[tuple[Scene, list[Settings]]]:
     for number, prompt in enumerate(CAPTIONS):
         scene = Scene(PHOTOGRAPHS, 512, 20, "flow Euler", 1.0, prompt, SEED + number)
         yield scene, list(both_in_transformer(20))
+
+
+def scenes_of_stacks() -> Iterator[tuple[Scene, list[Settings]]]:
+    """Yield scenes of the transformer, each with the settings of its stack of blocks."""
+    for number, prompt in enumerate(prompts_of(PROMPTS, 2)):
+        for guidance in (3.0, STRONG[TRANSFORMER]):
+            scene = Scene(TRANSFORMER, 128, 20, "flow Euler", guidance, prompt, SEED + number)
+            yield scene, list(stacks(scene.steps))
 
 
 def prompts_of(seed: int, count: int) -> list[str]:
@@ -256,7 +280,7 @@ class Artist:
 def measure(options: argparse.Namespace) -> None:
     """Draw the pictures that are not in the record."""
     artist, done = Artist(), {key(line) for line in read(options.out)}
-    for scene, settings in scenes():
+    for scene, settings in scenes_of_stacks() if options.stacks else scenes():
         for one in settings:
             line = {**dataclasses.asdict(scene), "settings": one}
             if key(line) not in done:
@@ -264,6 +288,28 @@ def measure(options: argparse.Namespace) -> None:
                 error = artist.error(scene, ToMeConfig.from_dict({**BASE, **one}))
                 write(options.out, {**line, "error": error})
                 print(scene, one, f"{error:.2e} {time.process_time() - start:.1f} s", flush=True)
+
+
+def table(options: argparse.Namespace) -> None:
+    """Print how close stacks of blocks are."""
+    print("\n".join(table_of_stacks(read(options.out))))
+
+
+def table_of_stacks(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of a Markdown table: a row for each ratio and each distance of dense steps."""
+    found: dict[tuple[float, int, float], list[float]] = {}
+    for line in lines:
+        settings = line["settings"]
+        place = settings["ratio"], settings["correction.every"], line["guidance"]
+        found.setdefault(place, []).append(decibels(line["error"]))
+    scales = sorted({scale for _, _, scale in found})
+    rows = ["| ratio | dense steps | " + " | ".join(f"guidance {scale:g}" for scale in scales) + " |"]
+    rows.append("|---:|---|" + "---:|" * len(scales))
+    for ratio, every in dict.fromkeys((ratio, every) for ratio, every, _ in found):
+        cells = [f"{statistics.mean(found[ratio, every, scale]):.1f} dB" for scale in scales]
+        dense = f"one in {every}" if every < 20 else "the first"
+        rows.append(f"| {ratio:g} | {dense} | {' | '.join(cells)} |")
+    return rows
 
 
 def fit(options: argparse.Namespace) -> None:
@@ -408,12 +454,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("measure", "fit"))
+    parser.add_argument("what", choices=("measure", "fit", "table"))
+    parser.add_argument("--stacks", action="store_true", help="measure stacks of blocks alone")
     parser.add_argument("--policy", type=Path, default=POLICY, help="the table that the fit writes")
     parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()
-    {"measure": measure, "fit": fit}[options.what](options)
+    {"measure": measure, "fit": fit, "table": table}[options.what](options)
 
 
 if __name__ == "__main__":

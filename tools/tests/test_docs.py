@@ -258,6 +258,16 @@ def test_the_tables_of_closeness_say_what_the_records_say():
         assert text == (ROOT / path).read_text(encoding="utf-8")
 
 
+def test_the_page_on_merging_once_says_what_its_records_say(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # for what its scripts import from each other
+    page = (ROOT / "docs/methods/merge-once.md").read_text(encoding="utf-8")
+    ratio = runpy.run_path(str(ROOT / "benchmarks" / "ratio.py"))
+    assert "\n".join(ratio["table"](ratio["rows_of"](ROOT / "benchmarks/ratio_cpu.jsonl"))) in page
+    policy = runpy.run_path(str(ROOT / "benchmarks" / "policy.py"))
+    assert "\n".join(policy["table_of_stacks"](policy["read"](ROOT / "benchmarks/stacks_cpu.jsonl"))) in page
+
+
 def test_the_page_of_rivals_says_what_its_record_says():
     written = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))
     assert written["tables"]() == written["TABLES"].read_text(encoding="utf-8")
