@@ -303,7 +303,7 @@ def table_of_stacks(lines: Sequence[Mapping[str, Any]]) -> list[str]:
         place = settings["ratio"], settings["correction.every"], line["guidance"]
         found.setdefault(place, []).append(decibels(line["error"]))
     scales = sorted({scale for _, _, scale in found})
-    rows = ["| ratio | dense steps | " + " | ".join(f"guidance {scale:g}" for scale in scales) + " |"]
+    rows = ["| ratio | steps on all tokens | " + " | ".join(f"guidance {scale:g}" for scale in scales) + " |"]
     rows.append("|---:|---|" + "---:|" * len(scales))
     for ratio, every in dict.fromkeys((ratio, every) for ratio, every, _ in found):
         cells = [f"{statistics.mean(found[ratio, every, scale]):.1f} dB" for scale in scales]
