@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:min_psnr=30:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*saves next to no time at this size:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*what CrossAttnStoreProcessor at .* looks at:UserWarning"),
 ]
 
 
