@@ -440,7 +440,7 @@ def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
     config = settings_for(unet, 2.0, 128, 128, 30, 5.0, follows_steps=True)
     signs = signs_of(plan_generation(config, 30), config.merges, is_unet=True)
     assert set(signs) == {"D", "f"}
-    assert "On an H100 or H200 merging saves no time, so `D` replaces `M`." in README
+    assert "Where it saves none, `D` replaces `M`." in README
 
 
 def test_the_page_of_the_third_model_says_what_its_record_says():
