@@ -213,6 +213,18 @@ def test_attributes_of_a_pipeline_may_be_set_as_it_is_looked_at(pipe, read):
     assert len(vars(pipe)) > before + 1
 
 
+def test_a_dense_call_goes_on_where_another_thread_patches_and_restores_the_model(pipe):
+    """It may have begun while the model was not patched, so nobody can know of it."""
+    blocks = pipe.unet.down_blocks[0].attentions[0]
+    called = torch.zeros(2, 32, 16, 16)
+    patch = apply_token_merging(pipe, HALF)
+    hooks = [*blocks._forward_pre_hooks.values()]  # as a call of the module lists them when it begins
+    assert hooks
+    patch.remove()
+    for hook in hooks:
+        assert hook(blocks, (called,), {}) is None
+
+
 def test_no_thread_looks_into_the_frames_of_another(pipe, monkeypatch):
     monkeypatch.setattr(sys, "_current_frames", None)
     patch = apply_token_merging(pipe, HALF)

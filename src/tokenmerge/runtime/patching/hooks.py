@@ -144,7 +144,9 @@ def _beside(state: ModelState) -> CallContext:
 
 def before_blocks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Before the module around some blocks: note their token grid, which its first argument shows."""
-    state: PerThread[Grid] | StageState = module.__dict__[STATE]
+    state: PerThread[Grid] | StageState | None = module.__dict__.get(STATE)
+    if state is None:  # another thread has restored the model since this call of it began
+        return
     grids = state.grid if isinstance(state, StageState) else state
     assert grids is not None
     rows, columns = (args[0] if args else kwargs["hidden_states"]).shape[-2:]
