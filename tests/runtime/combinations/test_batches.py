@@ -215,16 +215,19 @@ def svd() -> Any:
     )
 
 
+# Settings of the codecs of Wan and Qwen-Image, which have the same parts.
+SMALL_CODEC: dict[str, Any] = {
+    "z_dim": 4,
+    "dim_mult": [1] * 4,
+    "num_res_blocks": 1,
+    "temperal_downsample": [False, True, True],
+    "latents_mean": [0.0] * 4,
+    "latents_std": [1.0] * 4,
+}
+
+
 def wan_codec() -> Any:
-    return D.AutoencoderKLWan(
-        base_dim=3,
-        z_dim=4,
-        dim_mult=[1] * 4,
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-    ).eval()
+    return D.AutoencoderKLWan(base_dim=3, **SMALL_CODEC).eval()
 
 
 def sizes_of_pixart(pictures: int) -> dict[str, Any]:
@@ -321,15 +324,7 @@ def codec_of_easyanimate() -> Any:
 
 
 def codec_of_qwen() -> Any:
-    return D.AutoencoderKLQwenImage(
-        base_dim=4,
-        z_dim=4,
-        dim_mult=[1] * 4,
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-    ).eval()
+    return D.AutoencoderKLQwenImage(base_dim=4, **SMALL_CODEC).eval()
 
 
 class NoChecker:

@@ -229,8 +229,12 @@ def _call_with(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
     else:  # without a launch
         seed = first_numbers(1, first.device)[0]
     running = running_pipeline()
-    pipe, shape = state.pipeline.of_call(running), (len(sample), *first.shape)
-    compiling, scheduler, step, given = torch.compiler.is_compiling(), None, None, None
+    pipe = state.pipeline.of_call(running)
+    shape: tuple[int, ...] = (len(sample), *first.shape)
+    compiling = torch.compiler.is_compiling()
+    scheduler: Any = None
+    step: DenoisingStep | None = None
+    given: Given | None = None
     if not compiling:
         scheduler = None if pipe is None else scheduler_of(pipe, timestep)
     elif state.follows_steps:

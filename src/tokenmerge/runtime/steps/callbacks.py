@@ -59,7 +59,8 @@ def _is_call_of(function: Any, frame: FrameType) -> bool:
     owner = getattr(function, "__self__", None)
     if not hasattr(function, "__code__"):
         function, owner = type(function).__call__, function
-    code, variables = getattr(function, "__code__", None), frame.f_locals
+    code = getattr(function, "__code__", None)
+    variables = frame.f_locals
     if code is not frame.f_code:
         return False
     if owner is not None and variables.get(code.co_varnames[0]) is not owner:
