@@ -40,7 +40,7 @@ def _small_grids_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "TOKENS_ON_CPU", 0)
     for module in (default_method, handle):
         monkeypatch.setattr(module, "fewest_tokens", lambda *_: pays_from(calibration.TOKENS_ON_CPU))
-    # Pictures of tests have few tokens. The policy merges larger grids alone.
+    # Images of tests have few tokens. The policy merges larger grids alone.
     monkeypatch.setattr(policy, "FEWEST_TOKENS", {"unet": _FEWEST, "transformer": _FEWEST})
 
 

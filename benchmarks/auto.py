@@ -1,6 +1,6 @@
 """Time of a denoising step with `auto`, published methods and dense, on the geometry of well-known models.
 
-Each model has random weights and runs without its pipeline, with the batch size of one guided picture. Some
+Each model has random weights and runs without its pipeline, with the batch size of one guided image. Some
 steps of `auto` are dense, some merge, and some run only a part of the model. Some published methods do not
 plan at every step, or merge less at later steps. Each kind of step is timed, and a line shows the mean over
 the generation. Rounds are interleaved: a line shows their median, their quartiles, and the median of the

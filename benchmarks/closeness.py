@@ -1,4 +1,4 @@
-"""Shared by the scripts on closeness: pictures of `emoji-unet`, their PSNR to dense, a table, a record."""
+"""Shared by the scripts on closeness: images of `emoji-unet`, their PSNR to dense, a table, a record."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load() -> StableDiffusionPipeline:
 
 
 def draw(pipe: StableDiffusionPipeline, size: int, options: argparse.Namespace) -> np.ndarray:
-    """Draw one picture per prompt, each with its own seed: [prompts, size, size, 3], from 0 to 1."""
+    """Draw one image per prompt, each with its own seed: [prompts, size, size, 3], from 0 to 1."""
     glyphs = read_glyphs()
     prompts = [caption(glyphs[i].name, background) for i, background in choose_prompts(options.prompts)]
     return pipe(
@@ -56,7 +56,7 @@ def draw(pipe: StableDiffusionPipeline, size: int, options: argparse.Namespace) 
 
 
 def psnr(pictures: np.ndarray, dense: np.ndarray) -> list[float]:
-    """Return the PSNR in dB, one number per picture."""
+    """Return the PSNR in dB, one number per image."""
     error = ((pictures - dense) ** 2).mean(axis=(1, 2, 3))
     return [float(value) for value in -10 * np.log10(error)]
 

@@ -1,9 +1,9 @@
 """Closeness and time of this package's ComfyUI node, ComfyUI's own node, and fewer steps.
 
-Pictures of the bundled models are sampled by ComfyUI's own code with PyTorch's fused attention: dense, with
+Images of the bundled models are sampled by ComfyUI's own code with PyTorch's fused attention: dense, with
 the node Token Merging and method `auto`, with `TomePatchModel`, and dense with as many steps as fit into the
-time of each `auto`. The methods are interleaved at each prompt. A line of the record is one picture: PSNR to
-the dense picture of the same seed, and wall and CPU seconds of the sampling. A second run with the same
+time of each `auto`. The methods are interleaved at each prompt. A line of the record is one image: PSNR to
+the dense image of the same seed, and wall and CPU seconds of the sampling. A second run with the same
 record continues where the first one stopped. `--table` prints the record as a table, which `--write` puts
 into docs/comfyui.md.
 
@@ -64,7 +64,7 @@ def patched(model: Any, method: str) -> Any:
 
 
 def sample(row: Mapping[str, Any], method: str, steps: int) -> tuple[torch.Tensor, list[float]]:
-    """Return the picture ``[1, size, size, 3]``, from 0 to 1, with the seconds that sampling took."""
+    """Return the image ``[1, size, size, 3]``, from 0 to 1, with the seconds that sampling took."""
     model, positive, negative = emoji_nodes.EmojiModel().load(row["model"], row["prompt"])
     channels = model.model.latent_format.latent_channels
     latent = torch.zeros(1, channels, SIZE // 4, SIZE // 4)
@@ -96,7 +96,7 @@ def methods(model: str, spent: Mapping[str, float]) -> Iterator[tuple[str, str, 
 
 
 def draw_row(row: dict[str, Any], out: Path) -> None:
-    """Draw one prompt with each method, and write a line for each picture."""
+    """Draw one prompt with each method, and write a line for each image."""
     sample(row, DENSE, 2)
     dense, taken = sample(row, DENSE, STEPS)
     spent = {DENSE: taken[0]}
@@ -115,7 +115,7 @@ def draw_row(row: dict[str, Any], out: Path) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Draw the pictures that are not in the record."""
+    """Draw the images that are not in the record."""
     glyphs = read_glyphs()
     chosen = choose_prompts(options.prompts, seed=17)
     done = {key(line) for line in read(options.out)}
@@ -199,7 +199,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
+    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per image")
     parser.add_argument("--table", action="store_true", help="print the record as a table, and draw nothing")
     parser.add_argument(
         "--write", action="store_true", help="write the table into the page, and draw nothing"

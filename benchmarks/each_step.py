@@ -1,8 +1,8 @@
-"""What each denoising step contributes to the loss: pictures in which one step alone merges or skips a part.
+"""What each denoising step contributes to the loss: images in which one step alone merges or skips a part.
 
 For each step, `emoji-unet` draws with all other steps dense, and in that step alone merges tokens, skips its
-deep stages, or skips its finest level too. A line of the record is the mean squared error of one picture to
-the dense picture of the same seed. Where errors of single steps are small, they add up, so their sizes say
+deep stages, or skips its finest level too. A line of the record is the mean squared error of one image to
+the dense image of the same seed. Where errors of single steps are small, they add up, so their sizes say
 which steps to spare. A second run with the same record continues where the first one stopped. `--table`
 prints the record as a table.
 
@@ -68,7 +68,7 @@ def draw(pipe: StableDiffusionPipeline, row: Mapping[str, Any]) -> Any:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Draw the pictures that are not in the record."""
+    """Draw the images that are not in the record."""
     pipe = load()
     glyphs = read_glyphs()
     chosen = choose_prompts(options.prompts, seed=23)
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, nargs="+", default=[3.0, 7.5])
     parser.add_argument("--prompts", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
+    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per image")
     parser.add_argument("--table", action="store_true", help="print the record as a table, and draw nothing")
     options = parser.parse_args()
     if not options.table:

@@ -1,8 +1,8 @@
-"""What the runtime notes of its own error, beside the true closeness of the picture.
+"""What the runtime notes of its own error, beside the true closeness of the image.
 
-Each line of the record is one generation with the default method: model, solver, guidance, size, steps,
+Each line of the record is one generation with the default method: model, scheduler, guidance, size, steps,
 speed, prompt, settings, what the generation has shown of its error, and the squared error to the dense
-picture of the same seed. A second run with the same record continues where the first one stopped. `--table`
+image of the same seed. A second run with the same record continues where the first one stopped. `--table`
 says how well the estimate ranks and bounds the true errors, also for a record of `tolerance.py`.
 `--overhead` counts what the estimate costs: operations that make tensors, which are launches on a GPU, and
 CPU time with and without it, in turns.
@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tokenmerge import ToMeConfig, apply_token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.work import Amount, Share, Work
-from tokenmerge.plans import Facts
+from tokenmerge.plans import RunFacts
 from tokenmerge.plans.estimate import Shown, estimate_closeness, psnr_of
 from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.runtime.memory.run_log import shown_by
@@ -50,7 +50,7 @@ SOLVERS = {
     "emoji-unet": ("DPM++ 2M", "Euler ancestral", "DDIM", "DPM++ SDE"),
     "emoji-mmdit": ("flow Euler", "flow Heun"),
 }
-HOLDOUT = "photo-flux"  # none of the numbers was fitted on its pictures below
+HOLDOUT = "photo-flux"  # none of the numbers was fitted on its images below
 CAPTIONS = tuple(f"a photograph of {what}" for what in ("a cat", "a coffee cup", "a rocket", "gravel"))
 CLASSES: Mapping[str, Any] = {
     "emoji-unet": ("unet", "deep"),
@@ -58,7 +58,7 @@ CLASSES: Mapping[str, Any] = {
     HOLDOUT: ("transformer", "blocks"),
 }
 SPEEDUPS = (1.3, 1.6, 2.0, 3.0)
-LEAST_ERROR = 1e-12  # keeps the PSNR of equal pictures finite
+LEAST_ERROR = 1e-12  # keeps the PSNR of equal images finite
 NOTES = ("blocks.skipping._note_forecast", "memory.run_log.RunLog.note_output")
 TURNS = 5
 KEY = ("model", "solver", "guidance", "size", "steps", "speedup", "prompt")
@@ -225,12 +225,12 @@ def psnr(mse: float) -> float:
 
 
 def by_solver(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return the mean closeness of `emoji-unet` at a speed-up of 2 with each solver, as Markdown."""
+    """Return the mean closeness of `emoji-unet` at a speed-up of 2 with each scheduler, as Markdown."""
     found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
         if (line["model"], line["size"], line["speedup"]) == ("emoji-unet", 128, 2.0):
             found[line["solver"]][line["guidance"]].append(psnr(line["mse"]))
-    rows = ["| solver | guidance 3 | guidance 7.5 |", "|---|---:|---:|"]
+    rows = ["| scheduler | guidance 3 | guidance 7.5 |", "|---|---:|---:|"]
     weak, strong = 3.0, 7.5  # guidance
     for solver, own in sorted(found.items(), key=lambda one: -np.mean(one[1][strong])):
         rows.append(f"| {solver} | {np.mean(own[weak]):.0f} dB | {np.mean(own[strong]):.0f} dB |")
@@ -238,7 +238,7 @@ def by_solver(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def show(lines: Sequence[Mapping[str, Any]]) -> None:
-    """Print how well the estimate ranks and bounds the true errors, and the closeness by solver."""
+    """Print how well the estimate ranks and bounds the true errors, and the closeness by scheduler."""
     print(by_solver(lines))
     report("all", lines)
     report("fixed plans", [line for line in lines if isinstance(line["speedup"], float)])
@@ -251,7 +251,7 @@ def estimated(line: Mapping[str, Any], before: bool = False) -> float:
     """Return the estimate that the present policy makes of a line of the record, or made before its run."""
     model, part = CLASSES[line["model"]]
     work = Work((Share(part, 1, frozenset(), Amount()),))
-    facts = Facts(model, work, (1, 1, 1), line["calls"], line["guidance"])
+    facts = RunFacts(model, work, (1, 1, 1), line["calls"], line["guidance"])
     errors = {part: {int(step): error for step, error in own.items()} for part, own in line["errors"].items()}
     config = ToMeConfig.from_dict(line["settings"])
     shown = Shown() if before else Shown(errors, line["sigmas"], line["noise"])

@@ -107,7 +107,7 @@ def reference_file(options: argparse.Namespace, ratio: float) -> Path:
 
 
 def make_call(options: argparse.Namespace) -> DenoiserCall:
-    """Return the denoiser with a call for one picture without guidance, as LCM makes it."""
+    """Return the denoiser with a call for one image without guidance, as LCM makes it."""
     model = build_denoiser(find_geometry(options.model), torch.float32, torch.device("cpu"), seed=0)
     side = options.size // SCALE
     (sample,), others = example_inputs(model, (side, side), 1, guided=False)

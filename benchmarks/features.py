@@ -2,7 +2,7 @@
 
 Tokens merge around self-attention of the top level of `emoji-unet`, or joint attention of `emoji-mmdit`, by
 global matching, with proportional attention and without correction. A line shows the closeness to the dense
-pictures of the same seeds as a mean over the prompts, and its difference to planning on the block's input, as
+images of the same seeds as a mean over the prompts, and its difference to planning on the block's input, as
 mean and standard error over the prompts. `auto` is compared too, with these features in place of its own.
 
     python benchmarks/features.py --size 128 --prompts 8 --out benchmarks/features_cpu.jsonl
@@ -36,7 +36,7 @@ CHOICES: dict[str, Mapping[str, Any]] = {
 
 
 def measure(model: str, size: int, options: argparse.Namespace) -> None:
-    """Draw with each kind of features, and record the closeness of the pictures to dense."""
+    """Draw with each kind of features, and record the closeness of the images to dense."""
     pipe = DiffusionPipeline.from_pretrained(path(model))
     pipe.set_progress_bar_config(disable=True)
     dense = closeness.draw(pipe, size, options)

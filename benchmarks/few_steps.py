@@ -1,7 +1,7 @@
 """Which methods pay in generations of 1, 2, 4 and 8 steps, as with LCM, Lightning, Turbo and Schnell models.
 
 It compares `auto`, merging around layers, keys and whole blocks, step reuse, block caches, and dense with
-fewer steps, on both bundled models. A line of the record is one picture: PSNR to the dense picture of the
+fewer steps, on both bundled models. A line of the record is one image: PSNR to the dense image of the
 same seed and number of steps, and the operations of the denoiser, counted while it ran. With `--time`, the
 line has the seconds of the whole pipeline instead, and the methods are interleaved at each prompt. A second
 run with the same record continues where the first one stopped. `--table` prints the record as a table.
@@ -11,7 +11,7 @@ run with the same record continues where the first one stopped. `--table` prints
     python benchmarks/few_steps.py --table --out benchmarks/few_steps_cpu.jsonl
 
 Distilled models do not run twice for guidance, so guidance 1 represents them. The bundled models are not
-distilled: at 1 and 2 steps their pictures are blurred, and only the closeness to dense is meaningful.
+distilled: at 1 and 2 steps their images are blurred, and only the closeness to dense is meaningful.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MODELS = ("emoji-unet", "emoji-mmdit")
 STEPS = (1, 2, 4, 8)
 GUIDANCE = (1.0, 3.0)
 DENSE = "dense"
-EQUAL = 100.0  # dB of a picture that equals dense in every pixel
+EQUAL = 100.0  # dB of an image that equals dense in every pixel
 _TILED = "tome:planner=tiled,proportional,max_downsample=8"
 _KEYS = "tome:scope=keys,proportional,max_downsample=8"
 # Name in the record and the table → variant as a user would type it.
@@ -108,7 +108,7 @@ def applied(pipe: DiffusionPipeline, text: str | None) -> Iterator[DiffusionPipe
 def draw(
     pipe: DiffusionPipeline, row: Mapping[str, Any], steps: int, timed: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """Draw the picture of a row: ``[1, size, size, 3]``, and its cost."""
+    """Draw the image of a row: ``[1, size, size, 3]``, and its cost."""
 
     def call() -> Any:
         return pipe(
@@ -131,7 +131,7 @@ def draw(
 
 
 def run(options: argparse.Namespace) -> None:
-    """Draw the pictures that are not in the record."""
+    """Draw the images that are not in the record."""
     glyphs = read_glyphs()
     chosen = choose_prompts(options.prompts, seed=23)
     prompts = [caption(glyphs[i].name, background) for i, background in chosen]
@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> None:
 def draw_row(
     pipe: DiffusionPipeline, row: dict[str, Any], options: argparse.Namespace, done: set[Any]
 ) -> None:
-    """Draw the missing pictures of one prompt, and write a line for each."""
+    """Draw the missing images of one prompt, and write a line for each."""
     found = list(methods(row["model"], row["steps"], options.time))
     missing = [one for one in found if key({**row, "method": one[0]}) not in done]
     if not missing:
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, nargs="+", default=GUIDANCE)
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--time", action="store_true", help="measure seconds instead of operations")
-    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
+    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per image")
     parser.add_argument("--table", action="store_true", help="print the record as a table, and draw nothing")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()

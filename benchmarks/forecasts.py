@@ -1,8 +1,8 @@
 """Forecasts of other methods in place of ours: what takes the place of the model's output in skipped steps.
 
-Each picture has the same number of complete steps. In the others a forecast replaces the output of the whole
-denoiser. A line of the record is one picture: its forecast, where its complete steps lie, and its PSNR to the
-dense picture of the same seed. Costs are not compared: the forecast of DiCache also runs the first block. A
+Each image has the same number of full steps. In the others a forecast replaces the output of the whole
+denoiser. A line of the record is one image: its forecast, where its full steps lie, and its PSNR to the
+dense image of the same seed. Costs are not compared: the forecast of DiCache also runs the first block. A
 second run with the same record continues where the first one stopped. `--table` prints the record.
 
     python benchmarks/forecasts.py --out benchmarks/forecasts_cpu.jsonl
@@ -14,12 +14,12 @@ The forecasts, from the last outputs v₁, v₂ and v₃, the last one first, k 
 - `linear`: on the straight line through v₁ and v₂ (TaylorSeer, arXiv 2503.06923, order 1).
 - `ours`: the same, damped by how far the change kept its direction.
 - `quadratic`: on the parabola through the last three (TaylorSeer, order 2).
-- `foca`: v₁ + k/2 (D₁ + D₀), where D₁ is the change a step between the last two complete steps, and D₀ that
+- `foca`: v₁ + k/2 (D₁ + D₀), where D₁ is the change a step between the last two full steps, and D₀ that
   between the last two steps, forecast or not (arXiv 2508.16211).
 - `dicache`: v₂ + γ (v₁ - v₂), where γ, from 1 to 1.5, is how far the first block's residual went on
   (arXiv 2508.17356). For transformers.
 
-The complete steps lie `even`, as in the default method without its exceptions, or by `seacache`: at equal
+The full steps lie `even`, as in the default method without its exceptions, or by `seacache`: at equal
 distances of the summed change of the noise-filtered latents (arXiv 2602.18993), which a dense run shows.
 """
 
@@ -54,12 +54,12 @@ PROMPTS = 48
 SEED = 8600
 STEPS = 20
 SIZE = 128
-COUNTS = (12, 8)  # complete steps
+COUNTS = (12, 8)  # full steps
 FORECASTS = ("ours", "repeat", "linear", "quadratic", "foca", "dicache")
 PLACES = ("even", "seacache")
 MOST_GAMMA = 1.5  # in the forecast of DiCache
-LEAST_ERROR = 1e-10  # keeps the PSNR of equal pictures finite
-POWER = 2.0  # of the spectrum of pictures, in SeaCache's filter
+LEAST_ERROR = 1e-10  # keeps the PSNR of equal images finite
+POWER = 2.0  # of the spectrum of images, in SeaCache's filter
 KEY = ("model", "guidance", "prompt", "complete", "places", "forecast")
 
 
@@ -72,7 +72,7 @@ class Denoiser:
         self.name = forecast
         self.model = getattr(pipe, "transformer", None) or pipe.unet
         self.original = self.model.forward
-        # The last three complete steps: index, output, residual of the first block.
+        # The last three full steps: index, output, residual of the first block.
         self.known: list[tuple[int, Tensor, Any]] = []
         self.latest: list[Tensor] = []  # outputs of the last two steps, complete or not
         self.latents: list[tuple[float, Tensor]] = []  # of each step: its noise level, and the sample
@@ -141,7 +141,7 @@ def noise_share(scheduler: Any, step: int) -> float:
 
 
 def complete_steps(places: str, count: int, latents: Sequence[tuple[float, Tensor]]) -> tuple[int, ...]:
-    """Return ``count`` complete steps, from the samples of a dense run."""
+    """Return ``count`` full steps, from the samples of a dense run."""
     if places == "even":
         return StepReuse(every=distance(STEPS, count)).steps_of(STEPS).full
     filtered = []
@@ -187,7 +187,7 @@ def draw(denoiser: Denoiser, prompt: str, guidance: float, seed: int) -> np.ndar
 
 
 def measure(out: Path, prompts: int) -> None:
-    """Draw the pictures that are not in the record."""
+    """Draw the images that are not in the record."""
     found = {key(line) for line in read(out)}
     diffusers.utils.logging.set_verbosity_error()
     for model, guidance in SCENES:

@@ -1,6 +1,6 @@
 """How the time of planning, merging and unmerging grows with the number of tokens, against a dense step.
 
-The model is Stable Diffusion 1.5's UNet with random weights, called as for one guided picture. For each block
+The model is Stable Diffusion 1.5's UNet with random weights, called as for one guided image. For each block
 of the top level, merging around self-attention plans once, merges once and unmerges once. These operations
 are timed without the model, on tokens of the same size, five times for the five blocks. The two times of a
 line come from interleaved rounds.

@@ -136,7 +136,7 @@ def build(name: str) -> nn.Module:
 
 
 def example(name: str, model: nn.Module, height: int, width: int) -> dict[str, Any]:
-    """Return the arguments of a call with pictures of this size. Guidance doubles the batch."""
+    """Return the arguments of a call with images of this size. Guidance doubles the batch."""
     if name == "wan":  # 81 frames
 
         def blank(*shape: int) -> Tensor:
@@ -170,7 +170,7 @@ def launches(model: nn.Module, arguments: dict[str, Any]) -> collections.Counter
 
 
 def in_a_stack(name: str, model: nn.Module, height: int, width: int) -> collections.Counter[str]:
-    """Count the launches of a complete step that merges the tokens of a transformer's stack."""
+    """Count the launches of a full step that merges the tokens of a transformer's stack."""
     arguments = example(name, model, height, width)
     patch = apply_token_merging(model, STACK)
     try:

@@ -104,7 +104,7 @@ def evaluate(name: str) -> None:
 
 
 def auto(name: str) -> None:
-    """Measure `auto`, other methods and fewer steps, timed as drawn, one picture at a time."""
+    """Measure `auto`, other methods and fewer steps, timed as drawn, one image at a time."""
     quality, _ = QUALITY[name]
     variants = [v for v in read_grid(name)["variants"] if v.startswith(RIVALS)]
     variants = [WITH_RATIO.get(variant, variant) for variant in variants]

@@ -1,8 +1,8 @@
-"""Where the complete steps of a generation lie: at equal distances, or elsewhere.
+"""Where the full steps of a generation lie: at equal distances, or elsewhere.
 
-Pictures are drawn with step reuse alone, each time with the same number of complete steps and of steps with
-the finest level. A line of the record is one picture: where these steps lie, and its PSNR to the dense
-picture of the same seed. A second run with the same record continues where the first one stopped. `--table`
+Images are drawn with step reuse alone, each time with the same number of full steps and of steps with
+the finest level. A line of the record is one image: where these steps lie, and its PSNR to the dense
+image of the same seed. A second run with the same record continues where the first one stopped. `--table`
 prints the gain over equal distances. The second prompt of the record was drawn with
 `--prompts 2 --model emoji-unet --strength strong`.
 
@@ -16,9 +16,9 @@ The layouts are:
 - `before the last`: the first step is complete, others lie at equal distances, and the last is not complete
   (`without_the_last`).
 
-The exponent of `later` was chosen on pictures of `emoji-unet` with other prompts, and with UniPC, DPM++ 2M,
+The exponent of `later` was chosen on images of `emoji-unet` with other prompts, and with UniPC, DPM++ 2M,
 DDIM and Euler ancestral. `before the last` was chosen on `emoji-mmdit` with flow Euler and other prompts; it
-is also tried on `emoji-unet`, with a solver whose last step has little noise.
+is also tried on `emoji-unet`, with a scheduler whose last step has little noise.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEPS = 20
 SIZE = 128
 EXPONENT = 0.8
 TAIL = 0.6
-# Numbers of complete steps and of steps with the finest level. Of a UNet they are those of the default method
+# Numbers of full steps and of steps with the finest level. Of a UNet they are those of the default method
 # at 1024 tokens and speed-ups of about 1.4 and 1.8.
 COUNTS = {
     ("later", "weak"): ((10, 11), (6, 8)),
@@ -71,7 +71,7 @@ def scenes(prompts: int) -> Iterator[tuple[Scene, str, str]]:
 
 
 def places(layout: str, complete: int, finest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the complete steps, and the steps that run the finest level."""
+    """Return the full steps, and the steps that run the finest level."""
     even = StepReuse(every=distance(STEPS, complete), shallow_every=distance(STEPS, finest))
     full, shallow = even.steps_of(STEPS)
     if layout == "later":
@@ -82,7 +82,7 @@ def places(layout: str, complete: int, finest: int) -> tuple[tuple[int, ...], tu
 
 
 def places_of(full: Sequence[int], shallow: Sequence[int], steps: int) -> dict[str, tuple[float, ...]]:
-    """Return settings of step reuse with these complete steps, and these with the finest level."""
+    """Return settings of step reuse with these full steps, and these with the finest level."""
     others = sorted({*shallow} - {*full})
     last = steps - 1
     return {
@@ -92,7 +92,7 @@ def places_of(full: Sequence[int], shallow: Sequence[int], steps: int) -> dict[s
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Draw the pictures that are not in the record."""
+    """Draw the images that are not in the record."""
     out = options.out
     artist = Artist()
     done = {key(line) for line in read(out)}
@@ -117,7 +117,7 @@ def key(line: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a Markdown table of gains over `even`, with standard errors over the pictures."""
+    """Yield a Markdown table of gains over `even`, with standard errors over the images."""
     even = {key(line): line["psnr"] for line in lines if line["layout"] == "even"}
     cells = defaultdict(list)
     for line in lines:
@@ -126,7 +126,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             gain = line["psnr"] - usual
             cells[line["model"], line["layout"], line["solver"], f"{line['guidance']:g}"].append(gain)
             cells[line["model"], line["layout"], "**all**", ""].append(gain)
-    yield "| model | layout | solver | guidance | pictures | gain, dB | from … to |"
+    yield "| model | layout | scheduler | guidance | images | gain, dB | from … to |"
     yield "|---|---|---|---:|---:|---:|---|"
     for cell, gains in sorted(cells.items()):
         error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else float("nan")
@@ -139,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
+    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per image")
     parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--model", nargs="+", choices=list(SOLVERS), default=list(SOLVERS))
     strengths = ("weak", "strong")

@@ -31,7 +31,7 @@ from tokenmerge_tools import demo
 from tokenmerge_tools.bench.loaded_model import build_denoiser, find_geometry
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
-# What a plan is made for: name, geometry, and sides of the picture in latents.
+# What a plan is made for: name, geometry, and sides of the image in latents.
 MODELS = {"SDXL, 1024 px": ("sdxl", 128), "SD 1.5, 512 px": ("sd15", 64)}
 OWN = f"`{MODEL}`, {SIZE} px"
 README = Path(__file__).parent.parent / "README.md"
@@ -39,7 +39,7 @@ PAGE = README.parent / "docs" / "results.md"
 HOLDOUT = Path(__file__).with_name("holdout_cpu.jsonl")
 BLOCK = re.compile(r"(<!-- ?(plans without merging|closeness):.*?-->\n).*?(<!-- ?end ?-->)", flags=re.DOTALL)
 # Steps of the unchanged model with the operations of 20 steps of a small transformer at 1.5×, 2× and 3×.
-HARD_TO_TELL = 40  # dB from which on pictures are hard to tell apart
+HARD_TO_TELL = 40  # dB from which on images are hard to tell apart
 FEWER = (13, 10, 6)
 
 

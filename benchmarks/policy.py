@@ -1,18 +1,18 @@
 """The policy of the default method: measure what its choices lose, and fit the table.
 
-`measure` draws pictures of both bundled models with step reuse alone and with token merging alone. A line of
-the record is one picture: its settings, and its mean squared error to the dense picture of the same seed. A
-second run with the same record continues where the first one stopped. Lines with the solver `own` are from
-`tokenmerge evaluate`, and have the mean over its prompts. `fit` writes the harms into the policy, and leaves
-its other numbers as they are: the scale from which guidance is strong; the size of a grid below which merging
-loses more than skipping (few_steps_cpu.jsonl); how many times more it loses without proportional attention
-(settings_cpu.jsonl). `policy_check.py` tries the policy on other prompts.
+`measure` draws images of both bundled models with step reuse alone and with token merging alone. A line of
+the record is one image: its settings, and its mean squared error to the dense image of the same seed. A
+second run with the same record continues where the first one stopped. Lines with the scheduler `own` are from
+`tokenmerge evaluate`, and have the mean over its prompts. `fit` writes the expected errors into the policy,
+and leaves its other numbers as they are: the scale from which guidance is strong; the size of a grid below
+which merging loses more than skipping (few_steps_cpu.jsonl); how many times more it loses without
+proportional attention (settings_cpu.jsonl). `policy_check.py` tries the policy on other prompts.
 
     python benchmarks/policy.py measure --out benchmarks/policy_cpu.jsonl
     python benchmarks/policy.py fit --out benchmarks/policy_cpu.jsonl
 
 `--stacks` draws stacks of blocks alone, at several ratios and with more or fewer dense steps. The policy is
-not fitted on these pictures yet. `table` prints how close they are.
+not fitted on these images yet. `table` prints how close they are.
 
     python benchmarks/policy.py measure --stacks --out benchmarks/stacks_cpu.jsonl
     python benchmarks/policy.py table --out benchmarks/stacks_cpu.jsonl
@@ -57,7 +57,7 @@ BASE: Settings = {
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """Pictures to draw: a model, a size in pixels, steps, a solver, a guidance scale, and a prompt."""
+    """Images to draw: a model, a size in pixels, steps, a scheduler, a guidance scale, and a prompt."""
 
     model: str
     size: int
@@ -69,7 +69,7 @@ class Scene:
 
 
 def reuse(steps: int, complete: int, finest: int | None = None) -> dict[str, Any]:
-    """Return settings with these numbers of complete steps, and of steps with the finest level."""
+    """Return settings with these numbers of full steps, and of steps with the finest level."""
     every = {"reuse.every": distance(steps, complete)}
     return every if finest is None else {**every, "reuse.shallow_every": distance(steps, finest)}
 
@@ -98,7 +98,7 @@ def of_transformer(steps: int) -> Iterator[Settings]:
 
 
 def placed(steps: int) -> Iterator[Settings]:
-    """Step reuse alone, with the complete steps where the default method has them after a clean end."""
+    """Step reuse alone, with the full steps where the default method has them after a clean end."""
     for complete in {20: (17, 15, 12, 10, 8, 6), 8: (6, 5, 4, 3)}[steps]:
         full = without_the_last(steps, complete, policy.TAIL_OF_A_CLEAN_END)
         yield {**NONE, "reuse.full_steps": [step / (steps - 1) for step in full]}
@@ -142,7 +142,7 @@ def merging_in_transformer(steps: int) -> Iterator[Settings]:
     yield from (merging(0.5, **by_residual, correction__every=every) for every in (2, 4, 8))
 
 
-# Ratio, scope, distance of corrections, complete steps.
+# Ratio, scope, distance of corrections, full steps.
 MIXED = ((0.2, "layers", 4, 12), (0.2, "layers", 2, 12), (0.3, "block", 4, 15), (0.3, "layers", 8, 12))
 
 
@@ -230,14 +230,14 @@ def prompts_of(seed: int, count: int) -> list[str]:
 
 
 class Artist:
-    """Draws scenes, with the dense picture of the last one in memory."""
+    """Draws scenes, with the dense image of the last one in memory."""
 
     def __init__(self) -> None:
         self._pipes: dict[str, tuple[DiffusionPipeline, dict[str, Any]]] = {}
         self._dense: tuple[Scene, Any] | None = None
 
     def pipe(self, model: str, solver: str) -> DiffusionPipeline:
-        """Return the pipeline of a bundled model with this solver."""
+        """Return the pipeline of a bundled model with this scheduler."""
         if model not in self._pipes:
             folder = Path(__file__).parent / "holdout" / model if model == PHOTOGRAPHS else path(model)
             made = DiffusionPipeline.from_pretrained(folder)
@@ -248,7 +248,7 @@ class Artist:
         return pipe
 
     def draw(self, scene: Scene, config: ToMeConfig | None = None, steps: int | None = None) -> Any:
-        """Draw a picture [h, w, 3]; None: the dense one."""
+        """Draw an image [h, w, 3]; None: the dense one."""
         pipe = self.pipe(scene.model, scene.solver)
 
         def call() -> Any:
@@ -271,14 +271,14 @@ class Artist:
             patch.remove()
 
     def error(self, scene: Scene, config: ToMeConfig | None, steps: int | None = None) -> float:
-        """Return the mean squared error of a picture to the dense one."""
+        """Return the mean squared error of an image to the dense one."""
         if self._dense is None or self._dense[0] != scene:
             self._dense = scene, self.draw(scene)
         return float(((self.draw(scene, config, steps) - self._dense[1]) ** 2).mean())
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Draw the pictures that are not in the record."""
+    """Draw the images that are not in the record."""
     artist, done = Artist(), {key(line) for line in read(options.out)}
     for scene, settings in scenes_of_stacks() if options.stacks else scenes():
         for one in settings:
@@ -313,7 +313,7 @@ def table_of_stacks(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def fit(options: argparse.Namespace) -> None:
-    """Fit the harms of each class of model and strength of guidance, and write the table."""
+    """Fit the expected errors of each class of model and strength of guidance, and write the table."""
     lines = read(options.out)
     table: dict[str, Any] = json.loads(options.policy.read_text(encoding="utf-8"))
     for name, models in (("unet", (UNET,)), ("transformer", (TRANSFORMER, PHOTOGRAPHS))):
@@ -359,12 +359,12 @@ def fitted(name: str, lines: list[dict[str, Any]], coherent: bool) -> dict[str, 
     reaches, ratios, corrects = terms(name, lines)
     optimizer = torch.optim.Adam([*size.values(), *growth.values(), corrected, fading, offsets], lr=0.05)
     for _ in range(600):
-        harm = torch.zeros(len(lines))
+        expected_error = torch.zeros(len(lines))
         for part in SKIP[name]:
             power = growth[part] / (2 if coherent else 1)
             grown = torch.where(reaches[part] > 0, reaches[part].clamp(min=1e-9) ** power, 0.0)
             mean = grown.sum(dim=1) / steps
-            harm = harm + size[part].exp() * (mean**2 if coherent else mean)
+            expected_error = expected_error + size[part].exp() * (mean**2 if coherent else mean)
         least = torch.zeros(())
         for scope in MERGE[name]:
             # A whole block merges around attention too, so it loses at least as much.
@@ -375,14 +375,14 @@ def fitted(name: str, lines: list[dict[str, Any]], coherent: bool) -> dict[str, 
             left = corrected.exp() * (corrects - 1).clamp(min=1) ** fading.clamp(min=0.0)
             # At most 1, with a slope that keeps the fit moving.
             left = torch.minimum(left, 1 + 0.1 * (left - 1))
-            harm = harm + least * merged * torch.where(corrects > 0, left, 1.0)
-        off = harm.log() + offsets[place] - errors
+            expected_error = expected_error + least * merged * torch.where(corrects > 0, left, 1.0)
+        off = expected_error.log() + offsets[place] - errors
         loss = torch.nn.functional.huber_loss(off, torch.zeros_like(off), reduction="sum", delta=0.5)
         optimizer.zero_grad()
         (loss + SPREAD * (offsets**2).sum()).backward()
         optimizer.step()
     spread = 4.34 * off.detach().abs()
-    print(f"{name}: {len(lines)} pictures of {len(places)} scenes, off by {spread.mean():.1f} dB on average")
+    print(f"{name}: {len(lines)} images of {len(places)} scenes, off by {spread.mean():.1f} dB on average")
     growth |= dict.fromkeys(MERGE[name], growth[MERGE[name][-1]])
     if "block" in size:
         size["block"] = torch.maximum(size["block"], size["layers"])
@@ -394,7 +394,7 @@ def fitted(name: str, lines: list[dict[str, Any]], coherent: bool) -> dict[str, 
     }
 
 
-# Where errors of skipped steps add before they are squared. The pictures are then off by 1.9 dB from the fit
+# Where errors of skipped steps add before they are squared. The images are then off by 1.9 dB from the fit
 # on average, in place of 2.3 dB. In the other rows they are further off with this than without.
 COHERENT = ("transformer", "strong")
 # Where corrections lose: by 0.9 to 9 dB in the record.
@@ -457,7 +457,7 @@ def main() -> None:
     parser.add_argument("what", choices=("measure", "fit", "table"))
     parser.add_argument("--stacks", action="store_true", help="measure stacks of blocks alone")
     parser.add_argument("--policy", type=Path, default=POLICY, help="the table that the fit writes")
-    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
+    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per image")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()
     {"measure": measure, "fit": fit, "table": table}[options.what](options)

@@ -1,18 +1,18 @@
 """The default method beside the former `auto`, at equal counted speed, on prompts that no rule was made on.
 
-The former `auto` was 149 numbers fitted on the bundled models, with special cases for solvers, guidance and
-schedules. Its lines of the record were drawn by this script at commit 9f052aa, which still ran its settings,
-and stay as they are. A line is one picture: its settings, and its PSNR to the dense picture of the same seed.
-The default method is asked for the counted speed-up that `auto` has there. A speed-up that is lower by at
-most 0.1 % counts as equal: a closeness falls by about 20 dB where the speed-up rises by 1, so this is worth
-less than 0.1 dB. A second run with the same record continues where the first one stopped, and drops pictures
-with settings that are no longer chosen. `--table` prints the record.
+The former `auto` was 149 numbers fitted on the bundled models, with special cases for schedulers, guidance
+and schedules. Its lines of the record were drawn by this script at commit 9f052aa, which still ran its
+settings, and stay as they are. A line is one image: its settings, and its PSNR to the dense image of the same
+seed. The default method is asked for the counted speed-up that `auto` has there. A speed-up that is lower by
+at most 0.1 % counts as equal: a closeness falls by about 20 dB where the speed-up rises by 1, so this is
+worth less than 0.1 dB. A second run with the same record continues where the first one stopped, and drops
+images with settings that are no longer chosen. `--table` prints the record.
 
     python benchmarks/policy_check.py --out benchmarks/policy_check_cpu.jsonl
     python benchmarks/policy_check.py --table --out benchmarks/policy_check_cpu.jsonl
 
 `--corrections` draws the default method with its corrections, with a plan that has none, and with half as
-many of them. `--noise` draws solvers that add noise at weak guidance, with the plan that others get there,
+many of them. `--noise` draws schedulers that add noise at weak guidance, with the plan that others get there,
 and with their own, which is that of strong guidance. All of these reach the same counted speed-up.
 
     python benchmarks/policy_check.py --corrections --out benchmarks/corrections_cpu.jsonl
@@ -37,11 +37,11 @@ from policy import FIELDS, TRANSFORMER, UNET, Artist, Scene, decibels, prompts_o
 from tokenmerge import Correction, ToMeConfig
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import ROUNDING as REACHED
-from tokenmerge.plans import Facts, Schedule, facts_of, plan_for, speedup_of
+from tokenmerge.plans import RunFacts, Schedule, facts_of, plan_for, speedup_of
 from tokenmerge.runtime.steps.scheduler import next_schedule
 
 PROMPTS, SEED = 46, 8400
-# Solvers by the number of the prompt. The policy was fitted with others, except for flow Euler.
+# Schedulers by the number of the prompt. The policy was fitted with others, except for flow Euler.
 SOLVERS = {UNET: ("DDIM", "DEIS", "DPM++ SDE"), TRANSFORMER: ("flow Euler",)}
 AUTO, OWN = "former auto", "default method"
 EQUAL = 1 - 1e-3  # of a speed-up that counts as equal, divided by the other one
@@ -66,7 +66,7 @@ NOISY: tuple[tuple[str, int, int, float, tuple[float, ...], int], ...] = (
 def scenes(
     cells: Sequence[Any], solvers: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[Scene, Sequence[float]]]:
-    """Yield the pictures to draw with different plans, and the speed-ups."""
+    """Yield the images to draw with different plans, and the speed-ups."""
     chosen = prompts_of(PROMPTS, max(cell[-1] for cell in cells))
     for model, size, steps, guidance, aims, count in cells:
         for number in range(count):
@@ -79,10 +79,10 @@ class Planner:
 
     def __init__(self, artist: Artist) -> None:
         self._artist = artist
-        self._hosts: dict[str, Facts] = {}
+        self._hosts: dict[str, RunFacts] = {}
 
-    def facts(self, scene: Scene) -> Facts:
-        """Return the facts about the generation of a picture."""
+    def facts(self, scene: Scene) -> RunFacts:
+        """Return the facts about the generation of an image."""
         pipe = self._artist.pipe(scene.model, scene.solver)
         if scene.model not in self._hosts:
             (host,) = find_hosts(getattr(pipe, "unet", None) or pipe.transformer)
@@ -120,16 +120,16 @@ class Planner:
                 yield {**dataclasses.asdict(scene), **about, "settings": config.changed()}, config
 
     def noisy(self, scene: Scene, aims: Sequence[float]) -> Iterator[tuple[dict[str, Any], ToMeConfig]]:
-        """Yield the same for the plan of solvers that add no noise, and for that of those that do."""
+        """Yield the same for the plan of schedulers that add no noise, and for that of those that do."""
         facts = self.facts(scene)
         for aim, noisy in itertools.product(aims, (False, True)):
             plan = plan_for(dataclasses.replace(facts, schedule=Schedule(adds_noise=noisy)), aim)
-            method = "plan for solvers that add noise" if noisy else "plan of the others"
+            method = "plan for schedulers that add noise" if noisy else "plan of the others"
             about = {"aim": aim, "method": method, "counted": round(plan.speedup, 3)}
             yield {**dataclasses.asdict(scene), **about, "settings": plan.config.changed()}, plan.config
 
 
-def halved(facts: Facts, config: ToMeConfig, aim: float) -> ToMeConfig:
+def halved(facts: RunFacts, config: ToMeConfig, aim: float) -> ToMeConfig:
     """Return settings with half as many corrections, and the lowest ratio that reaches the speed-up."""
     correction = Correction(every=2 * config.correction.every)
     ratios = [i / 100 for i in range(1, 1 + round(100 * config.ratio))]
@@ -138,7 +138,7 @@ def halved(facts: Facts, config: ToMeConfig, aim: float) -> ToMeConfig:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Draw the pictures that are not in the record, and drop those that are no longer wanted."""
+    """Draw the images that are not in the record, and drop those that are no longer wanted."""
     artist = Artist()
     planner = Planner(artist)
     found = {key(line): line for line in read(options.out)}
@@ -177,7 +177,7 @@ Cell = tuple[Any, ...]
 
 
 def cells_of(lines: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> dict[Cell, list[list[Any]]]:
-    """Return for each cell the lines of both methods, a pair a picture."""
+    """Return for each cell the lines of both methods, a pair an image."""
     scenes: dict[Cell, dict[str, Any]] = defaultdict(dict)
     for line in lines:
         scenes[tuple(line[name] for name in (*FIELDS, "aim"))][line["method"]] = line
@@ -199,7 +199,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def comparison(lines: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> Iterator[str]:
     cells = cells_of(lines, methods)
-    yield f"| model | pixels | steps | guidance | pictures | {' | '.join(methods)} | difference, dB |"
+    yield f"| model | pixels | steps | guidance | images | {' | '.join(methods)} | difference, dB |"
     yield "|---|---:|---:|---:|---:|" + "---|" * (len(methods) + 1)
     gains: dict[Cell, float] = {}
     for cell, pairs in cells.items():
@@ -222,7 +222,7 @@ def comparison(lines: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> It
 
 
 def monotone(cells: Mapping[Cell, Sequence[Sequence[Any]]], methods: Sequence[str]) -> Iterator[str]:
-    """Yield how often a picture is closer at a higher speed-up, and by how much at most."""
+    """Yield how often an image is closer at a higher speed-up, and by how much at most."""
     for place, method in enumerate(methods):
         by_scene: dict[Cell, list[tuple[float, float]]] = defaultdict(list)
         for pairs in cells.values():
@@ -238,7 +238,7 @@ def monotone(cells: Mapping[Cell, Sequence[Sequence[Any]]], methods: Sequence[st
         more = [rise for rise in rises if rise > 0.5]
         yield (
             f"{method}: closer by more than 0.5 dB at the next higher speed-up in {len(more)} of "
-            f"{len(rises)} pairs of pictures, at most by {max([*rises, 0.0]):.1f} dB"
+            f"{len(rises)} pairs of images, at most by {max([*rises, 0.0]):.1f} dB"
         )
 
 
@@ -246,10 +246,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
+    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per image")
     parser.add_argument("--corrections", action="store_true", help="compare with fewer corrections instead")
     parser.add_argument(
-        "--noise", action="store_true", help="compare plans for solvers that add noise instead"
+        "--noise", action="store_true", help="compare plans for schedulers that add noise instead"
     )
     parser.add_argument("--table", action="store_true", help="print the record as a table, and draw nothing")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """How close and how fast the ways are in which half of the tokens can merge: is `ratio=0.5` the best of them?
 
 The models are the bundled ones, and the hold-out model, on which no number was fitted. Speed is counted:
-dense operations over those with merging, in a whole generation. Closeness is the PSNR to the dense picture of
+dense operations over those with merging, in a whole generation. Closeness is the PSNR to the dense image of
 the same seed. A setting whose row is in the record is not measured again.
 
     python -m benchmarks.ratio --out benchmarks/ratio_cpu.jsonl          # all models: about an hour
@@ -91,7 +91,7 @@ def prompts_of(model: str, count: int) -> list[str]:
 
 
 def draw(pipe: Any, prompts: Sequence[str], size: int, guidance: float, steps: int = STEPS) -> np.ndarray:
-    """Return the pictures [prompts, size, size, 3], from 0 to 1, each with its own seed."""
+    """Return the images [prompts, size, size, 3], from 0 to 1, each with its own seed."""
     pictures = [
         pipe(
             prompt,
@@ -108,7 +108,7 @@ def draw(pipe: Any, prompts: Sequence[str], size: int, guidance: float, steps: i
 
 
 def decibels(pictures: np.ndarray, dense: np.ndarray) -> list[float]:
-    """Return the PSNR to dense of each picture, in dB."""
+    """Return the PSNR to dense of each image, in dB."""
     error = ((pictures - dense) ** 2).mean(axis=(1, 2, 3))
     return [round(float(value), 2) for value in -10 * np.log10(np.maximum(error, 1e-10))]
 

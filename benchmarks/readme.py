@@ -1,6 +1,6 @@
-"""Measure the table of README.md: the speed asked for, the speed measured, and how the picture changes.
+"""Measure the table of README.md: the speed asked for, the speed measured, and how the image changes.
 
-All pictures are of one bundled model at one size, number of steps and guidance, with prompts that no number
+All images are of one bundled model at one size, number of steps and guidance, with prompts that no number
 of the policy was fitted on. The time of a call is its processor time on one thread: text, all steps and
 decoding. The calls of a prompt are interleaved. Beside each speed are as many steps of the unchanged model as
 take the same time, in the mean over the prompts.
@@ -73,9 +73,9 @@ def draw(
     settings: Mapping[str, Any] | None = None,
     steps: int = STEPS,
 ) -> tuple[torch.Tensor, float]:
-    """Return a picture and the seconds of the call.
+    """Return an image and the seconds of the call.
 
-    The settings are arguments of token_merging, or None for a dense picture.
+    The settings are arguments of token_merging, or None for a dense image.
     """
     merging = contextlib.nullcontext() if settings is None else token_merging(pipe, **settings)
     with merging:
@@ -99,7 +99,7 @@ def beside(dense: torch.Tensor, picture: torch.Tensor, seconds: float) -> dict[s
 def table(lines: list[dict[str, Any]]) -> str:
     """Return the table with its condition, in Markdown."""
     heads = [
-        "| you ask for | measured | how the picture changes | closeness | "
+        "| you ask for | measured | how the image changes | closeness | "
         "the unchanged model, in the same time |",
         "|---|---:|---|---|---|",
     ]
@@ -134,9 +134,9 @@ def rows(lines: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def in_words(psnr: float) -> str:
-    """Say how much a picture with this PSNR differs."""
+    """Say how much an image with this PSNR differs."""
     words = looks(psnr)
-    # The PSNR is a mean, so some of the pictures differ more.
+    # The PSNR is a mean, so some of the images differ more.
     return f"mostly {words}" if words.startswith("hard") else words
 
 

@@ -1,7 +1,7 @@
 """Every rival beside the default method on both bundled models, by `tokenmerge evaluate`.
 
 `draw` draws prompts that no rule was fitted on, dense, with `auto`, fewer steps and all settings of all
-rivals, and counts the operations of each picture. It begins with one prompt and the default settings, goes on
+rivals, and counts the operations of each image. It begins with one prompt and the default settings, goes on
 with settings that may come near the speeds compared, and draws other prompts only with those that did.
 `time` times the same prompts with each variant of the speeds compared.
 `page` writes docs/rivals.md, its charts and its tables, and a table of docs/results.md. An interrupted run
@@ -65,7 +65,7 @@ def draw(prompts: Iterable[int]) -> None:
 
 
 def time(prompts: Iterable[int]) -> None:
-    """Time pictures of each variant of the speeds compared."""
+    """Time images of each variant of the speeds compared."""
     for count, scene in itertools.product(prompts, SCENES):
         evaluate_scene(scene, count, TIMED, near(scene), timed=True)
 
@@ -125,7 +125,7 @@ def spec_of(record: QualityRecord) -> str:
 
 
 def records_of(file: Path) -> dict[tuple[str, float], list[QualityRecord]]:
-    """Return the records by model and guidance: of each variant, the one with the most pictures."""
+    """Return the records by model and guidance: of each variant, the one with the most images."""
     best: dict[tuple[str, float], dict[str, QualityRecord]] = defaultdict(dict)
     for record in read_results([file]).quality if file.exists() else ():
         own = best[record.model, record.conditions["guidance"]]
@@ -137,7 +137,7 @@ def records_of(file: Path) -> dict[tuple[str, float], list[QualityRecord]]:
 def points(
     records: Sequence[QualityRecord], times: Mapping[str, QualityRecord] | None = None
 ) -> Iterator[tuple[float, QualityRecord]]:
-    """Return records by their speed-ups, without those of fewer pictures than dense has.
+    """Return records by their speed-ups, without those of fewer images than dense has.
 
     The speed-ups are counted, or measured where ``times`` has the timed records by label.
     """
@@ -152,8 +152,8 @@ def points(
 def measured(record: QualityRecord, times: Mapping[str, QualityRecord]) -> float | None:
     """Return the measured speed-up of a record, or None if it was not timed.
 
-    Fewer pictures are timed than drawn, and a rival that decides from the picture skips more in some than in
-    others. So the measured speed-up is scaled by the operations of all pictures over those of the timed ones.
+    Fewer images are timed than drawn, and a rival that decides from the image skips more in some than in
+    others. So the measured speed-up is scaled by the operations of all images over those of the timed ones.
     """
     timed = times.get(record.label)
     if timed is None or not timed.speedup:

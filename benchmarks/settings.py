@@ -2,7 +2,7 @@
 
 The base merges around self-attention of the top level of `emoji-unet`, by global matching, with proportional
 attention and one plan for both halves of guidance. Each other line changes the setting that it names. A line
-shows the closeness to the dense pictures of the same seeds as a mean over the prompts, and its difference to
+shows the closeness to the dense images of the same seeds as a mean over the prompts, and its difference to
 the base, as mean and standard error over the prompts.
 
     python benchmarks/settings.py --size 128 256 --ratio 0.5

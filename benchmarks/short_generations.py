@@ -1,6 +1,6 @@
 """Short generations: the default method beside fewer steps, at equal operations, in 8 to 16 steps.
 
-A line of the record is one picture: its settings, its counted speed-up, and its PSNR to the dense picture of
+A line of the record is one image: its settings, its counted speed-up, and its PSNR to the dense image of
 the same seed and number of steps. Prompts and seeds are others than those that the policy was fitted on. A
 second run with the same record continues where the first one stopped. `--table` compares both: between two
 numbers of steps, a straight line connects the closeness of fewer steps.
@@ -46,7 +46,7 @@ Cells = Mapping[tuple[Any, ...], Sequence[tuple[float, ...]]]
 
 
 def scenes() -> Iterator[Scene]:
-    """Yield the pictures to draw, one prompt after the other."""
+    """Yield the images to draw, one prompt after the other."""
     for number, prompt in enumerate(prompts_of(PROMPTS, COUNT)):
         for (model, solver), strong, steps in itertools.product(SOLVERS.items(), (False, True), STEPS):
             guidance = STRONG[model] if strong else 3.0
@@ -54,7 +54,7 @@ def scenes() -> Iterator[Scene]:
 
 
 def measure(out: Path) -> None:
-    """Draw the pictures that are not in the record."""
+    """Draw the images that are not in the record."""
     artist = Artist()
     planner = Planner(artist)
     done = {key(line) for line in read(out)}
@@ -75,7 +75,7 @@ def measure(out: Path) -> None:
                 continue
             line["psnr"] = decibels(artist.error(scene, config, steps))
             if config is not None:
-                line["expected"] = psnr_of(plans[about["aim"]].harm)
+                line["expected"] = psnr_of(plans[about["aim"]].expected_error)
             write(out, line)
         print(scene, flush=True)
 
@@ -93,7 +93,7 @@ def between(points: Sequence[tuple[float, float]], counted: float) -> float:
     for (low, closer), (high, less) in itertools.pairwise(sorted(points)):
         if low <= counted <= high:
             return closer + (less - closer) * (counted - low) / (high - low)
-    raise ValueError(f"no picture of fewer steps at {counted}×")
+    raise ValueError(f"no image of fewer steps at {counted}×")
 
 
 def cells_of(lines: Sequence[Mapping[str, Any]]) -> Cells:
@@ -148,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
+    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per image")
     parser.add_argument("--table", action="store_true", help="print the record as a table, and draw nothing")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()

@@ -1,8 +1,8 @@
-"""Closeness and time of the default method under every solver and strength of guidance.
+"""Closeness and time of the default method under every scheduler and strength of guidance.
 
-For each solver and guidance scale, pictures of a bundled model are drawn dense, with `auto` at 1.5 and 2,
+For each scheduler and guidance scale, images of a bundled model are drawn dense, with `auto` at 1.5 and 2,
 with tomesd at 0.5, and dense with as many steps as fit into the CPU time of each `auto`. The methods are
-interleaved at each prompt. A line of the record is one picture: PSNR to the dense picture of the same seed,
+interleaved at each prompt. A line of the record is one image: PSNR to the dense image of the same seed,
 and wall and CPU seconds. A second run with the same record continues where the first one stopped. `--table`
 prints the record as a table.
 
@@ -10,7 +10,7 @@ prints the record as a table.
     python benchmarks/solvers.py --model emoji-mmdit --out benchmarks/solvers_cpu.jsonl
     python benchmarks/solvers.py --table --out benchmarks/solvers_cpu.jsonl
 
-Each solver is configured as for real models: `clip_sample` is off, and betas are rescaled to zero terminal
+Each scheduler is configured as for real models: `clip_sample` is off, and betas are rescaled to zero terminal
 SNR only with DPM++ 2M. None of these prompts and seeds was used to choose settings.
 """
 
@@ -39,7 +39,7 @@ from tokenmerge_tools.demo import path
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
 # Name → scheduler of diffusers, and changes to its config. The bundled UNet was trained with betas rescaled
-# to zero terminal SNR, which only the first of these solvers keeps.
+# to zero terminal SNR, which only the first of these schedulers keeps.
 SOLVERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "DPM++ 2M": ("DPMSolverMultistepScheduler", {"rescale_betas_zero_snr": True}),
     "DPM++ 2M Karras": ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
@@ -65,7 +65,7 @@ DENSE = "dense"
 
 
 def scheduler(pipe: DiffusionPipeline, own: Mapping[str, Any], name: str) -> Any:
-    """Return the solver for a model whose own scheduler has this config."""
+    """Return the scheduler for a model whose own scheduler has this config."""
     class_name, changes = {**SOLVERS, **FLOW_SOLVERS}[name]
     cls = getattr(diffusers, class_name)
     known = inspect.signature(cls.__init__).parameters
@@ -79,7 +79,7 @@ def scheduler(pipe: DiffusionPipeline, own: Mapping[str, Any], name: str) -> Any
 
 
 def draw(pipe: DiffusionPipeline, row: Mapping[str, Any], steps: int) -> Any:
-    """Draw the picture of a row of the table: ``[1, size, size, 3]``, wall seconds and CPU seconds."""
+    """Draw the image of a row of the table: ``[1, size, size, 3]``, wall seconds and CPU seconds."""
     start = time.perf_counter()
     cpu_start = time.process_time()
     image = pipe(
@@ -111,7 +111,7 @@ def methods(
 
 
 def run(options: argparse.Namespace) -> None:
-    """Draw the pictures that are not in the record."""
+    """Draw the images that are not in the record."""
     pipe = DiffusionPipeline.from_pretrained(path(options.model))
     pipe.set_progress_bar_config(disable=True)
     own = dict(pipe.scheduler.config)
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def draw_row(pipe: DiffusionPipeline, row: dict[str, Any], options: argparse.Namespace) -> None:
-    """Draw one prompt with each method, and write a line for each picture."""
+    """Draw one prompt with each method, and write a line for each image."""
     dense, *taken = draw(pipe, row, options.steps)
     spent = {DENSE: taken[1]}
     write(options.out, {**row, "method": DENSE, "used": options.steps, "psnr": None, "taken": taken})
@@ -193,7 +193,7 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
         shown = [*METHODS, *(f"fewer steps as auto {ratio:g}" for ratio in SPEEDUPS)]
         shown = [name for name in shown if any(name in cells for _, cells in found)]
         yield f"{model}, {size} × {size} pixels, {steps} steps:\n"
-        yield f"| solver | guidance | {' | '.join(shown)} |"
+        yield f"| scheduler | guidance | {' | '.join(shown)} |"
         yield "|" + "---|" * (2 + len(shown))
         for (*_, solver, guidance), cells in found:
             text = [_cell(cells[name]) if name in cells else "" for name in shown]
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=256, help="pixels (default: 256, 4096 tokens)")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts", type=at_least_2, default=4)
-    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
+    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per image")
     parser.add_argument("--table", action="store_true", help="print the record as a table, and draw nothing")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()

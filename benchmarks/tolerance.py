@@ -1,6 +1,6 @@
-"""Whether pictures with a tolerance reach it, and what that costs beside the fixed plan that reaches it too.
+"""Whether images with a tolerance reach it, and what that costs beside the fixed plan that reaches it too.
 
-Each line of the record is one generation with `speedup=` and `min_psnr=`: the true PSNR to the dense picture
+Each line of the record is one generation with `speedup=` and `min_psnr=`: the true PSNR to the dense image
 of the same seed, the counted speed-up and what the generation has shown of its error. The first line of a
 case also has the fixed plans that were drawn for the comparison, from the fastest to the first one that
 reaches the highest tolerance. `tolerance_margin_cpu.jsonl` was drawn with a margin of 4.5 dB. A second run
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def measure(pipe: DiffusionPipeline, case: Line, seed: int, out: Path) -> None:
-    """Draw what the record does not have yet of one prompt with one solver and guidance."""
+    """Draw what the record does not have yet of one prompt with one scheduler and guidance."""
     known = [line for line in (read(out) if out.exists() else ()) if case.items() <= line.items()]
     asked = [one for one in ASKED if one not in {(line["speedup"], line["min_psnr"]) for line in known}]
     if not asked:
@@ -125,7 +125,7 @@ def needed(line: Mapping[str, Any]) -> float:
     """Return the counted speed-up of a fixed plan that just reaches the tolerance, up to the wanted one.
 
     Between two plans that were drawn, PSNR and speed-up are interpolated. The result is 1 if only dense
-    pictures reach the tolerance.
+    images reach the tolerance.
     """
     plans = [(one["counted"], one["psnr"]) for one in line["fixed"].values()]
     ahead = None
@@ -176,7 +176,7 @@ def beside_one_plan(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) ->
 def share_reached(lines: Sequence[Mapping[str, Any]], speedup: float) -> float:
     """Return how many plans of a fixed speed-up reach the tolerance of their line.
 
-    A plan that was not drawn does: a faster one of that picture reached the highest tolerance.
+    A plan that was not drawn does: a faster one of that image reached the highest tolerance.
     """
     plans = [(line["fixed"].get(f"{speedup:g}"), line["min_psnr"]) for line in lines]
     return float(np.mean([plan is None or plan["psnr"] >= wanted for plan, wanted in plans]))

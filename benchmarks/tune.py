@@ -2,7 +2,7 @@
 
 For each bundled model, under weak and under strong guidance, the search begins with the rule's plan for the
 wanted speed-up. Every plan that it tries is no slower than the rule's, by counted operations. Then the best
-plan and the rule's draw other prompts from other seeds. A line of the record is one picture of the search,
+plan and the rule's draw other prompts from other seeds. A line of the record is one image of the search,
 with the SNR of its final latents in dB, or one of the other prompts, with the PSNR of both plans. Where the
 search finds no closer plan, there is nothing to compare, and a line says so. A second run with the same
 record continues where the first one stopped; with more seconds, it searches on.
@@ -44,7 +44,7 @@ STEPS = 20
 # The search draws these prompts, each with its number as the seed. The check draws those from UNSEEN on.
 SEARCHED = (1, 2, 4, 3)
 UNSEEN = 50
-EQUAL = 100.0  # dB of a picture that equals dense in every pixel
+EQUAL = 100.0  # dB of an image that equals dense in every pixel
 LEAST_ERROR = 1e-12
 SEED = 1000
 
@@ -54,7 +54,7 @@ class OutOfTime(Exception):
 
 
 class Case:
-    """One model, guidance scale and speed-up, with the pictures that the record has."""
+    """One model, guidance scale and speed-up, with the images that the record has."""
 
     def __init__(self, model: str, guidance: float, options: argparse.Namespace) -> None:
         self.known = {"model": model, "guidance": guidance, "wanted": options.speedup}
@@ -87,7 +87,7 @@ class Case:
         self.budget = Budget(self.facts, Budget(self.facts, 1).counted(self.rule))
 
     def draw(self, prompt: int, seed: int, output: str, config: ToMeConfig | None = None) -> torch.Tensor:
-        """Draw a picture [c, h, w] or its final latents. Without settings, it is the dense one."""
+        """Draw an image [c, h, w] or its final latents. Without settings, it is the dense one."""
         patch = None if config is None else merge_in_hosts(self.pipe, config, check_size=False)
         try:
             drawn = self.pipe(
@@ -105,7 +105,7 @@ class Case:
                 patch.remove()
 
     def closeness(self, plan: SearchedPlan, item: int) -> float:
-        """Return the SNR of the final latents, from the record or a new picture."""
+        """Return the SNR of the final latents, from the record or a new image."""
         prompt = SEARCHED[item]
         if (plan.name, prompt) not in self.snr:
             if self.left <= 0:
@@ -137,7 +137,7 @@ class Case:
         )
         try:
             for best in plans:
-                print(f"  {len(self.snr)} pictures, {self.left:.0f} s left: {best.name}", flush=True)
+                print(f"  {len(self.snr)} images, {self.left:.0f} s left: {best.name}", flush=True)
         except OutOfTime:
             pass
         return best
@@ -181,7 +181,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def table(options: argparse.Namespace) -> None:
     """Print what each search found, with its gain on the unseen prompts and the standard error."""
-    print("| model | guidance | counted | default method | found | gain | pictures of the search |")
+    print("| model | guidance | counted | default method | found | gain | images of the search |")
     print("|---|---|---|---|---|---|---|")
     lines = list(read(options.out))
     for model, guidance in CASES:

@@ -1,4 +1,4 @@
-"""Pictures per second of ViT-B/16 at 224 × 224, dense and with r tokens merged in each of its 12 layers.
+"""Images per second of ViT-B/16 at 224 × 224, dense and with r tokens merged in each of its 12 layers.
 
 The weights are random, because times do not depend on them. Rounds are interleaved, so that changes in the
 machine's speed affect all variants alike. Each line shows the median of the rounds, their quartiles, the
@@ -38,7 +38,7 @@ def measure(vit: ViTModel, pictures: torch.Tensor, numbers: list[int], rounds: i
 def main() -> None:
     parser = turns.parser(__doc__, rounds=9)
     parser.add_argument("--r", type=int, nargs="+", default=[8, 13, 16], help="default: 8 13 16")
-    parser.add_argument("--batch", type=int, default=8, help="pictures per call (default: 8)")
+    parser.add_argument("--batch", type=int, default=8, help="images per call (default: 8)")
     options = parser.parse_args()
 
     torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
     make docs/demo.png
 
-The picture's metadata say which settings drew it, so that a test finds a stale one.
+The image's metadata say which settings drew it, so that a test finds a stale one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CAPTION = """\
 
 
 def main(folder: Path) -> None:
-    """Draw the pictures from a folder of ``tokenmerge generate``."""
+    """Draw the images from a folder of ``tokenmerge generate``."""
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     conditions = run["conditions"]
     drawn = Image.open(folder / "comparison.png")
@@ -52,14 +52,14 @@ def printed(run: dict, short: bool) -> str:
     if short:
         return "\n".join(("```text", *lines, "```", ""))
     note = (
-        f"*The picture has {psnr:.1f} dB. On the bundled models, 9 of 10 estimates were within 7 dB of the truth, "
+        f"*The image has {psnr:.1f} dB. On the bundled models, 9 of 10 estimates were within 7 dB of the truth, "
         "on [a small FLUX](methods/estimate.md) half of them.*"
     )
     return "\n".join(("```text", *lines, "```", "", note, ""))
 
 
 def drawn_with(conditions: dict) -> dict:
-    """Return the conditions of a run that its pictures depend on."""
+    """Return the conditions of a run that its images depend on."""
     options = conditions["options"]
     return {
         **{name: options[name] for name in ("prompt", "model", "steps", "seed", "guidance")},

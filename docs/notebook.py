@@ -17,7 +17,7 @@ PAGE = Path(__file__).parent / "notebook.ipynb"
 
 
 def main() -> None:
-    """Run and write. Progress bars, warnings of libraries and pictures in a second format are not stored."""
+    """Run and write. Progress bars, warnings of libraries and images in a second format are not stored."""
     notebook = nbformat.read(PAGE, as_version=4)
     NotebookClient(notebook, kernel_name="python3", coalesce_streams=True).execute()
     for cell in notebook.cells:
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def small(picture: str) -> str:
-    """Return a picture in base64 with a palette, which takes a third of the space."""
+    """Return an image in base64 with a palette, which takes a third of the space."""
     file = io.BytesIO()
     opened = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
     opened.quantize(128, dither=Image.Dither.NONE).save(file, "png", optimize=True)

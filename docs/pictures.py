@@ -1,9 +1,9 @@
-"""Draw the pictures of the first page, web UIs, serving, export, the playground and ComfyUI.
+"""Draw the images of the first page, web UIs, serving, export, the playground and ComfyUI.
 
     python docs/pictures.py                  # all of them; the last two open Chromium, driven by playwright
     python docs/pictures.py tour serving
 
-What stands in them is counted or compared, so that it does not depend on the machine. Only the picture of the
+What stands in them is counted or compared, so that it does not depend on the machine. Only the image of the
 playground shows times, as they were when it was drawn.
 """
 
@@ -39,7 +39,7 @@ LARGEST_FILE = 300_000  # bytes
 
 
 def sample_sheet(columns: Any, rows: Any, side: int | None = None) -> Image.Image:
-    """Draw a sheet of pictures with ``side`` pixels on the longer side; None: at least 320, and at most 512."""
+    """Draw a sheet of images with ``side`` pixels on the longer side; None: at least 320, and at most 512."""
     (width, height), smallest, largest = rows[0][0][0].size, 320, 512
     longest = max(width, height)
     if side is None and longest > largest:
@@ -62,7 +62,7 @@ def bundled(model: str = MODEL) -> DiffusionPipeline:
 
 
 def save(name: str, picture: Image.Image) -> None:
-    """Write a picture with a palette, and see that it is small."""
+    """Write an image with a palette, and see that it is small."""
     file = DOCS / f"{name}.png"
     picture.quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
     if file.stat().st_size > LARGEST_FILE:
@@ -96,7 +96,7 @@ TOUR_TEXT = """\
 ```
 
 *One prompt on the bundled UNet `emoji-unet`, {size} × {size} pixels. Above with tokenmerge, below the unchanged model in fewer steps.
-This prompt is easy: other pictures change more, as the table above says.*
+This prompt is easy: other images change more, as the table above says.*
 
 ```{{image}} tour-emoji-mmdit.png
 :alt: A bundled transformer dense, at three speeds, and in fewer steps
@@ -138,7 +138,7 @@ def tour(size: int = LARGE, steps: int = STEPS) -> None:
 
 
 def tour_picture(pipe: DiffusionPipeline, size: int, steps: int) -> Image.Image:
-    """Draw the picture of the tour."""
+    """Draw the image of the tour."""
     pictures = pipe("a red apple", height=size, width=size, num_inference_steps=steps, generator=seeded())
     return pictures.images[0]
 
@@ -251,7 +251,7 @@ def serving() -> None:
 
 
 def exported() -> None:
-    """Pictures with the exported denoiser in ONNX Runtime beside PyTorch's, by the code of docs/export.md."""
+    """Images with the exported denoiser in ONNX Runtime beside PyTorch's, by the code of docs/export.md."""
     code = re.findall(
         r"```python\n(.*?)```", (DOCS / "export.md").read_text(encoding="utf-8"), flags=re.DOTALL
     )[0]
@@ -276,7 +276,7 @@ def exported() -> None:
         apart = np.abs(np.asarray(own, int) - np.asarray(other, int)).max()
         caption = (
             f"{said}; largest difference of the denoiser {found['check']['relative_difference']:.0e} of its largest output, "
-            f"of the picture {apart} of 255"
+            f"of the image {apart} of 255"
         )
         rows.append((own, other, caption))
     columns = [("PyTorch", ""), ("ONNX Runtime", "the exported model")]
@@ -287,7 +287,7 @@ def exported() -> None:
 
 
 def playground() -> None:
-    """Show the page after one picture."""
+    """Show the page after one image."""
     from playwright.sync_api import sync_playwright
 
     command = [sys.executable, "-m", "tokenmerge_tools", "play", "--no-browser"]
@@ -315,7 +315,7 @@ def playground() -> None:
 
 # --- ComfyUI --------------------------------------------------------------------------------------------
 
-# Leaves the nodes and their text fields of the page visible, and moves them into the picture.
+# Leaves the nodes and their text fields of the page visible, and moves them into the image.
 GRAPH_ALONE = """() => {
     const keep = new Set();
     for (const own of document.querySelectorAll("#graph-canvas, .dom-widget")) {

@@ -48,7 +48,7 @@ def plans() -> dict[float, tuple[str, float]]:
 
 
 def drawing() -> str:
-    """Return the picture: a row of cells for each plan, and a legend."""
+    """Return the image: a row of cells for each plan, and a legend."""
     made = plans()
     parts, top = [], 10
     for speedup, (signs, ratio) in made.items():

@@ -82,7 +82,7 @@ def _table(model: str, drawn: Mapping[str, Chart]) -> str:
 def points_table(drawn: Mapping[str, Chart], methods: Sequence[str]) -> str:
     """Each point of the methods, in Markdown, with the number of steps that is about as fast without merging."""
     lines = [
-        "| pictures | method | setting | speed-up | PSNR to dense | as fast: fewer steps |",
+        "| images | method | setting | speed-up | PSNR to dense | as fast: fewer steps |",
         "|---|---|---:|---:|---:|---|",
     ]
     for name, chart in drawn.items():
@@ -111,7 +111,7 @@ def joint_table() -> str:
     results = read_results(files)
     (cells, _), (quality, _) = newest(results.cells), newest(results.quality)
     lines = [
-        "| pictures | variant | PSNR to dense | operations | time |",
+        "| images | variant | PSNR to dense | operations | time |",
         "|---|---|---:|---:|---:|",
     ]
     rows = []

@@ -26,9 +26,9 @@ These diffusion models work. [Vision transformers](vision-transformers.md) have 
 | kind | for example | class by class |
 |---|---|---|
 | UNets | Stable Diffusion 1.x and 2.x, SDXL, their ControlNets, AnimateDiff, Stable Video Diffusion, and CompVis-style checkpoints | [UNets](models/unets.md) |
-| transformers for pictures | SD3 and 3.5, FLUX.1 and .2, Qwen-Image, PixArt, Lumina 2, Z-Image, Chroma, AuraFlow, Sana, and their ControlNets | [pictures](models/pictures.md) |
+| transformers for images | SD3 and 3.5, FLUX.1 and .2, Qwen-Image, PixArt, Lumina 2, Z-Image, Chroma, AuraFlow, Sana, and their ControlNets | [images](models/pictures.md) |
 | transformers for [video](video.md) | Wan, HunyuanVideo, CogVideoX, Mochi, LTX, Cosmos, Kandinsky 5 | [video](models/video.md) |
-| transformers that edit pictures, with [reference pictures](reference-pictures.md) | FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit and Layered, JoyImage-Edit, LongCat-Image-Edit, FIBO Edit | [pictures](models/pictures.md) |
+| transformers that edit images, with [reference images](reference-pictures.md) | FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit and Layered, JoyImage-Edit, LongCat-Image-Edit, FIBO Edit | [images](models/pictures.md) |
 
 Some classes are [refused by name](#refused-by-name), with the reason. In any other model in which nothing would merge, you get
 an error too. [Choosing settings](choosing-settings.md) says which other tools merging works with, and [adding a model](adding-a-model.md)
@@ -40,7 +40,7 @@ The tables have these columns:
   (`scope="layers"`, chosen by `merge_attn`, `merge_crossattn`, `merge_mlp`). *Whole block* means that all parts can merge
   at once (`scope="block"`). *Keys* means that keys and values of attention can merge alone (`scope="keys"`).
 - **plan**: *per image* means that each image of a batch merges by itself. *Shared by the batch* means that all merge alike, since
-  the position tables of the model have no batch axis. The picture that such a model makes from a seed then depends on the others in
+  the position tables of the model have no batch axis. The image that such a model makes from a seed then depends on the others in
   its batch.
 - **checks**: how many tests pass, on tiny random models of diffusers' own classes. With ratio 0 the output is bit-equal. If tokens
   are only reordered, it is equal up to rounding, so every position, mask and condition follows its token. Nothing stays after
@@ -51,7 +51,7 @@ The tables have these columns:
 
 GROUPS = {
     "unets": "# UNets that merge",
-    "pictures": "# Transformers for pictures that merge",
+    "pictures": "# Transformers for images that merge",
     "video": "# Transformers for video that merge",
 }
 ABOVE = "[Supported models](../supported-models.md) says what the columns mean.\n"
@@ -70,7 +70,7 @@ TOCTREE = """
 :hidden:
 
 UNets <models/unets>
-Pictures <models/pictures>
+Images <models/pictures>
 Video <models/video>
 ```
 """

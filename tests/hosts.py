@@ -82,7 +82,7 @@ def inputs(batch: int = 2, height: int = 16, width: int = 16, seed: int = 0) -> 
 
 
 def inputs_at(index: int, batch: int = 1) -> dict[str, object]:
-    """Arguments of a call of :func:`unet` in a step: its sample drifts away, as a solver moves it."""
+    """Arguments of a call of :func:`unet` in a step: its sample drifts away, as a scheduler moves it."""
     first, other = inputs(batch), inputs(batch, seed=1)
     return {**first, "sample": first["sample"] + 0.2 * index * other["sample"]}
 

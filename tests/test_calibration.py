@@ -22,7 +22,7 @@ from tokenmerge.calibration import TimedMerging
 from tokenmerge.default_method import settings_for
 from tokenmerge.models.placement import narrowest
 from tokenmerge.ops import sized_attention
-from tokenmerge.ops.plan import IndexPlan
+from tokenmerge.ops.plan import MergePlan
 from tokenmerge.ops.sized_attention import Bias
 from tokenmerge.planners import PLANNERS
 from tokenmerge.plans import FewestTokens, fewest_at, pays_from
@@ -140,7 +140,7 @@ def test_a_grid_a_ratio_or_a_scope_with_which_merging_does_not_pay_refuses_no_ot
 
 
 def test_a_cpu_is_never_timed(monkeypatch):
-    """Otherwise, what else the machine does would change the picture."""
+    """Otherwise, what else the machine does would change the image."""
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: pytest.fail("timed"))
     merging = [TimedMerging(CPU, torch.float32, scope=scope) for scope in ("block", "layers")]
     found = calibration.fewest_tokens(*merging)
@@ -228,7 +228,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[Done]:
     done, merged, masks = [], [], []
     counts = {"plan": 0, "unmerge": 0}
     attend, make_plan = calibration.F.scaled_dot_product_attention, PLANNERS["tiled"]
-    merge, unmerge = IndexPlan.merge, IndexPlan.unmerge
+    merge, unmerge = MergePlan.merge, MergePlan.unmerge
 
     def counted(name: str, function: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -252,8 +252,8 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[Done]:
         return 1.0
 
     monkeypatch.setitem(PLANNERS, "tiled", counted("plan", make_plan))
-    monkeypatch.setattr(IndexPlan, "unmerge", counted("unmerge", unmerge))
-    monkeypatch.setattr(IndexPlan, "merge", lambda plan, x: merged.append(x) or merge(plan, x))
+    monkeypatch.setattr(MergePlan, "unmerge", counted("unmerge", unmerge))
+    monkeypatch.setattr(MergePlan, "merge", lambda plan, x: merged.append(x) or merge(plan, x))
     monkeypatch.setattr(calibration.F, "scaled_dot_product_attention", noted)
     monkeypatch.setattr(calibration, "_seconds", seconds)
     return done

@@ -363,7 +363,7 @@ def test_cached_numbers_are_counted_for_a_picture_with_guidance(dtype, itemsize)
 def test_before_a_run_the_handle_says_that_a_tolerance_slows_it_down(fast):
     pipe = pipeline(unet=hosts.unet())
     why, more = (
-        "adds complete steps until its estimate is",
+        "adds full steps until its estimate is",
         "begins slower than speedup=3",
     )
     assert f"\n  min_psnr 40: a run {more}, and {why} 46 dB, to be safe" in str(
@@ -399,7 +399,7 @@ def test_the_handle_says_what_is_out_of_reach(fast):
 
 @pytest.mark.parametrize(
     ("fewest", "reason"),
-    [(4096, "on 256 tokens it saves too little time"), (16, "step reuse alone changes the picture less")],
+    [(4096, "on 256 tokens it saves too little time"), (16, "step reuse alone changes the image less")],
 )
 def test_the_handle_says_why_nothing_merges(fewest, reason, monkeypatch):
     monkeypatch.setattr(calibration, "TOKENS_ON_CPU", fewest)

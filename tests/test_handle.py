@@ -256,7 +256,7 @@ def test_the_cache_of_flux_is_told_before_the_run():
     report = patch.report(8, 8)
     assert report.kept_bytes > 0
     assert patch.report(8, 8, batch=2).kept_bytes == 2 * patch.report(8, 8, batch=1).kept_bytes
-    assert report.batch == 1  # FLUX knows the scale of guidance, and draws one sample for a picture
+    assert report.batch == 1  # FLUX knows the scale of guidance, and draws one sample for an image
 
 
 def test_where_no_size_is_known_it_says_what_to_do():
@@ -270,7 +270,7 @@ def test_a_whole_block_and_corrections_without_a_plan_are_told():
     (line,) = [
         one for one in str(apply_token_merging(hosts.unet(), config)).splitlines() if "merging:" in one
     ]
-    corrects = "1 of 3 complete steps merges nothing and corrects the others"
+    corrects = "1 of 3 full steps merges nothing and corrects the others"
     assert line == f"  merging: 256 → 128 tokens in 3 of 7 transformer blocks; {corrects}"
 
 
@@ -290,7 +290,7 @@ def test_a_vision_transformer():
         patch.report(steps=5)
     with pytest.raises(ConfigError, match=r"guidance: .* has no guidance, got 7\.5"):
         patch.report(guidance=7.5)
-    with pytest.raises(ConfigError, match="estimate: a vision transformer draws no pictures"):
+    with pytest.raises(ConfigError, match="estimate: a vision transformer draws no images"):
         print(patch.estimate)
 
 
@@ -304,12 +304,12 @@ def test_metadata_applies_the_same_settings_again(monkeypatch):
     assert apply_token_merging(hosts.unet(), read_metadata(line)).config == patch.config
     assert apply_token_merging(unet, "toma").metadata().startswith("Token merging: toma 0.5, {")
     assert apply_token_merging(unet, SKIPS).metadata().startswith("Token merging: ratio 0.5, {")
-    with pytest.raises(ConfigError, match="metadata: a vision transformer draws no pictures"):
+    with pytest.raises(ConfigError, match="metadata: a vision transformer draws no images"):
         apply_token_merging(vits.vit(), ViTConfig(r=1)).metadata()
 
 
 def test_steps_outside_the_part_that_merges_are_complete(pipe):
-    """The text before the run predicts the number of complete steps in the run."""
+    """The text before the run predicts the number of full steps in the run."""
     patch = apply_token_merging(pipe, SKIPS, start=0.25, until=0.75)
     generate(pipe)
     run = len([kind for kind in patch._state.last_run.kind_of_step.values() if kind != "reused"])
@@ -430,7 +430,7 @@ def test_in_few_steps_it_names_fewer_steps_and_a_picture_far_from_dense_has_advi
         patch = apply_token_merging(pipe, speedup=speedup)
         generate(pipe, steps=12)
         assert (patch.estimate.psnr < 30) == far
-        assert ("\n  for a closer picture: a lower speedup, or more steps\n" in str(patch)) == far
+        assert ("\n  for a closer image: a lower speedup, or more steps\n" in str(patch)) == far
     patch.remove()
 
 
@@ -439,8 +439,8 @@ def test_of_a_tolerance_that_no_plan_keeps_no_added_steps_are_told(pipe):
     for level, adds in ((20, True), (100, False)):
         patch = apply_token_merging(pipe, speedup=2.0, min_psnr=level)
         assert re.search(r": at most \d\.\d\d× counted", str(patch))
-        assert ("adds complete steps" in str(patch)) == adds
-        assert ("adds complete steps" in str(patch.report())) == adds
+        assert ("adds full steps" in str(patch)) == adds
+        assert ("adds full steps" in str(patch.report())) == adds
 
 
 def test_it_expects_up_to_15_percent_less_by_the_clock(pipe):
@@ -512,7 +512,7 @@ def test_a_speedup_of_1_gives_the_dense_picture(pipe):
     generate(pipe, steps=3)
     said = r"  last run: 3 steps, guidance 7\.5, \d+\.\d s of denoising"
     assert re.fullmatch(said, last_run(patch))
-    assert "  estimated: the dense picture itself: nothing was skipped or merged\n" in str(patch)
+    assert "  estimated: the dense image itself: nothing was skipped or merged\n" in str(patch)
     patch.remove()
 
 

@@ -21,7 +21,7 @@ SD3 = FAMILIES["SD3Transformer2DModel"]
 
 
 def pipeline(**models: Any) -> SimpleNamespace:
-    """A pipeline whose solver has eight steps."""
+    """A pipeline whose scheduler has eight steps."""
     scheduler = DDIMScheduler()
     scheduler.set_timesteps(8)
     return SimpleNamespace(**models, scheduler=scheduler)

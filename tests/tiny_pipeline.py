@@ -62,7 +62,7 @@ def write_controlnet(folder: Path) -> Path:
     unet = UNet2DConditionModel(**UNET)
     controlnet = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(8, 8))
     for layer in (*controlnet.controlnet_down_blocks, controlnet.controlnet_cond_embedding.conv_out):
-        torch.nn.init.normal_(layer.weight)  # they begin as zeros, which would block the picture
+        torch.nn.init.normal_(layer.weight)  # they begin as zeros, which would block the image
     controlnet.save_pretrained(folder)
     return folder
 

@@ -115,7 +115,7 @@ MODELS = list(PROTECTED)
 
 
 def pictures(batch: int = 2, size: int = 4 * GRID) -> Tensor:
-    """Picture i is the same in a batch of any size."""
+    """Image i is the same in a batch of any size."""
     make = [torch.Generator().manual_seed(i) for i in range(batch)]
     return torch.stack([torch.randn(3, size, size, generator=g) for g in make])
 
@@ -137,7 +137,7 @@ def layers(model: Any) -> Sequence[Any]:
 
 
 def slow_layer(layer: Any, protected: int) -> Callable[[Tensor, list[int], int], tuple[Tensor, list[int]]]:
-    """A layer for the tokens ``[n, c]`` of one picture with their sizes: section 3 of arXiv 2210.09461."""
+    """A layer for the tokens ``[n, c]`` of one image with their sizes: section 3 of arXiv 2210.09461."""
     attention = next(getattr(layer, a) for a in ("attention", "self_attn", "attn") if hasattr(layer, a))
     names = [("layernorm_before", "layernorm_after"), ("layer_norm1", "layer_norm2"), ("norm1", "norm2")]
     norm1, norm2 = next(tuple(getattr(layer, n) for n in pair) for pair in names if hasattr(layer, pair[0]))
@@ -188,7 +188,7 @@ def slow_groups(metric: Tensor, r: int, protected: int) -> list[list[int]]:
 
 
 def slow_tokens(model: Any, x: Tensor, r: Sequence[int], protected: int) -> list[tuple[Tensor, list[int]]]:
-    """The result of the last layer of a model for each picture, and the sizes of its tokens.
+    """The result of the last layer of a model for each image, and the sizes of its tokens.
 
     The input of the first layer is taken from the model itself.
     """

@@ -1,7 +1,7 @@
 """Measure the default method and diffusers' caches on the hold-out.
 
-A line of the record is one picture: its method, the operations of the denoiser, counted while it ran, and the
-PSNR to the dense picture of the same seed. A second run with the same record continues where the first one
+A line of the record is one image: its method, the operations of the denoiser, counted while it ran, and the
+PSNR to the dense image of the same seed. A second run with the same record continues where the first one
 stopped. `table` prints the tables of docs/holdout.md.
 
     python -m benchmarks.holdout.measure run --out benchmarks/holdout_cpu.jsonl
@@ -38,7 +38,7 @@ from tokenmerge_tools.pipelines.counting import counting
 MODEL = Path(__file__).parent / "photo-flux"
 STEPS = 20
 NAMES = ("cat", "coffee", "rocket", "gravel")
-CALIBRATION = "astronaut"  # the picture that MagCache learns its ratios on
+CALIBRATION = "astronaut"  # the image that MagCache learns its ratios on
 FEWER = (15, 13, 10, 8, 7, 6)  # dense steps: 1.33×, 1.54×, 2×, 2.5×, 2.86× and 3.33×
 SPEEDS = (1.3, 1.5, 2.0, 2.5, 3.0)
 # Settings of diffusers' caches: the documented default, and weaker and stronger ones.
@@ -48,7 +48,7 @@ THRESHOLDS = {
     "MagCache": (0.03, 0.06, 0.12),
 }
 INTERVALS = (2, 3, 5)
-LEAST_ERROR = 1e-10  # keeps the PSNR of equal pictures finite
+LEAST_ERROR = 1e-10  # keeps the PSNR of equal images finite
 EVERY = (1.3, 1.6, 2.25)  # of this package's step reuse, without merging
 DENSE = "dense"
 
@@ -104,7 +104,7 @@ def cache_config(method: str, setting: float, ratios: list[float]) -> Any:
 
 
 def latents_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the latents [c, 1, h, w] of each picture of a call of FLUX's transformer, for SeaCache."""
+    """Return the latents [c, 1, h, w] of each image of a call of FLUX's transformer, for SeaCache."""
     packed = kwargs["hidden_states"]
     side = math.isqrt(packed.shape[1])
     grids = packed.unflatten(2, (-1, 2, 2)).unflatten(1, (side, side)).permute(0, 3, 1, 4, 2, 5)
@@ -132,7 +132,7 @@ def telling_the_step(pipe: FluxPipeline) -> Iterator[None]:
 
 
 def calibrate(pipe: FluxPipeline, size: int) -> list[float]:
-    """Return MagCache's ratios, one a step, learnt on a picture that is not measured."""
+    """Return MagCache's ratios, one a step, learnt on an image that is not measured."""
     pipe.transformer.enable_cache(MagCacheConfig(calibrate=True, num_inference_steps=STEPS))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -144,7 +144,7 @@ def calibrate(pipe: FluxPipeline, size: int) -> list[float]:
 
 
 def draw(pipe: FluxPipeline, name: str, size: int, steps: int) -> np.ndarray:
-    """Draw a picture: [size, size, 3] in [0, 1]."""
+    """Draw an image: [size, size, 3] in [0, 1]."""
     return pipe(
         caption(name),
         height=size,
@@ -156,7 +156,7 @@ def draw(pipe: FluxPipeline, name: str, size: int, steps: int) -> np.ndarray:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Draw the pictures that are not in the record."""
+    """Draw the images that are not in the record."""
     pipe = FluxPipeline.from_pretrained(options.model)
     pipe.set_progress_bar_config(disable=True)
     for size in options.size:
@@ -234,8 +234,8 @@ def main() -> None:
     parser.add_argument(
         "--size", type=int, nargs="+", default=[NATIVE_SIZE, 512], help="pixels (default: 256 512)"
     )
-    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
-    parser.add_argument("--pictures", type=Path, help="existing folder for the dense pictures, for a look")
+    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per image")
+    parser.add_argument("--pictures", type=Path, help="existing folder for the dense images, for a look")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()
     if options.what == "run":

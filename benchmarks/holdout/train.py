@@ -69,8 +69,8 @@ TEXT_WIDTH = 64
 POOLED_WIDTH = 64
 HEADS = 5
 AXES = (4, 10, 10)  # channels of a head by axis of the positions; the width is 120
-SMALLEST = 0.85  # side of a crop, as a share of the picture's shorter side
-SECOND_SHARE = 0.3  # of the steps in which smaller pictures stand for those of the second size
+SMALLEST = 0.85  # side of a crop, as a share of the image's shorter side
+SECOND_SHARE = 0.3  # of the steps in which smaller images stand for those of the second size
 CROPS = {64: 64, 128: 32, 256: 16}  # different crops of each photograph at each size
 # Nearly all is learnt on few image tokens, which stand for those of the larger sizes.
 PHASES = (
@@ -99,9 +99,9 @@ def photograph(name: str) -> Image.Image:
 
 
 def crop(picture: Image.Image, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Cut a random square of a picture and scale it: uint8 [size, size, 3]."""
+    """Cut a random square of an image and scale it: uint8 [size, size, 3]."""
     side = round(min(picture.size) * rng.uniform(SMALLEST, 1))
-    # Wide pictures have their subject near the middle. So the square is near it horizontally, and anywhere
+    # Wide images have their subject near the middle. So the square is near it horizontally, and anywhere
     # vertically.
     left = round((picture.width - side) * rng.uniform(0.35, 0.65))
     top = round((picture.height - side) * rng.uniform(0, 1))
@@ -328,7 +328,7 @@ def sheet(options: argparse.Namespace) -> None:
 
 
 def draw(pipe: FluxPipeline, prompts: Sequence[str], size: int) -> np.ndarray:
-    """Draw one picture a prompt, in 20 steps: [b, size, size, 3] in [0, 1]."""
+    """Draw one image a prompt, in 20 steps: [b, size, size, 3] in [0, 1]."""
     seeds = [torch.Generator().manual_seed(seed) for seed in range(len(prompts))]
     return pipe(
         list(prompts),

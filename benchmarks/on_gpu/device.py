@@ -20,7 +20,7 @@ from on_gpu.record import Facts, Run
 from on_gpu.variants import KERNELS
 from tokenmerge import ToMeConfig
 from tokenmerge.ops.once import once
-from tokenmerge.ops.plan import IndexPlan
+from tokenmerge.ops.plan import MergePlan
 from tokenmerge.planners import PLANNERS
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "tomesd", "DeepCache", "cache-dit")
@@ -120,7 +120,7 @@ class _Inputs:
             return torch.randn(*shape, generator=noise, device=run.device).to(run.half)
 
         self.x = random(batch, self.n, channels)
-        if batch > 1:  # guidance holds each picture twice
+        if batch > 1:  # guidance holds each image twice
             self.x[batch // 2 :] = self.x[: batch // 2]
         weights = random(4 * channels, channels)
         self.layer = _Layer(weights / channels**0.5, heads)
@@ -128,11 +128,11 @@ class _Inputs:
         self.plan = self.make_plan(self.x)
         self.merged = self.plan.merge(self.x)
 
-    def make_plan(self, features: Tensor) -> IndexPlan:
+    def make_plan(self, features: Tensor) -> MergePlan:
         """Make a plan from features in their own precision."""
         config = ToMeConfig(ratio=0.5, planner="tiled")
         plan = PLANNERS["tiled"](features, self.grid, self.n // 2, config, self.step)
-        assert isinstance(plan, IndexPlan)
+        assert isinstance(plan, MergePlan)
         return plan
 
     def proportional(self, way: Callable[..., Tensor], **settings: bool) -> Tensor:
@@ -174,13 +174,13 @@ def _flex_attention(run: Run, name: str, given: _Inputs) -> None:
         run.measure(f"{name}: merged, proportional by {way}", partial(medians, run, call), needs)
 
 
-def _merge_by_bag(plan: IndexPlan, x: Tensor) -> Tensor:
+def _merge_by_bag(plan: MergePlan, x: Tensor) -> Tensor:
     """Make the means of all groups in one kernel, with the sort of the groups known."""
     tokens, starts = once(plan.inverse, "groups", plan._groups)
     return F.embedding_bag(tokens, x.flatten(0, 1), starts, mode="mean")
 
 
-def _merge_by_index_add(plan: IndexPlan, x: Tensor) -> Tensor:
+def _merge_by_index_add(plan: MergePlan, x: Tensor) -> Tensor:
     """Add the rows of the tokens to those of the merged ones, and divide by the sizes."""
     rows = x.flatten(0, 1)
     total = rows.index_select(0, plan.keep.flatten()).float()

@@ -1,4 +1,4 @@
-"""Time models: single steps, generations, CUDA graphs, compiled blocks; and their kernels and pictures."""
+"""Time models: single steps, generations, CUDA graphs, compiled blocks; and their kernels and images."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def _time_graph(run: Run, loop: Loop, context: Context, turn: int) -> Facts:
 
 
 def pictures(run: Run) -> None:
-    """Draw a picture with each bundled model, dense and at a speed-up of 2, with seconds on this device."""
+    """Draw an image with each bundled model, dense and at a speed-up of 2, with seconds on this device."""
     for name in ("emoji-unet", "emoji-mmdit"):
         run.measure(name, partial(_pair, run, name), 6)
         run.free()

@@ -54,7 +54,7 @@ class Run:
         tiny: whether models are small and everything runs at most twice.
         half: the dtype of most models.
         bfloat16: the dtype of the others.
-        folder: where the record and the pictures are.
+        folder: where the record and the images are.
         variants: the names of the variants that are timed in turns, or an empty sequence for all.
         part: name of the running part.
     """

@@ -31,7 +31,7 @@ OTHERS = {
 }
 ABOUT_OTHERS = [
     "A *shared plan* compares tokens once for neighbouring blocks, and *whole blocks* also merges",
-    "around MLPs. DeepCache's number is its interval of complete steps.",
+    "around MLPs. DeepCache's number is its interval of full steps.",
 ]
 
 

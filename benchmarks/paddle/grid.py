@@ -15,7 +15,7 @@ The whole table, on a GPU::
     python benchmarks/paddle/grid.py --device gpu --dtype float16 --batches 2 20 32 64 128 --rounds 20 \
         --attention plain memory-efficient --out benchmarks/paddle/grid_gpu.jsonl
 
-A batch of 2 is one picture with classifier-free guidance.
+A batch of 2 is one image with classifier-free guidance.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.749])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--attention", nargs="+", choices=("plain", "memory-efficient"), default=["plain"])
-    parser.add_argument("--size", type=int, default=64, help="of the latents: 64 for a picture of 512")
+    parser.add_argument("--size", type=int, default=64, help="of the latents: 64 for an image of 512")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, required=True, help="record to append to, one JSON object a line")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Draw with `emoji-unet` on Paddle, dense and merged: the figures and the pictures of docs/paddle.md.
+"""Draw with `emoji-unet` on Paddle, dense and merged: the figures and the images of docs/paddle.md.
 
 Run in an environment with the extra `paddle`::
 

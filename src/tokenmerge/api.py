@@ -102,28 +102,28 @@ def apply_token_merging(
         config: what to merge and how much. A string is the name of a preset of :mod:`tokenmerge.presets`,
             such as ``"toma"``, or the path of a ``.json`` file that :func:`tokenmerge.config.save_config` or
             ``tokenmerge tune`` wrote. A plan of tune runs in generations of the model class, size, number of
-            steps, solver and guidance that it was found for. In others there is a warning, and the default
+            steps, scheduler and guidance that it was found for. In others there is a warning, and the default
             method runs with the same speed-up. If it is None, the default method or ``ratio`` holds.
         speedup: of the default method, the wanted speed-up, ≥ 1: dense operations divided by those of the
             generation, as they are counted (default: 2.0). When a generation begins, settings are chosen that
             reach it at the actual size, number of steps and guidance, see
-            :mod:`tokenmerge.default_method`. Raising it makes the picture less like the dense one. The
+            :mod:`tokenmerge.default_method`. Raising it makes the image less like the dense one. The
             measured speed-up is mostly lower, since other work takes time too.
         ratio: fraction of tokens that merge, 0 ≤ ratio ≤ 0.75, without step reuse. In the pipeline of a
             transformer, tokens merge before its first block and are unmerged after its last one; the first
             step runs on all tokens, and later ones get back what merging loses. In a UNet, and in a model
-            alone, they merge around self-attention. Raising it saves more time and makes the picture less
+            alone, they merge around self-attention. Raising it saves more time and makes the image less
             like the dense one. With the name of a preset, it is the preset's ratio.
         start: share of the denoising steps before merging starts, 0 ≤ start < until. Earlier steps
             are dense: a rule is added that sets ``ratio=0`` and ``reuse.every=1`` for them, see
-            :class:`tokenmerge.Rule`. Raising it saves less time and brings the picture a little closer.
+            :class:`tokenmerge.Rule`. Raising it saves less time and brings the image a little closer.
         until: share of the denoising steps after which merging ends, start < until ≤ 1. Later steps are dense
-            by such a rule too. Lowering it saves less time and brings the picture much closer.
-        min_psnr: of the default method, the PSNR to the dense picture of the same seed that a picture shall
+            by such a rule too. Lowering it saves less time and brings the image much closer.
+        min_psnr: of the default method, the PSNR to the dense image of the same seed that an image shall
             have, in dB, 1 to 100. While a generation runs, it estimates its closeness, and skips fewer steps
-            than ``speedup`` plans where it has to, up to none. In a batch the worst picture decides, so a
-            picture can depend on the others. Each complete step waits once for the device. Raising it brings
-            the picture closer and saves less time. The estimate can be wrong, see
+            than ``speedup`` plans where it has to, up to none. In a batch the worst image decides, so an
+            image can depend on the others. Each full step waits once for the device. Raising it brings
+            the image closer and saves less time. The estimate can be wrong, see
             ``patch.estimate``. With None, no step is added.
         unknown: arguments of other names, which are refused.
 

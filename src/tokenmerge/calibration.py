@@ -26,7 +26,7 @@ from tokenmerge.ops.sized_attention import Bias, attend_without_mask, choose_bia
 from tokenmerge.planners import PLANNERS
 from tokenmerge.plans import FewestTokens
 
-# It is not timed, since other work of a CPU would change the time, and so the picture. On smaller grids
+# It is not timed, since other work of a CPU would change the time, and so the image. On smaller grids
 # merging mostly saved too little (benchmarks/fewest_tokens_cpu.jsonl).
 TOKENS_ON_CPU = 1024
 # Sides of the token grids that are timed. The time of smaller ones, mostly of launches, says nothing of them.

@@ -19,8 +19,8 @@ from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.fused import is_fused, splits_attention
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
-from tokenmerge.plans import ROUNDING, Facts, Schedule, facts_of, plan_for
-from tokenmerge.plans.choose import Plan, fewest_that_merge, scopes_of
+from tokenmerge.plans import ROUNDING, RunFacts, Schedule, facts_of, plan_for
+from tokenmerge.plans.choose import SpeedupPlan, fewest_that_merge, scopes_of
 from tokenmerge.plans.estimate import Tolerance, expected, looks, psnr_of
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
@@ -48,9 +48,9 @@ class DefaultMethod:
     """
 
     speedup: float  # dense operations divided by those of the generation, ≥ 1, as they are counted
-    facts: Facts  # about the model, for the default size and number of steps
+    facts: RunFacts  # about the model, for the default size and number of steps
     change: Change = _unchanged  # changes the settings after these were chosen
-    # Lowest PSNR to the dense picture in dB, > 0, or None if the speed-up alone decides.
+    # Lowest PSNR to the dense image in dB, > 0, or None if the speed-up alone decides.
     min_psnr: float | None = None
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class DefaultMethod:
     ) -> DefaultMethod:
         """Return the default method for models that were found in a pipeline or a model.
 
-        ``follows_steps`` is that of :class:`tokenmerge.plans.Facts`. If it is None, only a pipeline does.
+        ``follows_steps`` is that of :class:`tokenmerge.plans.RunFacts`. If it is None, only a pipeline does.
         """
         check_min_psnr("min_psnr", min_psnr)
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
@@ -106,8 +106,8 @@ class DefaultMethod:
         steps: int | None = None,
         guidance: float | None = None,
         schedule: Schedule | None = None,
-    ) -> Facts:
-        """Return the facts about one generation, as in :class:`tokenmerge.plans.Facts`.
+    ) -> RunFacts:
+        """Return the facts about one generation, as in :class:`tokenmerge.plans.RunFacts`.
 
         Arguments that are left out are those of :attr:`facts`. Without ``guidance``, its scale is unknown.
         """
@@ -115,60 +115,61 @@ class DefaultMethod:
         known = {name: value for name, value in given.items() if value is not None}
         return dataclasses.replace(self.facts, **known, guidance=guidance)
 
-    def settings(self, facts: Facts) -> ToMeConfig:
+    def settings(self, facts: RunFacts) -> ToMeConfig:
         """Return the settings of one generation, or those that it begins with."""
         tolerance = self.tolerance(facts)
         return self.change(self.plan(facts).config) if tolerance is None else tolerance.config
 
-    def tolerance(self, facts: Facts) -> Tolerance | None:
+    def tolerance(self, facts: RunFacts) -> Tolerance | None:
         """Return the object that changes the settings of a generation while it runs, or None without one."""
         if self.min_psnr is None or self.speedup == 1:  # a speed-up of 1 is dense in any case
             return None
         return Tolerance(facts, self.speedup, self.min_psnr, self.change)
 
-    def plan(self, facts: Facts) -> Plan:
+    def plan(self, facts: RunFacts) -> SpeedupPlan:
         """Return the plan of one generation, before ``change``."""
         return plan_for(facts, self.speedup)
 
-    def is_dense(self, facts: Facts) -> bool:
+    def is_dense(self, facts: RunFacts) -> bool:
         """Return whether a generation begins with settings that merge and skip nothing."""
         config = self.settings(facts)
         return not (config.merges or config.reuse.on)
 
-    def shortfall(self, facts: Facts, closeness: bool = True) -> str:
+    def shortfall(self, facts: RunFacts, closeness: bool = True) -> str:
         """Return a warning if the generation misses the speed-up or the closeness, or an empty string."""
         if self.min_psnr is not None and self.is_dense(facts):
             return f"min_psnr={self.min_psnr:g}: no plan is so close, so this generation is dense; lower it"
         return self.missed(facts, closeness)
 
-    def missed(self, facts: Facts, closeness: bool = True, under: str = "") -> str:
+    def missed(self, facts: RunFacts, closeness: bool = True, under: str = "") -> str:
         """Return a warning if the plan misses the speed-up or looks different, or an empty string.
 
-        With ``closeness``, it also says how close the picture is expected to be. ``under`` names the
+        With ``closeness``, it also says how close the image is expected to be. ``under`` names the
         conditions of the generation, such as ``", with the pipeline's defaults"``.
         """
         asked = f"speedup={self.speedup:g}{under}"
         fastest = plan_for(facts, math.inf)
         if fastest.speedup >= _ENOUGH * self.speedup:
-            harm = self.plan(facts).harm
-            differs = looks(psnr_of(harm)) == looks(0) and facts.follows_steps and self.min_psnr is None
+            expected_error = self.plan(facts).expected_error
+            differs = looks(psnr_of(expected_error)) == looks(0) and facts.follows_steps
+            differs = differs and self.min_psnr is None
             if not differs or not closeness:
                 return ""
             return (
-                f"{asked}: before the run, expect {expected(harm)}: it looks different; take a lower "
-                "speed-up, or more steps"
+                f"{asked}: before the run, expect {expected(expected_error)}: it looks different; "
+                "take a lower speed-up, or more steps"
             )
         where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {_size(facts.grid)} tokens"
         if fastest.speedup < 1 + ROUNDING:
             return (
                 f"{asked}: nothing can be saved {where}, so this generation is dense; take more steps or a "
-                "larger picture"
+                "larger image"
             )
         told = (
             f"{asked}: at most {fastest.speedup:.2f}× can be reached {where}; take more steps or a larger "
-            "picture, or a lower speed-up"
+            "image, or a lower speed-up"
         )
-        return f"{told}. Before the run, expect {expected(fastest.harm)}" if closeness else told
+        return f"{told}. Before the run, expect {expected(fastest.expected_error)}" if closeness else told
 
     @property
     def name(self) -> str:
@@ -203,7 +204,9 @@ class TunedMethod(DefaultMethod):
     found: ToMeConfig  # the settings of the plan
     found_for: FoundFor
     model: str  # class of the pipeline's denoiser
-    pipe: Any  # its scheduler is read when a generation begins, or None in a copy, which compares no solver
+    pipe: (
+        Any  # its scheduler is read when a generation begins, or None in a copy, which compares no scheduler
+    )
 
     @classmethod
     def of_saved(cls, pipe: object, hosts: Sequence[Host], saved: SavedSettings) -> TunedMethod:
@@ -221,7 +224,7 @@ class TunedMethod(DefaultMethod):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "pipe": None}
 
-    def differences(self, facts: Facts) -> list[str]:
+    def differences(self, facts: RunFacts) -> list[str]:
         """Return how a generation differs from those of the plan. Unknown guidance is not compared."""
         solver = None if self.pipe is None else type(self.pipe.scheduler).__name__
         differences = self.found_for.differences(self.model, None, facts.steps, solver, facts.guidance)
@@ -231,12 +234,12 @@ class TunedMethod(DefaultMethod):
             differences += self.found_for.differences(size=size) or ["another number of frames"]
         return differences
 
-    def plan(self, facts: Facts) -> Plan:
+    def plan(self, facts: RunFacts) -> SpeedupPlan:
         """Return the plan that was found, or that of the default method in another kind of generation."""
         plan = super().plan(facts)
         return plan if self.differences(facts) else dataclasses.replace(plan, config=self.found)
 
-    def shortfall(self, facts: Facts, closeness: bool = True) -> str:
+    def shortfall(self, facts: RunFacts, closeness: bool = True) -> str:
         """Return a warning if the generation differs from those of the plan, or an empty string."""
         differences = self.differences(facts)
         return self.found_for.warning(differences, self.speedup) if differences else ""
@@ -263,7 +266,7 @@ def settings_for(
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`. It must be on the device that it will
             run on, or be offloaded from it, because merging is timed there.
         speedup: dense operations divided by those of the generation, ≥ 1, as they are counted. Raising it
-            makes the picture less like the dense one.
+            makes the image less like the dense one.
         height: height of the latents, or None for the model's default size.
         width: width of the latents, or None for the model's default size.
         steps: denoising steps of the generation, ≥ 1, or None for the pipeline's default.

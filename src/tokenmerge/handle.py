@@ -19,7 +19,7 @@ from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError, nearest_of, shown, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
-from tokenmerge.plans import Estimate, Facts, fewest_at
+from tokenmerge.plans import Estimate, RunFacts, fewest_at
 from tokenmerge.plans.choose import merging_pays
 from tokenmerge.plans.estimate import BEFORE_A_RUN, estimate_closeness, expected, psnr_of
 from tokenmerge.plans.generation import plan_generation
@@ -50,7 +50,7 @@ AnyRecord = TypeVar("AnyRecord")
 Given = int | None  # an argument, or None if it is left out
 Sizes = Sequence[tuple[int, int]] | None
 _FEW_STEPS = 8  # where a run with fewer steps can be as close, by benchmarks/short_generations_cpu.jsonl
-_FAR = 30  # dB to the dense picture, below which many details differ, as in ``plans.estimate``
+_FAR = 30  # dB to the dense image, below which many details differ, as in ``plans.estimate``
 _NOT_FINITE = "the latents had numbers that are infinite, or no numbers (NaN)"
 _OF_REPORT = ("height", "width", "steps", "guidance", "batch", "frames", "references")
 
@@ -91,19 +91,19 @@ class Patch(Generic[AnyReport, AnyRecord]):
         """Count what merging does to each block, and what it saves.
 
         Arguments left out are those of the last run. Before the first run, they are the model's default size,
-        the batch of one picture, and the default number of steps of the pipeline.
+        the batch of one image, and the default number of steps of the pipeline.
 
         Operations are counted, not timed. A note names blocks whose merged attention would hardly be faster
         than dense attention, by timings on a GPU that are made once.
 
         Args:
-            height: height of the picture in pixels, as in a call of the pipeline. For a model without its
+            height: height of the image in pixels, as in a call of the pipeline. For a model without its
                 pipeline, and where the scale of the VAE is unknown, it is that of the latents.
-            width: width of the picture, in the unit of ``height``.
+            width: width of the image, in the unit of ``height``.
             steps: number of denoising steps to average operations over, ≥ 1.
             guidance: scale of classifier-free guidance, ≥ 0, on which the plan of the default method depends.
-            batch: batch size of a call of the model, ≥ 1. Guidance usually makes it 2 for one picture.
-            references: (height, width) of each reference picture that an editing model reads in the sequence
+            batch: batch size of a call of the model, ≥ 1. Guidance usually makes it 2 for one image.
+            references: (height, width) of each reference image that an editing model reads in the sequence
                 of the sample, in the unit of ``height``. Before the first run, the default is none.
             frames: number of frames of a video, ≥ 1, as in a call of the pipeline. For a model without its
                 pipeline, and where the scale of the VAE over time is unknown, it is that of the latents.
@@ -132,7 +132,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
         raise NotImplementedError
 
     def metadata(self) -> str:
-        """Return the settings as one line for the parameters of a picture.
+        """Return the settings as one line for the parameters of an image.
 
         The line is ``Token merging: speed-up 2, {…}``. :func:`tokenmerge.config.read_metadata` reads it, to
         apply the same settings again on any machine.
@@ -140,14 +140,14 @@ class Patch(Generic[AnyReport, AnyRecord]):
         Raises:
             ConfigError: the model is a vision transformer.
         """
-        raise ConfigError("metadata: a vision transformer draws no pictures; leave the call out")
+        raise ConfigError("metadata: a vision transformer draws no images; leave the call out")
 
     @property
     def estimate(self) -> Estimate | None:
-        """How close the picture of the last generation probably is to the dense one of the same seed.
+        """How close the image of the last generation probably is to the dense one of the same seed.
 
         It comes from what the plan expects and from how wrong the forecasts of step reuse would have been in
-        the steps that knew the truth. Of a batch, the worst picture counts. Reading it waits for the device.
+        the steps that knew the truth. Of a batch, the worst image counts. Reading it waits for the device.
         Its ``psnr`` is infinite where nothing was skipped or merged. It is None before the first generation,
         after one that was interrupted or whose latents were not finite, and where the settings are not those
         of the default method. ``print(patch)`` says why.
@@ -155,7 +155,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
         Raises:
             ConfigError: the model is a vision transformer.
         """
-        raise ConfigError("estimate: a vision transformer draws no pictures; leave it out")
+        raise ConfigError("estimate: a vision transformer draws no images; leave it out")
 
     def remove(self) -> None:
         """Restore the models. One that was restored or patched again in the meantime stays as it is.
@@ -216,18 +216,18 @@ class Patch(Generic[AnyReport, AnyRecord]):
             pipeline.set_step(index, steps)
 
     def at_size(self, height: int, width: int) -> None:
-        """Set the size of the next pictures, for a model that is compiled before its first call.
+        """Set the size of the next images, for a model that is compiled before its first call.
 
         FLUX and similar models get the positions of their tokens as values of ``img_ids``, which are unknown
         while ``torch.compile`` traces the whole model into one graph. Call this before the first call with a
         new size, which needs no new graph with ``dynamic=True``. A model that is not one graph uses this
-        size only if the values are not the rows and columns of one picture. Other models ignore it. A
+        size only if the values are not the rows and columns of one image. Other models ignore it. A
         compiled model cannot tell apart 512 × 1024 and 1024 × 512 pixels.
 
         Args:
-            height: height of the picture, in the unit of :meth:`report`. In latents, it must be a multiple of
+            height: height of the image, in the unit of :meth:`report`. In latents, it must be a multiple of
                 the model's patch size, which is 2 for FLUX.
-            width: width of the picture, in the same unit.
+            width: width of the image, in the same unit.
 
         Raises:
             ConfigError: the values are not such numbers, or the patched model is a vision transformer.
@@ -271,7 +271,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         return self._state.config if self._default is None else self._in_force
 
     def metadata(self) -> str:
-        """Return the settings as one line for the parameters of a picture, see :meth:`Patch.metadata`."""
+        """Return the settings as one line for the parameters of an image, see :meth:`Patch.metadata`."""
         return to_metadata(self.config, self._state.method)
 
     def record_steps(self, on: bool = True) -> None:
@@ -358,7 +358,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         error, why_none = self._closeness()
         if run is None or config is not run.config:
             error = None
-            near = Estimate(psnr_of(default.plan(facts).harm), BEFORE_A_RUN)
+            near = Estimate(psnr_of(default.plan(facts).expected_error), BEFORE_A_RUN)
             scale = "" if facts.guidance is None else f", guidance {facts.guidance:g}"
             text = f"estimated before a run{scale}: {near}"
         elif error is not None:
@@ -413,7 +413,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             facts = self._facts_at(report.height, report.width, report.steps if run is None else run.steps)
         forecast = ""
         if run is None and facts is not None and facts.follows_steps and self._default is not None:
-            forecast = expected(self._default.plan(facts).harm)
+            forecast = expected(self._default.plan(facts).expected_error)
         conditions = Conditions(
             forecast=forecast if report is not None and report.speedup > 1 else "",
             models=tuple(type(model).__name__ for model in self._states),
@@ -442,7 +442,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
 
     @property
     def estimate(self) -> Estimate | None:
-        """How close the last picture probably is to the dense one, or None, see :attr:`Patch.estimate`."""
+        """How close the last image probably is to the dense one, or None, see :attr:`Patch.estimate`."""
         return self._closeness()[0]
 
     def _closeness(self) -> tuple[Estimate | None, str]:
@@ -467,8 +467,10 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         facts = self._facts_at(run.height, run.width, run.steps)
         return estimate_closeness(facts, run.config, shown_by([run]))
 
-    def _remarks(self, facts: Facts | None, error: Estimate | None, report: Report | None) -> dict[str, str]:
-        """Return how close the picture is, and what the default method added or did not reach, by heading."""
+    def _remarks(
+        self, facts: RunFacts | None, error: Estimate | None, report: Report | None
+    ) -> dict[str, str]:
+        """Return how close the image is, and what the default method added or did not reach, by heading."""
         run = self._state.last_run
         default = self._default
         remarks = {"estimated": str(error or "")}
@@ -482,16 +484,18 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
                 same = f"{fewer} steps of the unchanged model take as long"
                 remarks["few steps"] = f"{same}, and can be as close; compare both"
             elif error and error.psnr < _FAR:
-                remarks["for a closer picture"] = "a lower speedup, or more steps"
+                remarks["for a closer image"] = "a lower speedup, or more steps"
         return remarks
 
-    def _tolerated(self, default: DefaultMethod, facts: Facts, error: Estimate | None, report: Report) -> str:
+    def _tolerated(
+        self, default: DefaultMethod, facts: RunFacts, error: Estimate | None, report: Report
+    ) -> str:
         """Say what the tolerance of the default method adds to a run, or what it cost in the last one."""
         plan = default.plan(facts)
         wanted = default.min_psnr or 0.0
         aim = f"{wanted + ESTIMATE['margin']:g} dB, to be safe"
         if error is None:
-            adds = f"adds complete steps until its estimate is {aim}, which costs speed"
+            adds = f"adds full steps until its estimate is {aim}, which costs speed"
             if default.settings(facts) == default.change(plan.config):
                 return f"a run {adds}"
             return f"a run begins slower than speedup={default.speedup:g}, and {adds}"
@@ -505,7 +509,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         return f"{told} This cost speed: {ran} in place of {due}; {lower}"
 
     def _pictures(self, pipe: Any) -> int | None:
-        """Return how many pictures a call draws, or None if it is unknown."""
+        """Return how many images a call draws, or None if it is unknown."""
         run = self._state.last_run
         if run is None:
             return 1
@@ -521,7 +525,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if frames is None:
             return None if run is None or not patch else run.frames
         if not patch:
-            made = "makes pictures, or holds the frames of a video in its batch"
+            made = "makes images, or holds the frames of a video in its batch"
             raise ConfigError(
                 f"frames: {type(self._denoiser.root).__name__} {made}, got {shown(frames)}; leave it out"
             )
@@ -535,7 +539,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         steps: Given,
         guidance: float | None = None,
         frames: Given = None,
-    ) -> Facts:
+    ) -> RunFacts:
         """Return the facts of a generation.
 
         Its schedule is that of the last run. So are guidance and frames by default.
@@ -562,7 +566,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
 
 
 def _in_latents(model: object, name: str, *sides: Any) -> tuple[Any, ...]:
-    """Return sides of a picture in latents. They are given in pixels if the pipeline tells the scale."""
+    """Return sides of an image in latents. They are given in pixels if the pipeline tells the scale."""
     scale = latent_scale(model) or 1
     if scale > 1 and any(integer(scale)(name, side) % scale for side in sides if side is not None):
         raise ConfigError(f"{name}: expected multiples of {scale} pixels, got {', '.join(map(str, sides))}")

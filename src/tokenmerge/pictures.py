@@ -1,4 +1,4 @@
-"""Draws the groups of merged tokens on a picture. Needs Pillow and NumPy."""
+"""Draws the groups of merged tokens on an image. Needs Pillow and NumPy."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["draw_groups"]
 _GOLDEN = 0.618033988749895
 
 
-def draw_groups(picture: Image.Image, labels: NDArray[np.int64]) -> Image.Image:
-    """Draw the groups of merged tokens on a picture, in the style of the ToMe paper (arXiv 2210.09461).
+def draw_groups(image: Image.Image, labels: NDArray[np.int64]) -> Image.Image:
+    """Draw the groups of merged tokens on an image, in the style of the ToMe paper (arXiv 2210.09461).
 
     Each group of two or more tokens gets the mean colour of its pixels and a thin border. The border colour
-    differs by group, which shows separate parts of one group. Tokens that were not merged show the picture.
+    differs by group, which shows separate parts of one group. Tokens that were not merged show the image.
 
     Args:
-        picture: the merged picture.
+        image: the merged image.
         labels: [h, w] integers, row 0 at the top. Tokens with equal labels are one group. A label has the
-            same border colour in every picture.
+            same border colour in every image.
     """
-    colours = np.asarray(picture.convert("RGB"), dtype=np.float32)
+    colours = np.asarray(image.convert("RGB"), dtype=np.float32)
     rows, columns = labels.shape
     height, width = colours.shape[:2]
     row_of = np.arange(height) * rows // height

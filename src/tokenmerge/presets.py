@@ -22,12 +22,12 @@ def tomesd(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """Token Merging for Stable Diffusion: D. Bolya and J. Hoffman, arXiv 2303.17604.
 
     Merges around self-attention at the finest level, as :func:`tokenmerge.apply_patch` does. Each token
-    merges with the most similar destination of the picture, with a new plan in every block at every step.
+    merges with the most similar destination of the image, with a new plan in every block at every step.
 
     Deviates: destinations are drawn by a function of seed, step and cell instead of a generator, so that
-    pictures do not depend on the batch and the model compiles.
+    images do not depend on the batch and the model compiles.
 
-    Not for small pictures, where planning takes as much time as merging saves.
+    Not for small images, where planning takes as much time as merging saves.
     """
     return _preset(changes, ratio=ratio, plans=PlanSharing(guidance=False))
 
@@ -56,7 +56,7 @@ def toma(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     Destinations of each tile are chosen by facility location, and a softmax distributes the tokens over them.
     Dense products merge and unmerge tokens, around self-attention, cross-attention and MLP at all levels.
 
-    Deviates: a tile has 8 × 8 tokens for every picture size. The paper has 64 tiles, which is the same at
+    Deviates: a tile has 8 × 8 tokens for every image size. The paper has 64 tiles, which is the same at
     64 × 64 tokens. Grids that tiles do not divide get larger tiles. Destinations and shares are computed
     together every 5 steps; the paper computes destinations every 10 steps and shares every 5. The
     authors' script for FLUX merges only in every third step, leaves the first five joint and the first
@@ -85,12 +85,12 @@ def ca_tome(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 
     Like :func:`tomesd`, but only tokens with a similarity ≥ 0.7 count in means, and plans last several steps.
 
-    Deviates: the paper merges exactly the tokens above the threshold, so its speed depends on the picture.
+    Deviates: the paper merges exactly the tokens above the threshold, so its speed depends on the image.
     Here the ratio sets how many tokens are removed, and those below the threshold are dropped instead of
     averaged (see :func:`tokenmerge.planners.threshold.plan_threshold`). Plans are made every 4 steps; the
     paper lists 13 of 50 steps, closer together at the end.
 
-    The speed does not adapt to the picture: shapes never depend on the content.
+    The speed does not adapt to the image: shapes never depend on the content.
     """
     return _preset(
         changes, ratio=ratio, planner="threshold", threshold=0.7, plans=PlanSharing(every=4, guidance=False)

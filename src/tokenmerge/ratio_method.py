@@ -8,10 +8,10 @@ from tokenmerge.config import Correction, PlanSharing, ToMeConfig
 from tokenmerge.default_method import allows_proportional
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of
-from tokenmerge.plans import Facts, facts_of, share_that_merges
+from tokenmerge.plans import RunFacts, facts_of, share_that_merges
 
 # It is more steps than a generation has. One step in so many is dense, so it is the first one alone. With one
-# dense step in 4, pictures are 2.8 dB closer, at 1.63× in place of 1.96× (benchmarks/ratio_cpu.jsonl).
+# dense step in 4, images are 2.8 dB closer, at 1.63× in place of 1.96× (benchmarks/ratio_cpu.jsonl).
 _FIRST_STEP_ALONE = 10_000
 # Where attention that merges has a smaller share of the operations, merging around it saves next to no time.
 # On GPUs its share of the time is less than half of that: on an H200, 5 % where it has 16 % of the operations
@@ -57,7 +57,7 @@ def little_to_gain(pipe_or_model: object, hosts: Sequence[Host], config: ToMeCon
     rows, columns = _facts(hosts).grid[-2:]
     return (
         f"ratio={config.ratio:g}: the attention that merges is {share:.0%} of the operations on {rows} × "
-        f"{columns} tokens, so merging saves next to no time at this size; generate a larger picture, or "
+        f"{columns} tokens, so merging saves next to no time at this size; generate a larger image, or "
         "write apply_token_merging(pipe, speedup=2.0), which skips parts of the model in some steps"
     )
 
@@ -66,7 +66,7 @@ def _denoiser(hosts: Sequence[Host]) -> Host:
     return next((host for host in hosts if not host.controlnet), hosts[0])
 
 
-def _facts(hosts: Sequence[Host]) -> Facts:
+def _facts(hosts: Sequence[Host]) -> RunFacts:
     denoiser = _denoiser(hosts)
     grid = denoiser.grid_at(*(denoiser.sample_size or (_SIDE, _SIDE)))
     return facts_of(denoiser, grid, _STEPS)

@@ -36,13 +36,13 @@ class Row:
     path: str  # qualified name of the block; of several blocks, with the range of their numbers: ``0-9``
     level: int  # resolution level: 1, 2, 4 …
     grid: tuple[int, ...]  # height and width in tokens; for a video, the number of frames before them
-    tokens: int  # number before merging, including reference pictures in the same sequence
+    tokens: int  # number before merging, including reference images in the same sequence
     merged_tokens: int  # number after merging
     merged: str  # the sub-layers that run on merged tokens, such as ``"attn1+ff"``
     flops_dense: int
     flops_merged: int  # including the matching
     blocks: int = 1  # number of blocks in this row
-    references: tuple[tuple[int, ...], ...] = ()  # ``grid`` of each reference picture in the sequence
+    references: tuple[tuple[int, ...], ...] = ()  # ``grid`` of each reference image in the sequence
 
     @property
     def layers(self) -> str:

@@ -1,4 +1,4 @@
-"""Settings in the parameters of a picture are read back unchanged, wherever they stand."""
+"""Settings in the parameters of an image are read back unchanged, wherever they stand."""
 
 import json
 

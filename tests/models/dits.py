@@ -1,4 +1,4 @@
-"""Diffusion transformers of pictures: one or two streams of text and image, and their ControlNets."""
+"""Diffusion transformers of images: one or two streams of text and image, and their ControlNets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLUX = {
 
 
 def positions(rows: int, columns: int, axes: int = 3) -> Tensor:
-    """Picture number, row, column and zeros for each token of a picture."""
+    """Image number, row, column and zeros for each token of an image."""
     ids = torch.zeros(rows, columns, axes)
     ids[..., 1], ids[..., 2] = torch.arange(rows)[:, None], torch.arange(columns)
     return ids.view(-1, axes)
@@ -296,14 +296,14 @@ def _prx_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
     return {**_latent_inputs(batch, rows, columns), "attention_mask": text_masks(batch)}
 
 
-# Sequences that hold reference pictures after the picture that is made. A grid of one column has no cell to
-# merge, so the references of such a picture have one column too.
+# Sequences that hold reference images after the image that is made. A grid of one column has no cell to
+# merge, so the references of such an image have one column too.
 
 
 def _with_references(
     inputs: dict[str, Any], sizes: list[tuple[int, int]], numbers: list[int]
 ) -> dict[str, Any]:
-    """Inputs of a model with img_ids, with reference pictures of these sizes after its picture."""
+    """Inputs of a model with img_ids, with reference images of these sizes after its image."""
     made, batch = inputs["img_ids"], len(inputs["hidden_states"])
     made[:, 0] = numbers[0]
     ids = [made]

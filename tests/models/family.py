@@ -24,7 +24,7 @@ class Family:
         frames: number of frames of its token grid.
         merge: settings besides the ratio that it needs to merge, such as ``max_downsample``.
         attention: names of the sub-layers whose calls must get fewer tokens.
-        square: whether the model itself only takes square pictures.
+        square: whether the model itself only takes square images.
         multiple: the sides of its grid must be multiples of this.
         mixes: whether the model itself lets the images of a batch see each other.
         checkpoints: whether its own gradient checkpointing works, if it claims to have one.

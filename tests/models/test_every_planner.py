@@ -20,7 +20,7 @@ SCOPES = pytest.mark.parametrize("scope", ["layers", "block"])
 
 
 def alone(inputs: dict[str, Any], index: int) -> dict[str, Any]:
-    """The inputs of one picture of a batch."""
+    """The inputs of one image of a batch."""
     return {name: value[index : index + 1] for name, value in inputs.items()}
 
 
@@ -46,7 +46,7 @@ def test_a_video_is_the_same_alone_and_in_a_batch(name, scope):
 @SCOPES
 @pytest.mark.parametrize("family", ["WanTransformer3DModel", "FluxTransformer2DModel"])
 def test_what_is_no_number_in_one_picture_stays_there(name, scope, family):
-    """The pictures of a batch share a plan in FLUX, and have plans of their own in Wan."""
+    """The images of a batch share a plan in FLUX, and have plans of their own in Wan."""
     model, inputs = model_of(FAMILIES[family]), FAMILIES[family].inputs(3, 8, 8)
     inputs["hidden_states"][1].view(-1)[7] = math.nan
     apply_token_merging(model, ToMeConfig(ratio=0.5, planner=name, scope=scope))

@@ -119,7 +119,7 @@ def test_the_residual_of_the_model_is_what_all_blocks_of_the_level_added(family,
 
 
 def grids_of(model: nn.Module) -> set[Any]:
-    """The levels of a model, each of which has one residual, and the grids of pictures in a sequence."""
+    """The levels of a model, each of which has one residual, and the grids of images in a sequence."""
     state = model.__dict__[STATE]
     return {(block.level, grid) for block in state.blocks for grid in enumerate(block.grids)}
 

@@ -1,4 +1,4 @@
-"""``Patch.at_size``: the size of the next picture, for models that read their grid from values."""
+"""``Patch.at_size``: the size of the next image, for models that read their grid from values."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_the_given_size_counts_if_positions_are_not_those_of_a_picture():
     arguments["img_ids"] = torch.randn(arguments["img_ids"].shape)
     dense = call(model, arguments)
     handle = apply_token_merging(model, HALF)
-    with pytest.raises(UnsupportedModelError, match="img_ids: expected one picture"):
+    with pytest.raises(UnsupportedModelError, match="img_ids: expected one image"):
         call(model, arguments)
     handle.at_size(8, 16)
     with handle.record() as recorded:
         assert not torch.equal(call(model, arguments), dense)
     assert {plan.grid for plan in recorded.values()} == {(1, 4, 8)}
     handle.at_size(8, 8)
-    with pytest.raises(UnsupportedModelError, match="img_ids: expected one picture"):
+    with pytest.raises(UnsupportedModelError, match="img_ids: expected one image"):
         call(model, arguments)
 
 

@@ -1,4 +1,4 @@
-"""Models whose positions have no batch axis: guidance shares them, and pictures have their own."""
+"""Models whose positions have no batch axis: guidance shares them, and images have their own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Guided:
 
 
 def guided(name: str, pictures: int) -> dict[str, Any]:
-    """Arguments of a call with each picture twice: with its text, and with another one."""
+    """Arguments of a call with each image twice: with its text, and with another one."""
     family = FAMILIES[name]
     once, twice = family.inputs(pictures, 8, 8), family.inputs(2 * pictures, 8, 8)
     arguments = {key: repeated(value, twice[key]) for key, value in once.items()}
@@ -41,7 +41,7 @@ def guided(name: str, pictures: int) -> dict[str, Any]:
 
 
 def repeated(once: Any, twice: Any) -> Any:
-    """An argument for a batch that holds each picture twice; ``twice`` is that of as many other pictures."""
+    """An argument for a batch that holds each image twice; ``twice`` is that of as many other images."""
     if isinstance(once, dict):
         return {key: repeated(value, twice[key]) for key, value in once.items()}
     if isinstance(once, list) and isinstance(once[0], Tensor):

@@ -1,4 +1,4 @@
-"""Sequences that hold reference pictures after the picture that is made: each has a grid and a ratio.
+"""Sequences that hold reference images after the image that is made: each has a grid and a ratio.
 
 What holds for every family holds for these too: see ``test_every_family``.
 """
@@ -27,7 +27,7 @@ from tokenmerge.planners import PLANNERS
 from tokenmerge.report import predict
 from tokenmerge.runtime.memory.state import RecordedPlan
 
-# For pictures of 8 × 8 tokens: the grids of their references.
+# For images of 8 × 8 tokens: the grids of their references.
 REFERENCES = {
     "FluxTransformer2DModel, Kontext": [(1, 16, 8)],
     "Flux2Transformer2DModel, two references": [(1, 8, 8), (1, 11, 8)],
@@ -56,7 +56,7 @@ def planned(name: str, **settings: Any) -> tuple[RecordedPlan, Tensor]:
 
 
 def of_pictures(name: str) -> list[int]:
-    """Number of tokens of each picture, the picture being made first."""
+    """Number of tokens of each image, the image being made first."""
     return [64 * FAMILIES[name].frames, *(rows * columns for _, rows, columns in REFERENCES[name])]
 
 
@@ -187,7 +187,7 @@ def test_merged_tokens_of_every_picture_count_as_often_as_they_stand_for(of_pair
     """If tokens are equal in pairs, proportional attention over merged pairs equals attention over all."""
     model, arguments = of_pairs()
     dense = call(model, arguments)
-    # The picture stays whole, so that sizes differ. Sizes on the wrong side would be those of text.
+    # The image stays whole, so that sizes differ. Sizes on the wrong side would be those of text.
     config = ToMeConfig(
         ratio=0, reference_ratio=0.5, sx=2, sy=1, planner="uniform", merge_mlp=True, proportional=True
     )
@@ -239,7 +239,7 @@ def test_dense_steps_leave_the_references_dense(settings):
 
 def test_a_model_that_takes_no_references_is_refused_at_once():
     model = model_of(FAMILIES["SD3Transformer2DModel"])
-    with pytest.raises(NothingToMergeError, match=r"reference_ratio=0.75 merges reference pictures"):
+    with pytest.raises(NothingToMergeError, match=r"reference_ratio=0.75 merges reference images"):
         apply_token_merging(model, ToMeConfig(**DENSE_TARGET))
 
 
@@ -282,11 +282,11 @@ def test_the_handle_counts_the_references_of_the_last_run():
 
 
 def test_references_that_a_model_does_not_take_are_no_part_of_a_report():
-    with pytest.raises(ConfigError, match="SD3Transformer2DModel takes no reference pictures"):
+    with pytest.raises(ConfigError, match="SD3Transformer2DModel takes no reference images"):
         predict(model_of(FAMILIES["SD3Transformer2DModel"]), ToMeConfig(), references=[(16, 16)])
     with pytest.raises(ConfigError, match=r"references: expected \(height, width\)"):
         predict(model_of(FAMILIES[FLUX]), ToMeConfig(), references=[(16, 0)])
-    with pytest.raises(UnsupportedModelError, match="pictures of the size of the sample, 16 × 16"):
+    with pytest.raises(UnsupportedModelError, match="images of the size of the sample, 16 × 16"):
         predict(model_of(FAMILIES[JOY]), ToMeConfig(), 16, 16, references=[(16, 8)])
 
 
@@ -300,6 +300,6 @@ def test_a_model_compiled_as_a_whole_knows_the_pictures_of_its_last_call():
     expected = call(model, arguments)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.equal(compiled(**arguments)[0], expected)
-    handle.at_size(16, 16)  # one picture of as many tokens as that being made
+    handle.at_size(16, 16)  # one image of as many tokens as that being made
     with pytest.raises(torch._dynamo.exc.Unsupported, match="192 tokens are not the 8 × 8 given"):
         compiled(**arguments)

@@ -88,7 +88,7 @@ def test_a_pipeline_that_caches_keys_of_reference_pictures_is_refused_at_once():
 
 
 def test_the_reason_stands_also_beside_a_vision_transformer():
-    """The picture encoder of the pipeline is not what its user wants to merge in."""
+    """The image encoder of the pipeline is not what its user wants to merge in."""
     pipe = SimpleNamespace(
         transformer=of("HunyuanVideoFramepackTransformer3DModel"), image_encoder=vits.clip()
     )
@@ -115,7 +115,7 @@ def test_positions_that_are_not_those_of_pictures_are_refused():
     holes[-1, 1] = 99
     for wrong in (holes, ids + 0.5, ids[:-1]):
         message = refused_call("FluxTransformer2DModel", img_ids=wrong)
-        assert "or several pictures one after another" in message
+        assert "or several images one after another" in message
 
 
 def test_layers_of_different_size_are_refused():
@@ -127,7 +127,7 @@ def test_layers_of_different_size_are_refused():
 def test_samples_with_pictures_of_different_size_are_refused():
     shapes = [[(1, 8, 8), (1, 9, 8), (1, 16, 8)], [(1, 8, 8), (1, 8, 8), (1, 8, 8)]]
     name = "JoyImageEditPlusTransformer3DModel"
-    assert "shape_list: expected pictures of the same sizes" in refused_call(name, shape_list=shapes)
+    assert "shape_list: expected images of the same sizes" in refused_call(name, shape_list=shapes)
 
 
 def test_images_of_different_size_in_a_list_are_refused():

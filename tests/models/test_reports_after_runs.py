@@ -43,7 +43,7 @@ def test_a_report_of_a_video_takes_its_frames(name):
 
 def test_frames_are_refused_for_pictures():
     patch = apply_token_merging(model_of(FAMILIES["SD3Transformer2DModel"]), ratio=0.5)
-    with pytest.raises(ConfigError, match="frames: SD3Transformer2DModel makes pictures"):
+    with pytest.raises(ConfigError, match="frames: SD3Transformer2DModel makes images"):
         patch.report(frames=3)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tokenmerge import Correction, PlanSharing, StepReuse, apply_token_merging
 from tokenmerge.models.find import find_hosts
-from tokenmerge.ops.plan import IndexPlan
+from tokenmerge.ops.plan import MergePlan
 from tokenmerge.runtime.blocks import stack
 
 # In float32, sums in another order differ by some units of the last place for each block: 1e-5 of the largest
@@ -129,8 +129,8 @@ def test_the_blocks_of_a_transformer_merge_once(family, monkeypatch):
     if is_unet(model) or host.controlnet or stacks is None or not can_merge:
         pytest.skip("how many stacks it has depends on what stands between its blocks")
     unmerged = []
-    own = IndexPlan.unmerge
-    monkeypatch.setattr(IndexPlan, "unmerge", lambda plan, y: unmerged.append(0) or own(plan, y))
+    own = MergePlan.unmerge
+    monkeypatch.setattr(MergePlan, "unmerge", lambda plan, y: unmerged.append(0) or own(plan, y))
     generation(model, family)
     assert len(unmerged) == stacks * _STEPS
 

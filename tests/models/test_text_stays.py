@@ -44,7 +44,7 @@ def equal_tokens(y: Tensor) -> Tensor:
         ("FluxTransformer2DModel", "single_transformer_blocks.1.attn", [between(WORDS)] * 2),
         ("Flux2Transformer2DModel", "single_transformer_blocks.1.attn", [between(WORDS)] * 2),
         (
-            "LTXVideoTransformer3DModel from a picture",
+            "LTXVideoTransformer3DModel from an image",
             "transformer_blocks.1.attn1",
             [between(ROWS * COLUMNS, 3 * ROWS * COLUMNS)] * 2,
         ),

@@ -152,5 +152,5 @@ def test_blocks_without_text_attend_to_the_sound_twice_and_merge_both():
 def test_models_whose_attention_takes_pictures_are_refused_by_name():
     from diffusers import Kandinsky3UNet
 
-    with pytest.raises(UnsupportedModelError, match="in Kandinsky3UNet yet: its attention takes a picture"):
+    with pytest.raises(UnsupportedModelError, match="in Kandinsky3UNet yet: its attention takes an image"):
         apply_token_merging(torch.nn.Module.__new__(Kandinsky3UNet), ToMeConfig(ratio=0.5))

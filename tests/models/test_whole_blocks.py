@@ -24,7 +24,7 @@ from tokenmerge.runtime.blocks.merged_call import combined, merged_call
 NEED_THE_GRID = (
     "SanaTransformer2DModel",
     "SanaControlNetModel",
-    "HunyuanVideoTransformer3DModel from a picture",
+    "HunyuanVideoTransformer3DModel from an image",
 )
 WHOLE = tuple(name for name in FAMILIES if name not in NEED_THE_GRID)
 
@@ -173,7 +173,7 @@ IMAGE = ROWS * COLUMNS
         ("Flux2Transformer2DModel", "single_transformer_blocks.1", "attn", [WORDS] * 2, IMAGE),
         ("BriaFiboTransformer2DModel", "single_transformer_blocks.1", "attn", [WORDS] * 2, IMAGE),
         (
-            "LTXVideoTransformer3DModel from a picture",
+            "LTXVideoTransformer3DModel from an image",
             "transformer_blocks.1",
             "attn1",
             [IMAGE] * 2,

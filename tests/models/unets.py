@@ -1,4 +1,4 @@
-"""UNets and their ControlNets, of pictures, sound and video: two levels that both merge."""
+"""UNets and their ControlNets, of images, sound and video: two levels that both merge."""
 
 from __future__ import annotations
 

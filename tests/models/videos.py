@@ -260,7 +260,7 @@ def _ltx_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
 
 
 def _ltx_from_a_picture(batch: int, rows: int, columns: int) -> dict[str, Any]:
-    """Tokens of a picture before those of the video, each with its own timestep and coordinates."""
+    """Tokens of an image before those of the video, each with its own timestep and coordinates."""
     inputs = _ltx_inputs(batch, rows, columns)
     sides = [torch.arange(float(side)) for side in (FRAMES, rows, columns)]
     video = torch.cartesian_prod(*sides).T
@@ -380,7 +380,7 @@ FAMILIES: dict[str, Family] = {
     "WanTransformer3DModel, times of tokens": Family(_wan_22, _tokens_with_times, **VIDEO),
     "ChronoEditTransformer3DModel": Family(_chronoedit, _inputs, **VIDEO),
     "HunyuanVideoTransformer3DModel": Family(_hunyuan, _hunyuan_inputs, **VIDEO),
-    "HunyuanVideoTransformer3DModel from a picture": Family(
+    "HunyuanVideoTransformer3DModel from an image": Family(
         lambda: _hunyuan(image_condition_type="token_replace"), _hunyuan_inputs, **VIDEO
     ),
     "HunyuanVideo15Transformer3DModel": Family(_hunyuan_15, _hunyuan_15_inputs, **VIDEO),
@@ -397,7 +397,7 @@ FAMILIES: dict[str, Family] = {
     "EasyAnimateTransformer3DModel": Family(_easyanimate, _inputs, **VIDEO),
     "MochiTransformer3DModel": Family(_mochi, _mochi_inputs, **VIDEO),
     "LTXVideoTransformer3DModel": Family(_ltx, _ltx_inputs, **VIDEO),
-    "LTXVideoTransformer3DModel from a picture": Family(_ltx, _ltx_from_a_picture, **VIDEO),
+    "LTXVideoTransformer3DModel from an image": Family(_ltx, _ltx_from_a_picture, **VIDEO),
     "CosmosTransformer3DModel": Family(_cosmos, _cosmos_inputs, **VIDEO),
     "CosmosTransformer3DModel with a ControlNet": Family(
         lambda: _cosmos(controlnet_block_every_n=1), _cosmos_controlled_inputs, **VIDEO

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from tokenmerge import ToMeConfig
 from tokenmerge.ops import matching, plan, tiles
-from tokenmerge.ops.plan import IndexPlan, keep_destinations
+from tokenmerge.ops.plan import MergePlan, keep_destinations
 
 STEP = torch.tensor(7)
 
@@ -48,7 +48,7 @@ def test_plans_are_those_of_a_cpu(monkeypatch, planner, grid, seed):
         with as_on_an_accelerator(monkeypatch):
             found = plan_by(planner, x, grid, settings, STEP)
         assert found is not None
-        for field, values, others in zip(IndexPlan._fields, found, expected, strict=True):
+        for field, values, others in zip(MergePlan._fields, found, expected, strict=True):
             assert (values is None and others is None) or torch.equal(values, others), (b, field)
 
 
@@ -64,7 +64,7 @@ def test_in_half_precision_each_source_has_nearly_the_most_similar_destination(m
     unit = torch.nn.functional.normalize(x.double(), dim=-1)
     with as_on_an_accelerator(monkeypatch):
         used = plan_by(planner, x, (1, 32, 32), ToMeConfig(ratio=0.7).at_level(1), STEP)
-    assert isinstance(used, IndexPlan)
+    assert isinstance(used, MergePlan)
     of_plan = used.in_images()
     for unit_tokens, keep, sources, targets in zip(
         unit, of_plan.keep, of_plan.sources, of_plan.targets, strict=True
@@ -75,17 +75,17 @@ def test_in_half_precision_each_source_has_nearly_the_most_similar_destination(m
         assert (best - cosines.gather(1, targets.unsqueeze(1)).squeeze(1) <= 6 * 2**-11).all()
 
 
-def a_plan(x: Tensor, ratio: float = 0.7) -> IndexPlan:
+def a_plan(x: Tensor, ratio: float = 0.7) -> MergePlan:
     settings = ToMeConfig(ratio=ratio).at_level(1)
     made = plan_by("tome", x.float(), (1, 16, 16), settings, STEP)
-    assert isinstance(made, IndexPlan)
+    assert isinstance(made, MergePlan)
     return made
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("change", [lambda p: p, lambda p: p.after(7), lambda p: p.repeated(2)])
 def test_means_of_all_groups_at_once_are_those_one_by_one(
-    monkeypatch, dtype: torch.dtype, change: Callable[[IndexPlan], IndexPlan]
+    monkeypatch, dtype: torch.dtype, change: Callable[[MergePlan], MergePlan]
 ):
     """Both sum in float32 at least. A sum of g numbers is off by g · eps of the sum of their sizes, and a
     mean is rounded twice: by the division and to ``dtype``."""
@@ -117,7 +117,7 @@ def test_gradients_and_weights_take_the_other_way(monkeypatch):
 def test_tokens_of_text_stay_in_front_as_by_the_general_way():
     used = a_plan(random_tokens(3, 256, 4))
     expected = used.within(torch.full((3,), 5), 5 + 256)
-    for field, values, others in zip(IndexPlan._fields, used.after(5), expected, strict=True):
+    for field, values, others in zip(MergePlan._fields, used.after(5), expected, strict=True):
         assert (values is None and others is None) or torch.equal(values, others), field
     y = random_tokens(3, expected.keep.shape[1], 4)
     assert_close(used.after(5).unmerge(y), expected.unmerge(y), rtol=0, atol=0)

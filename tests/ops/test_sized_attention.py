@@ -19,7 +19,7 @@ from tokenmerge.ops.sized_attention import (
 )
 
 LARGEST = 16  # size of a key
-HUGE = 4000  # size of a key that stands for nearly all tokens of a large picture
+HUGE = 4000  # size of a key that stands for nearly all tokens of a large image
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Matching in tiles, of pictures and over time."""
+"""Matching in tiles, of images and over time."""
 
 from __future__ import annotations
 

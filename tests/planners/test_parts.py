@@ -24,7 +24,7 @@ def places_in(grid):
 
 
 def pieces(grids, config, parts):
-    """The pictures in each part."""
+    """The images in each part."""
     pictures = sequence_of(grids, config).pictures
     return [sequence_of_part(pictures, index, parts).pictures for index in range(parts)]
 
@@ -69,7 +69,7 @@ def test_equal_parts_lose_what_the_ratio_says(side, ratio, parts):
 
 @given(GRIDS, PARTS)
 def test_the_fewest_tokens_of_a_grid_that_merges_count_in_the_whole_picture(grids, parts):
-    """If no picture is below the limit, it changes nothing. If all are below it, all stay dense."""
+    """If no image is below the limit, it changes nothing. If all are below it, all stay dense."""
     config = MergeSettings(ratio=0.5)
     sizes = [math.prod(grid) for grid in grids]
     low, high = (MergeSettings(ratio=0.5, min_tokens=n) for n in (min(sizes), max(sizes) + 1))

@@ -170,7 +170,7 @@ def test_images_and_frames_merge_within_themselves_whatever_is_beside_them(name,
 @EVERY
 @pytest.mark.parametrize("cell", [2, 3])
 def test_features_that_differ_by_rounding_are_planned_alike(name, cell):
-    """So a picture does not depend on the number of pictures beside it, with which sums are rounded.
+    """So an image does not depend on the number of images beside it, with which sums are rounded.
 
     The cosines differ by 2⁻²² at most, and so the logarithms of shares by 1000 times as much.
     """
@@ -186,7 +186,7 @@ def test_features_that_differ_by_rounding_are_planned_alike(name, cell):
 @EVERY
 @pytest.mark.parametrize("broken", [slice(5, 6), slice(None)])
 def test_what_is_no_number_in_one_picture_stays_there(name, broken):
-    """Also where pictures of a batch share a plan, made from the mean of their features."""
+    """Also where images of a batch share a plan, made from the mean of their features."""
     grid, config = (2, 7, 9), settings_of(name)
     x = tokens(3, grid)
     beside = x.clone()
@@ -244,7 +244,7 @@ def test_a_repeated_plan_merges_each_repetition_alike(name, case, times):
     reference_ratio=st.none() | st.floats(0, 1),
 )
 def test_pictures_of_a_sequence_merge_each_by_its_own_plan(name, case, others, reference_ratio):
-    """Merging the sequence merges every picture by ``ratio`` or ``reference_ratio``, in any grid."""
+    """Merging the sequence merges every image by ``ratio`` or ``reference_ratio``, in any grid."""
     changes, grid, x = case
     if reference_ratio is not None:
         reference_ratio *= highest_ratio(changes["sx"], changes["sy"])
@@ -266,7 +266,7 @@ def test_pictures_of_a_sequence_merge_each_by_its_own_plan(name, case, others, r
     joined = plan_pictures(PLANNERS[name], sequence, whole.pictures, torch.tensor(3), *extra)
 
     def each(change, dense):
-        """The results for all pictures, one after another."""
+        """The results for all images, one after another."""
         done = [
             dense(own) if its is None else change(its, own) for its, own in zip(apart, pictures, strict=True)
         ]
@@ -385,7 +385,7 @@ def test_nothing_is_drawn_from_the_global_generator_and_steps_differ(name):
     def differs(config: ToMeConfig, step: int) -> bool:
         return not torch.equal(plan(name, x, grid, config, step).kept(), first.kept())
 
-    # Features near each other leave SiTo's choice to its noise, as smooth pictures do.
+    # Features near each other leave SiTo's choice to its noise, as smooth images do.
     x = torch.ones_like(x) + 1e-3 * x if name == "sito" else x
     first = plan(name, x, grid, config)
     assert differs(config, 4) == (name not in NOT_DRAWN)
@@ -412,7 +412,7 @@ def test_planning_compiles_into_one_graph(name):
 
 @EVERY
 def test_planning_needs_shapes_alone(name):
-    """So operations can be counted without a picture, and nothing waits for a device."""
+    """So operations can be counted without an image, and nothing waits for a device."""
     grid, config = (2, 5, 7), settings_of(name, ratio=0.6)
     x = tokens(2, grid)
     shapes = plan(name, x.to("meta"), grid, config)

@@ -14,8 +14,8 @@ from tokenmerge.default_method import DefaultMethod
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import (
     ROUNDING,
-    Facts,
     FewestTokens,
+    RunFacts,
     Schedule,
     correction_bytes,
     facts_of,
@@ -26,7 +26,7 @@ from tokenmerge.plans import (
     speedup_of,
 )
 from tokenmerge.plans.choose import distance, merging_pays, plans_of, reaches_of
-from tokenmerge.plans.policy import harms_of
+from tokenmerge.plans.policy import expected_errors_of
 from tokenmerge.report import predict
 
 TOO_MANY = pays_from(64 * 64 + 1)  # tokens from which merging pays: more than there are
@@ -34,12 +34,12 @@ SPEEDUPS = (1.1, 1.3, 1.5, 1.8, 2.0, 2.5, 3.0)
 MODELS = {"unet": "UNet2DConditionModel", "transformer": "FluxTransformer2DModel"}
 
 
-def facts(model: str, side: int = 64, **changes: object) -> Facts:
+def facts(model: str, side: int = 64, **changes: object) -> RunFacts:
     host = find_hosts(FAMILIES[MODELS[model]].build())[0]
     return facts_of(host, (1, side, side), **{"steps": 20, "guidance": 3.0, **changes})
 
 
-def choose(of_generation: Facts, wanted: float) -> ToMeConfig:
+def choose(of_generation: RunFacts, wanted: float) -> ToMeConfig:
     return plan_for(of_generation, wanted).config
 
 
@@ -71,8 +71,8 @@ def test_a_share_of_the_steps_reaches_the_speed_up_that_it_is_called_by(steps, w
 @EVERY
 def test_a_higher_speed_up_is_never_closer(model, steps, guidance):
     plans = [plan_for(facts(model, steps=steps, guidance=guidance), wanted) for wanted in SPEEDUPS]
-    harms = [plan.harm for plan in plans]
-    assert harms == sorted(harms)
+    expected_errors = [plan.expected_error for plan in plans]
+    assert expected_errors == sorted(expected_errors)
 
 
 @EVERY
@@ -204,7 +204,7 @@ def test_transformers_merge_once_for_all_blocks():
 
 def test_without_proportional_attention_merging_loses_more():
     usual, other = (plan_for(facts("unet", proportional=own), 2.0) for own in (True, False))
-    assert other.harm > usual.harm
+    assert other.expected_error > usual.expected_error
 
 
 def test_planners_of_transformers_compare_what_the_model_added():
@@ -216,7 +216,7 @@ def test_planners_of_transformers_compare_what_the_model_added():
 def test_without_memory_for_them_there_are_no_corrections():
     wanted = [plan_for(facts("transformer", number_bytes=own), 3.0) for own in (4, 10**9)]
     assert [plan.config.correction.on for plan in wanted] == [True, False]
-    assert wanted[0].harm < wanted[1].harm
+    assert wanted[0].expected_error < wanted[1].expected_error
 
 
 def test_few_steps_of_transformers_are_corrected_under_strong_guidance():
@@ -227,13 +227,14 @@ def test_few_steps_of_transformers_are_corrected_under_strong_guidance():
 
 
 def test_a_correction_is_not_expected_to_wear_off_after_the_end():
-    """With fewer complete steps than its distance, it only has to last for these."""
-    of_generation, harms = facts("transformer", steps=5, can_skip=False), harms_of("transformer", 1.0)
+    """With fewer full steps than its distance, it only has to last for these."""
+    of_generation = facts("transformer", steps=5, can_skip=False)
+    expected_errors = expected_errors_of("transformer", 1.0)
     plans = [plan_for(of_generation, wanted) for wanted in SPEEDUPS]
     rarely = [plan for plan in plans if plan.config.correction.every == 6]
     assert rarely
     for plan in rarely:
-        assert plan.harm == harms.of_merging(plan.config.scope, plan.config.ratio, 5)
+        assert plan.expected_error == expected_errors.of_merging(plan.config.scope, plan.config.ratio, 5)
 
 
 def test_nothing_corrects_a_unet_under_strong_guidance():
@@ -277,12 +278,12 @@ def test_unknown_guidance_counts_as_strong():
 
 @pytest.mark.parametrize("guidance", [1.0, 7.5])
 def test_an_unknown_class_gets_the_highest_harms(guidance):
-    careful = harms_of("other", guidance)
+    careful = expected_errors_of("other", guidance)
     for model in MODELS:
-        known = harms_of(model, guidance)
+        known = expected_errors_of(model, guidance)
         assert careful.corrected is None or careful.corrected.size >= known.corrected.size
         for own, less in ((careful.skip, known.skip), (careful.merge, known.merge)):
-            assert all(own[name].size >= harm.size for name, harm in less.items())
+            assert all(own[name].size >= expected_error.size for name, expected_error in less.items())
 
 
 def test_a_unet_of_unknown_parts_is_planned_too():
@@ -298,7 +299,7 @@ def test_every_number_of_complete_steps_has_its_distance(steps, stride):
         assert len(config.reuse.steps_of(steps).full) == complete
 
 
-def complete_steps(of_generation: Facts, wanted: float) -> tuple[int, ...]:
+def complete_steps(of_generation: RunFacts, wanted: float) -> tuple[int, ...]:
     return choose(of_generation, wanted).reuse.steps_of(of_generation.steps).full
 
 
@@ -339,7 +340,7 @@ def test_a_last_step_without_noise_is_not_complete(steps):
 def test_a_speedup_of_1_is_dense_also_where_the_last_step_could_be_skipped_for_nothing():
     clean = facts("transformer", fewest_tokens=TOO_MANY, schedule=Schedule(ends_clean=True))
     plan = plan_for(clean, 1.0)
-    assert (plan.speedup, plan.harm) == (1.0, 0.0)
+    assert (plan.speedup, plan.expected_error) == (1.0, 0.0)
     assert not plan.config.merges
     assert len(plan.config.reuse.steps_of(clean.steps).full) == clean.steps
     assert plan_for(clean, 1.01).speedup > 1.01

@@ -1,4 +1,4 @@
-"""The estimate of the closeness of a picture, and what it is made from."""
+"""The estimate of the closeness of an image, and what it is made from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.plans.test_choose import facts
 
 from tokenmerge import StepReuse, ToMeConfig
 from tokenmerge.plans import Estimate
-from tokenmerge.plans.choose import merging_harm_of, skipping_harm_of
+from tokenmerge.plans.choose import merging_error_of, skipping_error_of
 from tokenmerge.plans.estimate import (
     Shown,
     _errors,
@@ -40,9 +40,9 @@ def squared(shown: Shown, config: ToMeConfig = CONFIG) -> float:
     return 10 ** (-psnr(shown, config) / 10) - 10 ** (-psnr_of(0) / 10)
 
 
-def harm_of(config: ToMeConfig) -> float:
+def expected_error_of(config: ToMeConfig) -> float:
     """Return the squared error that the policy expects of step reuse."""
-    return skipping_harm_of(UNET, config.reuse.steps_of(STEPS))
+    return skipping_error_of(UNET, config.reuse.steps_of(STEPS))
 
 
 def errors(size: float, part: str = "deep") -> dict[str, dict[int, float]]:
@@ -56,14 +56,15 @@ def test_larger_errors_of_either_part_expect_less_closeness():
 
 
 def test_what_is_shown_counts_by_its_share():
-    """Twice the errors are twice the error of the picture, in the geometric mean with the policy's."""
+    """Twice the errors are twice the error of the image, in the geometric mean with the policy's."""
     one, two = (squared(Shown(errors(size), SIGMAS)) for size in (0.001, 0.002))
     assert two / one == pytest.approx(4 ** ESTIMATE["shown"], rel=0.01)
 
 
 def test_what_the_policy_expects_counts_too(monkeypatch):
     before = squared(Shown(errors(0.1), SIGMAS))
-    monkeypatch.setattr("tokenmerge.plans.estimate.skipping_harm_of", lambda *given: 2 * harm_of(CONFIG))
+    doubled = 2 * expected_error_of(CONFIG)
+    monkeypatch.setattr("tokenmerge.plans.estimate.skipping_error_of", lambda *given: doubled)
     after = squared(Shown(errors(0.1), SIGMAS))
     assert after / before == pytest.approx(2 ** (1 - ESTIMATE["shown"]))
 
@@ -77,11 +78,11 @@ def test_a_large_error_of_a_step_counts_less():
 def test_what_merging_is_expected_to_lose_is_added():
     config = dataclasses.replace(CONFIG, ratio=0.5, max_downsample=8, scope="layers")
     found = psnr(Shown(errors(1e-6), SIGMAS), config)
-    assert found == pytest.approx(-10 * math.log10(merging_harm_of(UNET, config) + 1e-7), abs=0.01)
+    assert found == pytest.approx(-10 * math.log10(merging_error_of(UNET, config) + 1e-7), abs=0.01)
 
 
 def test_before_anything_is_shown_the_policy_counts():
-    assert psnr(Shown(sigmas=SIGMAS)) == pytest.approx(-10 * math.log10(harm_of(CONFIG) + 1e-7))
+    assert psnr(Shown(sigmas=SIGMAS)) == pytest.approx(-10 * math.log10(expected_error_of(CONFIG) + 1e-7))
 
 
 def test_noise_makes_the_same_errors_count_more():
@@ -99,7 +100,7 @@ def test_steps_between_two_complete_ones_err_together():
     one = squared(Shown({"deep": {7: 0.004}}), together) / squared(
         Shown({"deep": {4: 0.002, 7: 0.002}}), apart
     )
-    share, of_policy = ESTIMATE["shown"], harm_of(together) / harm_of(apart)
+    share, of_policy = ESTIMATE["shown"], expected_error_of(together) / expected_error_of(apart)
     ratio = (4.0 / (1.0 * 2**0.5)) ** 2
     assert one == pytest.approx(ratio**share * of_policy ** (1 - share), rel=0.01)
 
@@ -141,13 +142,13 @@ def test_the_estimate_is_printed_with_its_range_and_in_words():
 @pytest.mark.parametrize("noise", [1.0, 2.0])
 @pytest.mark.parametrize("sigmas", [SIGMAS, (1e4, 40.0, 5.0, 1.0, 0.004, 0.0)])
 def test_the_influence_is_that_of_an_error_in_a_solver(sigmas, noise):
-    """Its model takes an error for a part of the picture as much as there is more picture than noise."""
+    """Its model takes an error for a part of the image as much as there is more image than noise."""
     found = [solved(sigmas, noise, wrong) for wrong in range(len(sigmas) - 1)]
     assert influence_of(sigmas, noise) == pytest.approx(found)
 
 
 def solved(sigmas: Sequence[float], noise: float, wrong: int) -> float:
-    """Return the error of the picture where that which is predicted in one step errs by 1."""
+    """Return the error of the image where that which is predicted in one step errs by 1."""
     error = 0.0
     for step, (before, after) in enumerate(pairwise(sigmas)):
         kept = (after / before) ** noise
@@ -164,7 +165,7 @@ def test_a_solver_that_calls_twice_in_a_step_takes_the_mean():
 
 def test_noise_is_told_from_the_share_that_a_step_keeps():
     assert noise_of(0.5, 4.0, 2.0) == pytest.approx(1)
-    assert noise_of(0.9, 4.0, 2.0) == 1  # measured imprecisely: no solver takes noise away
+    assert noise_of(0.9, 4.0, 2.0) == 1  # measured imprecisely: no scheduler takes noise away
     assert noise_of(-0.01, 4.0, 2.0) > 10  # all of it is new
     assert noise_of(math.nan, 4.0, 2.0) == 1
 

@@ -1,4 +1,4 @@
-"""The places of complete steps."""
+"""The places of full steps."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tokenmerge.plans.policy import FEWEST_TOKENS, Power, fewest_tokens, harms_of
+from tokenmerge.plans.policy import FEWEST_TOKENS, Power, expected_errors_of, fewest_tokens
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,19 +37,19 @@ def test_each_class_names_the_record_of_its_numbers():
 
 
 def test_guidance_is_strong_from_5_on():
-    strong, weak = harms_of("unet", 7.5), harms_of("unet", 1.0)
+    strong, weak = expected_errors_of("unet", 7.5), expected_errors_of("unet", 1.0)
     assert strong != weak
-    assert [harms_of("unet", scale) for scale in (None, 4.9, 5.0)] == [strong, weak, strong]
+    assert [expected_errors_of("unet", scale) for scale in (None, 4.9, 5.0)] == [strong, weak, strong]
 
 
 @pytest.mark.parametrize("guidance", [1.0, 7.5])
 @pytest.mark.parametrize("model", ["unet", "transformer", "other"])
 def test_harms_are_positive_and_grow(model, guidance):
-    harms = harms_of(model, guidance)
-    for harm in (*harms.skip.values(), *harms.merge.values()):
-        assert harm.size > 0
-        assert harm.growth > 0
-        assert harm.at(2) > harm.at(1)
+    expected_errors = expected_errors_of(model, guidance)
+    for expected_error in (*expected_errors.skip.values(), *expected_errors.merge.values()):
+        assert expected_error.size > 0
+        assert expected_error.growth > 0
+        assert expected_error.at(2) > expected_error.at(1)
 
 
 @pytest.mark.parametrize(
@@ -58,33 +58,34 @@ def test_harms_are_positive_and_grow(model, guidance):
 def test_errors_of_skipped_steps_add_before_they_are_squared_where_they_have_one_direction(
     model, guidance, times
 ):
-    harms = harms_of(model, guidance)
+    expected_errors = expected_errors_of(model, guidance)
     part = "blocks" if model == "transformer" else "deep"
-    one, two = (harms.of_skipping(part, [1.5] * skipped, 20) for skipped in (1, 2))
+    one, two = (expected_errors.of_skipping(part, [1.5] * skipped, 20) for skipped in (1, 2))
     assert two == pytest.approx(times * one)
-    assert harms.of_skipping("no part of it", [1.5], 20) == 0
+    assert expected_errors.of_skipping("no part of it", [1.5], 20) == 0
 
 
 def test_merging_without_its_counts_loses_more():
-    harms = harms_of("unet", 7.5)
-    plain, weighted = (harms.of_merging("layers", 0.5, 0, proportional=own) for own in (False, True))
+    expected_errors = expected_errors_of("unet", 7.5)
+    plain = expected_errors.of_merging("layers", 0.5, 0, proportional=False)
+    weighted = expected_errors.of_merging("layers", 0.5, 0, proportional=True)
     assert plain == 10 * weighted
 
 
 def test_what_does_not_merge_loses_nothing():
-    assert harms_of("unet", 7.5).of_merging("layers", 0.0, 2) == 0
+    assert expected_errors_of("unet", 7.5).of_merging("layers", 0.0, 2) == 0
 
 
 def test_a_later_correction_leaves_more():
-    harms = harms_of("transformer", 1.0)
-    assert harms.of_merging("block", 0.5, 2) < harms.of_merging("block", 0.5, 4)
+    expected_errors = expected_errors_of("transformer", 1.0)
+    assert expected_errors.of_merging("block", 0.5, 2) < expected_errors.of_merging("block", 0.5, 4)
 
 
 def test_a_correction_leaves_at_most_what_merging_loses():
-    harms = harms_of("transformer", 7.5)
-    plain = harms.of_merging("block", 0.75, 0)
-    assert harms.of_merging("block", 0.75, 2) < plain
-    assert harms.of_merging("block", 0.75, 10**6) == plain
+    expected_errors = expected_errors_of("transformer", 7.5)
+    plain = expected_errors.of_merging("block", 0.75, 0)
+    assert expected_errors.of_merging("block", 0.75, 2) < plain
+    assert expected_errors.of_merging("block", 0.75, 10**6) == plain
 
 
 @pytest.mark.usefixtures("large_grids_alone")

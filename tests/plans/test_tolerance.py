@@ -11,7 +11,7 @@ import pytest
 from tests.plans.test_choose import MODELS, facts
 
 from tokenmerge.config import ToMeConfig, dense_outside
-from tokenmerge.plans import Facts, plan_for, policy, speedup_of
+from tokenmerge.plans import RunFacts, plan_for, policy, speedup_of
 from tokenmerge.plans.estimate import Shown, Tolerance
 
 STEPS, SPEEDUP = 20, 2.5
@@ -19,7 +19,7 @@ EVERY = pytest.mark.parametrize("model", MODELS)
 
 
 def followed(
-    of_generation: Facts, min_psnr: float, error: Any, change: Any = lambda config: config
+    of_generation: RunFacts, min_psnr: float, error: Any, change: Any = lambda config: config
 ) -> ToMeConfig:
     """Return the settings of a generation whose forecasts err so much for each step of their distance."""
     tolerance = Tolerance(of_generation, SPEEDUP, min_psnr, change)
@@ -58,9 +58,9 @@ def test_larger_errors_and_tolerances_run_more_complete_steps(model):
         assert speedups[0] <= plan_for(of_generation, SPEEDUP).speedup + 1e-9
 
 
-def of_plan(of_generation: Facts) -> float:
+def of_plan(of_generation: RunFacts) -> float:
     """Return a tolerance that the plan of the speed-up just keeps, as far as it is known at the beginning."""
-    return -10 * math.log10(plan_for(of_generation, SPEEDUP).harm) - policy.ESTIMATE["margin"] - 0.5
+    return -10 * math.log10(plan_for(of_generation, SPEEDUP).expected_error) - policy.ESTIMATE["margin"] - 0.5
 
 
 @EVERY

@@ -187,7 +187,7 @@ def test_the_table():
     assert "4 blocks do not merge: fewer than 200 tokens (min_tokens)" in few
     assert "note: level" not in few  # none but the first is named
     one_call = "note: GFLOPs: of one call of the model, on a batch of"
-    assert lines[-1] == f"{one_call} 2 (with guidance, one picture is two samples)"
+    assert lines[-1] == f"{one_call} 2 (with guidance, one image is two samples)"
     assert str(predict(hosts.unet(), HALF, batch=1)).splitlines()[-1] == f"{one_call} 1"
 
 
@@ -328,7 +328,7 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
         (presets.sdtm(), "blocks are counted in the step that merges most"),
         (presets.toma(), "a plan is used for 5 steps"),
         (presets.ibtm(), "the planner 'tome' runs until the first guided step"),
-        (ToMeConfig(correction=Correction(every=4)), "1 of 4 complete steps merges nothing"),
+        (ToMeConfig(correction=Correction(every=4)), "1 of 4 full steps merges nothing"),
         (ToMeConfig(plans=PlanSharing(every=4)), "a plan is used for 4 steps"),
         (ToMeConfig(reuse=StepReuse(every=2)), "1 of 2 steps runs all"),
         (

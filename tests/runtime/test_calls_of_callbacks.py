@@ -111,13 +111,13 @@ class Look:
         with torch.no_grad():
             found, dense = (model(*args, **with_own_lists(kwargs)) for model in (self.model, self.dense))
         self._looks = False
-        # A sample may be a list of pictures.
+        # A sample may be a list of images.
         assert all(torch.equal(one, other) for one, other in zip(found[0], dense[0], strict=True))
         self.calls += 1
 
 
 def changes_nothing(model: nn.Module, look: Look, picture: Callable[..., Any], patch: Any) -> None:
-    """Draw without a callback, with it, and without it: the pictures, and what is said of them, are equal."""
+    """Draw without a callback, with it, and without it: the images, and what is said of them, are equal."""
 
     def said() -> Any:
         log = state_of(model).last_run
@@ -365,7 +365,7 @@ class Loop:
     def __call__(self, after_step: Any = None, told: Any = None, scale: float = 7.5) -> Tensor:
         self.scheduler.set_timesteps(STEPS)
         latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(3))
-        torch.manual_seed(0)  # for solvers that add noise
+        torch.manual_seed(0)  # for schedulers that add noise
         for index, t in enumerate(self.scheduler.timesteps):
             if told is not None:
                 told(index, STEPS)
@@ -442,7 +442,7 @@ def beside_calls(model: nn.Module) -> list[int]:
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_no_call_of_a_pipeline_is_taken_for_such_a_call(pipe, solver):
-    """Also where a callback replaces the latents. Some solvers call the model twice in a step."""
+    """Also where a callback replaces the latents. Some schedulers call the model twice in a step."""
 
     def change(pipe: Any, step: int, timestep: Any, tensors: Any) -> dict[str, Any]:
         return {"latents": tensors["latents"].clone() if step % 2 else 0.9 * tensors["latents"]}
@@ -491,7 +491,7 @@ def noised(latents: Tensor, predict: Any, *_: Any) -> list[Tensor]:
 
 
 def smoothed(latents: Tensor, predict: Any, *_: Any) -> list[Tensor]:
-    """As guidance by blurred pictures does."""
+    """As guidance by blurred images does."""
     return [latents, torch.lerp(latents, predict(latents), 0.1).lerp(latents.roll(1, -1), 0.001)]
 
 
@@ -516,10 +516,10 @@ def test_no_further_call_of_a_loop_is_taken_for_such_a_call(samples):
 def test_a_sample_is_recognised_as_made_of_others():
     sample, first, second = (torch.randn(2, 4, 16, 16) for _ in range(3))
     calls = [(detail_of(sample), detail_of(made)) for made in (first, second)]
-    numbers = torch.tensor([0.98, 0.9])[:, None, None, None]  # of each picture
+    numbers = torch.tensor([0.98, 0.9])[:, None, None, None]  # of each image
     made = numbers * sample + 0.1 * first - 0.3 * second
     assert is_made_of(detail_of(made), calls)
-    assert is_made_of(detail_of(made[1:]), calls)  # some of the pictures
+    assert is_made_of(detail_of(made[1:]), calls)  # some of the images
     assert is_made_of(detail_of(sample - 0.1 * first), calls[:1])
     assert not is_made_of(detail_of(made), calls[:1])
     others = {

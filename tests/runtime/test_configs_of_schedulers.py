@@ -27,7 +27,7 @@ CONFIGS = {
 
 
 class Solver:
-    """A solver that is none of diffusers."""
+    """A scheduler that is none of diffusers."""
 
     num_inference_steps: int | None = None
 

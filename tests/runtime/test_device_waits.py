@@ -135,7 +135,7 @@ def test_no_method_waits_after_the_second_step(method, device):
 
 @pytest.mark.parametrize("method", FLUX)
 def test_a_transformer_waits_twice_as_a_generation_begins(method, device):
-    """For the ids of its first picture, and for a timestep that is no view of the scheduler's."""
+    """For the ids of its first image, and for a timestep that is no view of the scheduler's."""
     loop = Loop(FAMILIES["FluxTransformer2DModel"].build(), FlowMatchEulerDiscreteScheduler())
     with merging(loop, FLUX[method]):
         for ids in (1, 0):

@@ -88,7 +88,7 @@ def test_of_a_pipeline_that_does_not_tell_equal_samples_share_a_plan():
 
 @pytest.mark.parametrize(("guides", "share"), [(True, False), (False, True)])
 def test_equal_samples_need_not_share_a_plan(guides, share):
-    """Without guidance they are pictures of two prompts from one seed, of which none may change the other."""
+    """Without guidance they are images of two prompts from one seed, of which none may change the other."""
     arguments = hosts.inputs(2)
     guided = {**arguments, "sample": arguments["sample"][:1].repeat(2, 1, 1, 1)}
     one, other = last_labels(Pipe(hosts.unet(), guides), guided, plans=PlanSharing(guidance=share))
@@ -250,7 +250,7 @@ def test_plans_are_held_only_where_they_are_used_again(settings, held):
 
 @pytest.mark.parametrize("settings", [{}, {"rules": dense_outside(0, 0.5)}])
 def test_batches_that_are_twice_the_same_share_the_plan_of_the_first_call(settings):
-    """Two pictures of one seed, for each prompt in a call of its own."""
+    """Two images of one seed, for each prompt in a call of its own."""
     unet = hosts.unet()
     patch = apply_token_merging(Pipe(unet), ToMeConfig(**HALF, **settings))
     one, other = guided_batch(), guided_batch(seed=1)

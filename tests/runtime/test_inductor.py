@@ -53,10 +53,10 @@ def _destinations(plan: Plan) -> Tensor:
 @pytest.mark.filterwarnings("ignore")  # of PyTorch about its own compiler, of diffusers about Python
 @pytest.mark.parametrize("build", [_unet, _flux])
 def test_compiled_blocks_draw_what_the_default_method_draws_without_a_compiler(build):
-    """With the same plans they differ by rounding: ten times what it changes in the dense picture.
+    """With the same plans they differ by rounding: ten times what it changes in the dense image.
 
     Rounding also turns a few near-ties of the matching, so their own plans differ in a few tokens. One such
-    token changes the picture by up to 1e-3, and the plans of later steps with it. Here 2 of 2304 tokens of a
+    token changes the image by up to 1e-3, and the plans of later steps with it. Here 2 of 2304 tokens of a
     plan were seen to differ.
     """
     pipe, text = build()

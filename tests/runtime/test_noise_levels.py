@@ -1,4 +1,4 @@
-"""Noise levels of diffusers' schedulers, the predicted picture, and how much noise a solver adds."""
+"""Noise levels of diffusers' schedulers, the predicted image, and how much noise a scheduler adds."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PREDICTS = ("epsilon", "v_prediction", "sample")
 
 
 class Run:
-    """A generation with a model that knows the picture.
+    """A generation with a model that knows the image.
 
     Attributes:
         levels: its noise levels.
-        pictures: that :class:`NoiseLevels` reads from the calls of the model.
-        noise: that the solver adds.
+        images: that :class:`NoiseLevels` reads from the calls of the model.
+        noise: that the scheduler adds.
     """
 
     def __init__(self, name: str, predicts: str | None = None, steps: int = 12, **config: Any) -> None:
@@ -68,7 +68,7 @@ class Run:
 
 
 def exact(levels: NoiseLevels, sample: Tensor, picture: Tensor, index: int) -> Tensor:
-    """Return the output of a model that knows the picture."""
+    """Return the output of a model that knows the image."""
     sigma = levels.sigmas[index]
     if levels.predicts == "flow":
         share = sigma / (1 + sigma)
@@ -90,7 +90,7 @@ def test_the_predicted_picture_is_read_from_the_output(name, predicts):
     run = Run(name, predicts)
     for found in run.pictures:
         assert_close(found, run.picture, atol=1e-2, rtol=1e-2)
-    # The solver agrees with these levels: it ends at the picture.
+    # The scheduler agrees with these levels: it ends at the image.
     assert_close(run.latents, run.picture, atol=0.15, rtol=0.0)
 
 

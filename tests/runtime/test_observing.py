@@ -39,7 +39,7 @@ class Loop:
     def __call__(
         self, pictures: int = 1, change: Change = lambda step, latents: latents, first: int = 0
     ) -> Tensor:
-        """Draw so many pictures, each with a seed of its own, from ``first`` on."""
+        """Draw so many images, each with a seed of its own, from ``first`` on."""
         dtype = next(self.unet.parameters()).dtype
 
         def noise(*shape: int) -> Tensor:
@@ -100,7 +100,7 @@ def test_an_error_of_an_observer_costs_a_figure_and_not_the_picture(
     patch.record_steps()
     monkeypatch.setattr(owner, name, fails)
     reason = "observing the generation failed: ZeroDivisionError: a figure"
-    with pytest.warns(UserWarning, match=f"^no estimate: {reason}; the picture is as without it$") as warned:
+    with pytest.warns(UserWarning, match=f"^no estimate: {reason}; the image is as without it$") as warned:
         first, second = pipe(), pipe()
     assert torch.equal(first, expected)
     assert torch.equal(second, expected)
@@ -246,7 +246,7 @@ def test_in_double_precision_there_is_an_estimate(kind, how):
 
 
 def spoilt(pipe: Loop, step: int, value: float) -> Tensor:
-    """Return two pictures, of which one gets a wrong number before a step."""
+    """Return two images, of which one gets a wrong number before a step."""
 
     def change(now: int, latents: Tensor) -> Tensor:
         if now == step:

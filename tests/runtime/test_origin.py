@@ -77,7 +77,7 @@ def test_a_generation_that_is_dense_names_no_setting_that_was_not_given(monkeypa
     (told,) = [str(warning.message) for warning in caught]
     assert told == (
         "speedup=2: nothing can be saved in 2 steps on 16 × 16 tokens, so this generation is dense; take "
-        "more steps or a larger picture"
+        "more steps or a larger image"
     )
 
 

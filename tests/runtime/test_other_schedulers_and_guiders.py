@@ -183,7 +183,7 @@ def editing(pipe: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 def test_steps_of_an_inverse_scheduler_are_reused(editing):
-    """It turns a picture into noise before the other half of the pipeline edits it."""
+    """It turns an image into noise before the other half of the pipeline edits it."""
     reused = {"merged": 5, "reused": 3}
     picture = Image.new("RGB", (SIDE, SIDE), (200, 30, 60))
     with warnings.catch_warnings():

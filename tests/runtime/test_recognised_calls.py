@@ -52,7 +52,7 @@ REUSES_NOTHING = pytest.mark.filterwarnings(f"ignore:.*{NO_FIT}:UserWarning")
 
 
 class Loop:
-    """A loop that draws a picture in tiles, in each step in an order of its own and moved by so much."""
+    """A loop that draws an image in tiles, in each step in an order of its own and moved by so much."""
 
     def __init__(self, scheduler: Any = None) -> None:
         self.scheduler = scheduler or DDIMScheduler(clip_sample=False)
@@ -251,7 +251,7 @@ NAMES = (
 @pytest.mark.parametrize("steps", [4, 12])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_generation_as_usual_is_never_taken_for_another(pipe, name, steps):
-    """Pictures in a batch too, with each solver of diffusers; a warning would be an error."""
+    """Images in a batch too, with each scheduler of diffusers; a warning would be an error."""
     pipe.scheduler = getattr(diffusers, name).from_config(pipe.scheduler.config)
     apply_token_merging(pipe, REUSED)
     for pictures in (1, 3):
@@ -340,7 +340,7 @@ def test_the_detail_of_a_sample_says_which_it_was():
     assert continued(detail_of(now), details, False) == 0
     assert continued(detail_of(now), details[::-1], False) == 1
     assert continued(detail_of(now), details[1:], False) is None
-    assert continued(detail_of(now), details[1:], True) == 0  # a solver that adds noise may have made it
+    assert continued(detail_of(now), details[1:], True) == 0  # a scheduler that adds noise may have made it
     assert continued(detail_of(now[[1, 0, 2]]), details[:1], True) is None  # but not in another order
     masked = torch.cat([before, picture], dim=1), torch.cat([noise.roll(7, -1), picture], dim=1)
     assert continued(detail_of(masked[1]), [detail_of(masked[0])], False) is None

@@ -75,7 +75,7 @@ def test_proportional_attention_is_exact_where_merged_tokens_are_equal(scope):
 
 
 def uneven(module: nn.Module, tokens: Tensor, text: Tensor) -> Tensor:
-    """Call a block with a plan that merges the left half of the picture only, so that sizes differ."""
+    """Call a block with a plan that merges the left half of the image only, so that sizes differ."""
     src, dst = strided_partition((16, 16), (2, 2))
     left = src % 16 < 8
     order = torch.cat([left.nonzero(), (~left).nonzero()]).flatten().expand(2, -1)

@@ -238,7 +238,7 @@ def test_calls_of_one_step_have_corrections_of_their_own():
 )
 @pytest.mark.parametrize("name", ["SD3Transformer2DModel", "FluxTransformer2DModel"])
 def test_another_text_in_the_middle_may_be_longer(name, settings):
-    """Blocks change it together with the picture, so that nothing of the shorter one can be used."""
+    """Blocks change it together with the image, so that nothing of the shorter one can be used."""
     model, arguments, _ = host_of(name)
     text = arguments["encoder_hidden_states"]
     longer = {**arguments, "encoder_hidden_states": torch.cat([text, text], dim=1)}

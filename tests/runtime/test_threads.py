@@ -91,7 +91,7 @@ def may_change(model: Any, config: ToMeConfig = HALF) -> bool:
 
 @pytest.mark.parametrize("speedup", [None, 2.0], ids=["merging", "default"])
 def test_a_thread_draws_while_another_applies_and_removes(pipe, speedup):
-    """Each change happens or is refused, and each picture is one of those drawn alone."""
+    """Each change happens or is refused, and each image is one of those drawn alone."""
     before = sys.getswitchinterval()
     other = beside(pipe)
     settings: dict[str, Any] = {"config": HALF} if speedup is None else {"speedup": speedup}

@@ -1,4 +1,4 @@
-"""Pictures drawn in tiles, of several sizes: each tile merges as it does alone."""
+"""Images drawn in tiles, of several sizes: each tile merges as it does alone."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def upscaler(pipe) -> StableDiffusionUpscalePipeline:
 
 
 def upscaled(pipe: StableDiffusionUpscalePipeline, tile: tuple[int, int]) -> torch.Tensor:
-    """One tile of a picture, as latents."""
+    """One tile of an image, as latents."""
     picture = torch.linspace(0, 1, 3 * tile[0] * tile[1]).view(1, 3, *tile)
     seeded = torch.Generator().manual_seed(tile[0] * tile[1])
     given = {"generator": seeded, "num_inference_steps": 4, "noise_level": 20, "output_type": "latent"}
@@ -65,7 +65,7 @@ def upscaled(pipe: StableDiffusionUpscalePipeline, tile: tuple[int, int]) -> tor
 
 @ALL
 def test_tiles_of_an_upscaler_are_those_that_each_is_alone(upscaler, name):
-    """A generation for each tile, one after the other, as programs upscale large pictures."""
+    """A generation for each tile, one after the other, as programs upscale large images."""
     dense = [upscaled(upscaler, tile) for tile in TILES]
     alone = []
     for tile in TILES:

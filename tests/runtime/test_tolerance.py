@@ -1,4 +1,4 @@
-"""A tolerance runs more steps than planned where the estimate demands it, up to the dense picture."""
+"""A tolerance runs more steps than planned where the estimate demands it, up to the dense image."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_from_the_plan_of_the_speedup_to_the_dense_picture(kind, tolerances):
     assert torch.equal(runs[1][0], plan)
     assert torch.equal(runs[HIGHEST][0], dense)
     counts = [count for _, count in runs.values()]
-    # What a step runs depends on the ones before it, so a higher tolerance can need one complete step less.
+    # What a step runs depends on the ones before it, so a higher tolerance can need one full step less.
     assert all(later >= earlier - 1 for earlier, later in itertools.pairwise(counts))
     assert counts[0] == planned
     assert len(set(counts)) > 2
@@ -165,7 +165,7 @@ def test_of_a_run_that_skipped_nothing_the_summary_says_that_its_picture_is_the_
             UserWarning, match="min_psnr=100: no plan is so close, so this generation is dense"
         ):
             pipe((0, 1))
-        assert "estimated: the dense picture itself: nothing was skipped or merged\n" in str(patch)
+        assert "estimated: the dense image itself: nothing was skipped or merged\n" in str(patch)
         assert math.isinf(patch.estimate.psnr)
 
 
@@ -187,7 +187,7 @@ def test_prompts_in_calls_of_their_own_follow_one_decision():
         for index in range(12):
             patch.at_step(index, 12)
             first, other = (torch.randn(1, 4, 16, 16, generator=at(seed)) for seed in (0, 1))
-            sample = first + 0.2 * index * other  # as a solver moves it
+            sample = first + 0.2 * index * other  # as a scheduler moves it
             decided = []
             for seed in (1, 2):
                 pipe.unet(sample, 1000 - index, torch.randn(1, 4, 16, generator=at(seed)))

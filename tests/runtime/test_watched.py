@@ -98,7 +98,7 @@ def test_a_controller_counts_every_step(pipe, speedup, patched_first):
     assert all(torch.equal(picture, dense) for picture in pictures)
     assert str(patch).count("left alone: what Controller at ") == 1
     assert "12 steps" in str(patch)
-    assert "\n  warning: " not in str(patch)  # its pictures are the dense ones
+    assert "\n  warning: " not in str(patch)  # its images are the dense ones
     assert state_of(pipe.unet).last_run.kinds == {"unmerged": 12}
     assert "0.0 % of the operations saved" in str(patch)
     assert controller.steps == 2 * STEPS  # no report has called it
@@ -327,7 +327,7 @@ def test_a_model_alone_notices_the_pipeline_that_runs(pipe):
 
 
 def draw_without(pipe: Any) -> Any:
-    """A picture of the unpatched pipeline."""
+    """An image of the unpatched pipeline."""
     copied = type(pipe)(**{**pipe.components, "unet": hosts_copy(pipe.unet)}, requires_safety_checker=False)
     copied.set_progress_bar_config(disable=True)
     return draw(copied)

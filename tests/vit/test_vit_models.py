@@ -655,7 +655,7 @@ def _by_openvino(model: nn.Module, x: torch.Tensor, path: Path) -> Callable:
 def test_a_traced_model_merges_the_tokens_of_each_picture(make, how, tmp_path):
     """Nothing is drawn and nothing is kept between calls, so a trace has all that the model does.
 
-    The three programs round differently. A picture whose tokens merge otherwise would differ by more.
+    The three programs round differently. An image whose tokens merge otherwise would differ by more.
     """
     model, x = make(), vits.pictures()
     apply_token_merging(model, R)

@@ -106,14 +106,14 @@ def sized(kind: str | dict, size: int) -> torch.nn.Module:
 def test_a_handle_prints_before_the_first_call_whatever_the_size(kind):
     """25 is no multiple of the patch size, 4 is one patch, and 3 is less than one."""
     for size, expected in (
-        (25, "px|takes no pictures of 25"),
+        (25, "px|takes no images of 25"),
         (4, "nothing to merge"),
         (3, "3 × 3 pixels: "),
     ):
         patch = apply_token_merging(sized(kind, size), ViTConfig(r=3))
         assert re.search(expected, repr(patch))
         assert str(patch) == repr(patch)
-    with pytest.raises(ConfigError, match=r"height, width: .* takes no pictures of 3 × 3 pixels: "):
+    with pytest.raises(ConfigError, match=r"height, width: .* takes no images of 3 × 3 pixels: "):
         patch.report()
 
 

@@ -24,8 +24,8 @@ class MadeUp(Rounds):
     """A studio that draws nothing.
 
     Attributes:
-        drawn: (plan, item) of every picture, over all instances.
-        stop: raised before the picture of this number, and the number.
+        drawn: (plan, item) of every image, over all instances.
+        stop: raised before the image of this number, and the number.
         failing: names of plans that cannot run.
         gains: whether plans that the search finds closer are closer on the prompts of the check too.
     """
@@ -81,7 +81,7 @@ class MadeUp(Rounds):
 
 
 def closeness(runs: str, item: int) -> float:
-    """How close a plan is: the more complete steps have an even number, the closer."""
+    """How close a plan is: the more full steps have an even number, the closer."""
     return 30.0 + item % 3 + sum(sign == "M" for sign in runs[::2])
 
 

@@ -118,7 +118,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
             shown.append(eval(compile(ast.Expression(last.value), "notebook", "eval"), names))
         else:
             exec(compile(ast.Module([last], []), "notebook", "exec"), names)
-    assert shown[-1] is True  # the last picture is the first one again
+    assert shown[-1] is True  # the last image is the first one again
     assert sum(hasattr(value, "_repr_html_") for value in shown) == 2  # the handle and the report
 
 
@@ -389,7 +389,7 @@ def test_the_table_of_solvers_that_add_noise_says_what_its_record_says():
                 for line in found
                 if (line["size"], line["aim"], line["method"]) == (size, aim, method)
             ]
-            for method in ("plan of the others", "plan for solvers that add noise")
+            for method in ("plan of the others", "plan for schedulers that add noise")
         )
         means = [f"{sum(own) / len(own):.1f} dB" for own in (usual, noisy)]
         assert f"| {size} × {size} | {aim}× | {means[0]} | {means[1]} |" in page
@@ -489,7 +489,7 @@ def test_what_one_fixed_plan_takes_beside_a_tolerance_is_that_of_the_record(monk
     written["show"](list(written["read"](ROOT / "benchmarks" / "tolerance_cpu.jsonl")))
     found = re.findall(r"one fixed .* takes (\S+) times the operations", capsys.readouterr().out)
     page = (ROOT / "docs" / "methods" / "estimate.md").read_text(encoding="utf-8")
-    what = ("each model", "each model and guidance scale", "each model, guidance scale and solver")
+    what = ("each model", "each model and guidance scale", "each model, guidance scale and scheduler")
     for name, times in zip(what, found, strict=True):
         assert f"| for {name} | {times} |" in page
 
@@ -513,7 +513,7 @@ def test_a_rival_is_compared_with_the_line_between_two_speeds():
     # Measured, ours are at 2× and 1.4×. Where the first rival is, ours has 42 dB. The second was not timed.
     times = {"auto 2.2": 2.0, "auto 1.4": 1.4, "seacache 1.8": 1.85 * 1.6 / 1.8, "sada 2": 2.0}
     cost = {"auto 2.2": {"counted": 2.2}, "auto 1.4": {"counted": 1.4}, "sada 2": {"counted": 2.0}}
-    cost["seacache 1.8"] = {"counted": 1.6}  # the timed pictures skipped less than all do
+    cost["seacache 1.8"] = {"counted": 1.6}  # the timed images skipped less than all do
     timed = {label: SimpleNamespace(speedup=own, cost=cost[label]) for label, own in times.items()}
     assert leads([*ours, *others], timed) == pytest.approx({"seacache 1.8": 3.0})
 
@@ -555,7 +555,7 @@ def test_no_document_names_what_is_gone(document):
         r"by_guidance",
         r"apply_token_merging\(\s*\w+,\s*[\d.]+\s*[,)]",
         r"\bfull steps?\b",
-        r"\bdense steps?\b",  # complete steps run the whole model; dense is the unchanged model
+        r"\bdense steps?\b",  # full steps run the whole model; dense is the unchanged model
     ):
         assert not re.search(gone, text), gone
 

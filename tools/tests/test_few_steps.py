@@ -63,7 +63,7 @@ def test_auto_says_that_a_short_generation_of_a_small_picture_is_dense(pipes, mo
     patch = apply_token_merging(pipe, speedup=2.0)
     try:
         words = (
-            rf"speedup=2: nothing can be saved in {steps} step{'s' if steps > 1 else ''} on .*larger picture"
+            rf"speedup=2: nothing can be saved in {steps} step{'s' if steps > 1 else ''} on .*larger image"
         )
         with pytest.warns(UserWarning, match=words):
             picture = draw(pipe, steps)

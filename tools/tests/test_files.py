@@ -111,9 +111,7 @@ def test_a_disk_that_is_full_is_one_line_and_keeps_the_old_file(tmp_path):
 def test_what_is_no_picture_is_one_line(tmp_path, content):
     path = tmp_path / "edges.png"
     path.write_bytes(content)
-    with pytest.raises(
-        ConfigError, match=r"control: cannot read the picture .*edges.png .it is not a picture"
-    ):
+    with pytest.raises(ConfigError, match=r"control: cannot read the image .*edges.png .it is not an image"):
         open_picture(path, "control", "give another")
 
 

@@ -28,7 +28,7 @@ def write_dino(folder: Path) -> Path:
 
 
 def write_clip(folder: Path) -> Path:
-    """Write a CLIP model that makes 8 features of pictures and of texts."""
+    """Write a CLIP model that makes 8 features of images and of texts."""
     torch.manual_seed(0)
     text = {"vocab_size": 300, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 1}
     config = CLIPConfig(

@@ -1,4 +1,4 @@
-"""The codec: pictures to latents a quarter as wide and high, and back.
+"""The codec: images to latents a quarter as wide and high, and back.
 
 An `AutoencoderTiny` without its blocks at full resolution: the decoder's last non-linear layer is at half
 resolution, where 48 channels hold the 2 × 2 × 3 values below each position with room to spare. That makes it
@@ -52,7 +52,7 @@ def to_tensor(pictures: np.ndarray) -> Tensor:
 
 
 class Crops:
-    """Random crops of the training pictures at every size they are used at."""
+    """Random crops of the training images at every size they are used at."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
@@ -72,7 +72,7 @@ class Crops:
 
 
 def codec_loss(codec: AutoencoderTiny, pictures: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the training loss and the plain mean squared error, for pictures [b, 3, h, w]."""
+    """Return the training loss and the plain mean squared error, for images [b, 3, h, w]."""
     latents = codec.encode(pictures).latents
     decoded = codec.decode(latents + NOISE * torch.randn_like(latents)).sample
     # The gradient terms count an edge in the wrong place more than a flat area slightly off.

@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenmerge_tools.demo.glyphs import BACKGROUNDS, Glyph, caption
 
 EMPTY = 0.1  # share of captions left empty, which is what classifier-free guidance needs
-BARE = 0.3  # share of pictures on white whose caption does not speak of the background
+BARE = 0.3  # share of images on white whose caption does not speak of the background
 
 
 class Latents:
@@ -31,7 +31,7 @@ class Latents:
         self.latents = torch.empty(shape)
 
     def batch(self, size: int, rng: np.random.Generator) -> tuple[Tensor, list[str]]:
-        """Draw `size` pictures: latents [b, c, h, w] and their captions."""
+        """Draw `size` images: latents [b, c, h, w] and their captions."""
         glyphs = rng.choice(len(self.names), size, replace=size > len(self.names))
         backgrounds = rng.integers(len(self.backgrounds), size=size)
         pairs = list(zip(glyphs.tolist(), backgrounds.tolist(), strict=True))

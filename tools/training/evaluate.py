@@ -35,7 +35,7 @@ def generate(
     steps: int,
     guidance: float,
 ) -> np.ndarray:
-    """Generate one picture per prompt and seed: uint8 [b, size, size, 3]."""
+    """Generate one image per prompt and seed: uint8 [b, size, size, 3]."""
     pictures = pipe(
         list(prompts),
         height=size,
@@ -49,9 +49,9 @@ def generate(
 
 
 def contact_sheet(pictures: Sequence[np.ndarray], names: Sequence[str]) -> Image.Image:
-    """Lay pictures out in rows, each above its name."""
+    """Lay images out in rows, each above its name."""
     size, label = pictures[0].shape[0], 14
-    letters = size // 6  # that fit under a picture
+    letters = size // 6  # that fit under an image
     rows = -(-len(pictures) // COLUMNS)
     sheet = Image.new("RGB", (COLUMNS * size, rows * (size + label)), "white")
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(10)
@@ -65,13 +65,13 @@ def contact_sheet(pictures: Sequence[np.ndarray], names: Sequence[str]) -> Image
 def main(
     model: Annotated[Path, typer.Argument(help="Folder of the model.")],
     prompts: Annotated[int, typer.Option(help="Number of different glyphs asked for.")] = 100,
-    seeds: Annotated[int, typer.Option(help="Pictures per prompt.")] = 4,
-    size: Annotated[int, typer.Option(help="Side of the pictures in pixels.")] = 128,
+    seeds: Annotated[int, typer.Option(help="Images per prompt.")] = 4,
+    size: Annotated[int, typer.Option(help="Side of the images in pixels.")] = 128,
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 20,
     guidance: Annotated[float, typer.Option(help="Guidance scale.")] = 3.0,
     device: Annotated[str, typer.Option(help="Where to generate: cpu, cuda, …")] = "cpu",
     sheet: Annotated[
-        Path | None, typer.Option("--contact-sheet", help=f"Write the first {SHEET_SIZE} pictures here.")
+        Path | None, typer.Option("--contact-sheet", help=f"Write the first {SHEET_SIZE} images here.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:

@@ -1,6 +1,6 @@
 """The training data: the glyphs of `tokenmerge_tools.demo.glyphs`, drawn on its backgrounds.
 
-Every picture is one glyph of Noto Color Emoji on one flat colour, and its caption says exactly that:
+Every image is one glyph of Noto Color Emoji on one flat colour, and its caption says exactly that:
 "a red apple on a light blue background". Glyph and background are independent, so that a model which has
 learnt them can be judged on each separately.
 """
@@ -18,7 +18,7 @@ from tokenmerge_tools.demo.glyphs import BACKGROUNDS, Glyph
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")  # Debian package fonts-noto-color-emoji
 
 STRIKE = 109  # the only size the font holds: bitmaps of 136 × 128 pixels
-MARGIN = 0.08  # of the picture's height, above and below: some background shows on every side
+MARGIN = 0.08  # of the image's height, above and below: some background shows on every side
 
 
 @lru_cache(maxsize=1)

@@ -26,7 +26,7 @@ JOINED = sum(WIDTHS)
 T5_TOKENS = 256  # which the pipeline adds to those of the other two
 SHIFT = 2.0  # towards noise, where the text alone must say what goes where
 
-SECOND_SHARE = 0.3  # of the steps in which smaller pictures stand for those of the second size
+SECOND_SHARE = 0.3  # of the steps in which smaller images stand for those of the second size
 
 # Nearly all is learnt on few tokens, which stand for those of the larger sizes: see `standing_for`.
 PHASES = (
@@ -112,10 +112,10 @@ class EmojiMMDiT(nn.Module):
 
     @contextmanager
     def standing_for(self, size: int, side: int) -> Iterator[None]:
-        """Give latents of side × side the positions of a picture of `size` × `size` pixels.
+        """Give latents of side × side the positions of an image of `size` × `size` pixels.
 
         Each latent takes the mean position of those that it stands for. A transformer knows where a token is
-        by its position alone: without this, a small picture would be the middle of a larger one, and what is
+        by its position alone: without this, a small image would be the middle of a larger one, and what is
         learnt there of little use for the whole.
         """
         embedding = self.transformer.pos_embed

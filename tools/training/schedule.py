@@ -1,4 +1,4 @@
-"""The phases of a training run: picture size, batch and learning rate as a function of the step."""
+"""The phases of a training run: image size, batch and learning rate as a function of the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WARM_UP = 100  # steps from a learning rate of zero, once, at the start of the r
 class Phase:
     """A stretch of the run; the rate goes linearly from `rate` to `final_rate`.
 
-    Pictures are of the given sizes in turn, one size a step, so that none is forgotten. With `merging`,
+    Images are of the given sizes in turn, one size a step, so that none is forgotten. With `merging`,
     tokens merge in training too; a dense phase that follows makes up for what the model loses by it.
     """
 

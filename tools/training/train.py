@@ -131,7 +131,7 @@ def main(
     first_phase: Annotated[
         int, typer.Option(help="Phase to begin with, from 0: what --start-from has learnt is left out.")
     ] = 0,
-    samples_every: Annotated[int, typer.Option(help="Steps between sample pictures.")] = 500,
+    samples_every: Annotated[int, typer.Option(help="Steps between sample images.")] = 500,
 ) -> None:
     """Train a bundled model; started again, go on from the last checkpoint."""
     rank, world = parallel.start()
@@ -152,7 +152,7 @@ def main(
         average.load_exported(start_from)
     phases = stretch(model.phases[first_phase:], length)
     start, end = len(losses), total_steps(phases)
-    # Each process draws its own pictures and noise; a resumed run draws others than those before it.
+    # Each process draws its own images and noise; a resumed run draws others than those before it.
     rng = np.random.default_rng((seed, start, rank))
     torch.manual_seed(int(rng.integers(2**63)))
     codec = load_codec(target)

@@ -24,7 +24,7 @@ NATIVE_SIZE = 128
 # With a quarter of the keys in self-attention, a step at 256 × 256 takes half the time.
 TODO = presets.todo()
 
-# Small pictures first: what goes where is learnt several times faster at a sixteenth of the attention's cost.
+# Small images first: what goes where is learnt several times faster at a sixteenth of the attention's cost.
 PHASES = (
     Phase(sizes=(64,), batch=32, steps=900, rate=2e-3, final_rate=1.2e-3),
     Phase(sizes=(128,), batch=16, steps=1000, rate=1.0e-3, final_rate=5e-5),
@@ -60,7 +60,7 @@ class EmojiUNet(nn.Module):
             cross_attention_dim=WIDTH,
             attention_head_dim=4,  # diffusers' name for the number of heads
         )
-        # With zero signal in the last step, the noise holds no hint of the picture's mean colour; a model
+        # With zero signal in the last step, the noise holds no hint of the image's mean colour; a model
         # that has seen such a hint in training cannot draw clean white or black backgrounds without it.
         self.scheduler = DPMSolverMultistepScheduler(
             beta_schedule="scaled_linear",
@@ -81,7 +81,7 @@ class EmojiUNet(nn.Module):
         """Return the mean squared error of the predicted velocity, for latents [b, c, h, w]."""
         noise = torch.randn_like(latents)
         signals = self.scheduler.alphas_cumprod.to(latents.device)
-        # Most draws are of much noise, where the text alone must say what goes where; cleaning up a picture
+        # Most draws are of much noise, where the text alone must say what goes where; cleaning up an image
         # with little noise is learnt much sooner. At the native size half of them fall into the noisiest 30 %
         # of the steps, at twice the size into the noisiest 20 %: neighbours average the noise away, so that
         # it takes more to hide what is where.

@@ -1,4 +1,4 @@
-"""Settings in a JSON file, and in the parameters of a picture.
+"""Settings in a JSON file, and in the parameters of an image.
 
 A file holds ``{"version": 1, "settings": {...}}``, with the settings as :meth:`ToMeConfig.to_dict` returns
 them. ``tokenmerge tune`` writes ``{"version": 2, "speedup": 2.0, "plan": {...}, "for": {...}}``: the wanted
@@ -182,7 +182,7 @@ def to_metadata(config: ToMeConfig, method: str = "") -> str:
 
 
 def read_metadata(text: str) -> ToMeConfig:
-    """Return the settings in the parameters of a picture.
+    """Return the settings in the parameters of an image.
 
     Args:
         text: a line of :meth:`tokenmerge.Patch.metadata`, or a text that contains one. Its value may be in

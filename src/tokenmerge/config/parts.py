@@ -35,11 +35,11 @@ class PlanSharing(Value):
 
     Args:
         every: a plan is used for this many denoising steps, ≥ 1. Raising it makes planning cheaper and the
-            picture a little less close. With 1, each step has its own plans.
+            image a little less close. With 1, each step has its own plans.
         blocks: blocks with the same token grid use the plan of the first of them. A UNet's way down and way
             up have a plan each. The cost of planning is divided by the number of blocks that share a plan;
-            the picture gets a little less close. With ``scope="block"``, tokens then merge before the first
-            block and are unmerged after the last one: the same picture in much less time.
+            the image gets a little less close. With ``scope="block"``, tokens then merge before the first
+            block and are unmerged after the last one: the same image in much less time.
         guidance: the samples that classifier-free guidance compares, one with the prompt and one without, use
             one plan. Guidance amplifies the difference between the two; with two plans, it would amplify the
             difference between the plans as well. It costs no time and pays most under strong guidance. If the
@@ -71,7 +71,7 @@ class Correction(Value):
     ``scope="keys"``, where each token has its own residual anyway.
 
     Args:
-        every: distance between correction steps, counted in complete steps, ≥ 2, or 0 if there are none.
+        every: distance between correction steps, counted in full steps, ≥ 2, or 0 if there are none.
             Raising it saves more time, as more steps merge, and gives back less of what merging loses.
             3 gives back most of the loss and costs a third of the saving.
 
@@ -99,7 +99,7 @@ def _check_distance(name: str, value: Any) -> float:
 
 
 def check_full(name: str, value: Any) -> float:
-    """Accept the distance between complete steps with which no step skips anything: 1."""
+    """Accept the distance between full steps with which no step skips anything: 1."""
     plain = _check_distance(name, value)
     if plain != 1:
         refuse(name, "1 in a rule for some of the steps, which then skip nothing", value)
@@ -129,21 +129,21 @@ class StepReuse(Value):
     extrapolation is damped if the output did not keep changing in the same direction. The cache holds two
     outputs of each skipped part.
 
-    A complete step runs the whole model. The first two steps and the last one are complete, and the others
+    A full step runs the whole model. The first two steps and the last one are complete, and the others
     are evenly spaced between them. diffusers' own caches cannot run at the same time.
 
     Args:
-        every: mean distance between complete steps, ≥ 1; it may be a fraction. Raising it saves more, and the
-            picture follows the dense one less closely. With 1, no step skips anything.
+        every: mean distance between full steps, ≥ 1; it may be a fraction. Raising it saves more, and the
+            image follows the dense one less closely. With 1, no step skips anything.
         shallow_every: in a UNet, mean distance between the steps that run all of the finest level, 1 ≤
-            shallow_every ≤ every. Complete steps are chosen from them. The other steps skip that level too:
+            shallow_every ≤ every. Full steps are chosen from them. The other steps skip that level too:
             only the first and the last convolution run. Raising it saves most in narrow models and large
-            pictures, where that level takes most of the time. It loses more than raising ``every``, above all
+            images, where that level takes most of the time. It loses more than raising ``every``, above all
             under strong guidance.
-        full_steps: places of the complete steps, 0 (the first step) to 1 (the last), in place of ``every``:
-            ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the picture closer. If there are none,
+        full_steps: places of the full steps, 0 (the first step) to 1 (the last), in place of ``every``:
+            ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the image closer. If there are none,
             ``every`` decides.
-        shallow_steps: places of the steps that run all of the finest level, besides the complete steps, in
+        shallow_steps: places of the steps that run all of the finest level, besides the full steps, in
             place of ``shallow_every``. It can only be given with ``full_steps``.
 
     Raises:
@@ -162,7 +162,7 @@ class StepReuse(Value):
         check_fields(self, "reuse.", dict.fromkeys(("every", "shallow_every"), _check_distance))
         check_fields(self, "reuse.", dict.fromkeys(("full_steps", "shallow_steps"), _check_places))
         if self.shallow_every > self.every and not self.full_steps:
-            wanted = f"1 to reuse.every={self.every:g}, as a complete step runs the finest level too"
+            wanted = f"1 to reuse.every={self.every:g}, as a full step runs the finest level too"
             refuse("reuse.shallow_every", wanted, self.shallow_every)
         if self.shallow_steps and not self.full_steps:
             refuse("reuse.shallow_steps", "no places without reuse.full_steps", self.shallow_steps)
@@ -201,8 +201,8 @@ class StepReuse(Value):
 class StepsOfReuse(NamedTuple):
     """Which steps of a generation run which part of the model, by their index."""
 
-    full: tuple[int, ...]  # the complete steps, which run the whole model
-    shallow: tuple[int, ...]  # those that run the finest level of a UNet; all complete steps are among them
+    full: tuple[int, ...]  # the full steps, which run the whole model
+    shallow: tuple[int, ...]  # those that run the finest level of a UNet; all full steps are among them
 
 
 def _evenly(among: tuple[int, ...], steps: int, every: float) -> tuple[int, ...]:

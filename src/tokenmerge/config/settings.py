@@ -102,12 +102,12 @@ class MergeSettings(Value):
 
     Args:
         ratio: fraction of tokens removed, 0 ≤ ratio ≤ 1 − 1/(sx·sy·st). This is the main knob. Raising it
-            makes each merged layer faster and the picture less like the dense one. 0 merges nothing.
-        reference_ratio: the same for reference pictures, which editing models read in one sequence with the
-            picture that they make: FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit, JoyImage-Edit. Raising it makes
+            makes each merged layer faster and the image less like the dense one. 0 merges nothing.
+        reference_ratio: the same for reference images, which editing models read in one sequence with the
+            image that they make: FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit, JoyImage-Edit. Raising it makes
             every layer faster and lets fewer details of the references through. None takes ``ratio``.
             With ``ratio=0`` only the references merge. References of fewer frames than ``st`` stay dense.
-        min_tokens: token grids with fewer tokens than this stay dense, ≥ 0. Raising it brings the picture
+        min_tokens: token grids with fewer tokens than this stay dense, ≥ 0. Raising it brings the image
             closer to the dense one. On small grids merging saves little, so a moderate value costs no time.
 
     Which tokens merge:
@@ -116,18 +116,18 @@ class MergeSettings(Value):
         sx: width in tokens of a cell with one destination, ≥ 1.
         sy: height in tokens of such a cell, ≥ 1. Raising ``sx`` or ``sy`` leaves fewer destinations. Matching
             gets faster and higher ratios become possible, but tokens merge over longer distances and with
-            less similar ones, so the picture gets less like the dense one.
+            less similar ones, so the image gets less like the dense one.
         st: length of a cell in frames of the token grid, ≥ 1. At 1 each frame merges on its own. Raising
             it leaves fewer destinations and lets tokens merge over time: still parts merge best, and moving
             parts blur. Only ``"tiled"`` and ``"tome"`` take more than 1. Planning time of ``"tome"`` then
-            grows with the square of the number of frames, that of ``"tiled"`` with it. Pictures need 1.
+            grows with the square of the number of frames, that of ``"tiled"`` with it. Images need 1.
         seed: the destination of each cell is drawn at random in each step. The draw depends on this integer,
             the timestep and the cell. No seed is faster or better than another. If each sample of a batch
             has its own timestep, the highest one counts for all. With None, nothing is drawn, which costs the
             same time, and a regular pattern becomes visible at high ratios.
         planner: how merging tokens are chosen; docs/methods/planners.md compares the planners.
 
-            - ``"tome"``: each source merges into the most similar destination of the whole picture (arXiv
+            - ``"tome"``: each source merges into the most similar destination of the whole image (arXiv
               2303.17604). Planning time grows with the square of the number of tokens.
             - ``"tiled"``: the same within tiles of about 32 × 32 cells, or 4 × 16 × 16 over time: as close,
               and much faster on large grids.
@@ -139,7 +139,7 @@ class MergeSettings(Value):
               comparisons of ``"tome"``, and not closer.
             - ``"threshold"``: as ``"tome"``, but less similar tokens are dropped instead of averaged (arXiv
               2501.00946).
-            - ``"importance"``: destinations are drawn where guidance changes the picture most (arXiv
+            - ``"importance"``: destinations are drawn where guidance changes the image most (arXiv
               2411.16720).
             - ``"toma"``: each token is shared out over several destinations of its cell (arXiv 2509.10918).
               It needs large cells and takes long to plan, so keep plans for several steps (``plans.every``).
@@ -150,7 +150,7 @@ class MergeSettings(Value):
               It costs the memory of one residual for each block that plans, which the report counts.
             - ``"model_residual"``: what all blocks of the level together added at the step before, one
               residual for all. Use it in transformers, with ``plans.blocks``, so that they have one plan too.
-              Do not use it in UNets: their pictures get farther from the dense ones.
+              Do not use it in UNets: their images get farther from the dense ones.
 
             Residuals belong to a generation. The first step, the first step after a change of shape, and
             calls with gradients compare the input instead.
@@ -163,7 +163,7 @@ class MergeSettings(Value):
         combine: ``"mean"`` averages the tokens of a group. ``"keep"`` keeps the destination and drops the
             others: slightly faster and slightly worse.
         proportional: let a merged token count in self- or joint attention as often as the number of tokens it
-            stands for (arXiv 2210.09461, equation 1). The picture gets several dB closer for a little time.
+            stands for (arXiv 2210.09461, equation 1). The image gets several dB closer for a little time.
             A kernel that takes a mask gets one. Others get longer heads, or are called twice if they cannot
             take these: docs/methods.md. A model that computes attention by matrix products is refused.
 
@@ -199,7 +199,7 @@ class MergeSettings(Value):
 
     @property
     def merges(self) -> bool:
-        """Whether any picture of a sequence may merge."""
+        """Whether any image of a sequence may merge."""
         return self.ratio > 0 or bool(self.reference_ratio)
 
     @property

@@ -40,7 +40,7 @@ class Rule(Value):
 
     Args:
         level: the resolution level where the rule holds, or None for every level. Merging less at deep levels
-            brings the picture closer for little time; merging less at level 1 gives up most of the saving.
+            brings the image closer for little time; merging less at level 1 gives up most of the saving.
         start: share of the denoising steps from which on it holds, 0 ≤ start < until.
         until: share of the steps up to which it holds, start < until ≤ 1. Of T steps, the rule holds in those
             with round(start · T) ≤ i < round(until · T). All shares are of the steps that run: image-to-image
@@ -145,13 +145,13 @@ class ToMeConfig(MergeSettings):
         max_downsample: deepest resolution level that merges: 1 is the full latent resolution, 2 half of it,
             then 4 and 8. The finest level that can merge always does, which is 2 in SDXL. Raising it saves a
             little more, because deeper levels hold few tokens, and costs quality, because each of those
-            tokens stands for more of the picture.
+            tokens stands for more of the image.
         plans: how long a plan is used, and which blocks and prompts share it.
         correction: steps that merge nothing and measure what merging loses, for the others to add it back.
         reuse: step reuse, which skips a part of the model on some steps.
         rules: settings that hold at a level or in some steps, see :class:`tokenmerge.config.Rule`:
             ``[{"level": 2, "ratio": 0.25}, {"start": 0.4, "planner": "tome"}]``. Later rules win. Merging
-            less in late steps saves as much as merging less in early ones, and changes the picture less.
+            less in late steps saves as much as merging less in early ones, and changes the image less.
 
     Settings that depend on the denoising step need a pipeline, whose scheduler tells the step. In your own
     loop, call ``patch.at_step(i, steps)``. With such settings the blocks of a model can be compiled, but not

@@ -87,7 +87,7 @@ def _avalanche(state: np.ndarray) -> np.ndarray:
 
 
 class Plan(NamedTuple):
-    """A plan that merges n tokens into m = n − r: see ``tokenmerge.ops.plan.IndexPlan``."""
+    """A plan that merges n tokens into m = n − r: see ``tokenmerge.ops.plan.MergePlan``."""
 
     keep: Array
     sources: Array

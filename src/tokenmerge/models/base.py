@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tokenmerge.models.call import HostCall, parameters
 
 GridShape = tuple[int, int, int]  # frames, rows, columns, in tokens
-Grids = tuple[GridShape, ...]  # of the pictures in a sequence of tokens
+Grids = tuple[GridShape, ...]  # of the images in a sequence of tokens
 Arguments = Mapping[str, Any]  # of a call, by name
 
 # Names of sub-layers in messages and reports.
@@ -53,7 +53,7 @@ def modules_in(root: nn.Module) -> list[nn.Module]:
 class Grid:
     """The token grids of the running call, noted by the module whose input shows them.
 
-    A sequence has one grid, or one for each of its pictures: the one being made, then the references.
+    A sequence has one grid, or one for each of its images: the one being made, then the references.
     """
 
     # For each grid an empty tensor of shape [frames, rows, columns, 0]: torch.compile makes a graph for each
@@ -196,8 +196,8 @@ class Block:
         return self.level, way
 
 
-# (root, arguments of a call, grids of the last call) → the finest token grid of each picture in the sequence,
-# the picture being made first. It raises UnsupportedModelError if the tokens have none.
+# (root, arguments of a call, grids of the last call) → the finest token grid of each image in the sequence,
+# the image being made first. It raises UnsupportedModelError if the tokens have none.
 ReadGrids = Callable[[Any, Arguments, Grid], Grids]
 
 
@@ -214,7 +214,7 @@ class ModelCall:
     # → a number that differs between denoising steps.
     timestep: str | Callable[[Any, Arguments], Tensor] = "timestep"
     grids: ReadGrids
-    takes_references: bool = False  # reference pictures may follow the picture being made
+    takes_references: bool = False  # reference images may follow the image being made
     # (root, sample) → the part of the sample that is the same for all prompts of guidance.
     latents: Callable[[Any, Any], Any] = _all_of_it
     patch: int = 1  # side of the square of latent positions that makes one token
@@ -232,8 +232,8 @@ class Host(ModelCall):
     # size. The frames are those of the token grid, or None for those that the model was made for.
     example: Callable[..., dict[str, Any]]
     controlnet: bool = False  # a ControlNet may stay dense next to a denoiser that merges
-    frames: int = 1  # of the token grid that the model was made for; 1 for pictures
-    # Latent frames that make one token, or 0 if it makes pictures or its batch holds the frames.
+    frames: int = 1  # of the token grid that the model was made for; 1 for images
+    # Latent frames that make one token, or 0 if it makes images or its batch holds the frames.
     patch_frames: int = 0
     limits: tuple[str, ...] = ()  # what users should know before merging in this model, as text
     # Paths and levels of the stages of a UNet, in the order in which they run; empty if none can be skipped.
@@ -267,7 +267,7 @@ class Host(ModelCall):
     def grid_at(self, height: int, width: int, frames: int | None = None) -> GridShape:
         """Return the finest token grid for a height and width of the sample.
 
-        The ``frames`` are those of the grid. Without them, and in a model of pictures, they are those that
+        The ``frames`` are those of the grid. Without them, and in a model of images, they are those that
         the model was made for.
         """
         own = self.frames if frames is None or not self.patch_frames else frames
@@ -275,5 +275,5 @@ class Host(ModelCall):
 
     @property
     def usual_batch(self) -> int:
-        """Batch size of a call for one picture: 2 with guidance, or 1 if the model takes its scale."""
+        """Batch size of a call for one image: 2 with guidance, or 1 if the model takes its scale."""
         return 1 if "guidance_embeds" in getattr(self.root, "config", {}) else 2

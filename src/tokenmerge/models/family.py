@@ -15,7 +15,7 @@ from tokenmerge.models.grids import patch_of, picture_grids, video_grids
 from tokenmerge.models.placement import dtype_of
 
 Example = Callable[..., dict[str, Any]]
-Sizes = Sequence[tuple[int, int]]  # heights and widths of the latents of reference pictures
+Sizes = Sequence[tuple[int, int]]  # heights and widths of the latents of reference images
 
 
 class Blank:
@@ -176,8 +176,8 @@ def transformer_host(
     sample_size: tuple[int, int]
     | None = None,  # height and width of latents, or None for those of the config
     patch: int | None = None,  # None for that of the config
-    latent_frames: int = 1,  # that the model was made for, which is 1 for pictures
-    grids: ReadGrids | None = None,  # None for those of a picture or a video
+    latent_frames: int = 1,  # that the model was made for, which is 1 for images
+    grids: ReadGrids | None = None,  # None for those of an image or a video
     **particulars: Any,
 ) -> Host:
     """Describe a diffusion transformer, or a ControlNet if the name of its class says so.

@@ -31,7 +31,7 @@ def in_tokens(sides: Sequence[int], config: Any) -> GridShape:
 
 
 def picture_grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
-    """Return the token grid of a picture, from the last two axes of ``hidden_states``: height and width."""
+    """Return the token grid of an image, from the last two axes of ``hidden_states``: height and width."""
     height, width = arguments["hidden_states"].shape[-2:]
     _, rows, columns = patch_of(root.config)
     return ((1, height // rows, width // columns),)
@@ -43,13 +43,13 @@ def video_grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
 
 
 def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
-    """Return the token grids of the pictures that the argument ``img_ids`` describes.
+    """Return the token grids of the images that the argument ``img_ids`` describes.
 
     ``img_ids`` are ``[n, d]`` or ``[b, n, d]``: for each of the n tokens of ``hidden_states`` the number of
-    its picture, its row, its column, and further columns that depend on the model. The picture being made is
-    first, and reference pictures follow it. While torch.compile traces the model, the ids have no values, and
+    its image, its row, its column, and further columns that depend on the model. The image being made is
+    first, and reference images follow it. While torch.compile traces the model, the ids have no values, and
     ``last`` is used, if it has as many tokens. A grid that the user gave is also used where the ids are not
-    those of pictures in a row. Otherwise an UnsupportedModelError is raised.
+    those of images in a row. Otherwise an UnsupportedModelError is raised.
     """
     ids = arguments["img_ids"]
     tokens = arguments["hidden_states"].shape[1]
@@ -76,10 +76,10 @@ def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     if last.given and sum(map(num_tokens, last.shapes)) == tokens:
         return last.shapes
     raise UnsupportedModelError(
-        f"img_ids: expected one picture of {tokens} tokens, as in hidden_states, or several pictures one "
+        f"img_ids: expected one image of {tokens} tokens, as in hidden_states, or several images one "
         f"after another, got ids of shape {tuple(ids.shape)} "
         f"{'without values, on the meta device' if ids.is_meta else 'that do not describe such pictures'}; "
-        "call remove_token_merging(pipe) first, or patch.at_size(height, width) if it is one picture"
+        "call remove_token_merging(pipe) first, or patch.at_size(height, width) if it is one image"
     )
 
 
@@ -116,9 +116,9 @@ def _read_coordinates(values: Tensor) -> Grids:
 
 
 def _read(ids: Tensor) -> Grids:
-    """Return the grids of the pictures whose positions follow one another, or none if the ids are others.
+    """Return the grids of the images whose positions follow one another, or none if the ids are others.
 
-    A picture ends where the number of the picture changes, or where its first row and column come again.
+    An image ends where the number of the image changes, or where its first row and column come again.
     """
     values = ids[:, :3].double().cpu()
     if not torch.equal(values, values.round()):

@@ -1,13 +1,13 @@
-"""Models in which tokens cannot be merged yet, with the reasons: an error is better than a wrong picture."""
+"""Models in which tokens cannot be merged yet, with the reasons: an error is better than a wrong image."""
 
-_PACKED = "text, pictures and sound are packed into one sequence without a token grid or a batch axis"
+_PACKED = "text, images and sound are packed into one sequence without a token grid or a batch axis"
 _KEPT = "it caches keys and values between calls, and merging would change their tokens"
 _SCALES = "the sequence holds earlier frames at several scales, which no single token grid describes"
 _MASKED = "a mask divides the sequence into segments, and merging would change their lengths"
 _EXPERTS = "how many tokens an expert takes depends on the number of tokens"
 _TWO = "its blocks attend between two sequences, one of video and one of sound"
 _LINE = "its tokens are a sequence in time, without the rows and columns that merging needs"
-_PICTURES = "its attention takes a picture [b, c, h, w] instead of tokens"
+_PICTURES = "its attention takes an image [b, c, h, w] instead of tokens"
 _UNKNOWN = "its blocks have not been described yet"
 
 REASONS = {  # by the class of a model or pipeline
@@ -17,7 +17,7 @@ REASONS = {  # by the class of a model or pipeline
     "BriaFibo2Transformer2DModel": _UNKNOWN,
     "Cosmos3OmniTransformer": _PACKED,
     "ErnieImageTransformer2DModel": "the first axis of its tokens is the sequence and the second the batch",
-    "Flux2KleinKVPipeline": "it caches keys and values of reference pictures between steps, and merging "
+    "Flux2KleinKVPipeline": "it caches keys and values of reference images between steps, and merging "
     "would change their tokens; Flux2KleinPipeline draws without that cache, and merges",
     "Flux3Transformer2DModel": _UNKNOWN,
     "GlmImageTransformer2DModel": _KEPT,
@@ -49,6 +49,6 @@ REASONS = {  # by the class of a model or pipeline
     "UNetFlatConditionModel": _UNKNOWN,
     "UniDiffuserModel": _UNKNOWN,
     "WanAnimate2Transformer3DModel": _KEPT,
-    "ZImageOmniPipeline": "each of its samples is a list of pictures of several sizes",
+    "ZImageOmniPipeline": "each of its samples is a list of images of several sizes",
     "ZImageControlNetModel": "it runs blocks of the transformer that it controls, on other grids",
 }

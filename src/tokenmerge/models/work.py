@@ -68,7 +68,7 @@ class Planning:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """How the work of a dense call is shared, at any size of the picture."""
+    """How the work of a dense call is shared, at any size of the image."""
 
     shares: tuple[Share, ...]
     plans: tuple[Planning, ...] = ()
@@ -173,7 +173,7 @@ def _is_on_text(block: Block | None, inner: str) -> bool:
 
 
 def _joins_text(host: Host, block: Block) -> bool:
-    """Return whether all layers of a block get the text in one sequence with the picture."""
+    """Return whether all layers of a block get the text in one sequence with the image."""
     if host.stages or block.grid is not None:
         return False
     return not any(_is_on_text(block, path) for path, _ in block.module.named_modules())

@@ -48,7 +48,7 @@ def most_similar(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Te
 def by_similarity(similarity: Tensor) -> Tensor:
     """Return the positions of similarities ``[b, s]`` from the largest to the smallest.
 
-    Equal ones stay in their order, except on a CPU, whose faster sort decides for all published pictures.
+    Equal ones stay in their order, except on a CPU, whose faster sort decides for all published images.
     """
     if similarity.device.type == "cpu":
         return similarity.argsort(dim=-1, descending=True)

@@ -1,4 +1,4 @@
-"""A plan: the indices of one merge, computed once and used to merge, to unmerge and for pictures."""
+"""A plan: the indices of one merge, computed once and used to merge, to unmerge and for images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenmerge.ops.soft import SoftPlan, join_soft
 _AVERAGING_DEVICES = {"cuda", "meta"}
 
 
-class IndexPlan(NamedTuple):
+class MergePlan(NamedTuple):
     """Which of n tokens become which of m = n − r merged tokens, for each of b images.
 
     Indices are rows of ``[b * n, c]`` or ``[b * m, c]``: selecting rows is many times faster than a gather.
@@ -84,9 +84,9 @@ class IndexPlan(NamedTuple):
         b, m, c = y.shape
         return y.reshape(b * m, c).index_select(0, self.inverse.flatten()).view(b, -1, c)
 
-    def shifted(self, tokens: Tensor | int, merged: Tensor | int) -> IndexPlan:
+    def shifted(self, tokens: Tensor | int, merged: Tensor | int) -> MergePlan:
         """Return the plan with ``tokens`` added to the rows of tokens, and ``merged`` to merged rows."""
-        return IndexPlan(
+        return MergePlan(
             self.keep + tokens,
             self.sources + tokens,
             self.targets + merged,
@@ -95,30 +95,30 @@ class IndexPlan(NamedTuple):
             self.weights,
         )
 
-    def in_images(self) -> IndexPlan:
+    def in_images(self) -> MergePlan:
         """Return the plan with indices that start at 0 in each image, instead of rows."""
         n = self.inverse.shape[1]
         m = self.keep.shape[1]
-        return IndexPlan(
+        return MergePlan(
             self.kept(), self.sources % n, self.targets % m, self.labels(), self.sizes, self.weights
         )
 
-    def in_batch(self) -> IndexPlan:
+    def in_batch(self) -> MergePlan:
         """Return the plan with rows of the whole batch: the inverse of :meth:`in_images`."""
         b, m = self.keep.shape
         n = self.inverse.shape[1]
         device = self.keep.device
         return self.shifted(first_rows(b, n, 0, device), first_rows(b, m, 0, device))
 
-    def joined(self, parts: int) -> IndexPlan:
+    def joined(self, parts: int) -> MergePlan:
         """Return the plan for b / ``parts`` images, each of which joins ``parts`` images."""
         if parts == 1:
             return self
         b = len(self.keep) // parts
         fields: list[Any] = [None if field is None else field.reshape(b, -1) for field in self]
-        return IndexPlan(*fields)
+        return MergePlan(*fields)
 
-    def repeated(self, times: int) -> IndexPlan:
+    def repeated(self, times: int) -> MergePlan:
         """Return the plan for a batch that repeats the b images of this plan ``times`` times."""
         b, m = self.keep.shape
         n = self.inverse.shape[1]
@@ -126,7 +126,7 @@ class IndexPlan(NamedTuple):
         tokens = first_rows(times, b * n, 0, device)
         merged = first_rows(times, b * m, 0, device)
         shifted = self.shifted(tokens.unsqueeze(2), merged.unsqueeze(2))
-        return IndexPlan(
+        return MergePlan(
             shifted.keep.flatten(0, 1),
             shifted.sources.flatten(0, 1),
             shifted.targets.flatten(0, 1),
@@ -135,7 +135,7 @@ class IndexPlan(NamedTuple):
             None if self.weights is None else self.weights.repeat(times, 1),
         )
 
-    def after(self, before: int) -> IndexPlan:
+    def after(self, before: int) -> MergePlan:
         """Return the plan for sequences in which ``before`` more tokens, left alone, precede the n."""
         b, m = self.keep.shape
         n = self.inverse.shape[1]
@@ -148,9 +148,9 @@ class IndexPlan(NamedTuple):
         keep = torch.cat([tokens, own.keep], dim=1)
         inverse = torch.cat([merged, own.inverse], dim=1)
         sizes = torch.cat([ones(b, before, device), own.sizes], dim=1)
-        return IndexPlan(keep, own.sources, own.targets, inverse, sizes, own.weights)
+        return MergePlan(keep, own.sources, own.targets, inverse, sizes, own.weights)
 
-    def within(self, start: Tensor, total: int) -> IndexPlan:
+    def within(self, start: Tensor, total: int) -> MergePlan:
         """Return the plan for sequences of ``total`` tokens that contain the n tokens of this plan in a row.
 
         ``start`` ``[b]`` is the index of the first of the n tokens in the sequence of each image.
@@ -169,16 +169,16 @@ class IndexPlan(NamedTuple):
         )
         keep = torch.cat([beside, own.keep], dim=1)
         sizes = torch.cat([torch.ones_like(others, dtype=own.sizes.dtype), own.sizes], dim=1)
-        return IndexPlan(keep, own.sources, own.targets, inverse, sizes, own.weights).in_batch()
+        return MergePlan(keep, own.sources, own.targets, inverse, sizes, own.weights).in_batch()
 
 
 # A plan of either kind: each token merges into one other, or is shared out over several.
-Plan: TypeAlias = IndexPlan | SoftPlan
+Plan: TypeAlias = MergePlan | SoftPlan
 
 
 def make_plan(
     src: Tensor, dst: Tensor, order: Tensor, nearest: Tensor, r: int, weights: Tensor | None = None
-) -> IndexPlan:
+) -> MergePlan:
     """Return a plan that merges the r sources with the best edges and leaves all other tokens alone.
 
     Args:
@@ -199,7 +199,7 @@ def make_plan(
     return plan_of_rows(rows, order, targets, None if weights is None else weights.gather(1, best))
 
 
-def plan_of_rows(rows: Tensor, order: Tensor, targets: Tensor, weights: Tensor | None = None) -> IndexPlan:
+def plan_of_rows(rows: Tensor, order: Tensor, targets: Tensor, weights: Tensor | None = None) -> MergePlan:
     """Return the plan that merges the first r sources of an order ``[b, s]`` into ``targets`` ``[b, r]``.
 
     ``rows`` ``[b, n]`` are those of the sources of each image, then those of its destinations. ``targets``
@@ -220,7 +220,7 @@ def plan_of_rows(rows: Tensor, order: Tensor, targets: Tensor, weights: Tensor |
     every = ones(1, b * n, device)
     counts = every[:, : b * r] if weights is None else weights.view(1, -1)
     sizes = every[:, : b * m].scatter_add(1, targets.view(1, -1), counts).view(b, m)
-    return IndexPlan(tokens[:, r:], tokens[:, :r], targets, inverse.view(b, n), sizes, weights)
+    return MergePlan(tokens[:, r:], tokens[:, :r], targets, inverse.view(b, n), sizes, weights)
 
 
 def join_plans(plans: Sequence[Plan | None], lengths: Sequence[int]) -> Plan:
@@ -234,28 +234,28 @@ def join_plans(plans: Sequence[Plan | None], lengths: Sequence[int]) -> Plan:
     """
     if any(isinstance(plan, SoftPlan) for plan in plans):
         return join_soft([plan if isinstance(plan, SoftPlan) else None for plan in plans], lengths)
-    first = next(plan for plan in plans if isinstance(plan, IndexPlan))
+    first = next(plan for plan in plans if isinstance(plan, MergePlan))
     none = first.sources[:, :0]
     b = len(first.keep)
     no_weights = None if first.weights is None else first.weights[:, :0]
 
     n = 0  # tokens of the runs so far
     m = 0  # of which these are left
-    runs: list[IndexPlan] = []  # with indices that start at 0 in each image
+    runs: list[MergePlan] = []  # with indices that start at 0 in each image
     for plan, length in zip(plans, lengths, strict=True):
-        if isinstance(plan, IndexPlan):
+        if isinstance(plan, MergePlan):
             own = plan.in_images().shifted(n, m)
         else:
             rows = torch.arange(length, device=none.device).expand(b, -1)
             sizes = torch.ones(b, length, device=none.device)
-            own = IndexPlan(rows + n, none, none, rows + m, sizes, no_weights)
+            own = MergePlan(rows + n, none, none, rows + m, sizes, no_weights)
         runs.append(own)
         n += length
         m += own.keep.shape[1]
     fields: list[Any] = [
         None if values[0] is None else torch.cat(values, dim=1) for values in zip(*runs, strict=True)
     ]
-    return IndexPlan(*fields).in_batch()
+    return MergePlan(*fields).in_batch()
 
 
 def keep_destinations(plan: Plan, x: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class SoftPlan(NamedTuple):
     """A plan that shares n tokens out over m = n − r merged tokens, for each of b images.
 
     Each of t tiles has p places for tokens and k slots for merged tokens; unused ones are padding. As in
-    ``IndexPlan``, indices are rows over all images.
+    ``MergePlan``, indices are rows over all images.
     """
 
     keep: Tensor  # [b, m] row of the token whose place each merged token takes
@@ -98,7 +98,7 @@ class SoftPlan(NamedTuple):
         )
 
     def within(self, start: Tensor, total: int) -> SoftPlan:
-        """Return the plan for sequences of ``total`` tokens: see ``IndexPlan.within``."""
+        """Return the plan for sequences of ``total`` tokens: see ``MergePlan.within``."""
         _, t, k, p = self.shares.shape
         n = self.inverse.shape[1]
         start = start.unsqueeze(1)

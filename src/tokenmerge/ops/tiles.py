@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenmerge.ops.matching import by_similarity, compared, directions, largest_products, own_cell
 from tokenmerge.ops.once import WITHOUT_LAUNCHES, first_rows, made_once, once
 from tokenmerge.ops.partition import Sides, num_destinations, num_tokens, whole_cells, with_destinations
-from tokenmerge.ops.plan import IndexPlan, make_plan, plan_of_rows
+from tokenmerge.ops.plan import MergePlan, make_plan, plan_of_rows
 
 # A grid, a cell and the sides of a box, as for :func:`tiled_matching`, and the number of sources.
 _Cut = tuple[Sides, Sides, Sides, int]
@@ -48,7 +48,7 @@ def tiled_matching(
 
 def tiled_plan(
     features: Tensor, grid: Sides, cell: Sides, src: Tensor, dst: Tensor, sides: Sides, r: int
-) -> IndexPlan:
+) -> MergePlan:
     """Return the plan of :func:`tiled_matching`, which takes the same arguments, for r tokens to remove.
 
     Where launches count and all boxes have equally many sources, it takes fewer of them: tokens are selected

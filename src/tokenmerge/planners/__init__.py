@@ -13,7 +13,7 @@ a whole video if cells reach over time.
 - ``step``: 0-dimensional integer tensor that differs between denoising steps; random draws depend on it.
 
 A planner with the trait ``guided`` gets one more argument, ``importance`` ``[b, n]``: how much guidance
-changed each token in the last step. ``sequences`` plans whole grids and sequences of pictures with a planner.
+changed each token in the last step. ``sequences`` plans whole grids and sequences of images with a planner.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What all planners share: the steps from the settings and token grids of a sequence to its plan.
 
 The settings say how many tokens one grid loses and which parts it has. Where a sequence is split between
-devices, each plans for the part that it has. A sequence of pictures is then planned picture by picture; a
+devices, each plans for the part that it has. A sequence of images is then planned image by image; a
 planner plans one part of a grid at a time.
 """
 
@@ -57,7 +57,7 @@ def cell_of(part: Sequence[int], settings: MergeSettings) -> Sides:
 
 
 class Picture(NamedTuple):
-    """A picture in a sequence of tokens."""
+    """An image in a sequence of tokens."""
 
     grid: tuple[int, int, int]  # frames, rows and columns
     settings: MergeSettings
@@ -73,7 +73,7 @@ class TokenSequence(NamedTuple):
 
     @classmethod
     def of(cls, pictures: Iterable[Picture]) -> TokenSequence:
-        """Return the sequence of these pictures."""
+        """Return the sequence of these images."""
         pictures = tuple(pictures)
         tokens = sum(num_tokens(picture.grid) for picture in pictures)
         return cls(pictures, tokens, sum(picture.r for picture in pictures))
@@ -93,11 +93,11 @@ def _remembered(make: Callable[..., TokenSequence]) -> Callable[..., TokenSequen
 
 @_remembered
 def sequence_of(grids: Sequence[tuple[int, int, int]], settings: MergeSettings) -> TokenSequence:
-    """Return the sequence of pictures with these grids of (frames, rows, columns).
+    """Return the sequence of images with these grids of (frames, rows, columns).
 
-    The first picture is being made with these settings; ``reference_ratio`` is the ratio of all others.
+    The first image is being made with these settings; ``reference_ratio`` is the ratio of all others.
 
-    >>> [picture.r for picture in sequence_of(((1, 4, 4), (1, 2, 4)), MergeSettings(ratio=0.5)).pictures]
+    >>> [picture.r for image in sequence_of(((1, 4, 4), (1, 2, 4)), MergeSettings(ratio=0.5)).pictures]
     [8, 4]
     """
     ratio = settings.ratio if settings.reference_ratio is None else settings.reference_ratio
@@ -123,10 +123,10 @@ def part_bounds(n: int, index: int, parts: int) -> tuple[int, int]:
 def sequence_of_part(pictures: Sequence[Picture], index: int, parts: int) -> TokenSequence:
     """Return one of several equally long parts of a sequence.
 
-    Tokens keep their order, so a part of a picture has some whole rows, with pieces of rows before and after
+    Tokens keep their order, so a part of an image has some whole rows, with pieces of rows before and after
     them, and a part of a video whole frames, with pieces of frames. Each piece has its own grid. Every part
     loses as many tokens as the part that can lose the fewest, so that all devices continue with equally many.
-    ``min_tokens`` is compared with whole pictures.
+    ``min_tokens`` is compared with whole images.
 
     >>> sequence = sequence_of_part([Picture((1, 4, 8), MergeSettings(ratio=0.5), 16)], 1, 2)
     >>> [(grid, r) for grid, _, r in sequence.pictures]
@@ -186,7 +186,7 @@ def _removing(pieces: TokenSequence, wanted: int) -> Iterator[Picture]:
 def plan_pictures(
     planner: Planner, features: Tensor, pictures: Sequence[Picture], step: Tensor, *importance: Tensor
 ) -> Plan:
-    """Plan each picture of a sequence by itself, and join the plans. At least one picture loses tokens.
+    """Plan each image of a sequence by itself, and join the plans. At least one image loses tokens.
 
     Features ``[b, n, c]`` and importance ``[b, n]`` are of the n tokens in all grids.
     """

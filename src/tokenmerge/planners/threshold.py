@@ -16,7 +16,7 @@ def plan_threshold(features: Tensor, grid: Sides, r: int, settings: MergeSetting
     """Plan as ``tome``, but drop merged tokens whose similarity is below ``settings.threshold``.
 
     The paper merges exactly the tokens whose similarity to their destination reaches the threshold, so shapes
-    depend on the picture. Here r tokens are removed from every picture. Those at or above the threshold merge
+    depend on the image. Here r tokens are removed from every image. Those at or above the threshold merge
     into their destination. Those below it are dropped: they change neither the mean nor the size of their
     destination, and they receive its result.
     """

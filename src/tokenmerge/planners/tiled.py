@@ -10,7 +10,7 @@ from tokenmerge.ops.plan import Plan
 from tokenmerge.ops.tiles import tiled_plan
 from tokenmerge.planners.sequences import cell_of, partition
 
-# Sides of a tile in cells, for pictures and for videos. Each source is compared with the destinations of a
+# Sides of a tile in cells, for images and for videos. Each source is compared with the destinations of a
 # window twice as long: up to 32 × 32 cells, or 4 × 16 × 16 over time. So planning is linear in the tokens.
 SIDES = {2: (16, 16), 3: (2, 8, 8)}
 

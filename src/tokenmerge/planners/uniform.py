@@ -9,7 +9,7 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.ops.matching import own_cell
 from tokenmerge.ops.once import once
 from tokenmerge.ops.partition import Sides
-from tokenmerge.ops.plan import IndexPlan, Plan, make_plan
+from tokenmerge.ops.plan import MergePlan, Plan, make_plan
 from tokenmerge.planners.sequences import cell_of, partition
 
 
@@ -22,7 +22,7 @@ def plan_uniform(features: Tensor, grid: Sides, r: int, settings: MergeSettings,
     cell = cell_of(grid, settings)
     src, dst = partition(grid, settings, step, features.device)
 
-    def make() -> IndexPlan:
+    def make() -> MergePlan:
         nearest = own_cell(grid, cell, src).expand(b, -1)
         order = torch.arange(len(src), device=src.device).expand(b, -1)
         return make_plan(src, dst, order, nearest, r=len(src))

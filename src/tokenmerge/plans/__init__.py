@@ -6,8 +6,8 @@
 from tokenmerge.plans.choose import ROUNDING, plan_for
 from tokenmerge.plans.estimate import Estimate, looks
 from tokenmerge.plans.facts import (
-    Facts,
     FewestTokens,
+    RunFacts,
     Schedule,
     correction_bytes,
     facts_of,
@@ -20,8 +20,8 @@ from tokenmerge.plans.facts import (
 __all__ = [
     "ROUNDING",
     "Estimate",
-    "Facts",
     "FewestTokens",
+    "RunFacts",
     "Schedule",
     "correction_bytes",
     "facts_of",

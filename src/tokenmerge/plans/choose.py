@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
 from tokenmerge.config.parts import QUOTIENT_ROUNDING, StepsOfReuse
 from tokenmerge.plans import policy
-from tokenmerge.plans.facts import Facts, correction_bytes, costs_of
+from tokenmerge.plans.facts import RunFacts, correction_bytes, costs_of
 
 # The ratios of token merging that are tried, and the distances of corrections.
 _RATIOS = tuple(i / 40 for i in range(8, 31))
@@ -21,8 +21,8 @@ _CORRECTIONS = (0, 2, 3, 4, 6, 8, 12)
 _DEEPEST = 8  # level that merges
 # Above this ratio, cells are twice as wide: with fewer destinations, more sources are left to choose from.
 _CROWDED = 0.5
-_MOST_COUNTS = 32  # numbers of complete steps that are tried, spread over all
-_FEWEST = 3  # complete steps: the first two and the last
+_MOST_COUNTS = 32  # numbers of full steps that are tried, spread over all
+_FEWEST = 3  # full steps: the first two and the last
 _REFERENCE = 20  # steps of the generations that reaches are compared with
 _ROUNDING_OF_DIGITS = 1e-6  # keeps a product that is a whole number from being rounded down to the one below
 # A speed-up is reached where two decimals show it. Ten of 20 steps of a transformer give 1.997×, since its
@@ -31,112 +31,115 @@ ROUNDING = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class SpeedupPlan:
     """The settings of one mix of token merging and step reuse."""
 
     config: ToMeConfig
     speedup: float  # dense operations over those with these settings, for the whole generation
-    harm: float  # expected squared error to the dense picture, whose range is 0 to 1, by which plans compare
+    # Expected squared error to the dense image, whose range is 0 to 1, by which plans compare.
+    expected_error: float
 
 
-def plan_for(facts: Facts, speedup: float) -> Plan:
-    """Return the least harmful plan whose counted operations reach a speed-up, or the fastest one.
+def plan_for(facts: RunFacts, speedup: float) -> SpeedupPlan:
+    """Return the plan with the smallest expected error that reaches a speed-up, or the fastest one.
 
-    Its settings are explicit: they give the same pictures when they are applied by themselves. ``speedup``
+    Its settings are explicit: they give the same images when they are applied by themselves. ``speedup``
     is dense operations over those of the generation. With 1 everything is dense, and with infinity the plan
     is the fastest one.
     """
     plans = plans_of(facts)
     if speedup <= 1:  # also where the last step could be skipped for nothing
-        dense = _Mix(next(_mergings(facts)), facts.steps, facts.steps, speedup=1.0, harm=0.0)
-        return Plan(_settings(facts, dense), dense.speedup, dense.harm)
+        dense = _Mix(next(_mergings(facts)), facts.steps, facts.steps, speedup=1.0, expected_error=0.0)
+        return SpeedupPlan(_settings(facts, dense), dense.speedup, dense.expected_error)
     return next((plan for plan in plans if plan.speedup + ROUNDING >= speedup), plans[-1])
 
 
 @functools.lru_cache(maxsize=128)
-def plans_of(facts: Facts, merging: ToMeConfig | None = None) -> tuple[Plan, ...]:
-    """Return the plans of all mixes that no other mix beats in both speed and harm, the slowest first.
+def plans_of(facts: RunFacts, merging: ToMeConfig | None = None) -> tuple[SpeedupPlan, ...]:
+    """Return the plans that no other mix beats in both speed and expected error, the slowest first.
 
-    Of these, a faster one expects more harm. ``merging`` are settings of token merging that all of them have,
-    or None if they may have any.
+    Of these, a faster one has a larger expected error. ``merging`` are settings of token merging that all of
+    them have, or None if they may have any.
     """
     best: list[_Mix] = []
-    for mix in sorted(_mixes(facts, merging), key=lambda mix: (-mix.speedup, mix.harm)):
-        if not best or mix.harm < best[-1].harm:
+    for mix in sorted(_mixes(facts, merging), key=lambda mix: (-mix.speedup, mix.expected_error)):
+        if not best or mix.expected_error < best[-1].expected_error:
             best.append(mix)
-    return tuple(Plan(_settings(facts, mix), mix.speedup, mix.harm) for mix in reversed(best))
+    return tuple(
+        SpeedupPlan(_settings(facts, mix), mix.speedup, mix.expected_error) for mix in reversed(best)
+    )
 
 
 class _Mix(NamedTuple):
-    """Settings of token merging and numbers of steps, with the speed-up and harm of a :class:`Plan`."""
+    """Settings of token merging and numbers of steps, with speed-up and expected error."""
 
     merging: ToMeConfig
-    complete: int
+    full: int
     finest: int
     speedup: float
-    harm: float
+    expected_error: float
 
 
-def merging_harm_of(facts: Facts, config: ToMeConfig) -> float:
+def merging_error_of(facts: RunFacts, config: ToMeConfig) -> float:
     """Return the expected squared error of token merging in a generation with these settings."""
     steps = facts.steps
-    harm = _merging_harm(facts, config, len(config.reuse.steps_of(steps).full))
-    return harm * sum(config.at_step(step, steps).merges for step in range(steps)) / steps
+    expected_error = _merging_error(facts, config, len(config.reuse.steps_of(steps).full))
+    return expected_error * sum(config.at_step(step, steps).merges for step in range(steps)) / steps
 
 
-def skipping_harm_of(facts: Facts, runs: StepsOfReuse) -> float:
+def skipping_error_of(facts: RunFacts, runs: StepsOfReuse) -> float:
     """Return the expected squared error of step reuse in a generation with these runs."""
     inner = "deep" if "deep" in facts.work.parts else "blocks"
     return _of_runs(facts, inner, runs.full) + _of_runs(facts, "finest", runs.shallow)
 
 
-def _merging_harm(facts: Facts, merging: ToMeConfig, complete: int) -> float:
-    """Return the harm of merging in a generation with so many complete steps, if all its steps merge."""
+def _merging_error(facts: RunFacts, merging: ToMeConfig, full: int) -> float:
+    """Return the expected error of merging in so many full steps, if all of them merge."""
     # The steps from one correction to the next, or to the end.
-    every = min(merging.correction.every, complete) * facts.steps / complete
-    return _harms(facts).of_merging(merging.scope, merging.ratio, every, merging.proportional)
+    every = min(merging.correction.every, full) * facts.steps / full
+    return _expected_errors(facts).of_merging(merging.scope, merging.ratio, every, merging.proportional)
 
 
-def _harms(facts: Facts) -> policy.Harms:
+def _expected_errors(facts: RunFacts) -> policy.ExpectedErrors:
     # New noise changes what the model's finest level sees, as strong guidance does. The weak rows were fitted
-    # on solvers that add none.
-    return policy.harms_of(facts.model, None if facts.schedule.adds_noise else facts.guidance)
+    # on schedulers that add none.
+    return policy.expected_errors_of(facts.model, None if facts.schedule.adds_noise else facts.guidance)
 
 
-def _mixes(facts: Facts, merging: ToMeConfig | None) -> Iterator[_Mix]:
+def _mixes(facts: RunFacts, merging: ToMeConfig | None) -> Iterator[_Mix]:
     counts = _counts(facts)
-    skipping = {own: skipping_harm_of(facts, _runs(facts, *own)) for own in counts}
+    skipping = {own: skipping_error_of(facts, _runs(facts, *own)) for own in counts}
     for own in _mergings(facts) if merging is None else [merging]:
         costs = costs_of(facts, own)
-        completes = {complete for complete, _ in counts}
-        merged = {complete: _merging_harm(facts, own, complete) for complete in completes}
-        for complete, finest in counts:
-            harm = skipping[complete, finest] + merged[complete]
-            yield _Mix(own, complete, finest, costs.speedup(complete, finest), harm)
+        full_counts = {full for full, _ in counts}
+        merged = {full: _merging_error(facts, own, full) for full in full_counts}
+        for full, finest in counts:
+            expected_error = skipping[full, finest] + merged[full]
+            yield _Mix(own, full, finest, costs.speedup(full, finest), expected_error)
 
 
-def merging_pays(facts: Facts) -> bool:
+def merging_pays(facts: RunFacts) -> bool:
     """Return whether any token grid has so many tokens that merging saves enough time, in some way."""
     return _has_grid(facts, fewest_that_merge(facts))
 
 
-def fewest_that_merge(facts: Facts) -> int:
+def fewest_that_merge(facts: RunFacts) -> int:
     """Return the fewest tokens of a grid that merges with some scope and some ratio."""
     every = (facts.min_tokens(*own) for own in itertools.product(scopes_of(facts), _RATIOS))
     return min(every, default=policy.fewest_tokens(facts.model))
 
 
-def _has_grid(facts: Facts, tokens: int) -> bool:
+def _has_grid(facts: RunFacts, tokens: int) -> bool:
     """Return whether a token grid that can merge has so many tokens."""
     return any(facts.tokens(level) >= tokens for level in facts.work.levels if level <= _DEEPEST)
 
 
-def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
+def _mergings(facts: RunFacts) -> Iterator[ToMeConfig]:
     """Yield the settings of token merging to try, of which the first merge nothing."""
     deepest = min(_DEEPEST, max(facts.work.levels, default=1))
     yield ToMeConfig(ratio=0.0, max_downsample=deepest)
     residuals = facts.model == "transformer" and facts.follows_steps
-    corrects = _harms(facts).corrected is not None and facts.follows_steps
+    corrects = _expected_errors(facts).corrected is not None and facts.follows_steps
     for scope, ratio in itertools.product(scopes_of(facts), _RATIOS):
         min_tokens = facts.min_tokens(scope, ratio)
         if not _has_grid(facts, min_tokens):
@@ -157,7 +160,7 @@ def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
             )
 
 
-def scopes_of(facts: Facts) -> list[str]:
+def scopes_of(facts: RunFacts) -> list[str]:
     """Return the scopes of token merging that the default method tries."""
     if facts.model == "transformer" and facts.whole_blocks and facts.follows_steps:
         return ["block"]  # a stack of blocks merges once, and is corrected once
@@ -169,8 +172,8 @@ def scopes_of(facts: Facts) -> list[str]:
     return scopes
 
 
-def _counts(facts: Facts) -> Sequence[tuple[int, int]]:
-    """Return the numbers of complete steps and of steps with the finest level to try."""
+def _counts(facts: RunFacts) -> Sequence[tuple[int, int]]:
+    """Return the numbers of full steps and of steps with the finest level to try."""
     steps = facts.steps
     parts = facts.work.parts
     if not (facts.follows_steps and facts.can_skip and parts & {"deep", "blocks"}) or steps <= _FEWEST:
@@ -178,29 +181,29 @@ def _counts(facts: Facts) -> Sequence[tuple[int, int]]:
     stride = math.ceil((steps - _FEWEST) / _MOST_COUNTS)
     counts = [*range(_FEWEST, steps, stride), steps]
     finest = counts if "finest" in parts else [steps]
-    return [(complete, own) for own in finest for complete in counts if complete <= own]
+    return [(full, own) for own in finest for full in counts if full <= own]
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_runs(facts: Facts, part: str, runs: tuple[int, ...]) -> float:
-    """Return the harm of skipping a part in all steps but these."""
+def _of_runs(facts: RunFacts, part: str, runs: tuple[int, ...]) -> float:
+    """Return the expected error of skipping a part in all steps but these."""
     reaches = reaches_of(runs, facts.steps, facts.schedule.ends_clean)
-    return _harms(facts).of_skipping(part, reaches, facts.steps)
+    return _expected_errors(facts).of_skipping(part, reaches, facts.steps)
 
 
-def _even(steps: int, complete: int, finest: int) -> StepReuse:
-    return StepReuse(every=distance(steps, complete), shallow_every=distance(steps, finest))
+def _even(steps: int, full: int, finest: int) -> StepReuse:
+    return StepReuse(every=distance(steps, full), shallow_every=distance(steps, finest))
 
 
-def _runs(facts: Facts, complete: int, finest: int) -> StepsOfReuse:
-    """Return which steps are complete and which run the finest level, of these numbers of steps."""
+def _runs(facts: RunFacts, full: int, finest: int) -> StepsOfReuse:
+    """Return which steps are full and which run the finest level, of these numbers of steps."""
     steps = facts.steps
-    spacing = _harms(facts).spacing
-    runs = _even(steps, complete, finest).steps_of(steps)
-    if facts.schedule.ends_clean and complete < finest == steps:
-        return runs._replace(full=without_the_last(steps, complete, policy.TAIL_OF_A_CLEAN_END))
-    if complete < steps and spacing < 1:
-        return runs._replace(full=nearest(later_ones(steps, complete, spacing), runs.shallow))
+    spacing = _expected_errors(facts).spacing
+    runs = _even(steps, full, finest).steps_of(steps)
+    if facts.schedule.ends_clean and full < finest == steps:
+        return runs._replace(full=without_the_last(steps, full, policy.TAIL_OF_A_CLEAN_END))
+    if full < steps and spacing < 1:
+        return runs._replace(full=nearest(later_ones(steps, full, spacing), runs.shallow))
     return runs
 
 
@@ -273,18 +276,18 @@ def reaches_of(runs: Sequence[int], steps: int, ends_clean: bool = False) -> lis
     return reaches
 
 
-def distance(steps: int, complete: int) -> float:
-    """Return the shortest decimal number for ``reuse.every`` that gives this number of complete steps.
+def distance(steps: int, full: int) -> float:
+    """Return the shortest decimal number for ``reuse.every`` that gives this number of full steps.
 
     >>> distance(20, 20), distance(20, 8), distance(20, 9)
     (1, 3.0, 2.5)
     """
-    if complete >= steps:
+    if full >= steps:
         return 1
-    exact = (steps - 2) / (complete - 2)
+    exact = (steps - 2) / (full - 2)
     for digits in range(1, 9):
         every = int(exact * 10**digits + _ROUNDING_OF_DIGITS) / 10**digits
-        if int((steps - 2) / every + QUOTIENT_ROUNDING) == complete - 2:
+        if int((steps - 2) / every + QUOTIENT_ROUNDING) == full - 2:
             return every
     return exact
 
@@ -294,12 +297,12 @@ def _places(chosen: Sequence[int], steps: int) -> tuple[float, ...]:
     return tuple(step / (steps - 1) for step in chosen)
 
 
-def _settings(facts: Facts, mix: _Mix) -> ToMeConfig:
+def _settings(facts: RunFacts, mix: _Mix) -> ToMeConfig:
     steps = facts.steps
-    if mix.complete == steps:
+    if mix.full == steps:
         return mix.merging
-    reuse = _even(steps, mix.complete, mix.finest)
-    full, shallow = _runs(facts, mix.complete, mix.finest)
+    reuse = _even(steps, mix.full, mix.finest)
+    full, shallow = _runs(facts, mix.full, mix.finest)
     if full != reuse.steps_of(steps).full:
         others = sorted(set(shallow) - set(full)) if "finest" in facts.work.parts else []
         reuse = dataclasses.replace(

@@ -1,6 +1,6 @@
-"""How close a picture is to the dense one, as its generation shows it, and a tolerance for that.
+"""How close an image is to the dense one, as its generation shows it, and a tolerance for that.
 
-The tolerance works as the control of the step size in solvers of differential equations. Each complete step
+The tolerance works as the control of the step size in solvers of differential equations. Each full step
 shows how wrong the forecasts were; what they would be at other distances follows from it. So each plan for
 the steps to come has an estimate, and the fastest one that keeps the tolerance is taken.
 """
@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from tokenmerge.config import Rule, StepReuse, ToMeConfig
-from tokenmerge.plans.choose import merging_harm_of, plan_for, plans_of, skipping_harm_of
-from tokenmerge.plans.facts import Facts, speedup_of
+from tokenmerge.plans.choose import merging_error_of, plan_for, plans_of, skipping_error_of
+from tokenmerge.plans.facts import RunFacts, speedup_of
 from tokenmerge.plans.policy import ESTIMATE
 
 _LEAST = 1e-7  # a squared error that nobody sees
 _TINY = 1e-6  # keeps divisions by a noise of zero finite
 _UNSEEN_PSNR = 10  # dB, below which a number says no more than "it looks different"
 _ROUNDING = 1e-9  # by which equal speed-ups may differ
-BEFORE_A_RUN = 12  # dB to either side of what is expected: 9 of 10 pictures, benchmarks/estimate.py --table
-_LOOKS = (  # from so many dB to the dense picture on
+BEFORE_A_RUN = 12  # dB to either side of what is expected: 9 of 10 images, benchmarks/estimate.py --table
+_LOOKS = (  # from so many dB to the dense image on
     (40, "hard to tell apart"),
     (35, "small details differ"),
     (30, "larger details differ"),
@@ -34,15 +34,15 @@ _LOOKS = (  # from so many dB to the dense picture on
 class Shown:
     """The errors that a generation has shown while it ran."""
 
-    # For the parts "deep" and "finest", and by step, this is the error that the predicted picture would have
+    # For the parts "deep" and "finest", and by step, this is the error that the predicted image would have
     # if a forecast had taken the place of the part, in the unit of the latents.
     errors: Mapping[str, Mapping[int, float]] = dataclasses.field(default_factory=dict)
-    # The noise of each step, divided by the share of the picture, and that after the last one, or an empty
+    # The noise of each step, divided by the share of the image, and that after the last one, or an empty
     # sequence if they are unknown.
     sigmas: Sequence[float] = ()
-    noise: float = 1.0  # 1 where the solver adds none, 2 where it adds as much as DDPM, more where more
+    noise: float = 1.0  # 1 where the scheduler adds none, 2 where it adds as much as DDPM, more where more
     clips: bool = (
-        False  # the solver clips the picture of each step, and keeps the noise that was predicted with it
+        False  # the scheduler clips the image of each step, and keeps the noise that was predicted with it
     )
     last: float = (
         0.0  # the sum of the model's last output, which is not finite where any of its numbers is not
@@ -57,11 +57,11 @@ class Shown:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """How close a picture is expected to be to the dense one of the same seed.
+    """How close an image is expected to be to the dense one of the same seed.
 
     Attributes:
-        psnr: expected PSNR in dB, which is infinite for the dense picture itself.
-        within: most pictures are at most this many dB from it.
+        psnr: expected PSNR in dB, which is infinite for the dense image itself.
+        within: most images are at most this many dB from it.
     """
 
     psnr: float
@@ -69,7 +69,7 @@ class Estimate:
 
     def __str__(self) -> str:
         if math.isinf(self.psnr):
-            return "the dense picture itself: nothing was skipped or merged"
+            return "the dense image itself: nothing was skipped or merged"
         if self.psnr < _UNSEEN_PSNR:
             return f"below {_UNSEEN_PSNR} dB to dense: {looks(0)}"
         low = max(self.psnr - self.within, 0)
@@ -79,7 +79,7 @@ class Estimate:
 
 
 def looks(psnr: float) -> str:
-    """Return in words how a picture differs from the dense one, by its PSNR in dB, as a whole number.
+    """Return in words how an image differs from the dense one, by its PSNR in dB, as a whole number.
 
     >>> looks(38)
     'small details differ'
@@ -88,23 +88,23 @@ def looks(psnr: float) -> str:
 
 
 def psnr_of(squared: float) -> float:
-    """Return the PSNR in dB of a mean squared error of the picture."""
+    """Return the PSNR in dB of a mean squared error of the image."""
     return -10 * math.log10(squared + _LEAST)
 
 
-def expected(harm: float) -> str:
-    """Return how close a picture with this expected squared error is, such as ``"24 dB to dense …"``."""
-    psnr = psnr_of(harm)
+def expected(expected_error: float) -> str:
+    """Return how close an image with this expected squared error is, such as ``"24 dB to dense …"``."""
+    psnr = psnr_of(expected_error)
     if psnr < _UNSEEN_PSNR:
         return f"below {_UNSEEN_PSNR} dB to dense"
     low = max(psnr - BEFORE_A_RUN, 0)
     return f"{psnr:.0f} dB to dense (mostly {low:.0f} to {psnr + BEFORE_A_RUN:.0f})"
 
 
-def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estimate | None:
-    """Estimate how close the picture of a generation is, or return None if its errors are not finite.
+def estimate_closeness(facts: RunFacts, config: ToMeConfig, shown: Shown) -> Estimate | None:
+    """Estimate how close the image of a generation is, or return None if its errors are not finite.
 
-    Steps that follow one another without a complete step between them err in the same direction. Others are
+    Steps that follow one another without a full step between them err in the same direction. Others are
     assumed to be independent. The error of forecasts is a weighted geometric mean of the error that the
     generation has shown and of the error that the policy expects. As long as nothing is shown, it is the one
     that the policy expects, as for token merging. Later errors are assumed to grow with the distance as
@@ -112,13 +112,13 @@ def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estima
     """
     if not shown.is_finite:
         return None
-    # The errors that were shown already include the effect of new noise of the solver.
+    # The errors that were shown already include the effect of new noise of the scheduler.
     facts = dataclasses.replace(facts, schedule=facts.schedule._replace(adds_noise=False))
     squared = _squared(config, facts.steps, shown)
-    merging = merging_harm_of(facts, config)
-    skipping = skipping_harm_of(facts, config.reuse.steps_of(facts.steps))
+    merging = merging_error_of(facts, config)
+    skipping = skipping_error_of(facts, config.reuse.steps_of(facts.steps))
     if any(shown.errors.values()):
-        if shown.clips:  # the policy was made with solvers that do not clip
+        if shown.clips:  # the policy was made with schedulers that do not clip
             plain = _squared(config, facts.steps, dataclasses.replace(shown, clips=False))
             skipping *= squared / max(plain, _LEAST**2)
         skipping = squared ** ESTIMATE["shown"] * skipping ** (1 - ESTIMATE["shown"])
@@ -126,10 +126,10 @@ def estimate_closeness(facts: Facts, config: ToMeConfig, shown: Shown) -> Estima
 
 
 def _squared(config: ToMeConfig, steps: int, shown: Shown) -> float:
-    """Return the squared error of the picture that the errors of its steps are expected to add up to."""
+    """Return the squared error of the image that the errors of its steps are expected to add up to."""
     errors = _errors(config, steps, shown)
     squared = 0.0
-    together = 0.0  # the sum of the errors since the last complete step
+    together = 0.0  # the sum of the errors since the last full step
     for step in range(steps + 1):
         if step in errors:
             together += errors[step]
@@ -140,11 +140,11 @@ def _squared(config: ToMeConfig, steps: int, shown: Shown) -> float:
 
 
 def influence_of(sigmas: Sequence[float], noise: float = 1.0, clips: bool = False) -> list[float]:
-    """Return the share of an error of each step's predicted picture that is left in the picture.
+    """Return the share of an error of each step's predicted image that is left in the image.
 
-    A step keeps a share of the noise in its sample, and the predicted picture takes the place of the rest.
-    Later steps take an error for a part of the picture by as much as there is more picture than noise. Where
-    the predicted picture is clipped, its error is cut off, and that of the noise stays. The arguments are
+    A step keeps a share of the noise in its sample, and the predicted image takes the place of the rest.
+    Later steps take an error for a part of the image by as much as there is more image than noise. Where
+    the predicted image is clipped, its error is cut off, and that of the noise stays. The arguments are
     those of :class:`Shown`.
 
     >>> [round(share, 2) for share in influence_of([3.0, 1.0, 0.0])]
@@ -163,7 +163,7 @@ def influence_of(sigmas: Sequence[float], noise: float = 1.0, clips: bool = Fals
         left *= 1 - replaced * before / (1 + before)
     shares.reverse()
     for step, (before, after) in enumerate(pairwise(sigmas[:-1])):
-        if before == after and step:  # a solver that calls the model twice in a step takes the mean
+        if before == after and step:  # a scheduler that calls the model twice in a step takes the mean
             half = max(shares[step - 1], shares[step]) / 2
             shares[step - 1] = half
             shares[step] = half
@@ -184,9 +184,9 @@ def noise_of(kept: float, before: float, after: float) -> float:
 
 
 def _errors(config: ToMeConfig, steps: int, shown: Shown) -> dict[int, float]:
-    """Return the change in the picture that is expected of the forecast of each step that skips a part.
+    """Return the change in the image that is expected of the forecast of each step that skips a part.
 
-    An error of the predicted picture counts less, the larger it is: later steps still draw a picture whose
+    An error of the predicted image counts less, the larger it is: later steps still draw an image whose
     latents have a standard deviation of about 1, the unit of these errors.
     """
     runs = config.reuse.steps_of(steps)
@@ -207,7 +207,7 @@ def _errors(config: ToMeConfig, steps: int, shown: Shown) -> dict[int, float]:
 def _of_steps(ran: Sequence[int], noise: Sequence[float], errors: Mapping[int, float]) -> dict[int, float]:
     """Return the error of each step that skips a part.
 
-    The error of the model's output grows with the steps since the part ran. That of the predicted picture
+    The error of the model's output grows with the steps since the part ran. That of the predicted image
     also follows the noise. If the next run is unknown, the output too is assumed to err less as noise falls.
     """
     found: dict[int, float] = {}
@@ -229,18 +229,18 @@ def _of_steps(ran: Sequence[int], noise: Sequence[float], errors: Mapping[int, f
 
 
 class Tolerance:
-    """The settings of one generation whose picture shall be close to the dense one.
+    """The settings of one generation whose image shall be close to the dense one.
 
-    When the generation begins, what merges is chosen by the harm that is expected of it, and stays. While it
+    When the generation begins, what merges is chosen by its expected error, and stays. While it
     runs, :meth:`follow` changes which of the remaining steps are complete. It never skips more than the plan
     of the wanted speed-up does.
 
     ``change`` changes settings after they were chosen. ``config`` are those of the generation, with the
-    complete steps so far and those that are planned.
+    full steps so far and those that are planned.
     """
 
     def __init__(
-        self, facts: Facts, speedup: float, min_psnr: float, change: Callable[[ToMeConfig], ToMeConfig]
+        self, facts: RunFacts, speedup: float, min_psnr: float, change: Callable[[ToMeConfig], ToMeConfig]
     ) -> None:
         self._facts = facts
         self._min_psnr = min_psnr
@@ -248,7 +248,8 @@ class Tolerance:
         self._speedup = wanted.speedup
         self._complete = len(wanted.config.reuse.steps_of(facts.steps).full)
         plans = [plan for plan in plans_of(facts) if plan.speedup <= wanted.speedup]
-        first = next((plan for plan in reversed(plans) if self._keeps(psnr_of(plan.harm))), plans[0])
+        close = (plan for plan in reversed(plans) if self._keeps(psnr_of(plan.expected_error)))
+        first = next(close, plans[0])
         merging = dataclasses.replace(first.config, reuse=StepReuse())
         own = [plan for plan in plans_of(facts, merging) if plan.speedup <= wanted.speedup]
         self._plans = [change(plan.config) for plan in reversed(own)]
@@ -314,5 +315,5 @@ class Tolerance:
         return dataclasses.replace(self.config, reuse=reuse)
 
     def _keeps(self, psnr: float) -> bool:
-        """Return whether so much is expected that the picture probably reaches the tolerance."""
+        """Return whether so much is expected that the image probably reaches the tolerance."""
         return psnr - ESTIMATE["margin"] >= self._min_psnr

@@ -23,10 +23,10 @@ _DENSE = ToMeConfig(ratio=0.0)
 
 
 class Schedule(NamedTuple):
-    """The properties of a solver on which a generation plan depends."""
+    """The properties of a scheduler on which a generation plan depends."""
 
     ends_clean: bool = False  # almost no noise is left before the last step, which then changes little
-    adds_noise: bool = False  # its steps add new noise, as those of ancestral solvers do
+    adds_noise: bool = False  # its steps add new noise, as those of ancestral schedulers do
 
 
 class FewestTokens(NamedTuple):
@@ -58,7 +58,7 @@ def fewest_at(found: Iterable[FewestTokens], scope: str, ratio: float) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """The facts about one generation. They hold from its first step to its last."""
 
     # A UNet whose deep stages can be skipped, a transformer whose blocks can run on merged tokens as a whole,
@@ -89,12 +89,12 @@ class Facts:
         return frames * -(-rows // level) * -(-columns // level)
 
 
-def facts_of(host: Host, grid: tuple[int, int, int], steps: int, **more: Any) -> Facts:
-    """Return the facts about a generation with a denoiser. ``more`` are other fields of :class:`Facts`."""
+def facts_of(host: Host, grid: tuple[int, int, int], steps: int, **more: Any) -> RunFacts:
+    """Return the facts about a generation with a denoiser. ``more`` are other fields of :class:`RunFacts`."""
     whole = all(block.block_layout is not None for block in host.blocks)
     attends = any(layer.kind == "attn1" for block in host.blocks for layer in block.layers)
     facts = {"can_skip": host.can_skip, "whole_blocks": whole, "layers": attends, **more}
-    return Facts(_model_class(host, whole), work_of(host), grid, steps, **facts)
+    return RunFacts(_model_class(host, whole), work_of(host), grid, steps, **facts)
 
 
 def _model_class(host: Host, whole_blocks: bool) -> ModelClass:
@@ -108,31 +108,31 @@ def _model_class(host: Host, whole_blocks: bool) -> ModelClass:
 class Costs(NamedTuple):
     """Multiplications of one call for one sample, by the kind of step, in a generation of so many steps.
 
-    A ``complete`` call merges and skips nothing. A ``finest`` one skips the deep stages of a UNet, or the
-    blocks of another model, and a ``least`` one the finest level of a UNet too. Of the complete calls, one in
+    A ``full`` call merges and skips nothing. A ``finest`` one skips the deep stages of a UNet, or the
+    blocks of another model, and a ``least`` one the finest level of a UNet too. Of the full calls, one in
     ``every`` is a correction, which is dense, or none if ``every`` is 0.
     """
 
     steps: int
     every: int
     dense: float
-    complete: float
+    full: float
     finest: float
     least: float
 
-    def speedup(self, complete: int, finest: int) -> float:
-        """Return the speed-up of a generation with so many steps; ``finest`` counts the complete ones too."""
-        corrections = -(-complete // self.every) if self.every else 0
+    def speedup(self, full: int, finest: int) -> float:
+        """Return the speed-up of a generation with so many steps; ``finest`` counts the full ones too."""
+        corrections = -(-full // self.every) if self.every else 0
         spent = (
             corrections * self.dense
-            + (complete - corrections) * self.complete
-            + (finest - complete) * self.finest
+            + (full - corrections) * self.full
+            + (finest - full) * self.finest
             + (self.steps - finest) * self.least
         )
         return self.steps * self.dense / spent
 
 
-def costs_of(facts: Facts, merging: ToMeConfig) -> Costs:
+def costs_of(facts: RunFacts, merging: ToMeConfig) -> Costs:
     """Return the multiplications of calls with these settings of token merging."""
     parts = facts.work.parts
     outer = parts - {"deep", "blocks"}
@@ -140,13 +140,13 @@ def costs_of(facts: Facts, merging: ToMeConfig) -> Costs:
         facts.steps,
         merging.correction.every,
         dense=_of_call(facts, _DENSE, parts),
-        complete=_of_call(facts, merging, parts),
+        full=_of_call(facts, merging, parts),
         finest=_of_call(facts, merging, outer),
         least=_of_call(facts, merging, outer - {"finest"}),
     )
 
 
-def speedup_of(facts: Facts, config: ToMeConfig) -> float:
+def speedup_of(facts: RunFacts, config: ToMeConfig) -> float:
     """Return dense operations over those with these settings, for the whole generation.
 
     The settings are those at its guidance scale, with the planner ``"tiled"``. Rules are not counted.
@@ -155,7 +155,7 @@ def speedup_of(facts: Facts, config: ToMeConfig) -> float:
     return costs_of(facts, config).speedup(len(runs.full), len(runs.shallow))
 
 
-def share_that_merges(facts: Facts, config: ToMeConfig) -> float:
+def share_that_merges(facts: RunFacts, config: ToMeConfig) -> float:
     """Return the share of the dense operations in parts that merge, 0 to 1."""
     every = 0.0
     merging = 0.0
@@ -167,7 +167,7 @@ def share_that_merges(facts: Facts, config: ToMeConfig) -> float:
     return merging / every
 
 
-def correction_bytes(facts: Facts, scope: str, ratio: float) -> int:
+def correction_bytes(facts: RunFacts, scope: str, ratio: float) -> int:
     """Return the bytes that corrections cache between steps, with a scope and a ratio.
 
     A stack of blocks caches one residual. With the scope "layers", each block that merges caches its own.
@@ -182,14 +182,14 @@ def correction_bytes(facts: Facts, scope: str, ratio: float) -> int:
     return values * facts.number_bytes
 
 
-def _of_call(facts: Facts, merging: ToMeConfig, parts: Set[Part]) -> float:
+def _of_call(facts: RunFacts, merging: ToMeConfig, parts: Set[Part]) -> float:
     """Return the multiplications of a call that runs these parts."""
     shares = (_of_share(facts, merging, share) for share in facts.work.shares if share.part in parts)
     plans = (_of_plan(facts, merging, plan) for plan in facts.work.plans if plan.parts & parts)
     return sum(shares) + sum(plans)
 
 
-def _merges(facts: Facts, merging: ToMeConfig, own: Share | Planning) -> bool:
+def _merges(facts: RunFacts, merging: ToMeConfig, own: Share | Planning) -> bool:
     if not merging.ratio or merging.scope not in own.scopes:
         return False
     finest = min(facts.work.levels, default=1)  # it merges whatever ``max_downsample`` is
@@ -197,13 +197,13 @@ def _merges(facts: Facts, merging: ToMeConfig, own: Share | Planning) -> bool:
     return own.level <= deepest and facts.tokens(own.level) >= merging.min_tokens
 
 
-def _of_share(facts: Facts, merging: ToMeConfig, share: Share) -> float:
+def _of_share(facts: RunFacts, merging: ToMeConfig, share: Share) -> float:
     tokens = facts.tokens(share.level)
     removed = int(tokens * merging.ratio) if _merges(facts, merging, share) else 0
     return share.amount.at(tokens - removed)
 
 
-def _of_plan(facts: Facts, merging: ToMeConfig, plan: Planning) -> float:
+def _of_plan(facts: RunFacts, merging: ToMeConfig, plan: Planning) -> float:
     """Return the multiplications of comparing sources with the destinations around them."""
     if not _merges(facts, merging, plan):
         return 0.0

@@ -63,7 +63,7 @@ def plan_generation(config: ToMeConfig, steps: int) -> GenerationPlan:
     # How often the deep stages and the finest level have run and were cached.
     complete = 0
     finest = 0
-    merged = 0  # complete steps whose settings merge
+    merged = 0  # full steps whose settings merge
     for index, own in enumerate(settings):
         caches = skips and own.reuse.on
         runs = Runs.EVERYTHING

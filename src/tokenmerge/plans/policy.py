@@ -1,8 +1,9 @@
-"""The policy: the harm of step reuse and of token merging, by class of model and strength of guidance.
+"""The policy: the expected error of step reuse and of token merging.
 
+It depends on the class of the model and on the strength of guidance.
 All numbers are in ``policy.json``, which ``benchmarks/policy.py`` writes. Each class of model names the
-record that its numbers were fitted on. A harm is an expected squared error of the picture, whose values are
-from 0 to 1.
+record that its numbers were fitted on. An expected error is the mean squared error of the image, whose values
+are from 0 to 1.
 """
 
 from __future__ import annotations
@@ -21,41 +22,45 @@ _TABLE: Mapping[str, Any] = json.loads(
 _CLASSES = ("unet", "transformer")
 # By class of model, the fewest tokens of a grid that merges: on smaller ones, skipping more steps loses less.
 FEWEST_TOKENS: Mapping[str, int] = _TABLE["fewest tokens"]
-# How many times the harm of merging is higher without proportional attention.
+# How many times the expected error of merging is higher without proportional attention.
 _UNWEIGHTED: float = _TABLE["without proportional attention"]
 MOST_CORRECTION_BYTES: int = _TABLE["most bytes of corrections"]
-# The time that is left after the last complete step where the last step changes little, as a share of a
+# The time that is left after the last full step where the last step changes little, as a share of a
 # distance.
 TAIL_OF_A_CLEAN_END: float = _TABLE["spacing"]["tail of a clean end"]
 ESTIMATE: Mapping[str, Any] = _TABLE["estimate"]  # the numbers of ``estimate.estimate_closeness``
 
 
 class Power(NamedTuple):
-    """A harm that grows as a power: ``size`` · x^``growth``."""
+    """An expected error that grows as a power: ``size`` · x^``growth``."""
 
     size: float
     growth: float
 
     def at(self, x: float) -> float:
-        """Return the harm at x."""
+        """Return the expected error at x."""
         return self.size * x**self.growth
 
 
 @dataclasses.dataclass(frozen=True)
-class Harms:
+class ExpectedErrors:
     """One row of the policy."""
 
-    skip: Mapping[str, Power]  # harm of a step that skips a part, by the part and the reach of the forecast
-    merge: Mapping[str, Power]  # harm of merging in all steps, by the scope and the ratio
-    # Share of the harm of merging that is left, by the number of steps between two corrections, or None if
-    # corrections lose more than they give back.
+    # Expected error of a step that skips a part, by the part and the reach of the forecast.
+    skip: Mapping[str, Power]
+    merge: Mapping[str, Power]  # expected error of merging in all steps, by the scope and the ratio
+    # Share of the expected error of merging that is left, by the number of steps between two corrections, or
+    # None if corrections lose more than they give back.
     corrected: Power | None
     coherent: bool  # skipped steps err in one direction, so their errors add before they are squared
-    # Exponent of the places of complete steps, see ``choose.later_ones``. It is 1 for equal distances.
+    # Exponent of the places of full steps, see ``choose.later_ones``. It is 1 for equal distances.
     spacing: float
 
     def of_skipping(self, part: str, reaches: Sequence[float], steps: int) -> float:
-        """Return the harm of skipping a part, if the model has it, in the steps with these reaches."""
+        """Return the expected error of skipping a part, if the model has it.
+
+        ``reaches`` are those of the steps that skip it.
+        """
         if part not in self.skip:
             return 0.0
         size, growth = self.skip[part]
@@ -64,18 +69,18 @@ class Harms:
         return size * sum(reach**growth for reach in reaches) / steps
 
     def of_merging(self, scope: str, ratio: float, every: float, proportional: bool = True) -> float:
-        """Return the harm of merging with a correction in one of ``every`` steps, or in none if that is 0.
+        """Return the expected error of merging with a correction in one of ``every`` steps.
 
-        Steps that skip parts of the model count too. ``every`` is at most the number of all steps, since a
-        correction only has to last until the end.
+        With 0, no step corrects. Steps that skip parts of the model count too. ``every`` is at most the
+        number of all steps, since a correction only has to last until the end.
         """
         if not ratio:
             return 0.0
         size = self.merge[scope] if scope in self.merge else max(self.merge.values())
-        harm = size.at(ratio) * (1.0 if proportional else _UNWEIGHTED)
+        expected_error = size.at(ratio) * (1.0 if proportional else _UNWEIGHTED)
         if every and self.corrected is not None:
-            harm *= min(1.0, self.corrected.at(every - 1))
-        return harm
+            expected_error *= min(1.0, self.corrected.at(every - 1))
+        return expected_error
 
 
 def fewest_tokens(model: str) -> int:
@@ -87,15 +92,16 @@ def fewest_tokens(model: str) -> int:
 
 
 @functools.lru_cache(maxsize=128)
-def harms_of(model: str, guidance: float | None) -> Harms:
+def expected_errors_of(model: str, guidance: float | None) -> ExpectedErrors:
     """Return the row for a class of model and a scale of guidance.
 
-    Unknown guidance is treated as strong. A class that the table lacks gets the highest harms of all classes.
+    Unknown guidance is treated as strong. A class that the table lacks gets the highest expected errors of
+    all classes.
     """
     strength = "strong" if guidance is None or guidance >= _TABLE["strong guidance"] else "weak"
     rows = [_TABLE[name][strength] for name in ([model] if model in _CLASSES else _CLASSES)]
     corrected = [row["corrected"] for row in rows]
-    return Harms(
+    return ExpectedErrors(
         skip=_highest(row["skip"] for row in rows),
         merge=_highest(row["merge"] for row in rows),
         corrected=Power(*max(corrected)) if all(corrected) else None,

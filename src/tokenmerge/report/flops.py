@@ -28,7 +28,7 @@ from tokenmerge.runtime.patching.watched import is_watching
 from tokenmerge.runtime.steps.pipeline import Pipeline
 
 Arguments = Callable[[], dict[str, Any]]  # returns new arguments of a call, by name
-# After two complete steps the cache of step reuse is largest. The second must not be one of the last steps.
+# After two full steps the cache of step reuse is largest. The second must not be one of the last steps.
 _STEPS_TO_KEEP_MOST = 4
 # The results of operations on the meta device and their FLOPs, by their arguments.
 _RESULTS: dict[object, tuple[Any, int]] = {}

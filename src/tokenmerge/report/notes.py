@@ -100,8 +100,8 @@ def notes_on_blocks(blocks: Sequence[Block], rows: Sequence[Row], config: ToMeCo
         notes.append(f"{_not_merging(len(without))}: {why[config.scope]}")
     if rows and rows[0].references and config.reference_ratio is not None:
         notes.append(
-            f"ratio={config.ratio:g} for the picture being made, reference_ratio={config.reference_ratio:g} "
-            "for its reference pictures"
+            f"ratio={config.ratio:g} for the image being made, reference_ratio={config.reference_ratio:g} "
+            "for its reference images"
         )
     if too_small and config.min_tokens:
         notes.append(f"{_not_merging(len(too_small))}: fewer than {config.min_tokens} tokens (min_tokens)")
@@ -136,7 +136,7 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
     if config.correction.on and not steps:
         every = config.correction.every
         notes.append(
-            f"correction.every={every}: 1 of {every} complete steps merges nothing; the others add back the "
+            f"correction.every={every}: 1 of {every} full steps merges nothing; the others add back the "
             "detail that merging would have lost there"
         )
     if config.reuse.on and not steps:

@@ -48,12 +48,12 @@ class Report(Tabled):
         model: class of the model, or several classes joined by ``+`` if ControlNets merge too.
         height: height of the sample (for latent diffusion, of the latents).
         width: width of the sample.
-        batch: batch size of the call. Classifier-free guidance makes it 2 for one picture.
+        batch: batch size of the call. Classifier-free guidance makes it 2 for one image.
         rows: one row for each block that merges.
         flops_dense: operations of the whole model without merging.
         flops_merged: operations with merging, in the step that merges most.
         notes: which blocks stay dense and why, and what changes over the denoising steps.
-        estimated: lines on how close the picture probably is, with headings, or an empty string if there is
+        estimated: lines on how close the image probably is, with headings, or an empty string if there is
             no estimate.
         kept_bytes: bytes cached between steps: corrections, residuals and plans.
         steps: number of steps that ``flops_mean`` is averaged over.
@@ -63,7 +63,7 @@ class Report(Tabled):
         plan: one sign for each of these steps, such as ``"MMffMM"``, or an empty string where ``flops_mean``
             is None.
         scale: pixels per position of the sample along a side, or None if it is unknown.
-        frames: frames of the token grid of a video, or None for a picture, and if the batch holds the frames.
+        frames: frames of the token grid of a video, or None for an image, and if the batch holds the frames.
         flops_merging: operations without merging of the layers and blocks that merge. Merging can save time
             in these alone.
     """
@@ -155,7 +155,7 @@ class Report(Tabled):
             notes.append("level: 1 has the most tokens; at 4, a grid is a quarter as wide")
         counted = f"GFLOPs: of one call of the model, on a batch of {self.batch}"
         if self.batch % 2 == 0:
-            counted += " (with guidance, one picture is two samples)"
+            counted += " (with guidance, one image is two samples)"
         notes.append(counted)
         return TextTable(self._title(), cells, notes)
 
@@ -235,7 +235,7 @@ def predict(
         steps: number of denoising steps to average operations over, ≥ 1, for settings that change over the
             steps. Counting takes up to half a second for each step. If it is None, operations are not
             averaged.
-        references: (height, width) of each reference picture in the sequence, in the unit of the sample.
+        references: (height, width) of each reference image in the sequence, in the unit of the sample.
         dense: paths of the blocks and layers that do not merge although the settings say so, by model.
         frames: frames of the token grid of a video, ≥ 1, or None for those that the model was made for.
 
@@ -243,7 +243,7 @@ def predict(
         NothingToMergeError: no token would merge at this size.
         UnsupportedModelError: the object neither is nor contains a supported model.
         ConfigError: no size is given and the model has no default size, a number is out of range, or the
-            model takes no reference pictures.
+            model takes no reference images.
     """
     check_counts(height=height, width=width, batch=batch, steps=steps, frames=frames)
     hosts = find_hosts(pipe_or_model)
@@ -340,7 +340,7 @@ def _check_references(hosts: Sequence[Host], references: Sequence[tuple[int, int
             raise ConfigError(f"references: expected (height, width), integers ≥ 1, got {shown(size)}")
     if references and not any(host.takes_references for host in hosts):
         raise ConfigError(
-            f"references: {_names(hosts)} takes no reference pictures in the sequence of the sample, got "
+            f"references: {_names(hosts)} takes no reference images in the sequence of the sample, got "
             f"{shown(list(references))}; leave it out"
         )
 

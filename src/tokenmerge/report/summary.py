@@ -32,10 +32,10 @@ class Conditions:
     denoiser: Host  # the model that the counts are about
     # Pixels per side of a latent position, or None if sizes are given in latents.
     scale: int | None = None
-    pictures: int | None = None  # number of pictures that a call of the denoiser draws, or None if unknown
+    pictures: int | None = None  # number of images that a call of the denoiser draws, or None if unknown
     guidance: float | None = None  # scale of classifier-free guidance, 1 for none, or None if unknown
     merging_pays: bool = False  # whether merging saves time here; if not, the default method does not merge
-    forecast: str = ""  # how close a picture probably is, before a run, or an empty string if unknown
+    forecast: str = ""  # how close an image probably is, before a run, or an empty string if unknown
     gone: str = ""  # why the models no longer merge, or an empty string if they do
     remarks: Mapping[str, str] = dataclasses.field(default_factory=dict)  # further lines, by their headings
 
@@ -118,7 +118,7 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
         return "none"
     if not rows and is_default(conditions.method):
         if conditions.merging_pays:
-            return "none; step reuse alone changes the picture less"
+            return "none; step reuse alone changes the image less"
         tokens = math.prod(conditions.denoiser.grid_at(report.height, report.width, report.frames))
         return f"none; on {tokens} tokens it saves too little time"
     if not rows:
@@ -132,7 +132,7 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
         return what
     if config.correction.every > MOST_STEPS:
         return f"{what}; the first step merges nothing and corrects the others"
-    return f"{what}; 1 of {config.correction.every} complete steps merges nothing and corrects the others"
+    return f"{what}; 1 of {config.correction.every} full steps merges nothing and corrects the others"
 
 
 def _setting(conditions: Conditions, of: Report | RunLog, steps: int | None, done: int | None = None) -> str:
@@ -152,7 +152,7 @@ def _setting(conditions: Conditions, of: Report | RunLog, steps: int | None, don
     if conditions.pictures is None:
         words.append(f"a batch of {of.batch} in each call")
     elif conditions.pictures > 1:
-        words.append(f"{conditions.pictures} pictures at once")
+        words.append(f"{conditions.pictures} images at once")
     return ", ".join(words)
 
 

@@ -97,10 +97,10 @@ class Encoder:
     family: Family
     by_keyword: bool  # whether the model passes unknown keyword arguments to every layer
     averages: bool  # whether its head, or that of the model around it, averages over the patches
-    image_size: tuple[int, int]  # height and width of the pictures that it was made for, in pixels
+    image_size: tuple[int, int]  # height and width of the images that it was made for, in pixels
 
     def example(self, model: nn.Module, height: int, width: int, batch: int) -> dict[str, Any]:
-        """Return the arguments by name of a call with ``batch`` pictures of ``height`` × ``width`` pixels."""
+        """Return the arguments by name of a call with ``batch`` images of ``height`` × ``width`` pixels."""
         channels = next(m for m in model.modules() if isinstance(m, nn.Conv2d)).in_channels
         picture = next(model.parameters()).new_zeros(batch, channels, height, width)
         if not self.by_keyword:

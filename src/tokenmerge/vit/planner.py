@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenmerge.ops.arithmetic import arithmetic
 from tokenmerge.ops.matching import bipartite_soft_matching
-from tokenmerge.ops.plan import IndexPlan, make_plan
+from tokenmerge.ops.plan import MergePlan, make_plan
 
 
 class RecordedTokens(NamedTuple):
@@ -64,7 +64,7 @@ class RecordedTokens(NamedTuple):
 class SizedPlan(NamedTuple):
     """A plan whose means are weighted by token size (section 3), or plain if all sizes before it are 1."""
 
-    plan: IndexPlan
+    plan: MergePlan
     kept: Tensor | None  # [b * m, 1] weight of the token whose place each merged token takes
     moved: Tensor | None  # [b * r, 1] weight of each token that merges into another one
     after: RecordedTokens  # what the merged tokens stand for
@@ -84,7 +84,7 @@ class SizedPlan(NamedTuple):
         return arithmetic().add_rows(kept, self.plan.targets.flatten(), moved).to(x.dtype).view(b, -1, c)
 
 
-def plan_by_size(plan: IndexPlan, tokens: RecordedTokens | None, protected: int) -> SizedPlan:
+def plan_by_size(plan: MergePlan, tokens: RecordedTokens | None, protected: int) -> SizedPlan:
     """Return the plan for ``tokens``, each of which may stand for several, or for itself if it is None."""
     if tokens is None:
         return SizedPlan(plan, None, None, RecordedTokens(plan.labels(), plan.sizes, protected))
@@ -112,7 +112,7 @@ def most_removed(n: int, protected: int) -> int:
 
 
 @torch.no_grad()
-def plan_tome_vit(keys: Tensor, r: int, protected: int) -> IndexPlan:
+def plan_tome_vit(keys: Tensor, r: int, protected: int) -> MergePlan:
     """Plan one merge: split the tokens alternately, match one half to the other, merge the r best edges.
 
     Keys ``[b, n, d]`` are those of attention, averaged over the heads; 0 ≤ r ≤ :func:`most_removed`, which is

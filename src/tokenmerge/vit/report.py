@@ -1,4 +1,4 @@
-"""Counts what merging does to each layer of a vision transformer at one picture size."""
+"""Counts what merging does to each layer of a vision transformer at one image size."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def predict_vit(
     Args:
         model: what :func:`tokenmerge.apply_token_merging` takes. Only its first encoder is counted.
         config: the settings.
-        height: height of the pictures, in pixels, or None for the height that the model was made for.
-        width: width of the pictures, in pixels, or None for the width that the model was made for.
-        batch: number of pictures in the call.
+        height: height of the images, in pixels, or None for the height that the model was made for.
+        width: width of the images, in pixels, or None for the width that the model was made for.
+        batch: number of images in the call.
 
     Raises:
         UnsupportedModelError, NothingToMergeError: as :func:`tokenmerge.apply_token_merging`.
@@ -95,7 +95,7 @@ def predict_vit(
         dense = count_flops(root, arguments)
     except Exception as error:
         raise ConfigError(
-            f"height, width: {name} takes no pictures of {height} × {width} pixels: {error}; give another "
+            f"height, width: {name} takes no images of {height} × {width} pixels: {error}; give another "
             "size: patch.report(height=…, width=…)"
         ) from error
 

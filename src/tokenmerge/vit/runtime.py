@@ -44,7 +44,7 @@ _COLLECTED = (_HIDDEN_STATES, _ATTENTIONS)
 
 # Arguments of a layer that ask for what it cannot give where tokens merge, and why not.
 _NOT_MERGED = {
-    _ATTENTIONS: "attention is between merged tokens, so its weights have no place in the picture",
+    _ATTENTIONS: "attention is between merged tokens, so its weights have no place in the image",
     "is_causal": "a merged token stands for tokens at several places of the sequence, so none of them is "
     "before the others",
 }
@@ -340,7 +340,7 @@ def _num_removed(state: EncoderLayerState, x: Tensor) -> int:
     if state.index == 0 and most == 0 and any(encoder.r):
         raise NothingToMergeError(
             f"nothing to merge: an input of shape {tuple(x.shape)} has {x.shape[1] - protected} tokens "
-            f"besides the {protected} that never merge, and merging needs two; use larger pictures"
+            f"besides the {protected} that never merge, and merging needs two; use larger images"
         )
     return min(encoder.r[state.index], most)
 

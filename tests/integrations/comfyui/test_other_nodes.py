@@ -128,7 +128,7 @@ def test_patches_of_others_get_all_tokens(model, first):
 
 
 def test_cross_attention_that_another_node_replaces_gets_all_queries(model):
-    """IPAdapter finds the picture's sides by the number of queries. toma merges cross-attention too."""
+    """IPAdapter finds the image's sides by the number of queries. toma merges cross-attention too."""
     seen, clone = set(), model.clone()
 
     def replaced(q, k, v, options):

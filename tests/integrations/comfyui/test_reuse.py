@@ -233,7 +233,7 @@ def test_a_window_or_a_prompt_of_its_own_is_not_extrapolated_from_another(unet):
 
 
 def in_tiles(model, order):
-    """A clone that calls the model for each of two tiles, as nodes for large pictures do, in an order."""
+    """A clone that calls the model for each of two tiles, as nodes for large images do, in an order."""
     steps = []
 
     def wrapper(apply, given):

@@ -99,7 +99,7 @@ def server(tmp_path_factory):
 
 
 def workflow(name, ratios, steps=8, size=256, **inputs):
-    """One picture for each ratio, from the same noise; without the node for None."""
+    """One image for each ratio, from the same noise; without the node for None."""
     given = {"method": "tomesd", "start_percent": 0.0, "end_percent": 1.0, **inputs}
     sampling = {"seed": 3, "steps": steps, "cfg": 4.0, "sampler_name": "euler", "scheduler": "simple"}
     nodes = {

@@ -237,7 +237,7 @@ def test_a_prompt_for_a_part_of_the_picture(model):
 def test_odd_sizes_and_batches(model, size):
     both = hosts.sample(merging(model, "auto", step_reuse="off"), size=size, batch=2)
     assert both.isfinite().all()
-    # No picture depends on the others of its batch. float32 over three steps errs by less than 1e-4.
+    # No image depends on the others of its batch. float32 over three steps errs by less than 1e-4.
     alone = hosts.sample(merging(model, "auto", step_reuse="off"), size=size)
     assert torch.allclose(both[:1], alone, atol=1e-3 * float(alone.abs().max()))
 

@@ -34,7 +34,7 @@ def torch():
 
 
 def draw(pipe, **settings):
-    """A picture as numbers from 0 to 1."""
+    """An image as numbers from 0 to 1."""
     settings = {"height": 128, "width": 128, "num_inference_steps": 4, "guidance_scale": 3.0, **settings}
     generator = paddle.Generator().manual_seed(0)
     return pipe(PROMPT, generator=generator, output_type="np", **settings).images
@@ -83,10 +83,10 @@ def test_a_picture_is_the_same_in_any_batch(pipe):
 
 @pytest.fixture(scope="module")
 def folders(pipe, tmp_path_factory):
-    """The pipeline and a ControlNet as saved models, and a picture of edges."""
+    """The pipeline and a ControlNet as saved models, and an image of edges."""
     where = tmp_path_factory.mktemp("models")
     pipe.save_pretrained(str(where / "emoji"))
-    # A picture is four times as wide as its latents here.
+    # An image is four times as wide as its latents here.
     controlnet = ControlNetModel.from_unet(pipe.unet, conditioning_embedding_out_channels=(16, 32, 96))
     for layer in [*controlnet.controlnet_down_blocks, controlnet.controlnet_mid_block]:
         layer.weight.set_value(0.01 * paddle.randn(layer.weight.shape))
@@ -160,4 +160,4 @@ def test_the_examples_of_ppdiffusers_run_as_written(example, picture, folders):
     """Except for the import, the model's path and fp32. In a separate process, as it changes classes."""
     script = textwrap.dedent(example) + textwrap.dedent(CHECK)
     subprocess.run([sys.executable, "-c", script], cwd=folders, check=True, capture_output=True, text=True)
-    assert np.asarray(Image.open(folders / picture)).std() > 10  # a picture, and not one colour
+    assert np.asarray(Image.open(folders / picture)).std() > 10  # an image, and not one colour

@@ -138,12 +138,12 @@ def test_prompts_of_one_picture_share_a_plan():
         assert np.array_equal(*labels)
         hosts.call(unet, **alone)
         assert plans[-1][0] == 1
-        hosts.run(unet)  # two different pictures
+        hosts.run(unet)  # two different images
         assert plans[-1][0] == 1
 
 
 def test_a_pictures_channels_may_differ_between_prompts_that_share_a_plan():
-    """As in InstructPix2Pix, which leaves the picture out for one of three prompts."""
+    """As in InstructPix2Pix, which leaves the image out for one of three prompts."""
     from tokenmerge.integrations.paddle.runtime import _parts
 
     unet = hosts.unet(in_channels=8)

@@ -20,7 +20,7 @@ TIMESTEPS = (999, 499, 49)
 
 @torch.no_grad()
 def emoji() -> dict[str, np.ndarray]:
-    """Token ids, text embedding, noise predicted at three timesteps, and a decoded picture."""
+    """Token ids, text embedding, noise predicted at three timesteps, and a decoded image."""
     pipe = StableDiffusionPipeline.from_pretrained(demo.path("emoji-unet"), safety_checker=None)
     length = pipe.tokenizer.model_max_length
     ids = pipe.tokenizer(PROMPT, padding="max_length", max_length=length, return_tensors="pt").input_ids

@@ -115,7 +115,7 @@ SERVERS = (VllmOmni, SGLang)
 
 
 class Outside:
-    """The same pipeline without a server. Each picture is drawn right after its settings were applied."""
+    """The same pipeline without a server. Each image is drawn right after its settings were applied."""
 
     def __init__(self, folder):
         self.pipe = StableDiffusionPipeline.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""1,000 requests of all kinds through each server's adapter: each gets its picture, and nothing is kept."""
+"""1,000 requests of all kinds through each server's adapter: each gets its image, and nothing is kept."""
 
 from __future__ import annotations
 

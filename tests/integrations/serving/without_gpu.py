@@ -11,7 +11,7 @@ from transformers.utils import import_utils
 
 # Each name stands for a module and all below it.
 EMPTY = (
-    "torchvision",  # its builds are for CUDA, and the adapters convert no picture with it here
+    "torchvision",  # its builds are for CUDA, and the adapters convert no image with it here
     "imageio_ffmpeg",  # a program for writing videos
     # vLLM's wheel has 0.5 GB of kernels for CUDA. The parts of vLLM-Omni below extend vLLM's classes, and the
     # adapter of diffusers needs none of them.

@@ -1,4 +1,4 @@
-"""Pipelines of diffusers draw several pictures in a batch, guided or not, in each way to merge."""
+"""Pipelines of diffusers draw several images in a batch, guided or not, in each way to merge."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ NOTHING: dict[str, Any] = {}
 
 
 class Case(NamedTuple):
-    """A pipeline, and what it is called with for a number of pictures."""
+    """A pipeline, and what it is called with for a number of images."""
 
     pipeline: str
     denoiser: Callable[[], Any]
@@ -127,7 +127,7 @@ class Case(NamedTuple):
     def draw(self, pipe: Any, pictures: int, guides: bool, **more: Any) -> Tensor:
         given = {**self.given(pictures), **(self.on if guides else self.off or NOTHING), **more}
         given = {"output_type": "latent", "num_inference_steps": STEPS, **given}
-        torch.manual_seed(0)  # some pipelines draw the latents of a control picture from it
+        torch.manual_seed(0)  # some pipelines draw the latents of a control image from it
         made = pipe(**given, generator=torch.Generator().manual_seed(0))
         return torch.as_tensor(made[0])
 
@@ -143,7 +143,7 @@ def motion() -> Any:
 
 
 def clip() -> Any:
-    """An encoder of pictures, of which Stable Video Diffusion makes its text."""
+    """An encoder of images, of which Stable Video Diffusion makes its text."""
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
     size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -247,7 +247,7 @@ def animated(pictures: int) -> dict[str, Any]:
 
 
 def controlled(given: Callable[[int], dict[str, Any]], name: str = "image") -> Callable[..., dict[str, Any]]:
-    """Arguments with a picture for each prompt that a ControlNet follows."""
+    """Arguments with an image for each prompt that a ControlNet follows."""
     return sized(lambda pictures: {**given(pictures), name: picture(pictures, 128)})
 
 
@@ -258,7 +258,7 @@ def controlnet_of(denoiser: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def codec_of_flux_2() -> Any:
-    """Of pictures in 4 channels, which the pipelines normalise."""
+    """Of images in 4 channels, which the pipelines normalise."""
     levels = 4
     return D.AutoencoderKLFlux2(
         block_out_channels=(8,) * levels,
@@ -328,7 +328,7 @@ def codec_of_qwen() -> Any:
 
 
 class NoChecker:
-    """In place of a package that Cosmos' pipelines ask for: they pass no text and no picture to it here."""
+    """In place of a package that Cosmos' pipelines ask for: they pass no text and no image to it here."""
 
     def to(self, device: Any) -> None:
         pass
@@ -619,7 +619,7 @@ CASES = [
 ]
 
 
-# The slow ones draw one picture or three, or without guidance, take over 3 s, or run a model of another one.
+# The slow ones draw one image or three, or without guidance, take over 3 s, or run a model of another one.
 SLOW = (
     *("AnimateDiffPipeline", "TextToVideoSDPipeline", "StableVideoDiffusionPipeline"),
     *("StableDiffusionPanoramaPipeline", "Kandinsky5T2IPipeline", "HunyuanVideo15Pipeline"),
@@ -649,7 +649,7 @@ def test_several_pictures_run_in_a_batch(case: Case, pictures: int, guides: bool
 
 
 def runs_in_each_way(pipe: Any, draw: Callable[[], Tensor]) -> None:
-    """Draw in each way to merge, and print the handle; without merging, the picture is as before."""
+    """Draw in each way to merge, and print the handle; without merging, the image is as before."""
     dense = draw()
     for way, settings in WAYS.items():
         patch = apply_token_merging(pipe, **settings)

@@ -107,7 +107,7 @@ def test_two_threads_on_two_pipelines(folder):
 
 
 def ip_adapter(unet) -> dict:
-    """The weights of an IP-Adapter with one picture token group, in the format of its files."""
+    """The weights of an IP-Adapter with one image token group, in the format of its files."""
     torch.manual_seed(3)
     width = unet.config.cross_attention_dim
     weights = {

@@ -1,4 +1,4 @@
-"""Closeness of a merged picture or video to the dense one with the same seed."""
+"""Closeness of a merged image or video to the dense one with the same seed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LEAST_ERROR = 1e-30  # keeps the quotient finite
 
 
 def psnr(images: Tensor, reference: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio [b] in dB of pictures [b, 3, h, w] in [0, 1]; higher is closer.
+    """Return the peak signal-to-noise ratio [b] in dB of images [b, 3, h, w] in [0, 1]; higher is closer.
 
-    It is infinite if a picture equals its reference in every pixel.
+    It is infinite if an image equals its reference in every pixel.
     """
     measure = _torchmetric("peak_signal_noise_ratio")
     _check(images, reference)
@@ -26,16 +26,16 @@ def psnr(images: Tensor, reference: Tensor) -> Tensor:
 
 
 def ssim(images: Tensor, reference: Tensor) -> Tensor:
-    """Return the structural similarity [b] of pictures [b, 3, h, w] in [0, 1]; 1 for equal pictures.
+    """Return the structural similarity [b] of images [b, 3, h, w] in [0, 1]; 1 for equal images.
 
     The window is Gaussian, 11 × 11 pixels, σ = 1.5. The mean is over the windows that lie wholly inside the
-    picture, as in Wang et al. (2004) and in scikit-image. By default, torchmetrics also averages over a
+    image, as in Wang et al. (2004) and in scikit-image. By default, torchmetrics also averages over a
     mirrored border.
     """
     measure = _torchmetric("structural_similarity_index_measure")
     _check(images, reference)
     if min(images.shape[-2:]) < _SSIM_WINDOW:
-        raise ValueError(f"SSIM needs pictures of at least 11 × 11 pixels, got shape {tuple(images.shape)}")
+        raise ValueError(f"SSIM needs images of at least 11 × 11 pixels, got shape {tuple(images.shape)}")
     _, similarity = measure(images, reference, data_range=1.0, sigma=_SSIM_SIGMA, return_full_image=True)
     border = _SSIM_WINDOW // 2
     return similarity[..., border:-border, border:-border].mean(dim=(1, 2, 3))
@@ -55,7 +55,7 @@ def motion(frames: Tensor, reference: Tensor) -> Tensor:
     """Return the motion of a video [f, 3, h, w] relative to that of its reference: ‖Δ‖ / ‖Δ_reference‖.
 
     Δ are the differences of consecutive frames, over all pixels. PSNR does not reveal a frozen video: if
-    little moves, a still picture is close to every frame. The result is 0 for a frozen video, 1 for as much
+    little moves, a still image is close to every frame. The result is 0 for a frozen video, 1 for as much
     motion as the reference, and not finite if the reference does not move.
     """
     moves, reference_moves = _motions(frames, reference)

@@ -1,7 +1,7 @@
 """Draws with a pipeline, dense and with variants on the same weights, and times each call.
 
 ``generate``, ``evaluate``, ``tune`` and the playground draw here. They differ in which variants, prompts and
-rounds they ask for, and in what they do with the pictures.
+rounds they ask for, and in what they do with the images.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Drawing(Measurement):
-    """One timed call, with a picture or a video for each of its seeds."""
+    """One timed call, with an image or a video for each of its seeds."""
 
     pictures: list[Any]
 
@@ -86,7 +86,7 @@ class Studio(contextlib.ExitStack):
             self.draw(name, call.with_steps(steps), f"{name}: warming up")
 
     def count(self, name: str, call: PipelineCall) -> tuple[float, list[Any]]:
-        """Draw once, and return the operations of one call of the denoiser, the mean, and the pictures."""
+        """Draw once, and return the operations of one call of the denoiser, the mean, and the images."""
         with counting(denoiser_of(self.pipes[name])) as counted:
             pictures = self.draw(name, call, f"{name}: counting")
         return counted.flops / max(counted.calls, 1), pictures
@@ -161,13 +161,13 @@ def prepare(pipe: DiffusionPipeline, options: GenerateOptions, control: Image | 
 
 
 def merged_groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> tuple[NDArray[np.int64], str]:
-    """Return the groups [h, w] of the last block with most tokens on picture ``index``, and a text."""
+    """Return the groups [h, w] of the last block with most tokens on image ``index``, and a text."""
     if not plans:
         return np.zeros((1, 1), dtype=np.int64), "nothing was merged"
     path, recorded = max(reversed(list(plans.items())), key=lambda item: math.prod(item[1].grid))
     labels = recorded.plan.labels()
     # With guidance, the samples with the prompt are the last ones of the batch.
     row = max(0, labels.shape[0] - batch + index)
-    of_picture = labels[row, : math.prod(recorded.grid)]  # tokens of reference pictures follow
+    of_picture = labels[row, : math.prod(recorded.grid)]  # tokens of reference images follow
     grid = of_picture.reshape(recorded.grid[1:]).cpu().numpy()
     return grid, f"{grid.size} to {len(np.unique(grid))} tokens in {path.partition('.attentions')[0]}"

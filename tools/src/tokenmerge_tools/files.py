@@ -101,24 +101,22 @@ def read_text(path: Path, option: str, advice: str, largest: int = _LARGEST) -> 
 
 @contextlib.contextmanager
 def opened_picture(path: Path, option: str, advice: str) -> Iterator[Image]:
-    """Open a picture, whose texts and frames can be read within the context."""
+    """Open an image, whose texts and frames can be read within the context."""
     import PIL.Image
 
     content = io.BytesIO(read_bytes(path, option, advice))
     try:
         with PIL.Image.open(content) as picture:
             yield picture
-    # Besides OSError, Pillow raises these for broken PNG chunks and for suspiciously large pictures.
+    # Besides OSError, Pillow raises these for broken PNG chunks and for suspiciously large images.
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(
-            f"{option}: cannot read the picture {path} (it is not a picture); {advice}"
-        ) from error
+        raise ConfigError(f"{option}: cannot read the image {path} (it is not an image); {advice}") from error
 
 
 def open_picture(path: Path, option: str, advice: str) -> Image:
-    """Read a picture as RGB."""
+    """Read an image as RGB."""
     with opened_picture(path, option, advice) as picture:
         return picture.convert("RGB")
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-_SMALLEST_SIDE = 320  # pixels; smaller pictures are enlarged
+_SMALLEST_SIDE = 320  # pixels; smaller images are enlarged
 _MARGIN = 24
 _GAP = 16
 _PAPER = (255, 255, 255)
@@ -23,9 +23,9 @@ Row = tuple[Sequence[Image.Image | None], str | Sequence[str]]  # panels of a sh
 
 
 def comparison(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image.Image:
-    """Draw pictures side by side, the dense one first, and below each the part in which they differ most.
+    """Draw images side by side, the dense one first, and below each the part in which they differ most.
 
-    All pictures have the same size. ``columns`` are as those of a sheet.
+    All images have the same size. ``columns`` are as those of a sheet.
     """
     lines: list[Row] = []
     for panels, captions in rows:
@@ -43,7 +43,7 @@ def comparison(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image
 
 
 def most_different(dense: Image.Image, *others: Image.Image) -> tuple[int, int, int, int]:
-    """Return the part in which pictures differ most from the first: (left, top, right, bottom) in pixels.
+    """Return the part in which images differ most from the first: (left, top, right, bottom) in pixels.
 
     It has a third of their width and height.
     """
@@ -58,7 +58,7 @@ def most_different(dense: Image.Image, *others: Image.Image) -> tuple[int, int, 
 
 
 def as_tensor(pictures: Sequence[Image.Image]) -> Tensor:
-    """Stack pictures of the same size as [b, 3, h, w] with values in [0, 1]."""
+    """Stack images of the same size as [b, 3, h, w] with values in [0, 1]."""
     pixels = np.stack([np.asarray(picture.convert("RGB")) for picture in pictures])
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
 
@@ -91,7 +91,7 @@ def sheet(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image.Imag
         top = head + index * (height + foot + _GAP)
         there = [(left, panel) for left, panel in zip(lefts, panels, strict=True) if panel is not None]
         for left, panel in there:
-            # The frame separates pictures with a white background from the paper.
+            # The frame separates images with a white background from the paper.
             pen.rectangle((left - 1, top - 1, left + width, top + height), outline=_FRAME)
             canvas.paste(panel, (left, top))
         if isinstance(captions, str):
@@ -107,7 +107,7 @@ def sheet(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image.Imag
 
 
 def enlarge(picture: Image.Image, factor: int) -> Image.Image:
-    """Enlarge a picture without smoothing."""
+    """Enlarge an image without smoothing."""
     size = (picture.width * factor, picture.height * factor)
     return picture.convert("RGB").resize(size, Image.Resampling.NEAREST)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tokenmerge.models.find import find_hosts
-from tokenmerge.plans import Facts, correction_bytes, facts_of, plan_for
+from tokenmerge.plans import RunFacts, correction_bytes, facts_of, plan_for
 from tokenmerge.report import predict
 from tokenmerge_tools.bench.loaded_model import GEOMETRIES
 
@@ -25,13 +25,13 @@ def model() -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def facts(model: torch.nn.Module) -> Facts:
+def facts(model: torch.nn.Module) -> RunFacts:
     (host,) = find_hosts(model)
     grid = host.grid_at(LATENTS, LATENTS)
     return facts_of(host, grid, 28, guidance=3.5, number_bytes=host.usual_batch * torch.bfloat16.itemsize)
 
 
-def test_its_corrections_take_less_than_30_mb(facts: Facts) -> None:
+def test_its_corrections_take_less_than_30_mb(facts: RunFacts) -> None:
     assert correction_bytes(facts, "layers", 0.5) > 1.4e9
     assert 25e6 < correction_bytes(facts, "block", 0.5) < 30e6
     for steps in (28, 8, 4):
@@ -41,7 +41,7 @@ def test_its_corrections_take_less_than_30_mb(facts: Facts) -> None:
 
 
 @pytest.mark.slow
-def test_it_caches_less_than_300_mb(model: torch.nn.Module, facts: Facts) -> None:
+def test_it_caches_less_than_300_mb(model: torch.nn.Module, facts: RunFacts) -> None:
     for wanted in (2.0, 3.0):
         config = plan_for(facts, wanted).config
         assert 0 < predict(model, config, LATENTS, LATENTS, batch=1, steps=28).kept_bytes < 300e6

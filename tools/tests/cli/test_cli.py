@@ -515,7 +515,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_there(folder, tmp_path, capsys, 
 
     def press_ctrl_c(*args):
         rounds.append(args)
-        if len(rounds) == 2:  # the first one draws the pictures
+        if len(rounds) == 2:  # the first one draws the images
             signal.raise_signal(signal.SIGINT)
         yield from original(*args)
 

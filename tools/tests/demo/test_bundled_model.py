@@ -80,7 +80,7 @@ def test_words_are_whole_and_any_text_is_accepted(pipe):
 
 @pytest.mark.slow
 def test_draws_what_is_asked_for(pipe):
-    """For most pictures, the nearest of the references is the one the prompt describes."""
+    """For most images, the nearest of the references is the one the prompt describes."""
     references = np.stack([np.asarray(Image.open(file), dtype=float) for file in REFERENCES])
     pictures = generate(pipe, [file.stem.replace("_", " ") for file in REFERENCES], steps=8)
     assert {picture.size for picture in pictures} == {(128, 128)}

@@ -1,4 +1,4 @@
-"""The bundled models are judged by what their pictures show."""
+"""The bundled models are judged by what their images show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def gallery() -> Gallery:
 
 
 def drawn(glyph: int, background: str, side: int = 128) -> Image.Image:
-    """A picture of a glyph, as a perfect model would draw it."""
+    """An image of a glyph, as a perfect model would draw it."""
     left, top = glyph % COLUMNS * GRID, glyph // COLUMNS * GRID
     with Image.open(SHEET) as sheet:
         thumbnail = sheet.crop((left, top, left + GRID, top + GRID))

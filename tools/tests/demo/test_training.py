@@ -1,4 +1,4 @@
-"""Parts of the training: loading exported weights, positions of small pictures, merging."""
+"""Parts of the training: loading exported weights, positions of small images, merging."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def options(models: Path, prompts: Path, tmp_path: Path) -> Callable[..., Evalua
 
 @pytest.fixture(scope="session")
 def drawn_once(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results and pictures of a run with the default options."""
+    """The results and images of a run with the default options."""
     folder = tmp_path_factory.mktemp("drawn")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("tokenmerge_tools.evaluate.evaluation.source_commit", lambda: None)
@@ -85,7 +85,7 @@ def finished(drawn_once: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(options: Callable[..., EvaluateOptions]) -> Callable[..., list[QualityRecord]]:
-    """Evaluate with these options. ``notes`` gets the notes, ``drawn`` the numbers of drawn pictures."""
+    """Evaluate with these options. ``notes`` gets the notes, ``drawn`` the numbers of drawn images."""
 
     def execute(notes: list[str] | None = None, drawn: list[int] | None = None, **changes: object):
         def on_progress(progress):

@@ -128,7 +128,7 @@ def test_inception_runs_where_its_libraries_import() -> None:
     assert network([picture(0), picture(1)]).shape == (2, 2048)
 
 
-# --- the pictures ---------------------------------------------------------------------------------
+# --- the images ---------------------------------------------------------------------------------
 
 
 def test_reference_pictures_lie_in_subfolders_and_differ_in_size(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_reference_pictures_lie_in_subfolders_and_differ_in_size(tmp_path: Path)
 
     (features,) = features_of(tmp_path, [sides, sides]).values()
     assert torch.cat(features).tolist() == [[40.0, 1.0], [20.0, 1.0]]
-    (tmp_path / "below" / "broken.png").write_text("no picture")
+    (tmp_path / "below" / "broken.png").write_text("no image")
     with pytest.raises(
         ConfigError, match=r"reference: cannot read .*broken\.png .*leave it out of the folder"
     ):
@@ -166,6 +166,6 @@ def test_few_pictures_are_noted_and_a_single_one_is_refused() -> None:
     check_count(["fid"], 2048, notes.append)
     assert notes == []
     check_count(["fid"], 2047, notes.append)
-    assert notes == ["fid of only 2047 pictures is biased upwards; kid is unbiased"]
-    with pytest.raises(ConfigError, match=r"fid, kid: expected at least 2 pictures, got 1; add --seeds 2"):
+    assert notes == ["fid of only 2047 images is biased upwards; kid is unbiased"]
+    with pytest.raises(ConfigError, match=r"fid, kid: expected at least 2 images, got 1; add --seeds 2"):
         check_count(["psnr", "fid", "kid"], 1, notes.append)

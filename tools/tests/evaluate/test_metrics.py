@@ -192,7 +192,5 @@ def test_a_picture_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = store.picture(drawn(), item())
     path.parent.mkdir(parents=True)
     path.write_bytes(b"nonsense")
-    with pytest.raises(
-        ConfigError, match=r"cannot read the picture .*seed0\.png .it is not a picture.; delete"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot read the image .*seed0\.png .it is not an image.; delete"):
         measure([[item()]], [drawn()], store, load())

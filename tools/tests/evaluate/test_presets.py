@@ -23,7 +23,7 @@ from tokenmerge_tools.variants.rivals import RIVALS
 
 
 class StubReward:
-    """Scores a picture by its mean, in place of ImageReward's gigabyte of weights."""
+    """Scores an image by its mean, in place of ImageReward's gigabyte of weights."""
 
     def to(self, device: torch.device) -> None:
         self.moved = device
@@ -79,7 +79,7 @@ def test_a_preset_runs_from_prompts_to_report_and_continues(
     assert "± " in result.stdout
     again = run(*command, "--dry-run").stdout  # only those that do not run are not drawn
     assert f"of which {2 * len(named):,} are not drawn yet" in again
-    assert "measured on 2 pictures" in again
+    assert "measured on 2 images" in again
     page = tmp_path / "report.html"
     assert CliRunner().invoke(app, ["report", str(out), "-o", str(page)]).exit_code == 0
     text = page.read_text()
@@ -105,10 +105,10 @@ def test_a_dry_run_reckons_with_the_counted_operations(models: Path, prompts: Pa
         *("--dry-run", "--seconds-per-picture", 1200),
     )
     lines = run(*command).stdout.splitlines()
-    assert lines[0].startswith("4 variants × 3 prompts × 1 seeds: 12 pictures, of which 12 are not drawn yet")
+    assert lines[0].startswith("4 variants × 3 prompts × 1 seeds: 12 images, of which 12 are not drawn yet")
     hours = float(lines[1].partition(" hours")[0])
     assert 3.0 < hours < 4.0  # dense and EasyCache take an hour each, the others less
-    assert "at 1.2e+03 s for a dense picture (given)" in lines[1]
+    assert "at 1.2e+03 s for a dense image (given)" in lines[1]
     assert lines[2] == "reckoned as slow as dense: easycache threshold=0.2"
     assert not list(tmp_path.rglob("*.png"))
 
@@ -170,7 +170,7 @@ def test_a_model_has_a_name_instead_of_an_id() -> None:
     ("other", "alike"), [((2.0, 3.0, 4.0), []), ((1.0, 4.0, 2.5), ["other"]), ((1.1, 2.1, 3.1), [])]
 )
 def test_a_setting_is_better_only_by_more_than_its_noise(other: tuple[float, ...], alike: list[str]) -> None:
-    """Pairs cancel what all pictures have in common: (1, 2, 3) is below (1.1, 2.1, 3.1) without noise."""
+    """Pairs cancel what all images have in common: (1, 2, 3) is below (1.1, 2.1, 3.1) without noise."""
     columns = {"one": [1.0, 2.0, 3.0], "other": list(other)}
     measured = {name: Measured({"m": values}) for name, values in columns.items()}
     found = not_told_apart(measured, "m", lower=False)

@@ -37,7 +37,7 @@ AUTO, AUTO_LABEL = "auto:speedup=1.5,min_tokens=64", "auto speedup=1.5 min_token
 
 
 def pictures(folder: Path) -> dict[str, np.ndarray]:
-    """Every picture by variant and name."""
+    """Every image by variant and name."""
     return {
         f"{path.parent.name}/{path.name}": np.asarray(Image.open(path), dtype=int)
         for path in sorted(folder.rglob("*.png"))
@@ -167,7 +167,7 @@ def test_a_run_that_is_cut_off_continues_and_draws_nothing_twice(
         calls.append(self.arguments["prompt"])
         return original(self, pipe, on_step)
 
-    # The warm-up before the first picture of a variant is not counted.
+    # The warm-up before the first image of a variant is not counted.
     monkeypatch.setattr(Studio, "warm_up", lambda self, name, call: None)
     monkeypatch.setattr(PipelineCall, "__call__", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -244,7 +244,7 @@ def test_sets_are_compared_with_dense_or_with_a_folder(run: Run, models: Path, t
     dense, tome = run(metrics=metrics, notes=notes, batch=1)
     assert dense.figures == {}
     assert tome.figures["fid"] > 0
-    assert "fid of only 3 pictures is biased upwards" in "\n".join(notes)
+    assert "fid of only 3 images is biased upwards" in "\n".join(notes)
     network, folder = Vision(str(models / "dino")), tmp_path / "results" / "evaluate"
 
     def features(variant: str) -> torch.Tensor:
@@ -271,7 +271,7 @@ def test_sets_are_compared_with_dense_or_with_a_folder(run: Run, models: Path, t
 def test_distances_between_sets_need_two_pictures(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for loaded in ("load_pipeline_for", "load_metrics"):
         monkeypatch.setattr(f"tokenmerge_tools.evaluate.runner.{loaded}", lambda *_: pytest.fail("loaded"))
-    with pytest.raises(ConfigError, match=r"fid: expected at least 2 pictures, got 1; add --seeds 2"):
+    with pytest.raises(ConfigError, match=r"fid: expected at least 2 images, got 1; add --seeds 2"):
         run(metrics=("fid",), limit=1)
 
 
@@ -279,8 +279,7 @@ def test_a_note_counts_pictures_that_equal_dense(run: Run) -> None:
     _, tome = run(variants=("tome:ratio=0",), limit=2)
     assert tome.figures == {"ssim": 1.0}
     assert tome.notes == (
-        "tome ratio=0: 2 of 2 pictures equal dense in every pixel; "
-        "their PSNR is infinite and not in the mean",
+        "tome ratio=0: 2 of 2 images equal dense in every pixel; their PSNR is infinite and not in the mean",
     )
 
 
@@ -343,7 +342,7 @@ def test_pictures_are_timed(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
         if self.arguments["num_inference_steps"] == 5:
             now[0] += taken[tuple(self.arguments["prompt"])][merges]
         else:
-            now[0] += 100  # the warm-up before the first picture
+            now[0] += 100  # the warm-up before the first image
         return original(self, pipe, on_step)
 
     monkeypatch.setattr(PipelineCall, "__call__", timed)
@@ -351,7 +350,7 @@ def test_pictures_are_timed(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
     dense, tome = run(steps=5)
     assert (dense.speedup, dense.speedup_quartiles) == (None, None)
     assert (tome.speedup, tome.speedup_quartiles) == (2.0, (2.0, 3.0))
-    # The time is kept in the file of the picture, so a run that draws nothing has it too.
+    # The time is kept in the file of the image, so a run that draws nothing has it too.
     assert run(steps=5)[1].speedup == 2.0
     for path in (tmp_path / "results").rglob("*-seed0.png"):
         Image.open(path).save(path)
@@ -374,7 +373,7 @@ def test_pictures_are_timed(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
         (
             {"reference": Path("none"), "metrics": ("fid",)},
             ConfigError,
-            "reference: expected a folder with at least 2 pictures.*none with 0",
+            "reference: expected a folder with at least 2 images.*none with 0",
         ),
         ({"prompts": None}, ConfigError, "only bundled models .emoji-unet, emoji-mmdit. have their own"),
         ({"out": Path("results")}, ConfigError, "expected a file ending in .jsonl, got results"),
@@ -416,13 +415,13 @@ def test_a_full_disk_keeps_what_is_finished(
 
     def save(self, path, **about):
         if len(saved) == 3:
-            Path(path).write_bytes(b"half of a picture")
+            Path(path).write_bytes(b"half of an image")
             raise OSError(28, "No space left on device")
         saved.append(path)
         original(self, path, **about)
 
     monkeypatch.setattr(Image.Image, "save", save)
-    with pytest.raises(ConfigError, match=r"out: cannot write .*No space left.*finished pictures are safe"):
+    with pytest.raises(ConfigError, match=r"out: cannot write .*No space left.*finished images are safe"):
         run()
     assert len(pictures(tmp_path)) == len(list(tmp_path.rglob("*.png"))) == 3
     monkeypatch.setattr(Image.Image, "save", original)
@@ -465,7 +464,7 @@ def test_too_little_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(PipelineCall, "__call__", fail)
-    with pytest.raises(ConfigError, match="batch: 2 pictures at once do not fit into memory; lower --batch"):
+    with pytest.raises(ConfigError, match="batch: 2 images at once do not fit into memory; lower --batch"):
         run()
 
 

@@ -114,7 +114,7 @@ def test_a_video_of_another_length_or_no_video_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"should have 3 frames, but has 2; delete it"):
         read_video(tmp_path / "video.png", 3, "out", "delete it")
     (tmp_path / "broken.png").write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match="it is not a picture"):
+    with pytest.raises(ConfigError, match="it is not an image"):
         read_video(tmp_path / "broken.png", 2, "out", "delete it")
 
 
@@ -199,9 +199,7 @@ def test_lengths_are_checked_before_weights_are_loaded(run, options, model: Path
     monkeypatch.setattr(
         "tokenmerge_tools.evaluate.runner.load_pipeline_for", lambda *args: pytest.fail("it was loaded")
     )
-    with pytest.raises(
-        ConfigError, match="frames: StableDiffusionPipeline draws pictures; leave --frames out"
-    ):
+    with pytest.raises(ConfigError, match="frames: StableDiffusionPipeline draws images; leave --frames out"):
         run(frames=9)
     with pytest.raises(ConfigError, match="frames: expected an integer ≥ 2, got 1"):
         options(model=str(model), frames=1)
@@ -209,5 +207,5 @@ def test_lengths_are_checked_before_weights_are_loaded(run, options, model: Path
 
 def test_other_commands_say_that_they_draw_pictures(model: Path, tmp_path: Path) -> None:
     wanted = GenerateOptions(prompt="a boat", model=str(model), size=(64, 48), steps=2, out=tmp_path)
-    with pytest.raises(UnsupportedModelError, match="WanPipeline draws videos, but pictures were requested"):
+    with pytest.raises(UnsupportedModelError, match="WanPipeline draws videos, but images were requested"):
         generate(wanted)

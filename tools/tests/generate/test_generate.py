@@ -103,7 +103,7 @@ def test_the_record_holds_conditions_times_and_quality(run):
     for name in ("dense", "tokenmerge"):
         variant = record["variants"][name]
         assert len(variant["seconds_per_call"]) == 2
-        median = sum(variant["seconds_per_call"]) / 2 / 2  # of two calls, of two pictures each
+        median = sum(variant["seconds_per_call"]) / 2 / 2  # of two calls, of two images each
         assert math.isclose(variant["seconds_per_image"]["median"], median)
     assert record["variants"]["dense"]["speedup"] == 1
     assert record["report"]["rows"][0]["merged_tokens"] < record["report"]["rows"][0]["tokens"]
@@ -203,7 +203,7 @@ def test_progress_counts_every_step_of_every_call(run):
         assert {step.total for step in own} == {4}
 
 
-# --- what the pictures depend on -------------------------------------------------------------------
+# --- what the images depend on -------------------------------------------------------------------
 
 
 def test_a_picture_depends_on_its_seed_alone(folder, run, tmp_path):
@@ -241,7 +241,7 @@ def test_a_tolerance_adds_steps_and_the_picture_names_those_that_ran(folder, tmp
     planned = generate(options(folder, tmp_path / "planned", **asked))
     assert planned.psnr[0] < 100
     planned = dataclasses.replace(planned, summary=f"  estimated: {Estimate(36.0, 7.0)}", psnr=(38.14,))
-    guess = "  Estimated:   36 dB (mostly 29 to 43), without the dense picture; it is 38.1 dB"
+    guess = "  Estimated:   36 dB (mostly 29 to 43), without the dense image; it is 38.1 dB"
     assert guess in result_lines(planned, options(folder, tmp_path, **asked))
     result = generate(options(folder, tmp_path / "close", min_psnr=100.0, **asked))
     assert result.psnr == (math.inf,)
@@ -253,7 +253,7 @@ def test_a_tolerance_adds_steps_and_the_picture_names_those_that_ran(folder, tmp
 
 @pytest.mark.usefixtures("uncounted")
 def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_path):
-    """The picture is the dense one if none of the two steps merges, and differs if one of them does."""
+    """The image is the dense one if none of the two steps merges, and differs if one of them does."""
     for until, equal in ((0.2, True), (0.5, False)):
         out = tmp_path / str(until)
         said = (

@@ -1,4 +1,4 @@
-"""The file of a picture has its parameters, in the form that web UIs write."""
+"""The file of an image has its parameters, in the form that web UIs write."""
 
 import json
 import re

@@ -396,7 +396,7 @@ def test_dpm_plus_plus_and_plms_are_what_their_names_say(pipe):
 
 @pytest.mark.parametrize("name", ["ddim", "ddpm", "lcm"])
 def test_latents_are_not_clipped_unless_the_pipeline_says_so(pipe, name):
-    """Solvers that clip by default clip to the range of pictures, and latents have another one."""
+    """Schedulers that clip by default clip to the range of images, and latents have another one."""
     before, wanted = diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear"), SCHEDULER_NAMES[name]
     given = {"beta_schedule": "scaled_linear", "clip_sample": True}
     for present, has_latents in ((before, True), (before, False), (diffusers.DDPMScheduler(**given), True)):

@@ -124,7 +124,7 @@ class Visit:
         self.button("Draw").click()
 
     def draw(self, **fields: object) -> None:
-        """Draw, and wait for the picture."""
+        """Draw, and wait for the image."""
         before = self.tried.count()
         self.begin(**fields)
         expect(self.tried).to_have_count(before + 1, timeout=PATIENCE)
@@ -147,12 +147,12 @@ class Visit:
         return self.page.evaluate("navigator.clipboard.readText()")
 
     def picture(self, image: Locator) -> Image.Image:
-        """A picture of the page, as the server sent it."""
+        """An image of the page, as the server sent it."""
         answer = self.context.request.get(str(image.get_attribute("src")))
         return Image.open(io.BytesIO(answer.body())).convert("RGB")
 
     def slide(self, place: float) -> np.ndarray:
-        """Move the slider to a share of the picture's width, and return the picture that is shown."""
+        """Move the slider to a share of the image's width, and return the image that is shown."""
         pair = self.page.locator("#pair")
         box, bar = pair.locator("img").last.bounding_box(), pair.locator(".inner").bounding_box()
         assert box is not None
@@ -219,7 +219,7 @@ def test_a_picture_is_drawn_compared_and_drawn_again_by_its_lines(visits: Any) -
     error = (np.asarray(dense, float) - np.asarray(merged, float)) / 255
     assert closeness == f"{-10 * np.log10((error**2).mean()):.1f} dB"
 
-    # The picture is dense before the slider, and merged after it.
+    # The image is dense before the slider, and merged after it.
     for place, seen, other in ((0.05, merged, dense), (0.95, dense, merged)):
         shot = visit.slide(place)
         height, width = shot.shape[:2]

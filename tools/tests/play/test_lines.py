@@ -32,7 +32,7 @@ def test_a_prompt_with_quotes_stays_one_string():
     text = python_lines(trial(prompt=prompt).options)
     seen = []
     names = {"pipe": lambda prompt, **_: seen.append(prompt)}
-    call = text.splitlines()[-1].removeprefix("picture = ").replace(".images[0]", "")
+    call = text.splitlines()[-1].removeprefix("image = ").replace(".images[0]", "")
     exec(call, {**names, "noise": None})
     assert seen == [prompt]
 

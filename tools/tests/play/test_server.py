@@ -225,7 +225,7 @@ def test_no_part_of_the_page_that_shows_html_gets_a_prompt_as_it_is(server: Serv
 @pytest.mark.parametrize("event", [None, [1], {}, {"index": "x"}, {"index": 3, "value": None}, {"index": -1}])
 def test_a_picture_that_was_never_drawn_cannot_be_seen_again(server: Server, event: Any) -> None:
     ended = server.call("again", [None], event)
-    assert ended["output"]["error"].startswith("Choose one of the pictures tried before")
+    assert ended["output"]["error"].startswith("Choose one of the images tried before")
 
 
 def test_calls_in_another_order_are_answered(server: Server) -> None:

@@ -93,7 +93,7 @@ def grid_of_cells() -> list[CellRecord]:
 
 
 def drawn(**changes: object) -> dict[str, object]:
-    """Conditions of pictures that match those of :func:`cell`."""
+    """Conditions of images that match those of :func:`cell`."""
     conditions = {
         "steps": 50,
         "attention": "sdpa",
@@ -127,7 +127,7 @@ def quality() -> list[QualityRecord]:
 
 
 def write_all(folder: Path) -> Path:
-    """A results folder with cells, quality and pairs of pictures."""
+    """A results folder with cells, quality and pairs of images."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.jsonl").write_text("".join(c.to_line() for c in grid_of_cells()), encoding="utf-8")
     lines = [record.to_line() for record in quality()]

@@ -134,9 +134,7 @@ def test_a_picture_that_is_missing_or_no_picture_costs_its_pairs_alone(tmp_path:
         assert page.count('type="range"') == 3  # the other prompt's
         for text in (result.stderr, page):
             assert text.count(str(picture)) == 1
-        assert (
-            "3 pairs of sample pictures are not shown; the first is tome ratio=0.25, seed 0" in result.stderr
-        )
+        assert "3 pairs of sample images are not shown; the first is tome ratio=0.25, seed 0" in result.stderr
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

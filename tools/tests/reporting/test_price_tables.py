@@ -50,9 +50,7 @@ def test_a_note_says_once_what_all_sets_of_pictures_share() -> None:
     cells = [*CELLS, *(cell("tome", (2.0,), 4.0, ratio=r, steps=8) for r in (0.25, 0.5, 0.75))]
     table = fastest_table(charts(cells, [*quality(), *others]))
     assert [row.cells[0] for row in table.rows] == ["8 steps", "50 steps"]
-    assert any(
-        note.startswith("all pictures: geometry:sd15, 512 × 512, fp16 on cuda") for note in table.notes
-    )
+    assert any(note.startswith("all images: geometry:sd15, 512 × 512, fp16 on cuda") for note in table.notes)
 
 
 def test_where_nothing_is_faster_no_row_is_best() -> None:
@@ -78,7 +76,7 @@ def test_pictures_that_all_equal_dense_are_identical() -> None:
     (table,) = quality_tables([dense, same, other])
     column = table.header.index("psnr ↑")
     assert [row.cells[column] for row in table.rows] == ["", "identical", "30"]
-    assert "glyphs: share of the pictures that show the emoji that the prompt names" in table.notes
+    assert "glyphs: share of the images that show the emoji that the prompt names" in table.notes
 
 
 def test_notes_are_said_once() -> None:

@@ -240,7 +240,7 @@ def test_figures_are_in_the_order_of_the_record_with_most() -> None:
 def test_the_conditions_of_pictures_are_at_the_foot_once() -> None:
     other = dataclasses.replace(TOME, variant="tomesd")
     ((name, text),) = content_of(Results((), (TOME, other))).conditions
-    assert name == "Pictures of m, 64 × 32"
+    assert name == "Images of m, 64 × 32"
     assert '"steps": 20' in text
     without = dataclasses.replace(TOME, conditions={})
     assert content_of(Results((), (without,))).conditions == ()

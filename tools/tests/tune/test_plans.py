@@ -9,7 +9,7 @@ import pytest
 from tests.models.tiny import FAMILIES
 
 from tokenmerge.models.find import find_hosts
-from tokenmerge.plans import Facts, facts_of, plan_for, speedup_of
+from tokenmerge.plans import RunFacts, facts_of, plan_for, speedup_of
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge_tools.tune.plans import COMPLETE, Budget, SearchedPlan, neighbours, rule_plan
 
@@ -20,12 +20,12 @@ AT = pytest.mark.parametrize(
 )
 
 
-def facts(model: str, steps: int, side: int = 64, guidance: float = 7.5) -> Facts:
+def facts(model: str, steps: int, side: int = 64, guidance: float = 7.5) -> RunFacts:
     host = find_hosts(FAMILIES[MODELS[model]].build())[0]
     return facts_of(host, (1, side, side), steps, guidance=guidance)
 
 
-def plans(model: str, steps: int, speedup: float) -> tuple[Facts, list[SearchedPlan]]:
+def plans(model: str, steps: int, speedup: float) -> tuple[RunFacts, list[SearchedPlan]]:
     """The plans that a search begins with, and neighbours of each."""
     known, found = facts(model, steps), list[SearchedPlan]()
     random, budget = Random(0), Budget(known, speedup)

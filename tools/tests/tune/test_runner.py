@@ -137,7 +137,7 @@ def test_a_run_without_time_says_so_first_and_last(made_up, options) -> None:
     assert search.complete
     assert search.best == search.rule == search.chosen
     assert {look.item for look in search.looks} == {CHECKED[0]}
-    assert "so the search can draw about 0 pictures; that is too few for a search" in notes[0]
+    assert "so the search can draw about 0 images; that is too few for a search" in notes[0]
     assert "give --within 1min" in notes[0]
     assert verdict(search).startswith("Not enough time: only 0 plans were compared with that of the default")
     assert "so this was no search. Give --within 1min" in verdict(search)
@@ -146,7 +146,7 @@ def test_a_run_without_time_says_so_first_and_last(made_up, options) -> None:
 def test_enough_time_is_announced_in_pictures(made_up, options) -> None:
     notes: list[str] = []
     tune(options(), on_note=notes.append)
-    assert notes[0].startswith("a dense picture takes")
+    assert notes[0].startswith("a dense image takes")
     assert "too few" not in notes[0]
 
 
@@ -255,7 +255,7 @@ def test_a_real_studio_is_unchanged_by_what_it_draws(studio: Rounds) -> None:
     found = dict(studio.draw(1, drawn, {plan.name: plan.config}, pytest.fail))
     assert list(found) == [plan.name, few.label]
     assert [type(module) for module in denoiser_of(studio.pipe).modules()] == types
-    # Merging and fewer steps change the picture. Equal pictures would have 100 dB.
+    # Merging and fewer steps change the image. Equal images would have 100 dB.
     assert all(one["metrics"]["psnr"] < 100 for one in found.values())
 
 

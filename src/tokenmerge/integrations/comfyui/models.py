@@ -108,7 +108,7 @@ class Target:
 # ComfyUI's position tables are [b, 1, text + n, d, 2, 2] and cover text and image.
 _POSITIONS = TokenArgument("pe", axes=(2,), batched=True)
 _FLUX = Layout("img", token_arguments=(_POSITIONS,), dense_if=("attn_mask",))
-# Frames of a start picture have a modulation of their own, by their place in the sequence.
+# Frames of a start image have a modulation of their own, by their place in the sequence.
 _HUNYUAN = Layout(
     "img",
     text="last",
@@ -222,7 +222,7 @@ def _shares(
     return Share(part, level, frozenset(), rest), Share(merging_part, level, frozenset({scope}), merging)
 
 
-# Parts of the names of weights that multiply text, or one vector for the whole picture.
+# Parts of the names of weights that multiply text, or one vector for the whole image.
 _OF_OTHERS = ("txt", "context_block", "add_", "mod", "cross_attn.k", "cross_attn.v")
 
 

@@ -62,7 +62,7 @@ class TokenMerging:
             "ratio": _number(
                 0.5,
                 "Share of the tokens that the other methods remove. Raising it is faster, and the "
-                "picture less close to the dense one.",
+                "image less close to the dense one.",
                 max=_MOST_RATIO,
             ),
             "start_percent": _number(
@@ -99,7 +99,7 @@ class TokenMerging:
             "speedup": _number(
                 2.0,
                 "Wanted speed-up of method auto, by counted operations of the sampling. Raising it makes "
-                "the picture less like the dense one.",
+                "the image less like the dense one.",
                 **{"min": 1.0, "max": _MOST_SPEEDUP, "step": _SPEEDUP_STEP},
             ),
         }
@@ -114,7 +114,7 @@ class TokenMerging:
 
 
 def _usual_size(model: Any) -> tuple[int, ...]:
-    """Return the shape of the latents of a picture of 1024 × 1024, or of 512 × 512 for the first UNets."""
+    """Return the shape of the latents of an image of 1024 × 1024, or of 512 × 512 for the first UNets."""
     form = model.model.latent_format
     side = 1024 if getattr(model.model, "adm_channels", 0) or form.latent_channels > 4 else 512
     side //= getattr(form, "spacial_downscale_ratio", 8)
@@ -156,11 +156,11 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
         merged += own_merged
     if dense:
         lines.append(
-            f"Merged parts take {1 - merged / dense:.0%} fewer operations on the picture's tokens in a step "
+            f"Merged parts take {1 - merged / dense:.0%} fewer operations on the image's tokens in a step "
             "that merges, without counting the matching. The rest of the model is unchanged."
         )
     elif not config.reuse.on:
-        lines.append("Nothing merges at this size; take a larger picture or a higher ratio.")
+        lines.append("Nothing merges at this size; take a larger image or a higher ratio.")
     if dense and settings.regroup:
         lines.append(settings.regrouped)
     if dense and config.correction.every:

@@ -82,9 +82,9 @@ class Sampling:
     def begin_step(self, sigma: float, timestep: Tensor, latent: Sequence[int], whole: bool) -> None:
         """Begin an evaluation of all prompts on latents of one shape: ComfyUI's ``calc_cond_batch``.
 
-        A solver may evaluate the model between steps. The first step chooses the settings, for the token grid
-        of its latents. Random draws depend on the ``timestep`` that the model is called with. ``whole`` says
-        whether every prompt is for the whole picture, so that all of them get the same latents.
+        A scheduler may evaluate the model between steps. The first step chooses the settings, for the token
+        grid of its latents. Random draws depend on the ``timestep`` that the model is called with. ``whole``
+        says whether every prompt is for the whole image, so that all of them get the same latents.
         """
         grid = self.settings.target.grid(latent)
         if self._grid != grid:
@@ -92,7 +92,7 @@ class Sampling:
             self.settings = self._asked.for_sampling(grid, self.steps, self._guidance, self._schedule)
         index = min(max(0, sum(sigma <= known for known in self._sigmas) - 1), self.steps - 1)
         if index < self.tracker.index:
-            self.forget()  # the solver begins anew
+            self.forget()  # the scheduler begins anew
         self._step = DenoisingStep(index, self.steps, self._generation)
         self._config = self.settings.config.at_step(index, self.steps)
         stale = self.tracker.begin_step(self._step)
@@ -106,11 +106,11 @@ class Sampling:
     def begin_call(self, latent: Sequence[int], options: Options, sample: Tensor | None = None) -> None:
         """Decide what a call of the model runs and merges.
 
-        ComfyUI may call it for each prompt, and other nodes for tiles of the picture. A call goes on with
+        ComfyUI may call it for each prompt, and other nodes for tiles of the image. A call goes on with
         what is cached for its prompt and its ``sample``, where that is known.
         """
         self._calls += 1
-        # The grid of the tokens at level 1, and whether reference pictures stand beside them in this call.
+        # The grid of the tokens at level 1, and whether reference images stand beside them in this call.
         self.grid = self.settings.target.grid(latent)
         self.has_references = False
         # A call before may have been interrupted.

@@ -15,7 +15,7 @@ from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.comfyui.models import Target
 from tokenmerge.models.placement import narrowest
-from tokenmerge.plans import Facts, Schedule
+from tokenmerge.plans import RunFacts, Schedule
 from tokenmerge.plans.choose import scopes_of
 
 AUTO = "auto"
@@ -144,7 +144,7 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
 def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> DefaultMethod:
     known = [block for block in target.blocks if block.channels and block.heads]
     attention = narrowest(((one.channels, one.heads), (one.key[0], one.level)) for one in known)
-    facts = Facts(
+    facts = RunFacts(
         model="unet" if target.is_unet else "transformer",
         work=target.work,
         grid=(1, 64, 64),

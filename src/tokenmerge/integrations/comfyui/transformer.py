@@ -94,10 +94,10 @@ class BlockRun:
 
 
 def block_in_run(sampling: Sampling, block: Hashable, arguments: dict[str, Any], run: Call) -> dict[str, Any]:
-    """Return the result of a block that is skipped on some steps. ``run`` returns that of a complete step.
+    """Return the result of a block that is skipped on some steps. ``run`` returns that of a full step.
 
     In a step that skips a run of blocks, the first one adds the extrapolated sum of what all of them added in
-    complete steps; the others return their input. The sum does not include what a ControlNet adds between two
+    full steps; the others return their input. The sum does not include what a ControlNet adds between two
     blocks, since ComfyUI adds it in steps that skip them too. Anything else between blocks begins a new run.
     """
     image = arguments["img"]

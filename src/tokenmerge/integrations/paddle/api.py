@@ -153,7 +153,7 @@ def apply_patch(
     """Speed up a diffusion model of ppdiffusers in place, with tomesd's arguments and ppdiffusers' meaning.
 
     The arguments are those of :func:`tokenmerge.apply_patch`. Random destinations depend on the timestep and
-    the cell, so the same seed gives the same picture and the global generator is not used.
+    the cell, so the same seed gives the same image and the global generator is not used.
 
     Raises:
         ConfigError: the ratio is 1 − 1/(sx·sy) or more, or another value is not valid.

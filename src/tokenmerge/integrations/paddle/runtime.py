@@ -231,7 +231,7 @@ def _has_channels_last(root: Any) -> bool:
 
 def _parts(root: Any, sample: Tensor) -> int:
     """Count how many times the batch holds the same images, once for each prompt of guidance."""
-    # The channels that are denoised may be followed by those of a given picture.
+    # The channels that are denoised may be followed by those of a given image.
     axis = sample.ndim - 1 if _has_channels_last(root) else 1
     channels = getattr(root.config, "out_channels", None) or sample.shape[axis]
     latents = sample.slice([axis], [0], [min(channels, sample.shape[axis])])

@@ -74,14 +74,14 @@ def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     mode = arguments.get("kv_cache_mode")
     if mode:
         raise UnsupportedModelError(
-            f"kv_cache_mode={mode!r}: keys and values of reference pictures are cached between steps, and "
+            f"kv_cache_mode={mode!r}: keys and values of reference images are cached between steps, and "
             "merging would change their tokens; call remove_token_merging(pipe) first"
         )
     return grids_of_ids(root, arguments, last)
 
 
 def _ids(root: Any, sizes: Sizes, axes: int) -> Tensor:
-    """Make position ids ``[n, axes]`` of pictures in a row: number, row, column, zeros for each token.
+    """Make position ids ``[n, axes]`` of images in a row: number, row, column, zeros for each token.
 
     A token is made of 2 × 2 latent positions.
     """
@@ -112,7 +112,7 @@ def _others(root: Any, zeros: Blank, height: int, width: int, references: Sizes 
     layers = getattr(root, "caption_projection", None)
     if layers:  # FIBO takes a text embedding for each block
         arguments["text_encoder_layers"] = [zeros(_WORDS, config.text_encoder_dim) for _ in layers]
-    if getattr(root, "input_hint_block", None) is not None:  # a ControlNet that takes the picture itself
+    if getattr(root, "input_hint_block", None) is not None:  # a ControlNet that takes the image itself
         arguments["controlnet_cond"] = zeros(3, height * 8, width * 8)
     if getattr(root, "union", False):
         arguments["controlnet_mode"] = zeros.integers(1)

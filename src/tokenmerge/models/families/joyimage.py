@@ -1,6 +1,6 @@
-"""JoyImage-Edit and JoyImage-Edit-Plus: joint attention with the text after the pictures.
+"""JoyImage-Edit and JoyImage-Edit-Plus: joint attention with the text after the images.
 
-Only the pictures have rotary positions. Edit-Plus has pictures of any size, and positions for each sample.
+Only the images have rotary positions. Edit-Plus has images of any size, and positions for each sample.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tokenmerge.models.grids import in_tokens, patch_of
 _PLUS = "JoyImageEditPlusTransformer3DModel"
 CLASSES = ("JoyImageEditTransformer3DModel", _PLUS)
 
-# Positions are (those of the pictures, those of the text), or in Edit-Plus (cosine, sine) of the pictures.
+# Positions are (those of the images, those of the text), or in Edit-Plus (cosine, sine) of the images.
 _EDIT = Layout(text="last", token_arguments=(TokenArgument("image_rotary_emb", axes=(0,), element=0),))
 _EDIT_PLUS = Layout(text="last", token_arguments=(OWN_POSITIONS, KEY_MASK))
 
@@ -50,14 +50,14 @@ def describe(root: Any) -> Host:
 
 def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     if not is_a(root, _PLUS):
-        # Pictures [b, picture, c, f, h, w] of one size, or one picture [b, c, f, h, w].
+        # Images [b, image, c, f, h, w] of one size, or one image [b, c, f, h, w].
         shape = arguments["hidden_states"].shape
         return (in_tokens(shape[-3:], root.config),) * (shape[1] if len(shape) == 6 else 1)
     shapes = arguments["shape_list"]
     first, *others = (tuple((frames, rows, columns) for frames, rows, columns in own) for own in shapes)
     if any(own != first for own in others):
         raise UnsupportedModelError(
-            f"shape_list: expected pictures of the same sizes in each sample, got {shapes}; generate such "
+            f"shape_list: expected images of the same sizes in each sample, got {shapes}; generate such "
             "samples one at a time"
         )
     return first
@@ -66,7 +66,7 @@ def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
 def _of_edit(root: Any, zeros: Blank, height: int, width: int, references: Sizes = ()) -> dict[str, Any]:
     if any(size != (height, width) for size in references):
         raise UnsupportedModelError(
-            f"references: this model takes pictures of the size of the sample, {height} × {width}, got "
+            f"references: this model takes images of the size of the sample, {height} × {width}, got "
             f"{', '.join(f'{rows} × {columns}' for rows, columns in references)}; pass that size"
         )
     frames = patch_of(root.config)[0]

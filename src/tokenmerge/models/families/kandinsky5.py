@@ -1,4 +1,4 @@
-"""Kandinsky 5: pictures and video with channels last; self- and cross-attention."""
+"""Kandinsky 5: images and video with channels last; self- and cross-attention."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ from tokenmerge.models.grids import grids_of_coordinates, in_tokens
 CLASSES = ("LTXVideoTransformer3DModel",)
 
 _FRAMES = 21  # latent frames: 161 frames of video
-# Tokens of given pictures stand before the tokens of the video.
+# Tokens of given images stand before the tokens of the video.
 _ATTENTION = Layout(text="first", token_arguments=(OWN_POSITIONS,))
-# With given pictures, each token has a timestep.
+# With given images, each token has a timestep.
 _TIMES = TokenArgument("temb", axes=(1,), batched=True)
 _BLOCK = Layout(text="first", token_arguments=(OWN_POSITIONS, _TIMES))
 _LAYERS = (Layer("attn1", "attn1", _ATTENTION), Layer("attn2", "attn2"), Layer("ff", "ff"))

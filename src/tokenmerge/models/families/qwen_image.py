@@ -14,10 +14,10 @@ from tokenmerge.models.family import Blank, Sizes, listed, transformer_host
 _CONTROLNET = "QwenImageControlNetModel"
 CLASSES = ("QwenImageTransformer2DModel", _CONTROLNET)
 
-_MADE = 5  # pictures that QwenImage-Layered makes: four layers, and all of them together
+_MADE = 5  # images that QwenImage-Layered makes: four layers, and all of them together
 _POSITIONS = TokenArgument("image_rotary_emb", axes=(0,), element=0)
 _ATTENTION = Layout(token_arguments=(_POSITIONS,))
-# Editing models can modulate the tokens of the picture being made and of others apart. Blocks return (text,
+# Editing models can modulate the tokens of the image being made and of others apart. Blocks return (text,
 # image).
 _MODULATION = TokenArgument("modulate_index", axes=(1,), batched=True)
 _BLOCK = Layout(token_arguments=(_POSITIONS, _MODULATION), outputs=(1,))
@@ -40,7 +40,7 @@ def describe(root: Any) -> Host:
 
 
 def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
-    # QwenImage-Layered splits a picture into several layers. The picture that it splits is the last one.
+    # QwenImage-Layered splits an image into several layers. The image that it splits is the last one.
     first = arguments["img_shapes"][0]
     pictures = [tuple(picture) for picture in (first if isinstance(first, list) else [first])]
     count = max(1, len(pictures) - 1) if _is_layered(root) else 1
@@ -62,7 +62,7 @@ def _others(root: Any, zeros: Blank, height: int, width: int, references: Sizes 
     config = root.config
     made = [(height, width)]
     if _is_layered(root):
-        references = references or made  # there is always a picture to split
+        references = references or made  # there is always an image to split
         made = made * zeros.frames
     shapes = [(1, rows // 2, columns // 2) for rows, columns in [*made, *references]]
     tokens = zeros(sum(rows * columns for _, rows, columns in shapes), config.in_channels)

@@ -77,7 +77,7 @@ def _refuse_other_attention(root: Any) -> None:
     if found:
         raise UnsupportedModelError(
             f"tokens cannot be merged in {type(root).__name__} yet: its attention is in {', '.join(found)}, "
-            "and takes pictures [b, c, h, w] instead of tokens, as in DeepFloyd IF and Kandinsky 2; run it "
+            "and takes images [b, c, h, w] instead of tokens, as in DeepFloyd IF and Kandinsky 2; run it "
             "without token merging, or take a model that docs/supported-models.md lists"
         )
 
@@ -89,7 +89,7 @@ def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
 
 
 def _latents(root: Any, sample: Tensor) -> Tensor:
-    # The first channels are denoised. Channels of a given picture may follow; guidance sets them to zero in a
+    # The first channels are denoised. Channels of a given image may follow; guidance sets them to zero in a
     # part of the batch: InstructPix2Pix [b, c, h, w], Stable Video Diffusion [b, f, c, h, w].
     axis = 2 if is_a(root, "UNetSpatioTemporalConditionModel") else 1
     channels = getattr(root.config, "out_channels", None) or sample.shape[axis]
@@ -114,15 +114,15 @@ def _usual(root: Any, zeros: Blank, sample: Tensor, words: int = 77) -> dict[str
 
 
 def _picture_size(widths: list[int], height: int, width: int) -> tuple[int, int]:
-    """Return the size of a ControlNet's picture, whose embedding halves it for each width but the first."""
+    """Return the size of a ControlNet's image, whose embedding halves it for each width but the first."""
     factor = 2 ** (len(widths) - 1)
     return height * factor, width * factor
 
 
 def _input_shape(projection: nn.Module) -> tuple[int, ...]:
-    """Return the shape of the embedding of one picture that a projection of an IP-Adapter takes."""
+    """Return the shape of the embedding of one image that a projection of an IP-Adapter takes."""
     first = next(layer for layer in projection.modules() if isinstance(layer, nn.Linear))
-    # `ImageProjection` takes one vector for each picture, other projections one for each patch.
+    # `ImageProjection` takes one vector for each image, other projections one for each patch.
     return (first.in_features,) if is_a(projection, "ImageProjection") else (257, first.in_features)
 
 

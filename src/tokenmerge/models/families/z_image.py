@@ -40,7 +40,7 @@ def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     if isinstance(images[0], list):
         raise UnsupportedModelError(
             f"x: expected one image for each sample, got {len(images[0])} for the first; samples with "
-            "further pictures cannot be merged yet: call remove_token_merging(pipe) first"
+            "further images cannot be merged yet: call remove_token_merging(pipe) first"
         )
     sizes = {tuple(image.shape[1:]) for image in images}
     if len(sizes) > 1:

@@ -93,7 +93,7 @@ def takes_part(layer: Layer, settings: MergeSettings) -> bool:
     if settings.scope == "keys":
         return layer.keys is not None
     if settings.scope == "block":
-        # Its attention counts merged tokens for as many as they stand for, and may need positions by picture.
+        # Its attention counts merged tokens for as many as they stand for, and may need positions by image.
         weighs = settings.proportional and layer.kind == "attn1" and layer.own_keys
         return weighs or not layer.layout.batched
     return layer.kind in settings.merged_layers

@@ -13,13 +13,13 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Layout, TokenArgument
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops.once import first_numbers, once
-from tokenmerge.ops.plan import IndexPlan, Plan, keep_destinations
+from tokenmerge.ops.plan import MergePlan, Plan, keep_destinations
 from tokenmerge.runtime.memory.caches import Tensors
 from tokenmerge.runtime.memory.state import LayerState
 
 
 class OfPictures(NamedTuple):
-    """What takes the place of a token argument without a batch axis: its value for each picture."""
+    """What takes the place of a token argument without a batch axis: its value for each image."""
 
     values: tuple[Tensor, ...]
 
@@ -104,7 +104,7 @@ def result_by_image(call: HostCall, images: int) -> Any:
     """Return the result of a call that is made for one image after the other.
 
     Images have arguments of their own where there is an :class:`OfPictures`, and in every tensor whose first
-    axis has ``images`` entries. The pictures follow one another, over and over.
+    axis has ``images`` entries. The images follow one another, over and over.
     """
     results = []
     for image in range(images):
@@ -139,12 +139,12 @@ def _joined(results: list[Any]) -> Any:
     return torch.cat(results) if isinstance(results[0], Tensor) else results[0]
 
 
-def _with_text(layout: Layout, plan: Plan, text: int) -> IndexPlan | None:
+def _with_text(layout: Layout, plan: Plan, text: int) -> MergePlan | None:
     """Return the plan for a sequence that ``text`` tokens precede, which merge with none.
 
     None: there is no text before the tokens, or a graph would make the plan for each block.
     """
-    if text == 0 or layout.text == "last" or not isinstance(plan, IndexPlan) or torch.compiler.is_compiling():
+    if text == 0 or layout.text == "last" or not isinstance(plan, MergePlan) or torch.compiler.is_compiling():
         return None
     return once(plan.inverse, ("text", text), partial(plan.after, text), plan.sizes)
 
@@ -234,7 +234,7 @@ def _at_kept_tokens(
 ) -> Tensor:
     """Return the entries of the tokens whose place the merged tokens take, beside those of the text.
 
-    Where the argument has no batch axis, they are those of one picture.
+    Where the argument has no batch axis, they are those of one image.
     """
     b, n = plan.inverse.shape
     if argument.broadcasts_to is not None:

@@ -23,7 +23,7 @@ from tokenmerge.runtime.memory.state import BlockState, CallContext, RecordedPla
 
 
 def sequence_in(state: BlockState, settings: MergeSettings) -> TokenSequence:
-    """Return the pictures in the tokens of a block: those of the sequence, or of this device's part."""
+    """Return the images in the tokens of a block: those of the sequence, or of this device's part."""
     shard, sequence = state.model.threads.value.shard, sequence_of(state.grids, settings)
     return sequence if shard is None else sequence_of_part(sequence.pictures, shard.index, shard.parts)
 
@@ -107,7 +107,7 @@ def _new_plan(state: BlockState, planner: str, sequence: TokenSequence, features
 
 
 def pictures_of(context: CallContext, images: int) -> int:
-    """Return how many plans the images of a batch have: guidance repeats each picture for as many prompts.
+    """Return how many plans the images of a batch have: guidance repeats each image for as many prompts.
 
     Where it is unknown whether it does, each image has a plan of its own.
     """

@@ -49,7 +49,7 @@ class Stack:
     made: StackResidual  # what takes its place
     settings: MergeSettings | None  # those by which its whole blocks merge; None where they do not
     plan: Plan | None  # None where nothing merges in this step
-    n: int  # image tokens of each picture, as the plan counts them
+    n: int  # image tokens of each image, as the plan counts them
     value: Tensor  # what its last block returned so far, in merged tokens if there is a plan
     text_value: Any  # the other stream that its last block returned
     start_merged: Tensor | None = None  # ``start`` in merged tokens

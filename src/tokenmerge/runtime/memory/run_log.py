@@ -44,22 +44,22 @@ class ForecastError(NamedTuple):
     step: int
     part: str  # "deep" for blocks and deep stages, "finest" for the finest level of a UNet
     gap: int  # the part ran so many steps before
-    error: Tensor  # of the picture that the model predicts, in the unit of the latents, for each picture
+    error: Tensor  # of the image that the model predicts, in the unit of the latents, for each image
 
 
 @dataclasses.dataclass(eq=False)
 class AddedNoise:
-    """How much noise a solver adds, measured once in a generation, from two steps without a setting of it.
+    """How much noise a scheduler adds, measured once in a generation, from two steps without a setting of it.
 
-    A step keeps a share of the noise in its sample: that of the noise levels where the solver adds none.
+    A step keeps a share of the noise in its sample: that of the noise levels where the scheduler adds none.
     """
 
     kept: Tensor | None = None  # the share; None until it is measured
     levels: tuple[float, float] = (1.0, 1.0)  # before and after the step in which it was measured
-    before: tuple[int, Tensor, Tensor] | None = None  # a step to compare: index, sample, picture
+    before: tuple[int, Tensor, Tensor] | None = None  # a step to compare: index, sample, image
 
     def note(self, levels: NoiseLevels, sample: Tensor, picture: Tensor, index: int) -> None:
-        """Note the sample that the model gets in a step, and the picture that it predicts from it."""
+        """Note the sample that the model gets in a step, and the image that it predicts from it."""
         before, self.before = self.before, None
         if self.kept is not None:
             return
@@ -82,7 +82,7 @@ class RunLog:
 
     config: ToMeConfig
     batch: int
-    grids: Grids  # of the sample and its reference pictures; there are none where nothing reads them
+    grids: Grids  # of the sample and its reference images; there are none where nothing reads them
     patch: int  # latent positions on a side of a token
     steps: int | None  # None: unknown, as in the next two fields
     guidance: float | None = None
@@ -112,13 +112,13 @@ class RunLog:
         sizes = [(rows * self.patch, columns * self.patch) for _, rows, columns in self.grids]
         size: tuple[int | None, int | None] = sizes[0] if sizes else (None, None)
         self.height, self.width = size  # of the sample (for latent diffusion, of the latents)
-        self.references = tuple(sizes[1:])  # likewise, of each reference picture
+        self.references = tuple(sizes[1:])  # likewise, of each reference image
         self.frames = self.grids[0][0] if self.grids else None  # of the sample's token grid
 
     def observe(self, look: Callable[..., Result], *given: Any) -> Result | None:
         """Call what only observes the generation, and return its result.
 
-        An error in it costs a figure and not the picture: the generation is then observed no longer. None is
+        An error in it costs a figure and not the image: the generation is then observed no longer. None is
         returned, as by all later calls.
         """
         if self.unseen:
@@ -162,7 +162,7 @@ class RunLog:
         """Compare what a part has added to the image with the forecast that ``before`` makes of it.
 
         What a forecast misses of a part's change, it is taken to miss of the change of the model's output.
-        What that changes in the picture that the model predicts follows from the noise level. So errors of
+        What that changes in the image that the model predicts follows from the noise level. So errors of
         all parts have one unit: that of the latents.
         """
         known = decision.forecasts.get(part)
@@ -279,11 +279,11 @@ class StepRow:
         step: index of the step among those of its scheduler, from 0.
         sign: that of the step in the plan, such as ``"M"``; empty: unknown.
         kind: ``"merged"``: the whole model ran, and tokens merged. ``"unmerged"``: it ran, and no
-            token merged. Both are complete steps. ``"reused"``: a part of the model was skipped.
+            token merged. Both are full steps. ``"reused"``: a part of the model was skipped.
         merging_calls: number of calls of blocks that merged, over all calls of the model in the step.
         tokens: tokens of the largest of these calls; None: no block merged.
         merged_tokens: what was left of them after merging; None: no block merged.
-        seconds: time in the model, ≥ 0, over all its calls in the step. Solver and decoder are not in it.
+        seconds: time in the model, ≥ 0, over all its calls in the step. Scheduler and decoder are not in it.
     """
 
     step: int

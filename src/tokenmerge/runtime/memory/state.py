@@ -38,7 +38,7 @@ Phases = Sequence[tuple[int, MergeSettings]]  # a level, and what holds there in
 class RecordedPlan:
     """A plan and the token grids (frames, rows, columns) that it is for.
 
-    A sequence may also hold reference pictures, behind the picture being made, whose grid is ``grid``.
+    A sequence may also hold reference images, behind the image being made, whose grid is ``grid``.
     """
 
     plan: Plan
@@ -338,7 +338,7 @@ class BlockState:
 
     @property
     def grids(self) -> tuple[tuple[int, int, int], ...]:
-        """(frames, rows, columns) of its tokens in the running call, of each picture in the sequence."""
+        """(frames, rows, columns) of its tokens in the running call, of each image in the sequence."""
         return (self.model.threads.value.grid if self.grid is None else self.grid.value).shapes
 
     @property

@@ -46,8 +46,8 @@ def check_grid(phases: Phases, *grids: GridShape, method: str = "") -> None:
     level, settings = next(phase for phase in phases if phase[1].merges)
     if len(grids) == 1 and not settings.ratio:
         raise NothingToMergeError(
-            f"nothing to merge: reference_ratio={settings.reference_ratio:g} merges reference pictures, "
-            "and there is none in the sequence; raise ratio to merge the picture that is being made"
+            f"nothing to merge: reference_ratio={settings.reference_ratio:g} merges reference images, "
+            "and there is none in the sequence; raise ratio to merge the image that is being made"
         )
     frames, rows, columns = grids[0]
     sides = (frames, -(-rows // level), -(-columns // level))[frames == 1 :]
@@ -106,7 +106,7 @@ def _check_size(state: ModelState, grids: Sequence[GridShape]) -> None:
 
 
 def _check_shard(state: ModelState, root: nn.Module, shard: Shard, grids: Sequence[GridShape]) -> None:
-    """Refuse parts of pictures, one for each device, from which not equally many tokens can be removed."""
+    """Refuse parts of images, one for each device, from which not equally many tokens can be removed."""
     for _, settings in state.phases:
         whole = sequence_of(grids, settings)
         every = [sequence_of_part(whole.pictures, index, shard.parts) for index in range(shard.parts)]
@@ -115,8 +115,8 @@ def _check_shard(state: ModelState, root: nn.Module, shard: Shard, grids: Sequen
         if whole.removed and not every[shard.index].removed:
             raise UnsupportedModelError(
                 f"{where}, and nothing can merge in one of them: it has no whole cell of sy={settings.sy} × "
-                f"sx={settings.sx}, or its pictures have ratio 0; take fewer devices, another size, or merge "
-                "in all pictures"
+                f"sx={settings.sx}, or its images have ratio 0; take fewer devices, another size, or merge "
+                "in all images"
             )
         sides = [sorted(picture.grid for picture in one.pictures) for one in every]
         if settings.planner in OWN_NUMBER and any(one != sides[0] for one in sides):

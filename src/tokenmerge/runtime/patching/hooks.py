@@ -182,7 +182,7 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
         if context.step_log is not None:
             log.observe(context.step_log.end_call)
         if log.unseen and not context.seed.is_meta:  # no operations are counted
-            state.warn_once(f"no estimate: {log.unseen}; the picture is as without it")
+            state.warn_once(f"no estimate: {log.unseen}; the image is as without it")
     if context.guidance_difference is not None and not torch.is_grad_enabled():  # then blocks may run again
         thread.context = dataclasses.replace(context, guidance_difference=None)
     thread.spans.clear()
@@ -200,13 +200,13 @@ def _note_runs(state: ModelState, root: nn.Module, log: RunLog, result: Any) -> 
     log.note_kind(tracker.index, "reused")
     state.warn_once(
         f"{type(root).__name__}: other code left out what should have run in a step, as a second cache does "
-        f"beside {named(state.method, state.config.reuse.given)}, so that the picture can be far from the "
+        f"beside {named(state.method, state.config.reuse.given)}, so that the image can be far from the "
         "dense one; take one of the two off"
     )
 
 
 def _compare_guidance(memory: Memory, context: CallContext, made: Any) -> None:
-    # Several pictures, or what a ControlNet adds to each level, cannot be compared.
+    # Several images, or what a ControlNet adds to each level, cannot be compared.
     if not isinstance(made, Tensor):
         return
     made, sample = made.detach(), memory.sample
@@ -352,7 +352,7 @@ def _given(
     """Return what a call is given, by which it is recognised.
 
     Samples are compared on a CPU. On a device, that waits for it: there they are compared where something
-    else than the solver may move them, which are tiles, of which a step has several, and callbacks.
+    else than the scheduler may move them, which are tiles, of which a step has several, and callbacks.
     """
     sample = arguments[state.call.sample]
     waits = needs_sync(sample[0])
@@ -390,7 +390,7 @@ def _config_of(call: _Call) -> ToMeConfig:
     state, step, memory = call.state, call.step, call.memory
     if step is not None and memory.config is not None:
         if memory.tolerance is not None and memory.log is not None:
-            if memory.tolerance.asks(step.done):  # after a complete step, this waits once
+            if memory.tolerance.asks(step.done):  # after a full step, this waits once
                 found = [own.log for own in state.pipeline.memories_of(step.generation)]
                 logs = [log for log in found if log is not None]
                 shown = memory.log.observe(shown_by, logs)
@@ -558,7 +558,7 @@ def _note_misfits(call: _Call, config: ToMeConfig) -> None:
         log.misfits = numbers.misfits
         state.warn_once(
             f"{name}: called with a sample that does not follow from one of the step before, such as a tile "
-            f"that moves, or pictures that a callback puts in another order; {nothing}"
+            f"that moves, or images that a callback puts in another order; {nothing}"
         )
 
 

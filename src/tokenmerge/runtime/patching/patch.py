@@ -150,7 +150,7 @@ def check_host(
             f"a step; {instead(method, 'take reuse.every=1')}"
         )
     if size is not None and not config.reuse.on:
-        # Settings for reference pictures are for calls that have some.
+        # Settings for reference images are for calls that have some.
         grids = [host.grid_at(*size)] * (2 if host.takes_references else 1)
         check_grid(phases_at(config, *sorted({block.level for block, _ in parts})), *grids, method=method)
     for block, layers in blocks_to_change(host, config):

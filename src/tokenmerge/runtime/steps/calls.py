@@ -4,7 +4,7 @@ A pipeline may call a model several times in a step: for prompts, for tiles, or 
 was cached in one call is of no use to another. Their order does not tell them apart: guidance may begin in a
 later step, with a call before the one that was there, and tiles may come in another order, or move.
 
-Two things tell. The text is the same tensor in every step, or has the same values. And a solver changes a
+Two things tell. The text is the same tensor in every step, or has the same values. And a scheduler changes a
 sample little from step to step, so that its fine detail, which is mostly noise, stays alike; that of another
 sample is not alike at all.
 """
@@ -24,7 +24,7 @@ from tokenmerge.ops.once import version_of
 
 Shape = tuple[object, ...]  # of the inputs of a call; what is cached for one does not fit another
 
-# Parts of the names of arguments that say what a picture should show. They stay the same over the steps.
+# Parts of the names of arguments that say what an image should show. They stay the same over the steps.
 _CONDITIONS = (
     "encoder_hidden_states",
     "pooled",
@@ -34,10 +34,10 @@ _CONDITIONS = (
     "context",
     "added_cond_kwargs",
 )
-_POSITIONS = 4096  # of each picture, at which its detail is compared, or a few more
+_POSITIONS = 4096  # of each image, at which its detail is compared, or a few more
 _FEWEST = 32  # positions that changed, with which a comparison says something
 # The correlation of the detail before and after a step. Without new noise it is above 0.8 in each of the
-# solvers of diffusers that fit the bundled model, in 4 steps or 12. That of two samples is 0 ± 0.03.
+# schedulers of diffusers that fit the bundled model, in 4 steps or 12. That of two samples is 0 ± 0.03.
 _LEAST = 0.1
 _CLEARLY = 0.25  # how much more it has to be with another sample, for that to be the one before
 _DEVIATIONS = 5  # both in standard deviations of a correlation of few positions, and at most …
@@ -51,7 +51,7 @@ _MOST_QUESTIONS = 4  # to a device in a generation, where conditions are made an
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Condition:
-    """A tensor that says what a picture should show, as a call was given it."""
+    """A tensor that says what an image should show, as a call was given it."""
 
     tensor: Tensor
     version: int | None  # how often it had been changed; None: nobody counts
@@ -130,7 +130,7 @@ def _tensors_in(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
 
 
 def detail_of(sample: Tensor | Sequence[Tensor]) -> Tensor | None:
-    """Return the fine detail of each picture at some positions: ``[b, positions]``; None: there is none.
+    """Return the fine detail of each image at some positions: ``[b, positions]``; None: there is none.
 
     It is how neighbours differ along the last two axes, which takes away what is smooth. On a device, this
     waits for it.
@@ -161,8 +161,8 @@ def continued(
 
     The arguments are the details of the sample and of those before, in the order in which they are expected,
     and for each of these the details of what the model returned for it, as far as they are known.
-    A solver that adds noise may leave nothing of the detail. Then a sample is refused only where another one
-    is more like it.
+    A scheduler that adds noise may leave nothing of the detail. Then a sample is refused only where another
+    one is more like it.
     """
     known = [detail for detail in before if detail is not None and now is not None]
     if now is None or len(known) < len(before) or any(detail.shape != now.shape for detail in known):
@@ -176,8 +176,8 @@ def continued(
 def _follows(
     now: Tensor, before: Sequence[Tensor], place: int, adds_noise: bool, outputs: Sequence[Tensor]
 ) -> bool:
-    """Return whether a sample follows from that at a place: all pictures of the batch, in their order."""
-    # Masks and pictures beside the latents stay as they are.
+    """Return whether a sample follows from that at a place: all images of the batch, in their order."""
+    # Masks and images beside the latents stay as they are.
     moved = (now != before[place]).any(dim=0)
     positions = int(moved.sum())
     if positions < _FEWEST:
@@ -200,7 +200,7 @@ def _follows(
 def _explained(now: Tensor, columns: Tensor) -> Tensor:
     """Return the correlation of a detail with the sum of some others that comes closest to it.
 
-    A solver makes a sample of the one before and of what the model returned for it. Where guidance is very
+    A scheduler makes a sample of the one before and of what the model returned for it. Where guidance is very
     strong, the latter is most of it.
     """
     if not (columns.isfinite().all() and now.isfinite().all()):
@@ -215,11 +215,11 @@ def _directions(details: Tensor) -> Tensor:
 
 
 def is_made_of(now: Tensor | None, calls: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether a sample is what a solver made of the calls of one step.
+    """Return whether a sample is what a scheduler made of the calls of one step.
 
     The arguments are the details of the sample, and for each call those of its sample and of what the model
     returned. DDIM and flow matching multiply each by a number, and add them. A sample that is one of these
-    itself is not made of them. What another kind of solver makes is not recognised.
+    itself is not made of them. What another kind of scheduler makes is not recognised.
     """
     if now is None or now.shape[1] < _FEWEST:
         return False

@@ -22,7 +22,7 @@ from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, is_mid
 Value = TypeVar("Value")
 
 _STEPS = 20  # where a pipeline has no default
-# Their batches hold the picture guided by text and image, by the image alone, and by nothing.
+# Their batches hold the image guided by text and image, by the image alone, and by nothing.
 _GUIDED_TWICE = ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLInstructPix2PixPipeline")
 _DENY_GUIDANCE = ("StableDiffusionPanoramaPipeline",)  # they guide, and always say that they do not
 

@@ -22,9 +22,9 @@ from tokenmerge.plans.estimate import Tolerance
 # tensor for each generation, and a deep copy of the tensor takes the attribute along.
 _GENERATION = "_tokenmerge_generation"
 _ON_CPU = "_tokenmerge_on_cpu"  # that by which timesteps on a device hold a copy on the CPU
-_PROBED_STEPS = 10  # of a solver that is asked how it clips
-_MORE = 1.5  # by which the change differs where the picture is clipped
-_CLIPPED, _CHANGE = 100.0, 0.1  # an output of a model whose picture is clipped, and a small change
+_PROBED_STEPS = 10  # of a scheduler that is asked how it clips
+_MORE = 1.5  # by which the change differs where the image is clipped
+_CLIPPED, _CHANGE = 100.0, 0.1  # an output of a model whose image is clipped, and a small change
 _ALMOST_NONE = 0.02  # noise before the last step, as a share of the first
 _NOISY: MutableMapping[Any, bool] = weakref.WeakKeyDictionary()  # schedulers, and whether they add noise
 _CLIPS: MutableMapping[Any, bool] = weakref.WeakKeyDictionary()  # schedulers, by ``clips_pictures_alone``
@@ -74,7 +74,7 @@ class DenoisingStep:
 
 def scheduler_of(pipe: Any, timestep: Tensor | float) -> Any:
     """Return the scheduler of a pipeline that a timestep is from; None: it has none."""
-    # Some pipelines have an ``inverse_scheduler`` too, which turns a picture into noise.
+    # Some pipelines have an ``inverse_scheduler`` too, which turns an image into noise.
     # A copy, since another thread that runs the pipeline sets attributes.
     for name, value in getattr(pipe, "__dict__", {}).copy().items():
         if name.endswith("_scheduler") and _offset(timestep, getattr(value, "timesteps", None)) is not None:
@@ -202,7 +202,7 @@ def ends_clean(sigmas: Any) -> bool:
     """Return whether flow matching has almost no noise left before its last step, which then changes little.
 
     So it is with the schedule of Stable Diffusion 3, but not with that of FLUX.1. ``sigmas`` are the noise
-    levels of the steps and, at the end, that of the picture. Those of other models begin above 1.
+    levels of the steps and, at the end, that of the image. Those of other models begin above 1.
     """
     return len(sigmas) > 2 and float(sigmas[-2]) <= _ALMOST_NONE and float(sigmas[0]) <= 1
 
@@ -258,11 +258,11 @@ def _makes_noise(scheduler: Any) -> bool:
 
 
 def clips_pictures_alone(scheduler: Any) -> bool:
-    """Return whether a solver clips the picture that is predicted in a step, and not the noise.
+    """Return whether a scheduler clips the image that is predicted in a step, and not the noise.
 
     DDIM does so with ``clip_sample`` or ``thresholding``. What a model errs in its output changes the
-    predicted picture and the predicted noise in opposite directions. Where the picture is clipped, all of the
-    change of the noise stays. Other solvers make the noise from the clipped picture, so that nothing of it
+    predicted image and the predicted noise in opposite directions. Where the image is clipped, all of the
+    change of the noise stays. Other schedulers make the noise from the clipped image, so that nothing of it
     stays.
     """
     if not (setting_of(scheduler, "clip_sample") or setting_of(scheduler, "thresholding")):
@@ -276,7 +276,7 @@ def clips_pictures_alone(scheduler: Any) -> bool:
 
 
 def _keeps_noise(scheduler: Any) -> bool:
-    """Return whether a change of the model's output changes a step more where the picture is clipped."""
+    """Return whether a change of the model's output changes a step more where the image is clipped."""
     changes = []
     try:
         with torch.device("cpu"):
@@ -379,18 +379,18 @@ def _place(timestep: float, scheduled: Tensor, made: int) -> int | None:
 class NoiseLevels:
     """The noise levels of one generation."""
 
-    # Noise of each step of the scheduler, divided by the share of the picture, and that after the last step.
+    # Noise of each step of the scheduler, divided by the share of the image, and that after the last step.
     sigmas: tuple[float, ...]
     predicts: str  # "epsilon", "v_prediction", "sample" or, of flow matching, "flow"
     clips: bool = False  # see ``clips_pictures_alone``
 
     def scaled(self, sample: Tensor, index: int) -> Tensor:
-        """Return the picture plus noise of this level, from the sample that a model gets: float32."""
+        """Return the image plus noise of this level, from the sample that a model gets: float32."""
         sigma = self.sigmas[index]
         return sample.float() * (1 + sigma if self.predicts == "flow" else (1 + sigma**2) ** 0.5)
 
     def _shares(self, index: int) -> tuple[float, float]:
-        """Return how much of the sample and of the model's output is in the picture that it predicts."""
+        """Return how much of the sample and of the model's output is in the image that it predicts."""
         sigma = self.sigmas[index]
         root = (1 + sigma**2) ** 0.5
         return {
@@ -401,11 +401,11 @@ class NoiseLevels:
         }[self.predicts]
 
     def weight(self, index: int) -> float:
-        """Return how much an error of the model's output at a step changes the picture that it predicts."""
+        """Return how much an error of the model's output at a step changes the image that it predicts."""
         return abs(self._shares(index)[1])
 
     def picture(self, sample: Tensor, output: Tensor, index: int) -> Tensor:
-        """Return the picture that a model predicts with an output, as guidance combines it: float32."""
+        """Return the image that a model predicts with an output, as guidance combines it: float32."""
         of_sample, of_output = self._shares(index)
         return torch.add(sample.float() * of_sample, output, alpha=of_output).float()
 

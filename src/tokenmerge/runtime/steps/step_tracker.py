@@ -113,7 +113,7 @@ class StepTracker:
         return self.numbers.begin_step()
 
     def begin_call(self, given: Given, adds_noise: bool = False) -> None:
-        """Note a call in the running step. Its solver may add noise."""
+        """Note a call in the running step. Its scheduler may add noise."""
         self.call = self.numbers.begin_call(given, adds_noise)
         self._runs = {}
 
@@ -141,14 +141,14 @@ class StepTracker:
         return due
 
     def corrects(self, every: int, shape: Shape) -> bool:
-        """Return whether a correction is due, as in one of ``every`` complete steps of a shape; note it."""
+        """Return whether a correction is due, as in one of ``every`` full steps of a shape; note it."""
         since, seen = self.noted.get((self.call, "correction"), (every, None))
         due = seen != shape or since + 1 >= every
         self.noted[self.call, "correction"] = 0 if due else since + 1, shape
         return due
 
     def measure_next(self, call: int) -> None:
-        """Let a call measure what merging loses in its next complete step."""
+        """Let a call measure what merging loses in its next full step."""
         self.noted.pop((call, "correction"), None)
 
     def answer(self, question: object, look: Callable[[], bool]) -> bool:

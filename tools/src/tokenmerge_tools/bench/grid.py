@@ -65,7 +65,7 @@ class BenchOptions:
     size: Annotated[
         tuple[str, ...], _axis("WIDTHxHEIGHT, or N for a square, in pixels. Default: each model's own.")
     ] = ()
-    batch: Annotated[tuple[int, ...], _axis("Pictures per call.")] = (1,)
+    batch: Annotated[tuple[int, ...], _axis("Images per call.")] = (1,)
     dtype: Annotated[tuple[str, ...], _axis(f"{', '.join(DTYPE_CHOICES)}.")] = ("auto",)
     attention: Annotated[tuple[str, ...], _axis(ATTENTION_HELP)] = ("sdpa",)
     variants: Annotated[

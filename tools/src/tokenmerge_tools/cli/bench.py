@@ -43,7 +43,7 @@ def bench(
 ) -> None:
     """Measure time and memory of single calls of the denoiser, dense and merged.
 
-    To time whole pictures, take tokenmerge evaluate. A variant is a method with its settings. At each size,
+    To time whole images, take tokenmerge evaluate. A variant is a method with its settings. At each size,
     batch and dtype, the calls of all variants take turns, and each variant has its median and quartiles. One
     that runs out of memory is marked, and the others go on. After Ctrl-C, run the same command again to
     continue. Defaults below hold for what neither a preset nor a grid file sets.

@@ -27,22 +27,22 @@ def evaluate(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, option("Running", "Only print how many pictures and hours it takes.", "--dry-run")
+        bool, option("Running", "Only print how many images and hours it takes.", "--dry-run")
     ] = False,
     seconds_per_picture: Annotated[
         float | None,
         option(
             "Running",
-            "For --dry-run: how long a dense picture takes. Default: as long as in an earlier run.",
+            "For --dry-run: how long a dense image takes. Default: as long as in an earlier run.",
             parser="number",
         ),
     ] = None,
 ) -> None:
-    """Measure how close to dense and how fast methods are, on many pictures.
+    """Measure how close to dense and how fast methods are, on many images.
 
     A variant is a method with its settings. Each prompt is drawn dense and by every variant, from the same
-    seed. The variant fewer-steps stands for dense pictures in fewer steps: for each other variant, in as many
-    as need the same operations. Each picture is timed, so that tokenmerge report can plot closeness over
+    seed. The variant fewer-steps stands for dense images in fewer steps: for each other variant, in as many
+    as need the same operations. Each image is timed, so that tokenmerge report can plot closeness over
     speed.
 
     Metrics are loaded first. A message says which weights are downloaded, and a metric that cannot work here

@@ -23,9 +23,9 @@ def generate(
     ] = False,
     given: dict[str, Any],
 ) -> None:
-    """Draw pictures with and without tokenmerge from the same seeds, and compare them.
+    """Draw images with and without tokenmerge from the same seeds, and compare them.
 
-    This prints times, speed-up and closeness. It writes the pictures, comparison.png with all of them,
+    This prints times, speed-up and closeness. It writes the images, comparison.png with all of them,
     and run.json. Calls with and without tokenmerge take turns, and the time is the median.
     """
     quiet_libraries("tokenmerge generate")

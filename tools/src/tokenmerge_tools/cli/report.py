@@ -25,7 +25,7 @@ def report(
         typer.Option("--out", "-o", help="The page, a .html file."),
     ] = Path("outputs/report.html"),
 ) -> None:
-    """Make an HTML page with tables, plots and pictures from results.
+    """Make an HTML page with tables, plots and images from results.
 
     The page needs no network and no other file.
     """

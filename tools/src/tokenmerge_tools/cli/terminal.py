@@ -36,7 +36,7 @@ _NO_EDGE = 10_000
 _SECONDS_BETWEEN_LINES = 30
 # A run is called faster than counted when it is faster by more than this.
 _FASTER_THAN_COUNTED = 1.1
-_LOOK = "At 40 dB, pictures are hard to tell apart; at 35 small details differ, at 30 larger ones, at 25 many"
+_LOOK = "At 40 dB, images are hard to tell apart; at 35 small details differ, at 30 larger ones, at 25 many"
 
 
 def show(plain: PlainTable, *lines: str) -> None:
@@ -151,7 +151,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     found = f"; it is {sum(finite) / len(finite):.1f} dB" if finite else ""
     for line in result.summary.splitlines():
         if guess := re.match(r"  estimated: (\d+ dB) .* (\(mostly \d+ to \d+) ", line):
-            lines.append(f"  Estimated:   {' '.join(guess.groups())}), without the dense picture{found}")
+            lines.append(f"  Estimated:   {' '.join(guess.groups())}), without the dense image{found}")
         if line.startswith(("  warning", "  min_psnr")):
             lines.append(line)
     example = '  Your model:  tokenmerge generate "a castle" --model owner/name'
@@ -177,10 +177,10 @@ def _about_times(rows: list[tuple[str, float, str]], result: Result, options: Ge
 
 
 def _close_to_dense(result: Result) -> str:
-    """Say how close the pictures are, with a word on what that means."""
-    finite = [value for value in result.psnr if math.isfinite(value)]  # infinite for equal pictures
+    """Say how close the images are, with a word on what that means."""
+    finite = [value for value in result.psnr if math.isfinite(value)]  # infinite for equal images
     if not finite:
-        return "the pictures are identical"
+        return "the images are identical"
     same = len(result.psnr) - len(finite)
     mean = sum(finite) / len(finite)
     psnr = f"{mean:.1f} dB to dense: {looks(math.floor(mean))}"

@@ -1,4 +1,4 @@
-"""The pictures that the bundled models draw, which are emoji on plain backgrounds, and their prompts."""
+"""The images that the bundled models draw, which are emoji on plain backgrounds, and their prompts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read_glyphs() -> tuple[Glyph, ...]:
 
 
 def caption(name: str, background: str) -> str:
-    """Describe a picture.
+    """Describe an image.
 
     >>> caption("a red apple", "orange")
     'a red apple on an orange background'

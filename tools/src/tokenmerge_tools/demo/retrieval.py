@@ -1,7 +1,7 @@
-"""Recognises the glyph and the background of a picture, without the model under test.
+"""Recognises the glyph and the background of an image, without the model under test.
 
-The features are down-sampled CIELAB colours and the gradients of lightness. A picture's background is the
-named colour nearest to the median of its border; its glyph is the one whose own picture, laid on that
+The features are down-sampled CIELAB colours and the gradients of lightness. An image's background is the
+named colour nearest to the median of its border; its glyph is the one whose own image, laid on that
 background, is nearest in feature space.
 """
 
@@ -19,9 +19,9 @@ from tokenmerge_tools.demo.glyphs import BACKGROUNDS, read_glyphs
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-GRID = 32  # side of the down-sampled picture
+GRID = 32  # side of the down-sampled image
 GRADIENT_WEIGHT = 1.0  # weight of a gradient of L* relative to a difference of colour
-BORDER = 0.04  # width of the strip that counts as background, as a fraction of the picture
+BORDER = 0.04  # width of the strip that counts as background, as a fraction of the image
 
 SHEET = Path(__file__).parent / "emoji" / "glyphs.png"  # thumbnails of GRID × GRID pixels, RGBA, row by row
 COLUMNS = 26
@@ -44,14 +44,14 @@ def lab(colours: NDArray[np.floating]) -> NDArray[np.float64]:
 
 
 def features(colours: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Turn pictures [..., h, w, 3] with values in [0, 1] into feature vectors [..., h · w · 5]."""
+    """Turn images [..., h, w, 3] with values in [0, 1] into feature vectors [..., h · w · 5]."""
     values = lab(colours)
     gradients = np.stack([*np.gradient(values[..., 0], axis=(-2, -1))], axis=-1) * GRADIENT_WEIGHT
     return np.concatenate([values, gradients], axis=-1).astype(np.float32).reshape(*colours.shape[:-3], -1)
 
 
 def background_of(picture: Image) -> str:
-    """Name the background of a picture."""
+    """Name the background of an image."""
     pixels = np.asarray(picture.convert("RGB"))
     strip = max(1, round(BORDER * pixels.shape[0]))
     edge = np.ones(pixels.shape[:2], dtype=bool)

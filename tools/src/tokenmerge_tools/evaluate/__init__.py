@@ -1,1 +1,1 @@
-"""Evaluations of quality: dense and merged pictures of many prompts, and metrics over them."""
+"""Evaluations of quality: dense and merged images of many prompts, and metrics over them."""

@@ -1,4 +1,4 @@
-"""FID and KID: distances between two sets of pictures, by the features of a network."""
+"""FID and KID: distances between two sets of images, by the features of a network."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 DISTANCES = ("fid", "kid")
 INCEPTION = "inception-v3"
-# The features of a set of pictures by network, in batches [b, d].
+# The features of a set of images by network, in batches [b, d].
 Features = Mapping[Vision, Sequence[Tensor]]
 
 _FILES = (".png", ".jpg", ".jpeg", ".webp")
-_ENOUGH_FOR_FID = 2048  # with fewer pictures, FID depends more on their number than on their content
+_ENOUGH_FOR_FID = 2048  # with fewer images, FID depends more on their number than on their content
 # The number of subsets of KID, and the largest size of one, as in its paper.
 _SUBSETS = 100
 _LARGEST_SUBSET = 1000
@@ -47,28 +47,28 @@ class Inception(Vision):
 
     @torch.no_grad()
     def __call__(self, pictures: Sequence[Image]) -> Tensor:
-        """Return the features [b, 2048] of b pictures of one size, float32 on the CPU."""
+        """Return the features [b, 2048] of b images of one size, float32 on the CPU."""
         pixels = (as_tensor(pictures) * 255).round().byte()
         features: Tensor = self.model(pixels.to(next(self.model.parameters()).device))
         return features.float().cpu()
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """Find the reference pictures in a folder and its subfolders: at least two."""
-    # A leading dot marks hidden files, and pictures that are still being written.
+    """Find the reference images in a folder and its subfolders: at least two."""
+    # A leading dot marks hidden files, and images that are still being written.
     found = sorted(
         path for path in folder.rglob("*") if path.suffix.lower() in _FILES and not path.name.startswith(".")
     )
     if len(found) < 2:
         raise ConfigError(
-            f"reference: expected a folder with at least 2 pictures ({', '.join(_FILES)}), got {folder} with "
+            f"reference: expected a folder with at least 2 images ({', '.join(_FILES)}), got {folder} with "
             f"{len(found)}"
         )
     return found
 
 
 def features_of(folder: Path, networks: Iterable[Vision]) -> Features:
-    """Compute the features of the reference pictures in a folder, which may differ in size."""
+    """Compute the features of the reference images in a folder, which may differ in size."""
     found: dict[Vision, list[Tensor]] = {network: [] for network in networks}
     for path in pictures_in(folder):
         picture = open_picture(path, "reference", "leave it out of the folder")
@@ -78,22 +78,22 @@ def features_of(folder: Path, networks: Iterable[Vision]) -> Features:
 
 
 def check_count(metrics: Iterable[str], pictures: int, on_note: Callable[[str], None]) -> None:
-    """Refuse the distances of a single picture, and note that the FID of few pictures is biased."""
+    """Refuse the distances of a single image, and note that the FID of few images is biased."""
     names = [name for name in metrics if name in DISTANCES]
     if names and pictures < 2:
-        raise ConfigError(f"{', '.join(names)}: expected at least 2 pictures, got {pictures}; add --seeds 2")
+        raise ConfigError(f"{', '.join(names)}: expected at least 2 images, got {pictures}; add --seeds 2")
     if "fid" in names and pictures < _ENOUGH_FOR_FID:
-        on_note(f"fid of only {pictures} pictures is biased upwards; kid is unbiased")
+        on_note(f"fid of only {pictures} images is biased upwards; kid is unbiased")
 
 
 def distance(name: str, features: Tensor, reference: Tensor) -> float:
     """Return ``"fid"`` or ``"kid"`` of two sets of features [n, d] and [m, d], n, m ≥ 2. Lower is closer.
 
-    FID is the Fréchet distance of two Gaussians (Heusel et al. 2017, arXiv 1706.08500). With few pictures it
+    FID is the Fréchet distance of two Gaussians (Heusel et al. 2017, arXiv 1706.08500). With few images it
     is biased upwards, so compare only sets of equal size.
 
     KID is the squared maximum mean discrepancy with a cubic kernel (arXiv 1801.01401), the mean over fixed
-    subsets of at most a thousand pictures. It is unbiased, and for similar sets it may be negative.
+    subsets of at most a thousand images. It is unbiased, and for similar sets it may be negative.
     """
     from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.kid import KernelInceptionDistance

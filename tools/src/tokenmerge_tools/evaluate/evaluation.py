@@ -78,9 +78,9 @@ class EvaluateOptions(PipelineOptions):
     ] = None
     limit: Annotated[int | None, _prompts("Use only the first N prompts.", parser="integer")] = None
     every_nth: Annotated[int, _prompts("Of these, use only every N-th.", parser="integer")] = 1
-    seeds: Annotated[int, _prompts("Pictures per prompt.", parser="integer")] = 1
+    seeds: Annotated[int, _prompts("Images per prompt.", parser="integer")] = 1
     seed: Annotated[
-        int, _prompts("Seed of the first picture of each prompt; each later one adds 1.", parser="integer")
+        int, _prompts("Seed of the first image of each prompt; each later one adds 1.", parser="integer")
     ] = 0
     variants: Annotated[
         tuple[str, ...],
@@ -106,7 +106,7 @@ class EvaluateOptions(PipelineOptions):
     ] = ()
     reference: Annotated[
         Path | None,
-        _compared("Folder of pictures that fid and kid compare with. Default: the dense pictures."),
+        _compared("Folder of images that fid and kid compare with. Default: the dense images."),
     ] = None
     frames: Annotated[
         int | None,
@@ -117,18 +117,18 @@ class EvaluateOptions(PipelineOptions):
     out: Annotated[
         Path,
         _results(
-            "Results file, one JSON line per record. Pictures go to a folder of the same name.", "--out", "-o"
+            "Results file, one JSON line per record. Images go to a folder of the same name.", "--out", "-o"
         ),
     ] = Path("outputs/evaluate.jsonl")
     samples: Annotated[int, _results("How many prompts the report shows.", parser="integer")] = 4
     batch: Annotated[
-        int, machine("Pictures per call. It changes the pictures only by rounding.", parser="integer")
+        int, machine("Images per call. It changes the images only by rounding.", parser="integer")
     ] = 4
     timed: Annotated[
         bool,
         machine(
-            "Time each picture. --untimed is for a busy machine: it counts the operations of rivals in each "
-            "picture instead of in one.",
+            "Time each image. --untimed is for a busy machine: it counts the operations of rivals in each "
+            "image instead of in one.",
             "--timed/--untimed",
         ),
     ] = True
@@ -183,8 +183,8 @@ class Evaluation:
     """What an evaluation draws, and where.
 
     The size is (width, height) in pixels, and dense is the first variant. ``frames`` is the length of videos,
-    or None if pictures are drawn. ``reference`` is the folder that FID and KID compare with, or None if they
-    compare with the dense pictures. ``counted`` has the speed-ups by counted operations that are known
+    or None if images are drawn. ``reference`` is the folder that FID and KID compare with, or None if they
+    compare with the dense images. ``counted`` has the speed-ups by counted operations that are known
     without a run, by label, and ``left_out`` why a rival does not run here.
     """
 
@@ -202,7 +202,7 @@ class Evaluation:
 
 
 def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluation:
-    """Read the prompts and the model's configs, and look for the reference pictures."""
+    """Read the prompts and the model's configs, and look for the reference images."""
     prompts = options.read_prompts()
     if options.reference is not None:
         pictures_in(options.reference)
@@ -290,7 +290,7 @@ def plan_variants(specs: Sequence[Variant], steps: int, speedups: Sequence[float
 
 
 def _frames(source: ModelSource, wanted: int | None) -> int | None:
-    """Return the number of frames of the videos that a model draws, or None if it draws pictures."""
+    """Return the number of frames of the videos that a model draws, or None if it draws images."""
     import diffusers
 
     name = None if source.kind is SourceKind.CHECKPOINT else read_index(source).get("_class_name")
@@ -298,7 +298,7 @@ def _frames(source: ModelSource, wanted: int | None) -> int | None:
     if pipeline is not None and draws_videos(pipeline):
         return default_frames(pipeline) if wanted is None else wanted
     if wanted is not None:
-        raise ConfigError(f"frames: {name or 'a single checkpoint'} draws pictures; leave --frames out")
+        raise ConfigError(f"frames: {name or 'a single checkpoint'} draws images; leave --frames out")
     return None
 
 
@@ -325,7 +325,7 @@ def weights_key(source: ModelSource) -> str | None:
 def dry_run(options: EvaluateOptions, seconds: float | None) -> list[str]:
     """Return lines about what is to be drawn.
 
-    ``seconds`` are those of a dense picture. If they are None, the median of the dense pictures that an
+    ``seconds`` are those of a dense image. If they are None, the median of the dense images that an
     earlier run of the same command timed takes their place.
     """
     evaluation = plan_evaluation(options, resolve_device(options.device))
@@ -348,7 +348,7 @@ def dry_run(options: EvaluateOptions, seconds: float | None) -> list[str]:
             return [
                 *lines,
                 "how long they take is unknown: give --seconds-per-picture, or run the same command with "
-                "--limit 1 first, which times a dense picture",
+                "--limit 1 first, which times a dense image",
             ]
         seconds = statistics.median(timed)
         origin = f"measured on {len(timed)} {pictures}"
@@ -356,6 +356,6 @@ def dry_run(options: EvaluateOptions, seconds: float | None) -> list[str]:
     guessed = [v.label for v in variants[1:] if v.label not in evaluation.counted]
     return [
         *lines,
-        f"{hours:.3g} hours on this device, at {seconds:.3g} s for a dense picture ({origin})",
+        f"{hours:.3g} hours on this device, at {seconds:.3g} s for a dense image ({origin})",
         *([f"reckoned as slow as dense: {', '.join(guessed)}"] if guessed else []),
     ]

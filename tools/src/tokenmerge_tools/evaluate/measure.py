@@ -1,4 +1,4 @@
-"""Measures the pictures of an evaluation, averages over them, and makes the records."""
+"""Measures the images of an evaluation, averages over them, and makes the records."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _QUARTILES = (0.25, 0.5, 0.75)
 
 @dataclasses.dataclass
 class Measured:
-    """Measurements of the pictures or videos of one variant, in the order of the items.
+    """Measurements of the images or videos of one variant, in the order of the items.
 
     ``columns`` has the values of each metric by its name, and ``seconds`` how long each took, NaN if unknown.
     ``costs`` has what :meth:`PictureStore.cost` says of each, and ``configs`` the settings that they were
-    drawn with, as JSON. ``features`` are those of all pictures and frames.
+    drawn with, as JSON. ``features`` are those of all images and frames.
     """
 
     columns: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
@@ -48,7 +48,7 @@ class Measured:
     features: dict[Vision, list[Tensor]] = dataclasses.field(default_factory=lambda: defaultdict(list))
 
     def figures(self, metrics: Metrics, reference: Features | None = None) -> Figures:
-        """Average over the pictures, and compare the set of them with a reference."""
+        """Average over the images, and compare the set of them with a reference."""
         values = dict[str, float]()
         errors = dict[str, float]()
         equal = 0
@@ -71,16 +71,16 @@ class Measured:
         return Figures(values, equal, undefined, errors)
 
     def speedups(self, dense: Measured) -> list[float]:
-        """Return the speed-up t_dense / t of each picture, without unknown ones."""
+        """Return the speed-up t_dense / t of each image, without unknown ones."""
         found = [one / other for one, other in zip(dense.seconds, self.seconds, strict=True)]
         return [speedup for speedup in found if math.isfinite(speedup)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Means over pictures, without the infinite PSNR of those that ``equal`` dense in every pixel.
+    """Means over images, without the infinite PSNR of those that ``equal`` dense in every pixel.
 
-    ``errors`` has the standard errors of the means that are over two pictures or more.
+    ``errors`` has the standard errors of the means that are over two images or more.
     Metrics whose mean is not finite are named in ``undefined`` and left out of ``values``.
     """
 
@@ -114,7 +114,7 @@ def _add_rows(
     metrics: Metrics,
     found: Mapping[str, Measured],
 ) -> None:
-    """Add a row for each picture, or one for a video: means over its frames, and its motion."""
+    """Add a row for each image, or one for a video: means over its frames, and its motion."""
     video = store.length is not None
     dense = _frames(items, variants[0], store)
     for variant in variants:
@@ -155,8 +155,8 @@ def standard_error(values: Sequence[float]) -> float:
 def not_told_apart(measured: Mapping[str, Measured], metric: str, lower: bool) -> dict[str, list[str]]:
     """Return the best variant in a metric, and those whose paired difference from it is within the noise.
 
-    The noise is two standard errors of the mean difference over the pictures that both have. The result is
-    empty unless there are two variants with two pictures each.
+    The noise is two standard errors of the mean difference over the images that both have. The result is
+    empty unless there are two variants with two images each.
     """
     sign = -1.0 if lower else 1.0
     found = {label: sign * np.array(own.columns.get(metric, [])) for label, own in measured.items()}
@@ -183,7 +183,7 @@ def quality_records(
 ) -> list[QualityRecord]:
     """Make the record of each variant.
 
-    Sets of pictures are compared with the reference pictures, or with the dense ones if there are none.
+    Sets of images are compared with the reference images, or with the dense ones if there are none.
     Values in known records of earlier runs are kept unless they were measured again.
     """
     now = {*(metric.name for metric in metrics.of_pictures), *metrics.of_sets}
@@ -231,16 +231,16 @@ def _record(
         notes.append(f"{steps} of {conditions['steps']} steps")
     if figures.equal:
         notes.append(
-            f"{figures.equal} of {len(evaluation.items)} pictures equal dense in every pixel; their PSNR is "
+            f"{figures.equal} of {len(evaluation.items)} images equal dense in every pixel; their PSNR is "
             "infinite and not in the mean"
         )
     for name in figures.undefined:
-        notes.append(f"{name} is left out, because it is not a finite number for some pictures")
+        notes.append(f"{name} is left out, because it is not a finite number for some images")
     # A method may choose by measurements of the device, which can change.
     if len(own.configs) > 1:
         notes.append(
-            f"its pictures were drawn with {len(own.configs)} different settings, which the method chose at "
-            "different times; delete the pictures, and the same command draws all alike"
+            f"its images were drawn with {len(own.configs)} different settings, which the method chose at "
+            "different times; delete the images, and the same command draws all alike"
         )
     about = [f"{variant.label}: {note}" for note in notes]
     prompts = list(evaluation.prompts)
@@ -293,7 +293,7 @@ def _comparisons(metrics: Metrics, measured: Mapping[str, Measured]) -> list[str
     for metric in (one.name for one in metrics.of_pictures):
         for best, alike in not_told_apart(measured, metric, metric in LOWER_IS_CLOSER).items():
             noise = "by more than its noise" if not alike else f"but within the noise of {', '.join(alike)}"
-            notes.append(f"{metric}: {best} is the best, {noise} (two standard errors, paired by picture)")
+            notes.append(f"{metric}: {best} is the best, {noise} (two standard errors, paired by image)")
     return notes
 
 

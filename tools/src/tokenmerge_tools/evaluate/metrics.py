@@ -36,11 +36,11 @@ _NETWORKS = {
     **dict.fromkeys(DISTANCES, INCEPTION),
 }
 
-OF_PROMPTS = ("clip-score", "image-reward", _GLYPHS)  # metrics that need no dense picture
+OF_PROMPTS = ("clip-score", "image-reward", _GLYPHS)  # metrics that need no dense image
 METRIC_NAMES = (*_PIXELWISE, *_NETWORKS, _GLYPHS)
-PICTURE_METRICS = tuple(name for name in METRIC_NAMES if name not in DISTANCES)  # a value for each picture
+PICTURE_METRICS = tuple(name for name in METRIC_NAMES if name not in DISTANCES)  # a value for each image
 
-# (b pictures, the dense pictures of the same seeds, their prompts) → values [b]
+# (b images, the dense images of the same seeds, their prompts) → values [b]
 Measure = Callable[[Sequence["Image"], Sequence["Image"], Sequence[str]], Tensor]
 
 # Metrics of a video: (its frames, frames of the dense video with the same seed) → one number.
@@ -49,7 +49,7 @@ MOTION: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"motion": motion, "m
 
 @dataclasses.dataclass(frozen=True)
 class PictureMetric:
-    """A metric with one value for each picture. One ``beside_dense`` has no value for dense itself."""
+    """A metric with one value for each image. One ``beside_dense`` has no value for dense itself."""
 
     name: str
     measure: Measure
@@ -131,7 +131,7 @@ def load_metrics(
 
 
 def _measure(name: str, network: str, prompts: Sequence[str], load: Callable[..., Any]) -> Measure:
-    """Make a metric with a value for each picture. ``load`` takes the kind of its network, and the name."""
+    """Make a metric with a value for each image. ``load`` takes the kind of its network, and the name."""
     if name in _PIXELWISE or name == "lpips":
         pixelwise = _PIXELWISE.get(name) or load(Lpips, network)
         return lambda pictures, dense, _: pixelwise(as_tensor(pictures), as_tensor(dense))
@@ -152,21 +152,21 @@ def _measure(name: str, network: str, prompts: Sequence[str], load: Callable[...
 
 
 class _Similarity:
-    """Cosine similarity between the features of a picture and of the dense picture."""
+    """Cosine similarity between the features of an image and of the dense image."""
 
     def __init__(self, network: Vision) -> None:
         self.network = network
         self._dense: tuple[Sequence[Image], Tensor] | None = None
 
     def __call__(self, pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
-        # All variants of a batch are compared with the same dense pictures.
+        # All variants of a batch are compared with the same dense images.
         if self._dense is None or self._dense[0] is not dense:
             self._dense = dense, self.network(dense)
         return torch.cosine_similarity(self.network(pictures), self._dense[1])
 
 
 def _glyphs(prompts: Sequence[str]) -> Measure:
-    """Measure 1 for a picture that shows the glyph in its prompt, otherwise 0."""
+    """Measure 1 for an image that shows the glyph in its prompt, otherwise 0."""
     other = [prompt for prompt in prompts if asked_for(prompt) is None]
     if other:
         raise ConfigError(f"the prompt {other[0]!r} names no glyph of the bundled models")

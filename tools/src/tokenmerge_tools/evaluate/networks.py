@@ -1,4 +1,4 @@
-"""Trained networks: features of pictures and texts, rewards, and LPIPS on AlexNet in plain PyTorch.
+"""Trained networks: features of images and texts, rewards, and LPIPS on AlexNet in plain PyTorch.
 
 The LPIPS of torchmetrics needs torchvision.
 """
@@ -46,13 +46,13 @@ class Vision:
 
     @torch.no_grad()
     def __call__(self, pictures: Sequence[Image]) -> Tensor:
-        """Return the features [b, d] of b pictures, float32 on the CPU."""
+        """Return the features [b, d] of b images, float32 on the CPU."""
         inputs = self.processor(images=list(pictures), return_tensors="pt").to(self.model.device)
         return _pooled(getattr(self.model, "get_image_features", self.model)(**inputs))
 
 
 class Clip(Vision):
-    """CLIP (Radford et al. 2021, arXiv 2103.00020), which maps pictures and texts into one space."""
+    """CLIP (Radford et al. 2021, arXiv 2103.00020), which maps images and texts into one space."""
 
     def __init__(self, model: str) -> None:
         import transformers
@@ -88,7 +88,7 @@ class Reward:
         self.model.device = device
 
     def __call__(self, pictures: Sequence[Image], prompts: Sequence[str]) -> Tensor:
-        """Return the scores [b] of b pictures, float32 on the CPU; about 0 for an average picture."""
+        """Return the scores [b] of b images, float32 on the CPU; about 0 for an average image."""
         return torch.tensor([self.model.score(p, one) for p, one in zip(prompts, pictures, strict=True)])
 
 

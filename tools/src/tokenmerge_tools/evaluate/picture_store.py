@@ -1,4 +1,4 @@
-"""The folder with the pictures of an evaluation."""
+"""The folder with the images of an evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenmerge_tools.variants.variant import DENSE, Variant
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-CONTINUES = "the finished pictures are safe; run the same command again to continue"
+CONTINUES = "the finished images are safe; run the same command again to continue"
 _DRAWN_AGAIN = "delete it, and the same command draws it again"
 # Keys of the text chunks in a PNG.
 _SECONDS = "tokenmerge seconds"
@@ -32,11 +32,11 @@ _MILLISECONDS = 100
 
 @dataclasses.dataclass(frozen=True)
 class PictureStore:
-    """Paths of pictures. Two pictures have the same path only if they are drawn in the same way.
+    """Paths of images. Two images have the same path only if they are drawn in the same way.
 
-    A picture whose path exists is not drawn again. Another model, size, number of steps or version gives
-    another path. The pictures are in a folder beside the results file, with the same name. ``conditions`` are
-    everything that all pictures depend on, in JSON-compatible values.
+    An image whose path exists is not drawn again. Another model, size, number of steps or version gives
+    another path. The images are in a folder beside the results file, with the same name. ``conditions`` are
+    everything that all images depend on, in JSON-compatible values.
     """
 
     results: Path
@@ -44,13 +44,13 @@ class PictureStore:
 
     @property
     def folder(self) -> Path:
-        """The folder of the pictures under these conditions."""
+        """The folder of the images under these conditions."""
         c = self.conditions
         name = f"{slug(Path(c['model']).name)}-{c['width']}x{c['height']}-{c['steps']}-steps-{key_of(c)}"
         return self.results.with_suffix("") / name
 
     def picture(self, variant: Variant, item: Item) -> Path:
-        """Return the path of a picture, ``FOLDER/VARIANT/PROMPT-SEED.png``."""
+        """Return the path of an image, ``FOLDER/VARIANT/PROMPT-SEED.png``."""
         name = DENSE
         if variant.name != DENSE:
             key = key_of({"variant": variant.name, "settings": dict(variant.settings)})
@@ -69,7 +69,7 @@ class PictureStore:
         advice: str = FREE_SPACE,
         cost: Mapping[str, float] | None = None,
     ) -> None:
-        """Write a picture, or the frames of a video. It appears on the disk only when it is complete.
+        """Write an image, or the frames of a video. It appears on the disk only when it is complete.
 
         The file keeps the seconds that it took, all settings that it was drawn with, and other known costs.
         """
@@ -94,15 +94,15 @@ class PictureStore:
         write_atomically(self.picture(variant, item), write, advice=advice)
 
     def seconds(self, variant: Variant, item: Item) -> float:
-        """Return the seconds that a picture took to draw, or NaN if the file does not have them."""
+        """Return the seconds that an image took to draw, or NaN if the file does not have them."""
         return float(self._text(variant, item, _SECONDS) or math.nan)
 
     def cost(self, variant: Variant, item: Item) -> dict[str, float]:
-        """Return what else a picture cost: bytes of peak memory, and its speed-up by counted operations."""
+        """Return what else an image cost: bytes of peak memory, and its speed-up by counted operations."""
         return dict(json.loads(self._text(variant, item, _COST) or "{}"))
 
     def config(self, variant: Variant, item: Item) -> str | None:
-        """Return all settings that a picture was drawn with, as JSON, or None if the file has none."""
+        """Return all settings that an image was drawn with, as JSON, or None if the file has none."""
         return self._text(variant, item, _CONFIG)
 
     def _text(self, variant: Variant, item: Item, key: str) -> str | None:
@@ -113,20 +113,20 @@ class PictureStore:
         return text if isinstance(text, str) else None
 
     def frames(self, variant: Variant, item: Item) -> list[Image]:
-        """Read the frames of a video. A picture counts as a single frame."""
+        """Read the frames of a video. An image counts as a single frame."""
         path = self.picture(variant, item)
         picture = open_picture(path, "out", _DRAWN_AGAIN)
         size = self.conditions["width"], self.conditions["height"]
         if picture.size != size:
             raise ConfigError(
-                f"out: the picture {path} should have {size[0]}x{size[1]} pixels, but has "
+                f"out: the image {path} should have {size[0]}x{size[1]} pixels, but has "
                 f"{picture.size[0]}x{picture.size[1]}; {_DRAWN_AGAIN}"
             )
         return [picture] if self.length is None else read_video(path, self.length, "out", _DRAWN_AGAIN)
 
     @property
     def length(self) -> int | None:
-        """Number of frames of each video, or None if pictures are drawn."""
+        """Number of frames of each video, or None if images are drawn."""
         return self.conditions.get("frames")
 
     def relative(self, path: Path) -> str:
@@ -149,7 +149,7 @@ def read_video(path: Path, frames: int, option: str, advice: str) -> list[Image]
     found: list[Image] = []
     with opened_picture(path, option, advice) as video:
         for frame in ImageSequence.Iterator(video):
-            # A video whose frames are all equal is a plain picture.
+            # A video whose frames are all equal is a plain image.
             shown = frame.info.get("duration", frames * _MILLISECONDS)
             found += [frame.convert("RGB")] * max(1, round(shown / _MILLISECONDS))
     if len(found) != frames:

@@ -30,7 +30,7 @@ _LARGEST = 64 * 2**20  # bytes; a million prompts
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One picture to draw with each variant."""
+    """One image to draw with each variant."""
 
     prompt: str
     seed: int

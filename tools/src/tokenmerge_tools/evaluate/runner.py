@@ -35,9 +35,9 @@ def evaluate(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> list[QualityRecord]:
-    """Draw the missing pictures, measure all pictures, and append the records to the results file.
+    """Draw the missing images, measure all images, and append the records to the results file.
 
-    Pictures of earlier runs under the same conditions are reused. So an interrupted run continues, and a run
+    Images of earlier runs under the same conditions are reused. So an interrupted run continues, and a run
     with more prompts, variants or metrics only does what is new. The records are returned, dense first.
     """
     require_diffusers("tokenmerge evaluate")
@@ -47,7 +47,7 @@ def evaluate(
     with ResultsFile(options.out, *kinds) as file:
         for note in file.notes:
             on_note(note)
-        # All metrics are loaded before any picture is drawn.
+        # All metrics are loaded before any image is drawn.
         wanted = options.wanted()
         check_count(wanted, len(evaluation.items), on_note)
         metrics = load_metrics(wanted, evaluation.prompts, on_note)
@@ -68,7 +68,7 @@ class _Evaluating:
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def run(self, file: ResultsFile[QualityRecord | SampleRecord]) -> list[QualityRecord]:
-        """Draw the missing pictures, measure all, and write new records and samples."""
+        """Draw the missing images, measure all, and write new records and samples."""
         evaluation = self.evaluation
         items = self.evaluation.items
         size = self.options.batch
@@ -99,7 +99,7 @@ class _Evaluating:
         return records
 
     def _draw(self, tasks: Sequence[tuple[Variant, Sequence[Item]]]) -> None:
-        """Draw, time and write pictures. A picture appears on the disk only when it is complete."""
+        """Draw, time and write images. An image appears on the disk only when it is complete."""
         evaluation = self.evaluation
         drawing = self.options.drawing(evaluation.prompts[0])
         pipe = load_pipeline_for(drawing, evaluation.source, evaluation.dtype, self.device)
@@ -130,8 +130,8 @@ class _Evaluating:
                 except Exception as error:
                     if is_out_of_memory(error):
                         raise ConfigError(
-                            f"batch: {len(items)} pictures at once do not fit into memory; lower --batch, "
-                            "which changes pictures only by rounding; the finished ones are kept"
+                            f"batch: {len(items)} images at once do not fit into memory; lower --batch, "
+                            "which changes images only by rounding; the finished ones are kept"
                         ) from error
                     if not self._leave_out(variant, error):
                         raise
@@ -147,7 +147,7 @@ class _Evaluating:
     def _picture(
         self, studio: Studio, variant: Variant, call: PipelineCall
     ) -> tuple[float | None, list[Any], dict[str, float]]:
-        """Draw, and return the seconds of one picture, all pictures, and what else each one cost."""
+        """Draw, and return the seconds of one image, all images, and what else each one cost."""
         name = variant.label
         seconds = None
         cost: dict[str, float] = {}
@@ -174,7 +174,7 @@ class _Evaluating:
         """Apply a variant, and warm it up if it is timed. Return the patch; another value has none.
 
         The operations of a rival that decides at run time what to skip are counted meanwhile. Without timing,
-        they are counted in each picture.
+        they are counted in each image.
         """
         name = variant.label
         counts = self._counts(variant)

@@ -83,7 +83,7 @@ class ExportOptions:
     model: str = DEFAULT_MODEL
     merging: MethodSpec = dataclasses.field(default_factory=MethodSpec)
     size: Size = None
-    batch: Annotated[int, picture("Pictures per call.", parser="integer")] = 1
+    batch: Annotated[int, picture("Images per call.", parser="integer")] = 1
     guidance: Guidance = None
 
     def __post_init__(self) -> None:
@@ -197,7 +197,7 @@ def _result(model: torch.nn.Module, arguments: dict[str, Any]) -> Any:
     found = model(**arguments, return_dict=False)[0]
     if not isinstance(found, torch.Tensor):
         raise UnsupportedModelError(
-            f"model: {type(model).__name__} returns several pictures instead of one tensor, and cannot be "
+            f"model: {type(model).__name__} returns several images instead of one tensor, and cannot be "
             "exported yet; take another model"
         )
     return found.numpy()

@@ -1,1 +1,1 @@
-"""Generates a few pictures dense and merged, and measures time, memory and closeness."""
+"""Generates a few images dense and merged, and measures time, memory and closeness."""

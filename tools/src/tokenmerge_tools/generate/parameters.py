@@ -1,4 +1,4 @@
-"""The parameters of a picture as text in its PNG file, in the form that web UIs write.
+"""The parameters of an image as text in its PNG file, in the form that web UIs write.
 
 The text stands under ``parameters``::
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 def write_picture(
     picture: Image, options: GenerateOptions, seed: int, metadata: str | None, path: Path
 ) -> None:
-    """Write a PNG file with the parameters of its picture.
+    """Write a PNG file with the parameters of its image.
 
     The options have the size that was drawn. ``metadata`` has the settings of merging, as
-    :meth:`tokenmerge.Patch.metadata` returns them, or is None for a dense picture.
+    :meth:`tokenmerge.Patch.metadata` returns them, or is None for a dense image.
     """
     from PIL.PngImagePlugin import PngInfo
 
@@ -61,7 +61,7 @@ def _text(options: GenerateOptions, seed: int, metadata: str | None) -> str:
 
 
 def _name(model: str) -> str:
-    """Return the name of a folder or file without its path: pictures are shared, and paths are private."""
+    """Return the name of a folder or file without its path: images are shared, and paths are private."""
     path = Path(model.removeprefix(PICKLE))
     return path.name if path.exists() or path.is_absolute() else str(path)
 

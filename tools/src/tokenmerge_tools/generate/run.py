@@ -1,4 +1,4 @@
-"""Generates pictures dense and merged from the same seeds, and measures time, memory and closeness."""
+"""Generates images dense and merged from the same seeds, and measures time, memory and closeness."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 class Result:
     """The results of a run so far. Dense comes first among the names of the variants, if it runs.
 
-    ``psnr`` in dB and ``ssim`` are those of each merged picture to the dense one of its seed, in 8 bits. They
-    are empty without a dense run or without torchmetrics. The PSNR of equal pictures is infinite. ``config``
+    ``psnr`` in dB and ``ssim`` are those of each merged image to the dense one of its seed, in 8 bits. They
+    are empty without a dense run or without torchmetrics. The PSNR of equal images is infinite. ``config``
     has the settings, ``summary`` is the text of the patch after the run, and ``steps`` are None unless
     recorded.
 
-    ``fewer_steps`` is the number of dense steps that take as long as the merged pictures, or None if no
-    pictures were drawn with them. ``fewer_seconds`` is the time for each of these pictures, and
+    ``fewer_steps`` is the number of dense steps that take as long as the merged images, or None if no
+    images were drawn with them. ``fewer_seconds`` is the time for each of these images, and
     ``fewer_psnr`` their mean PSNR in dB to the dense ones.
     """
 
@@ -75,7 +75,7 @@ class Result:
     fewer_psnr: float | None = None
 
     def seconds(self, name: str) -> list[float]:
-        """Return the seconds per picture of each timed call of one variant, in order."""
+        """Return the seconds per image of each timed call of one variant, in order."""
         return [one.seconds / self.batch for one in self.measurements if one.variant == name]
 
     def peak_bytes(self, name: str) -> int | None:
@@ -144,11 +144,11 @@ def generate(
     """Generate, compare, measure and write everything to a folder.
 
     First, a few untimed steps of each variant warm up. Then ``repeat`` interleaved calls of each are timed,
-    of which the first makes the pictures. Results are written as soon as they exist, so that an interrupted
-    run keeps them: the dense pictures before the first merged call, and ``run.json`` after every call.
+    of which the first makes the images. Results are written as soon as they exist, so that an interrupted
+    run keeps them: the dense images before the first merged call, and ``run.json`` after every call.
 
     ``on_progress`` is called after each step of a timed call, ``on_start`` with the options once the size is
-    known, and ``on_comparison`` with the path of the picture that compares dense and merged once it exists.
+    known, and ``on_comparison`` with the path of the image that compares dense and merged once it exists.
     """
     require_diffusers("tokenmerge generate")
     device = resolve_device(options.device)
@@ -157,7 +157,7 @@ def generate(
         scheduler_class_name(options.scheduler)
     control = None
     if options.control is not None:
-        control = open_picture(options.control, "control", "give a PNG, JPEG or WebP picture")
+        control = open_picture(options.control, "control", "give a PNG, JPEG or WebP image")
     # With a ControlNet, the denoiser may stay dense if the ControlNet merges.
     merges = options.merging if options.controlnet is None else None
     source = checked_source(options.model, options.size, merges)
@@ -226,7 +226,7 @@ class _Generating:
         self.studio = Studio(pipe, on_step)
 
     def run(self) -> Result:
-        """Time the calls; the first of each variant makes the pictures."""
+        """Time the calls; the first of each variant makes the images."""
         options = self.options
         merging = self.options.merging
         result = self.result
@@ -260,7 +260,7 @@ class _Generating:
         return result
 
     def _timed(self, repeat: int) -> Iterator[Drawing]:
-        """Draw and time interleaved calls, and write the record after each, and the pictures of the first."""
+        """Draw and time interleaved calls, and write the record after each, and the images of the first."""
         for drawing in self.studio.rounds(dict.fromkeys(self.variants, self.call), repeat):
             if not any(earlier.variant == drawing.variant for earlier in self.result.measurements):
                 self._write_pictures(drawing.variant, drawing.pictures, self.options)
@@ -276,9 +276,9 @@ class _Generating:
             write_atomically(path, partial(write_picture, picture, *about))
 
     def _draw_fewer(self, count: int) -> list[Image]:
-        """Draw with the dense model, in as many steps as fit into the time of the merged pictures.
+        """Draw with the dense model, in as many steps as fit into the time of the merged images.
 
-        The steps have at least the operations of the merged pictures. The list is empty if they would be all
+        The steps have at least the operations of the merged images. The list is empty if they would be all
         steps.
         """
         in_time = math.ceil(self.options.steps * self.result.share_of_work)
@@ -293,7 +293,7 @@ class _Generating:
         return pictures
 
     def _compare(self, dense: list[Image], merged: list[Image]) -> None:
-        """Measure how close the pictures are, and write them side by side with those of fewer steps."""
+        """Measure how close the images are, and write them side by side with those of fewer steps."""
         fewer = self._draw_fewer(len(dense))
         captions = [[f"seed {seed}"] for seed in self.call.seeds]
         result = self.result
@@ -328,7 +328,7 @@ class _Generating:
 def _closeness(
     pictures: list[Image], dense: list[Image], captions: list[list[str]]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the PSNR and the SSIM of each picture to the dense one, and add them to its caption."""
+    """Return the PSNR and the SSIM of each image to the dense one, and add them to its caption."""
     images = as_tensor(pictures)
     reference = as_tensor(dense)
     found_psnr = tuple(psnr(images, reference).tolist())

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class PipelineCall:
     """A repeatable call of a pipeline.
 
-    ``arguments`` are the arguments of the pipeline, except for the generators. There is one seed per picture
+    ``arguments`` are the arguments of the pipeline, except for the generators. There is one seed per image
     or video. ``guided`` says whether classifier-free guidance doubles the batch. ``guidance`` is its scale: 1
     without guidance, None if the pipeline hides it.
     """
@@ -53,13 +53,13 @@ class PipelineCall:
     ) -> PipelineCall:
         """Turn the options into arguments that the pipeline accepts.
 
-        ``control`` is a picture for the ControlNet, and ``frames`` the length of a video. If ``frames`` is
-        None, the pipeline must draw pictures.
+        ``control`` is an image for the ControlNet, and ``frames`` the length of a video. If ``frames`` is
+        None, the pipeline must draw images.
         """
         parameters = inspect.signature(pipe.__call__).parameters
         if frames is None and draws_videos(type(pipe)):
             raise UnsupportedModelError(
-                f"model: {type(pipe).__name__} draws videos, but pictures were requested; only tokenmerge "
+                f"model: {type(pipe).__name__} draws videos, but images were requested; only tokenmerge "
                 "evaluate can draw videos, with a model from a diffusers folder or the hub"
             )
         arguments: dict[str, Any] = {
@@ -81,7 +81,7 @@ class PipelineCall:
         unknown = [name for name in arguments if name not in parameters]
         if {"prompt", "width", "height"} & set(unknown):
             raise UnsupportedModelError(
-                f"model: {pipeline} cannot generate pictures from text alone; use a text-to-image pipeline"
+                f"model: {pipeline} cannot generate images from text alone; use a text-to-image pipeline"
             )
         if unknown:
             raise ConfigError(f"{pipeline} does not accept {', '.join(unknown)}; leave it out")
@@ -90,7 +90,7 @@ class PipelineCall:
         return cls(arguments, seeds, guides(pipe, scale), guidance_in_force(pipe, scale))
 
     def of_pictures(self, prompts: Sequence[str], seeds: Sequence[int]) -> PipelineCall:
-        """Return the same call with other prompts and seeds, one of each for every picture."""
+        """Return the same call with other prompts and seeds, one of each for every image."""
         return dataclasses.replace(
             self, arguments={**self.arguments, "prompt": list(prompts)}, seeds=tuple(seeds)
         )
@@ -100,11 +100,11 @@ class PipelineCall:
         return dataclasses.replace(self, arguments={**self.arguments, "num_inference_steps": steps})
 
     def as_latents(self) -> PipelineCall:
-        """Return the same call, which makes final latents instead of pictures."""
+        """Return the same call, which makes final latents instead of images."""
         return dataclasses.replace(self, arguments={**self.arguments, "output_type": "latent"})
 
     def __call__(self, pipe: DiffusionPipeline, on_step: Callable[[int], None] | None = None) -> list[Any]:
-        """Generate one picture per seed, or one video as a list of its frames.
+        """Generate one image per seed, or one video as a list of its frames.
 
         The pipeline is the one that the call was prepared for, or its :func:`twin`. ``on_step`` is called
         after each denoising step with the number of steps in this call.
@@ -138,7 +138,7 @@ def load_pipeline_for(
 def draws_videos(pipeline: Any) -> bool:
     """Return whether pipelines of this class draw videos whose length can be chosen."""
     length = inspect.signature(pipeline.__call__).parameters.get("num_frames")
-    return length is not None and length.default != 1  # 1: a video model that draws pictures by default
+    return length is not None and length.default != 1  # 1: a video model that draws images by default
 
 
 def default_frames(pipeline: Any) -> int:

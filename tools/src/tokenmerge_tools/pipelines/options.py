@@ -91,7 +91,7 @@ class PipelineOptions:
 class GenerateOptions(PipelineOptions):
     """The options of ``tokenmerge generate``, checked before anything is loaded.
 
-    Picture i has the seed ``seed + i``, whatever the batch. ``control`` is resized to ``size``.
+    Image i has the seed ``seed + i``, whatever the batch. ``control`` is resized to ``size``.
     """
 
     prompt: str
@@ -104,16 +104,14 @@ class GenerateOptions(PipelineOptions):
         float | None,
         option(
             "Merging",
-            "Least PSNR to the dense picture, in dB. Where auto estimates less, it skips less.",
+            "Least PSNR to the dense image, in dB. Where auto estimates less, it skips less.",
             parser="number",
         ),
     ] = None
-    seed: Annotated[
-        int, picture("Seed of the first picture; each later picture adds 1.", parser="integer")
-    ] = 0
-    batch: Annotated[int, picture("Pictures per call.", parser="integer")] = 1
+    seed: Annotated[int, picture("Seed of the first image; each later image adds 1.", parser="integer")] = 0
+    batch: Annotated[int, picture("Images per call.", parser="integer")] = 1
     negative_prompt: Annotated[str | None, picture("What not to draw.")] = None
-    control: Annotated[Path | None, picture("Picture for the ControlNet.")] = None
+    control: Annotated[Path | None, picture("Image for the ControlNet.")] = None
     controlnet: Annotated[str | None, picture("Folder or hub id of a ControlNet.")] = None
     compare: Annotated[bool, machine("Also draw without tokenmerge.", "--compare/--no-compare")] = True
     repeat: Annotated[int, machine("Timed calls with tokenmerge, and as many without.", parser="integer")] = 3
@@ -131,7 +129,7 @@ class GenerateOptions(PipelineOptions):
             integer(lowest)(name, getattr(self, name))
         check_guidance("guidance", self.guidance)
         one_of(DTYPE_CHOICES)("dtype", self.dtype)
-        both = "a picture and the ControlNet that reads it"
+        both = "an image and the ControlNet that reads it"
         if self.control is not None and self.controlnet is None:
             raise ConfigError(f"control: it needs controlnet too: {both}")
         if self.controlnet is not None and self.control is None:

@@ -117,7 +117,7 @@ def set_scheduler(pipe: DiffusionPipeline, name: str) -> None:
         )
     settings = dict(_SCHEDULER_SETTINGS.get(wanted.__name__, {}))
     clips = inspect.signature(wanted.__init__).parameters.get("clip_sample")
-    # Some solvers clip by default what a model predicts, to the range of pictures. Latents have another one.
+    # Some schedulers clip by default what a model predicts, to the range of images. Latents have another one.
     if clips is not None and "clip_sample" not in present.config and getattr(pipe, "vae", None) is not None:
         settings["clip_sample"] = False
     pipe.scheduler = wanted.from_config(present.config, **settings)

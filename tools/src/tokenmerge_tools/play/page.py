@@ -38,7 +38,7 @@ def build(model: str, visitors: Visitors, **machine: Any) -> Any:
     with gr.Blocks(title="tokenmerge", analytics_enabled=False, fill_width=True) as page:
         trials = gr.State([])
         stop = gr.State()
-        gr.Markdown("# tokenmerge\nOne picture, drawn dense and merged from the same seed.")
+        gr.Markdown("# tokenmerge\nOne image, drawn dense and merged from the same seed.")
         with gr.Row(elem_classes="columns"):
             with gr.Column(scale=2, min_width=300):
                 fields, draw, halt = _fields(gr, models, first)
@@ -96,7 +96,7 @@ def build(model: str, visitors: Visitors, **machine: Any) -> Any:
         def again(trials: list[Trial], chosen: gr.EventData) -> list[Any]:
             index = chosen._data.get("index") if isinstance(chosen._data, dict) else None
             if type(index) is not int or not 0 <= index < len(trials):
-                advice = "Choose one of the pictures tried before; press Draw for the first one."
+                advice = "Choose one of the images tried before; press Draw for the first one."
                 raise gr.Error(advice, print_exception=False)
             trial = trials[index]
             return [*_content(gr, trial), *dataclasses.astuple(Form.of(trial.options))]
@@ -164,7 +164,7 @@ def _results(gr: Any) -> list[Any]:
     code: dict[str, Any] = {"language": None, "interactive": False, "lines": 1, "buttons": ["copy"]}
     code |= {"show_line_numbers": False, "wrap_lines": True}
     with gr.Column(visible=False) as rest:
-        python = gr.Code(label="Python: this picture from your pipeline", elem_id="python", **code)
+        python = gr.Code(label="Python: this image from your pipeline", elem_id="python", **code)
         tune = gr.Code(label="Send to tune: measure it on several prompts", elem_id="tune", **code)
         with gr.Accordion("What merged, and what that saves", open=False):
             details = gr.Code(show_label=False, **code)

@@ -13,7 +13,7 @@ from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.play.trials import Trial
 
 # The hint before the first trial.
-NOTHING_YET = '<p class="hint">Press Draw. The picture is drawn dense and merged from the same seed.</p>'
+NOTHING_YET = '<p class="hint">Press Draw. The image is drawn dense and merged from the same seed.</p>'
 _LEAST_SPEEDUP = 1.05  # one call of each does not show a smaller one
 _ASKED_INSTEAD = 1.5  # the speed-up that the command asks for after a trial that was hardly faster
 _PARTS = 20  # a speed-up is rounded down to this fraction of 1
@@ -63,7 +63,7 @@ def sentence(error: Exception) -> str:
 
 
 def python_lines(options: GenerateOptions) -> str:
-    """Write Python code that merges in a pipeline ``pipe`` and draws the picture with it.
+    """Write Python code that merges in a pipeline ``pipe`` and draws the image with it.
 
     >>> print(python_lines(GenerateOptions(prompt="a red apple", steps=20)).splitlines()[3])
     patch = tokenmerge.apply_token_merging(pipe, speedup=2.0)
@@ -78,7 +78,7 @@ def python_lines(options: GenerateOptions) -> str:
         "import tokenmerge\nimport torch\n\n"
         f"patch = tokenmerge.apply_token_merging(pipe, {merging})\n"
         f"noise = torch.Generator().manual_seed({options.seed})\n"
-        f"picture = pipe({options.prompt!r}, {numbers}{given}generator=noise).images[0]"
+        f"image = pipe({options.prompt!r}, {numbers}{given}generator=noise).images[0]"
     )
 
 

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 OnProgress = Callable[[Progress], None]
 _PATIENCE = 10.0  # seconds from the request for a trial to the connection that waits for it
-_SMALLEST_SIDE = 512  # pixels of the picture with groups, so that their borders are thin
+_SMALLEST_SIDE = 512  # pixels of the image with groups, so that their borders are thin
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trial:
-    """One picture drawn dense and merged from the same seed, with the size that was drawn in its options.
+    """One image drawn dense and merged from the same seed, with the size that was drawn in its options.
 
-    ``groups`` is the merged picture with the groups of merged tokens drawn over it. The PSNR in dB is
-    infinite for identical pictures. ``warnings`` were given while the merged picture was drawn.
+    ``groups`` is the merged image with the groups of merged tokens drawn over it. The PSNR in dB is
+    infinite for identical images. ``warnings`` were given while the merged image was drawn.
     """
 
     options: GenerateOptions
@@ -62,7 +62,7 @@ class Trial:
 
     @property
     def identical(self) -> bool:
-        """Whether both pictures are equal in every pixel."""
+        """Whether both images are equal in every pixel."""
         return math.isinf(self.psnr)
 
 
@@ -101,7 +101,7 @@ class Trials:
         self._loaded: tuple[str, DiffusionPipeline] | None = None
 
     def draw(self, options: GenerateOptions, on_progress: OnProgress, stop: Stop) -> Trial:
-        """Draw one picture dense and merged.
+        """Draw one image dense and merged.
 
         A short untimed call of each variant comes first. ``on_progress`` is called after each denoising step.
         Options that do not fit the model or the machine are refused before anything is drawn. A trial that is

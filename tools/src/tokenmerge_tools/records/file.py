@@ -147,7 +147,7 @@ class UnfinishedCells:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A pair of pictures."""
+    """A pair of images."""
 
     record: SampleRecord
     dense: Path

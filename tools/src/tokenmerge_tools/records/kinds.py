@@ -17,7 +17,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.plans import FewestTokens, pays_from
 
 STATUSES = ("ok", "oom", "unavailable", "error")
-# Metrics that are lower for closer pictures.
+# Metrics that are lower for closer images.
 LOWER_IS_CLOSER = frozenset({"lpips", "fid", "kid", "motion-error"})
 
 # Former names of settings, which records from before November 2026 have, with the current ones.
@@ -33,7 +33,7 @@ NEW_NAMES: Mapping[str, str] = {
 }
 _OLD_WORD = re.compile(rf"(?<![\w.])({'|'.join(NEW_NAMES)})(?![\w.])")
 
-# Conditions that a timed cell and drawn pictures have in common.
+# Conditions that a timed cell and drawn images have in common.
 _OF_PICTURES = ("model", "width", "height", "steps", "scheduler", "guidance", "dtype", "attention")
 
 
@@ -159,14 +159,14 @@ class _OfVariant(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QualityRecord(_OfVariant):
-    """Quality metrics of one variant, such as its closeness to dense, over many pictures.
+    """Quality metrics of one variant, such as its closeness to dense, over many images.
 
-    ``figures`` has the value of each metric, ``measured_with`` its network and reference pictures, if any.
+    ``figures`` has the value of each metric, ``measured_with`` its network and reference images, if any.
     The category is that of the prompts, or None for all prompts. ``conditions`` are everything else that the
-    pictures depend on, and its ``steps`` are those of dense; ``steps_used`` are those of ``"fewer-steps"``.
-    The speed-up is t_dense / t of a picture, median and quartiles. ``errors`` has the standard errors of the
+    images depend on, and its ``steps`` are those of dense; ``steps_used`` are those of ``"fewer-steps"``.
+    The speed-up is t_dense / t of an image, median and quartiles. ``errors`` has the standard errors of the
     figures, and ``cost`` what is known of the median seconds, the ``peak_bytes`` and the ``counted`` speed-up
-    by operations. ``config`` has all settings that the pictures were drawn with, as
+    by operations. ``config`` has all settings that the images were drawn with, as
     :meth:`tokenmerge.ToMeConfig.from_dict` takes them.
     """
 
@@ -193,12 +193,12 @@ class QualityRecord(_OfVariant):
 
     @property
     def drawn_with(self) -> dict[str, Any]:
-        """Everything that the pictures depend on, including the model and the size."""
+        """Everything that the images depend on, including the model and the size."""
         return {"model": self.model, "width": self.width, "height": self.height, **self.conditions}
 
     @property
     def key(self) -> str:
-        """A key that is equal for metrics of the same pictures."""
+        """A key that is equal for metrics of the same images."""
         names = ("model", "width", "height", "variant", "settings", "images", "category", "conditions")
         return key_of({name: getattr(self, name) for name in (*names, "steps_used")})
 
@@ -219,7 +219,7 @@ class QualityRecord(_OfVariant):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleRecord(_OfVariant):
-    """A dense picture and the picture of a variant with the same prompt and seed.
+    """A dense image and the image of a variant with the same prompt and seed.
 
     The paths ``dense`` and ``image`` are relative to the folder of the file with this record.
     """
@@ -246,9 +246,9 @@ class TuneRecord(Record):
     """One measurement of a search.
 
     ``conditions`` is a key of everything that it depends on, except the plan and the item. It is about a
-    ``"plan"``: the closeness of its final latents; a ``"look"``: one timed picture; ``"dense"``: the seconds
-    of a dense picture; or ``"facts"``: what was measured to plan as the default method does. The item is the
-    number of the prompt and seed, −1 for a record that is not of a picture. Records about ``"settings"`` and
+    ``"plan"``: the closeness of its final latents; a ``"look"``: one timed image; ``"dense"``: the seconds
+    of a dense image; or ``"facts"``: what was measured to plan as the default method does. The item is the
+    number of the prompt and seed, −1 for a record that is not of an image. Records about ``"settings"`` and
     ``"counted"`` are of searches before November 2026.
     """
 
@@ -308,7 +308,7 @@ def metric_names(records: Sequence[QualityRecord]) -> list[str]:
 def cell_of_pictures(
     label: str, conditions: Mapping[str, Any], cells: Iterable[CellRecord]
 ) -> CellRecord | None:
-    """Find the cell that timed a variant under the conditions of its pictures, or return None.
+    """Find the cell that timed a variant under the conditions of its images, or return None.
 
     If several cells fit, a whole pipeline is preferred, then the smaller batch, then the newer cell. A
     condition that is missing matches any value. ``device`` is only the type of the device.

@@ -93,14 +93,14 @@ def _lines_of_methods(
             family = families.setdefault(_family(record.variant, record.settings), {})
             family.setdefault(knob, []).append((record.figures[metric], speedup))
     for name, found in sorted(families.items()):
-        # Join points in the order of ratio or steps, since metrics of few pictures may not be monotonic.
+        # Join points in the order of ratio or steps, since metrics of few images may not be monotonic.
         ordered = sorted(found)
         points = tuple((median(x for x, _ in found[k]), median(y for _, y in found[k])) for k in ordered)
         yield Line(name, points, tuple("" if math.isnan(knob) else f"{knob:g}" for knob in ordered))
 
 
 def _speedup(record: QualityRecord, cells: Sequence[CellRecord]) -> float | None:
-    """Return the speed-up of a variant at the number of steps of its pictures, or None if it is unknown."""
+    """Return the speed-up of a variant at the number of steps of its images, or None if it is unknown."""
     cell = cell_of_pictures(record.label, record.drawn_with, cells)
     if cell is None or cell.speedup is None:
         return record.speedup

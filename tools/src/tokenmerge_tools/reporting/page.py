@@ -37,7 +37,7 @@ class Content:
     """Everything that a report shows.
 
     ``prices`` has tables of the speed and closeness of each variant, and ``fastest`` the best of them.
-    ``conditions`` has the (name, JSON) of each machine and configuration, and of each set of pictures.
+    ``conditions`` has the (name, JSON) of each machine and configuration, and of each set of images.
     """
 
     fastest: Table | None
@@ -69,7 +69,7 @@ def content_of(results: Results) -> Content:
 
 
 def _readable(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
-    """Select the pairs with two readable pictures, and make one note about all others."""
+    """Select the pairs with two readable images, and make one note about all others."""
     found = []
     lost = []
     for sample in samples:
@@ -80,12 +80,12 @@ def _readable(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
             lost.append(f"{sample.record.label}, seed {sample.record.seed}: {error}")
         else:
             found.append(sample)
-    pairs = "1 pair of sample pictures is" if len(lost) == 1 else f"{len(lost)} pairs of sample pictures are"
+    pairs = "1 pair of sample images is" if len(lost) == 1 else f"{len(lost)} pairs of sample images are"
     return found, [f"{pairs} not shown; the first is {lost[0]}"] if lost else []
 
 
 def _conditions(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> list[tuple[str, str]]:
-    """List the conditions that all cells of a run share, and those that all variants of pictures share."""
+    """List the conditions that all cells of a run share, and those that all variants of images share."""
     shared: dict[str, str] = {}
     varying = ("variant", "settings", "attention", "compile", "width", "height", "batch", "model", "frames")
     for cell in cells:
@@ -97,7 +97,7 @@ def _conditions(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -
     for record in quality:
         if record.conditions:
             own = {"model": record.model, **record.conditions, "measured_with": record.measured_with}
-            name = f"Pictures of {record.model}, {record.width} × {record.height}"
+            name = f"Images of {record.model}, {record.width} × {record.height}"
             shared.setdefault(_as_json(own), name)
     return [(name, text) for text, name in shared.items()]
 
@@ -134,7 +134,7 @@ def _name(record: CellRecord | QualityRecord) -> Hashable:
 
 
 def as_html(content: Content) -> str:
-    """Write the page, which contains all pictures, plots, styles and scripts."""
+    """Write the page, which contains all images, plots, styles and scripts."""
     try:
         import jinja2
     except ImportError as error:
@@ -192,7 +192,7 @@ def data_address(path: Path) -> str:
     """Encode a PNG file as a data URL."""
     content = read_bytes(path, "sample", "run tokenmerge evaluate again")
     if not content.startswith(_PNG):
-        raise ConfigError(f"sample: {path} is not a PNG picture; run tokenmerge evaluate again")
+        raise ConfigError(f"sample: {path} is not a PNG image; run tokenmerge evaluate again")
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 

@@ -9,7 +9,7 @@ from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart
 from tokenmerge_tools.reporting.tables import FASTER, Table, TableRow, times
 
-# Mean PSNR in dB. From 40 on, pictures are hard to tell apart; at 30, details differ.
+# Mean PSNR in dB. From 40 on, images are hard to tell apart; at 30, details differ.
 _CLOSENESS = (40.0, 35.0, 30.0)
 
 _Point = tuple[str, str]  # the method and the label of the point
@@ -17,7 +17,7 @@ _Figures = dict[str, float]  # by metric
 
 
 def price_tables(charts: Iterable[Chart]) -> list[Table]:
-    """Make one table for each set of pictures, with a row for each point of its charts.
+    """Make one table for each set of images, with a row for each point of its charts.
 
     Rows that are faster than dense, and that no other row beats in both speed and closeness, are marked.
     """
@@ -25,9 +25,9 @@ def price_tables(charts: Iterable[Chart]) -> list[Table]:
 
 
 def fastest_table(charts: Iterable[Chart]) -> Table | None:
-    """Make a table of the fastest variant at each PSNR, for each set of pictures.
+    """Make a table of the fastest variant at each PSNR, for each set of images.
 
-    The result is None if no picture has a PSNR.
+    The result is None if no image has a PSNR.
     """
     known = {}
     for title, members in _by_pictures(charts).items():
@@ -44,9 +44,9 @@ def fastest_table(charts: Iterable[Chart]) -> Table | None:
         rows.append(TableRow((name, *fastest)))
     header = ("pictures", *(f"PSNR ≥ {closeness:g} dB" for closeness in _CLOSENESS))
     notes = (
-        "each cell: the fastest variant with at least this mean PSNR to the dense pictures, its speed-up and "
+        "each cell: the fastest variant with at least this mean PSNR to the dense images, its speed-up and "
         "its PSNR; fewer-steps is the dense model with this number of steps",
-        *([f"all pictures: {', '.join(shared)}"] if shared else []),
+        *([f"all images: {', '.join(shared)}"] if shared else []),
     )
     return Table("Fastest variant by closeness", header, tuple(rows), notes, words=len(header))
 

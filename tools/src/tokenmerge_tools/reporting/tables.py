@@ -1,4 +1,4 @@
-"""Tables in plain text: those of measured cells, and of the quality of pictures."""
+"""Tables in plain text: those of measured cells, and of the quality of images."""
 
 from __future__ import annotations
 
@@ -199,27 +199,27 @@ def grouped(items: Iterable[T], key: Callable[[T], Iterable[object]]) -> list[li
     return [list(group) for _, group in groupby(sorted(items, key=order), key=order)]
 
 
-# Conditions that the pictures of one table have in common, in addition to the model and the size.
+# Conditions that the images of one table have in common, in addition to the model and the size.
 _SHARED = ("steps", "scheduler", "guidance", "dtype", "device", "attention", "prompts", "seeds")
 
-# Metrics that are neither higher nor lower for closer pictures.
+# Metrics that are neither higher nor lower for closer images.
 _AIMS = {"motion": " → 1"}
 
 _MOTION = (
-    "videos: metrics of pictures are means over the frames; motion: 0 for a frozen video, 1 for as much "
+    "videos: metrics of images are means over the frames; motion: 0 for a frozen video, 1 for as much "
     "motion as dense; motion-error: 0 for the same motion as dense"
 )
 _COUNTED = "counted: dense operations over those of the variant; those of other packages are counted in runs"
-_GLYPHS = "glyphs: share of the pictures that show the emoji that the prompt names"
-_ERRORS = "± standard error of the mean over the pictures"
-# What a picture costs: the header, and how it is written.
+_GLYPHS = "glyphs: share of the images that show the emoji that the prompt names"
+_ERRORS = "± standard error of the mean over the images"
+# What an image costs: the header, and how it is written.
 _COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "counted": ("counted", lambda speedup: f"{speedup:.2f}×"),
     "seconds": ("seconds", lambda seconds: f"{seconds:.3g}"),
     "peak_bytes": ("peak GiB", lambda size: f"{size / 2**30:.2f}"),
 }
-_ROUNDING = 1e-6  # of the SSIM of equal pictures
-_SPEEDUP = "speed-up: t_dense / t per picture, median and quartiles"
+_ROUNDING = 1e-6  # of the SSIM of equal images
+_SPEEDUP = "speed-up: t_dense / t per image, median and quartiles"
 
 
 def where_drawn(record: QualityRecord) -> tuple[str, int, int, str]:
@@ -249,7 +249,7 @@ def quality_name(record: QualityRecord) -> str:
 
 
 def quality_tables(records: Sequence[QualityRecord]) -> list[Table]:
-    """Make one table for each set of pictures, with a row for each variant and category."""
+    """Make one table for each set of images, with a row for each variant and category."""
     by_place: dict[tuple[str, int, int, str], list[QualityRecord]] = {}
     for record in records:
         by_place.setdefault(where_drawn(record), []).append(record)
@@ -303,7 +303,7 @@ def _speedup(record: QualityRecord) -> str:
 
 
 def _figure(record: QualityRecord, name: str) -> str:
-    # If all pictures equal dense, their PSNR is infinite and not recorded. Their SSIM is 1 up to rounding.
+    # If all images equal dense, their PSNR is infinite and not recorded. Their SSIM is 1 up to rounding.
     equal = record.figures.get("ssim", 0) > 1 - _ROUNDING
     if name == "psnr" and name not in record.figures and equal:
         return "identical"

@@ -40,7 +40,7 @@ class TuneOptions(PipelineOptions):
         _search("Number of prompts: two thirds for the search, the others for the check.", parser="integer"),
     ] = 12
     out: Annotated[
-        Path, option(None, "File for the plan. Records and pictures go beside it.", "--out", "-o")
+        Path, option(None, "File for the plan. Records and images go beside it.", "--out", "-o")
     ] = Path("outputs/tuned.json")
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class TuneOptions(PipelineOptions):
         return self.out.with_suffix(".jsonl")
 
     def evaluation(self, prompts: int | None = None) -> EvaluateOptions:
-        """Return the options of ``tokenmerge evaluate`` for drawing the same pictures.
+        """Return the options of ``tokenmerge evaluate`` for drawing the same images.
 
         If there are fewer ``prompts`` than ``items``, each is drawn with several seeds.
         """

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from random import Random
 
 from tokenmerge.config import StepReuse, ToMeConfig
-from tokenmerge.plans import Facts, plan_for, speedup_of
+from tokenmerge.plans import RunFacts, plan_for, speedup_of
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge.report.notes import signs_of
 
@@ -86,7 +86,7 @@ class SearchedPlan:
 class Budget:
     """The speed-up that plans of one kind of generation have to reach, by counted operations."""
 
-    facts: Facts
+    facts: RunFacts
     speedup: float
     _known: dict[tuple[ToMeConfig, int, int], float] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -102,7 +102,7 @@ class Budget:
         return self.counted(plan) >= min(self.speedup, plan_for(self.facts, self.speedup).speedup)
 
 
-def rule_plan(facts: Facts, speedup: float) -> SearchedPlan:
+def rule_plan(facts: RunFacts, speedup: float) -> SearchedPlan:
     """Return the plan of the default method."""
     return SearchedPlan.of(plan_for(facts, speedup).config, facts.steps)
 

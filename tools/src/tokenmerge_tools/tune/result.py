@@ -104,7 +104,7 @@ def tuned_table(search: Search) -> Table:
     drawn = {sign for plan in (search.rule, search.best) for sign in plan.name.split()[0]}
     notes = (
         *(f"{sign}: {what}" for sign, what in SIGNS.items() if sign in drawn),
-        f"timed: t_dense / t, with interleaved calls; {metric}: to the dense picture of the same seed, on "
+        f"timed: t_dense / t, with interleaved calls; {metric}: to the dense image of the same seed, on "
         "prompts that the search did not draw; ± is one standard error",
     )
     return Table(title, header, tuple(rows), notes, words=2)

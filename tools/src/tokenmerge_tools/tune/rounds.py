@@ -1,6 +1,6 @@
-"""Draws for a search: final latents, and rounds of timed pictures beside dense.
+"""Draws for a search: final latents, and rounds of timed images beside dense.
 
-A look is one picture of one plan, drawn and timed in a round with dense.
+A look is one image of one plan, drawn and timed in a round with dense.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """One picture: number of its prompt and seed, times, and the value of the metric.
+    """One image: number of its prompt and seed, times, and the value of the metric.
 
     ``cost`` is the wall-clock time since the previous look of the round. The first one includes dense.
     """
@@ -112,7 +112,7 @@ def look_of(record: TuneRecord, metric: str) -> Look:
     return Look(record.name, record.item, seconds, dense_seconds, float(values["metrics"][metric]), cost)
 
 
-# PSNR of a picture that equals dense in every pixel, instead of infinity, so that means stay finite.
+# PSNR of an image that equals dense in every pixel, instead of infinity, so that means stay finite.
 _EQUAL = 100.0
 
 
@@ -139,7 +139,7 @@ class Rounds:
         self._dense: dict[int, Any] = {}
 
     def dense(self, item: int) -> Any:
-        """Return the final latents of the dense picture of one prompt and seed, kept after the first time."""
+        """Return the final latents of the dense image of one prompt and seed, kept after the first time."""
         if item not in self._dense:
             self._dense[item] = self._latents(item, None)
         return self._dense[item]
@@ -178,7 +178,7 @@ class Rounds:
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Draw dense, then each variant, and yield its name and what its record has, at once.
 
-        The ``cost`` is the wall-clock time since the previous picture; that of the first includes dense.
+        The ``cost`` is the wall-clock time since the previous image; that of the first includes dense.
         ``configs`` has the settings of those that have some. ``on_failure`` gets the name and the reason of a
         variant that cannot run.
         """

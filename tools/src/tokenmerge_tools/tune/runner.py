@@ -1,4 +1,4 @@
-"""Runs a search: plans by their final latents, then the best one and the rule's by timed pictures."""
+"""Runs a search: plans by their final latents, then the best one and the rule's by timed images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenmerge.config import FoundFor, ToMeConfig
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.find import find_hosts
-from tokenmerge.plans import ROUNDING, Facts, speedup_of
+from tokenmerge.plans import ROUNDING, RunFacts, speedup_of
 from tokenmerge_tools.evaluate.evaluation import plan_evaluation
 from tokenmerge_tools.evaluate.metrics import load_metrics
 from tokenmerge_tools.files import prepare_folder
@@ -28,7 +28,7 @@ from tokenmerge_tools.variants.variant import FEWER_STEPS, Variant
 
 # Share of the time after which no further plan is tried.
 _SEARCH = 0.7
-# A search that draws fewer pictures than this finds little.
+# A search that draws fewer images than this finds little.
 _PICTURES = 60
 
 
@@ -79,7 +79,7 @@ class Search:
     """One search, and its measurements so far.
 
     ``rule`` is the plan of the default method, ``best`` the plan that is closest in the search. ``snr`` has
-    the closeness in dB of the final latents, by plan and item, and ``looks`` the timed pictures of the check.
+    the closeness in dB of the final latents, by plan and item, and ``looks`` the timed images of the check.
     ``was_search`` says whether there was time to look beyond the plans that a search begins with. ``enough``
     are the seconds in which a search is worth its while here. ``complete`` says whether it ended by itself.
     """
@@ -99,7 +99,7 @@ class Search:
         self.on_note = on_note
         evaluation = rounds.evaluation
         self.evaluation = evaluation
-        # The key has the metric's network, but not the budget and the speed-up: others reuse all pictures.
+        # The key has the metric's network, but not the budget and the speed-up: others reuse all images.
         conditions = key_of({**evaluation.store.conditions, "metrics": dict(rounds.metrics.networks)})
         texts = [f"{item.prompt}, seed {item.seed}" for item in evaluation.items]
         self.conditions = key_of({"conditions": conditions, "items": texts})
@@ -189,13 +189,13 @@ class Search:
             self._say(f"check on prompt {item - first + 1} of {self.options.checked}")
             for name, values in self.rounds.draw(item, wanted, configs, self._fail):
                 if self.options.metric_name not in values["metrics"]:
-                    self._fail(name, f"its picture has no finite {self.options.metric_name}")
+                    self._fail(name, f"its image has no finite {self.options.metric_name}")
                     continue
                 record = self._append("look", name, item, values)
                 self.looks.append(look_of(record, self.options.metric_name))
                 self.spent += values["cost"]
 
-    def _facts(self, records: Sequence[TuneRecord]) -> Facts:
+    def _facts(self, records: Sequence[TuneRecord]) -> RunFacts:
         """Return the facts of the generation. What was measured for them in an earlier run holds on."""
         hosts = find_hosts(self.rounds.pipe)
         height, width = self.rounds.latent
@@ -223,7 +223,7 @@ class Search:
         return float(record.values["seconds"])
 
     def _announce(self, dense: float) -> None:
-        """Say how many pictures fit into the time, and how much a search needs."""
+        """Say how many images fit into the time, and how much a search needs."""
         plan = dense / self.speedup
         check = self.options.checked * (3 * dense + 2 * plan)
         prompts = self.options.items - self.options.checked
@@ -236,11 +236,11 @@ class Search:
                 f"{math.ceil(self.enough / 60)}min"
             )
         self.on_note(
-            f"a dense picture takes {dense:.1f} s here, so the search can draw about {pictures} pictures{few}"
+            f"a dense image takes {dense:.1f} s here, so the search can draw about {pictures} images{few}"
         )
 
     def _closeness(self, plan: SearchedPlan, item: int) -> float:
-        """Return how close the final latents are, from the records or a new picture."""
+        """Return how close the final latents are, from the records or a new image."""
         if plan.name in self.failed:
             return -math.inf
         if (plan.name, item) not in self.snr:
@@ -290,5 +290,5 @@ class Search:
 
 
 def variant_of(config: ToMeConfig) -> Variant:
-    """Return settings as a variant, which draws and stores pictures."""
+    """Return settings as a variant, which draws and stores images."""
     return Variant("tome", tuple(config.changed().items()))

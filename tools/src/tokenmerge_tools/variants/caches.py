@@ -152,7 +152,7 @@ def seacache(hooks: Any, now: Generation, threshold: float, known: dict[str, Any
 
     def latents(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         sample = generation.sample_of(args, kwargs)
-        if sample.ndim == 3:  # tokens of a picture, [b, n, c]
+        if sample.ndim == 3:  # tokens of an image, [b, n, c]
             count = sample.shape[1]
             height = now.arguments["height"]
             width = now.arguments["width"]
@@ -216,7 +216,7 @@ def cache_dit(
     """Skip all but the first blocks on steps where the residual of these blocks changed little: cache-dit.
 
     The first sixth of the blocks, at least 1 and at most 8, runs in every step. Of a skipped block, the
-    residual of the last complete step is added again. The first 8 steps are complete, or the first half of a
+    residual of the last full step is added again. The first 8 steps are complete, or the first half of a
     generation of fewer than 16 steps.
 
     - threshold: relative mean absolute difference below which the other blocks are skipped, > 0. A higher

@@ -31,10 +31,10 @@ _SADA_LAST = 0.94
 
 
 def easycache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractContextManager[None]:
-    """Skip the whole denoiser while its estimated change since the last complete step is small.
+    """Skip the whole denoiser while its estimated change since the last full step is small.
 
-    The change is Σ k·|x - x₀| / |v₀|, with x₀ and v₀ the sample and the output of the last complete step, and
-    k the ratio of their changes between the last two complete steps. A skipped step returns x + (v₀ - x₀). As
+    The change is Σ k·|x - x₀| / |v₀|, with x₀ and v₀ the sample and the output of the last full step, and
+    k the ratio of their changes between the last two full steps. A skipped step returns x + (v₀ - x₀). As
     in ComfyUI, the first 15 % and the last 5 % of the steps are complete; differences are over all positions.
     Source: arXiv 2507.02860.
     """
@@ -79,7 +79,7 @@ def dicache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractCon
     """Skip all blocks but the first while its output changes as much as its input does.
 
     The change is Σ |δp - δx| over steps, with δ the relative change since the step before, p the output of
-    the first block and x its input. The residual of all blocks is R₂ + γ(R₁ - R₂) of the last two complete
+    the first block and x its input. The residual of all blocks is R₂ + γ(R₁ - R₂) of the last two full
     steps, with γ = |r - r₂| / |r₁ - r₂| from 1 to 1.5, and r the residual of the first block. The first and
     the last step are complete. Source: arXiv 2508.17356, with one block as its probe.
     """
@@ -178,7 +178,7 @@ def _is_stable(before: Tensor, last: Tensor, now: Tensor) -> bool:
 
 
 def _inputs(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-    """Return the tokens of the picture and of the text among the arguments of a block."""
+    """Return the tokens of the image and of the text among the arguments of a block."""
     known = about(block)
     found = known._get_parameter_from_args_kwargs
     name = getattr(known, "hidden_states_argument_name", _TOKENS)
@@ -187,7 +187,7 @@ def _inputs(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _returned(block: nn.Module, sample: Tensor, text: Any) -> Any:
-    """Return what a block returns for these tokens of the picture and of the text."""
+    """Return what a block returns for these tokens of the image and of the text."""
     place = about(block).return_encoder_hidden_states_index
     if place is None:
         return sample
