@@ -21,7 +21,8 @@ from tokenmerge.models.fused import is_fused, splits_attention
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.plans import ROUNDING, RunFacts, Schedule, facts_of, plan_for
 from tokenmerge.plans.choose import SpeedupPlan, fewest_that_merge, scopes_of
-from tokenmerge.plans.estimate import Tolerance, expected, looks, psnr_of
+from tokenmerge.plans.estimate import expected, looks, psnr_of
+from tokenmerge.plans.tolerance import Tolerance
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 from tokenmerge.runtime.steps.scheduler import next_schedule

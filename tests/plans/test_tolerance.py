@@ -12,7 +12,8 @@ from tests.plans.test_choose import MODELS, facts
 
 from tokenmerge.config import ToMeConfig, dense_outside
 from tokenmerge.plans import RunFacts, plan_for, policy, speedup_of
-from tokenmerge.plans.estimate import Shown, Tolerance
+from tokenmerge.plans.estimate import Shown
+from tokenmerge.plans.tolerance import Tolerance
 
 STEPS, SPEEDUP = 20, 2.5
 EVERY = pytest.mark.parametrize("model", MODELS)

@@ -19,7 +19,7 @@ from tokenmerge.config.origin import RATIO, is_default, named
 from tokenmerge.models.base import Grid, Layer, Layout, ModelCall
 from tokenmerge.models.placement import Shard
 from tokenmerge.ops.plan import Plan
-from tokenmerge.plans.estimate import Tolerance
+from tokenmerge.plans.tolerance import Tolerance
 from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Call
 from tokenmerge.runtime.memory.run_log import RunLog, StepLog, StepRecorder
 from tokenmerge.runtime.memory.uses import Uses

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenmerge.errors import ConfigError
 from tokenmerge.plans import Schedule
-from tokenmerge.plans.estimate import Tolerance
+from tokenmerge.plans.tolerance import Tolerance
 
 # The attribute by which a scheduler's tensor of timesteps holds its generation. ``set_timesteps`` makes a new
 # tensor for each generation, and a deep copy of the tensor takes the attribute along.
