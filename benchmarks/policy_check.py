@@ -30,6 +30,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import diffusers
 from policy import FIELDS, TRANSFORMER, UNET, Artist, Scene, decibels, prompts_of, read, write
@@ -37,7 +38,8 @@ from policy import FIELDS, TRANSFORMER, UNET, Artist, Scene, decibels, prompts_o
 from tokenmerge import Correction, ToMeConfig
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import ROUNDING as REACHED
-from tokenmerge.plans import RunFacts, Schedule, facts_of, plan_for, speedup_of
+from tokenmerge.plans import RunFacts, Schedule, choose, facts_of, plan_for, speedup_of
+from tokenmerge.plans.choose import SpeedupPlan
 from tokenmerge.runtime.steps.scheduler import next_schedule
 
 PROMPTS, SEED = 46, 8400
@@ -45,7 +47,6 @@ PROMPTS, SEED = 46, 8400
 SOLVERS = {UNET: ("DDIM", "DEIS", "DPM++ SDE"), TRANSFORMER: ("flow Euler",)}
 AUTO, OWN = "former auto", "default method"
 EQUAL = 1 - 1e-3  # of a speed-up that counts as equal, divided by the other one
-NO_MEMORY = 10**12  # bytes of a number: with them, corrections never fit
 # Where corrections are tried: model, size in pixels, steps, guidance, speed-ups, prompts.
 CORRECTED: tuple[tuple[str, int, int, float, tuple[float, ...], int], ...] = (
     (TRANSFORMER, 192, 8, 7.0, (1.5,), 2),
@@ -109,7 +110,7 @@ class Planner:
             usual = plan_for(facts, aim)
             if not usual.config.correction.on:
                 continue
-            without = plan_for(dataclasses.replace(facts, number_bytes=NO_MEMORY), aim)
+            without = without_corrections(facts, aim)
             plans = {
                 "with": usual.config,
                 "without": without.config,
@@ -127,6 +128,15 @@ class Planner:
             method = "plan for schedulers that add noise" if noisy else "plan of the others"
             about = {"aim": aim, "method": method, "counted": round(plan.speedup, 3)}
             yield {**dataclasses.asdict(scene), **about, "settings": plan.config.changed()}, plan.config
+
+
+def without_corrections(facts: RunFacts, aim: float) -> SpeedupPlan:
+    """Return the plan of the default method if nothing could be corrected."""
+    with patch.object(choose, "_CORRECTIONS", (0,)):
+        choose.plans_of.cache_clear()
+        plan = plan_for(facts, aim)
+    choose.plans_of.cache_clear()
+    return plan
 
 
 def halved(facts: RunFacts, config: ToMeConfig, aim: float) -> ToMeConfig:

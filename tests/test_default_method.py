@@ -352,13 +352,6 @@ def test_the_handle_estimates_how_close_the_last_picture_is(fast):
     assert patch.estimate.psnr > 0  # that of its own last run
 
 
-@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_cached_numbers_are_counted_for_a_picture_with_guidance(dtype, itemsize):
-    pipe = pipeline(unet=hosts.unet().to(dtype))
-    method = DefaultMethod.of(pipe, find_hosts(pipe), 2.0)
-    assert method.facts.number_bytes == 2 * itemsize
-
-
 @pytest.mark.filterwarnings("ignore:min_psnr=.* is dense")
 def test_before_a_run_the_handle_says_that_a_tolerance_slows_it_down(fast):
     pipe = pipeline(unet=hosts.unet())

@@ -29,8 +29,8 @@ from tokenmerge.plans import FewestTokens
 # It is not timed, since other work of a CPU would change the time, and so the image. On smaller grids
 # merging mostly saved too little (benchmarks/fewest_tokens_cpu.jsonl).
 TOKENS_ON_CPU = 1024
-# Sides of the token grids that are timed. The time of smaller ones, mostly of launches, says nothing of them.
-SIDES = (48, 64, 96, 128)
+# Sides of the token grids that are timed, from 512 × 512 pixels of most transformers on.
+SIDES = (32, 48, 64, 96, 128)
 # The first is the lowest ratio of the default method, where merging saves least.
 RATIOS = (0.2, 0.5)
 _LEAST_SAVED = 0.5  # of the time that would be saved if time were as operations are, docs/gpu.md
@@ -51,7 +51,7 @@ class TimedMerging(NamedTuple):
     device: torch.device  # where the model runs
     dtype: torch.dtype  # that it computes in
     scope: str = "layers"  # merging in self-attention, or in the "block", which has an MLP too
-    in_comfyui: bool = False  # where blocks merge one by one, and sizes are a mask in any case
+    has_mask: bool = False  # attention learns the sizes from a mask in any case, as in ComfyUI
     batch: int = 2  # of a call of the model
     channels: int = 640  # of its tokens
     heads: int = 8
@@ -60,12 +60,12 @@ class TimedMerging(NamedTuple):
     @property
     def in_stack(self) -> bool:
         """Whether tokens merge once for all blocks."""
-        return self.scope == "block" and not self.in_comfyui
+        return self.scope == "block"
 
     def bias(self, keys: int) -> Bias:
         """Return how attention learns the sizes of so many keys."""
         return choose_bias(
-            self.device.type, self.dtype, self.channels // self.heads, keys, has_mask=self.in_comfyui
+            self.device.type, self.dtype, self.channels // self.heads, keys, has_mask=self.has_mask
         )
 
 
@@ -123,11 +123,11 @@ def measure_fewest_tokens(merging: TimedMerging) -> tuple[int, ...]:
     """Return for each ratio the number of tokens of the smallest grid on which merging pays.
 
     Times on larger grids do not count, nor do those of another ratio. A grid without enough memory is left
-    out, as is the larger half of the grids on a device without CUDA. If there is no such grid, the number is
+    out, as are the two largest grids on a device without CUDA. If there is no such grid, the number is
     that of a grid twice as wide as the last, because the cost of attention grows with the square of the
     tokens.
     """
-    sides = SIDES if merging.device.type == "cuda" else SIDES[:2]
+    sides = SIDES if merging.device.type == "cuda" else SIDES[:-2]
     return tuple(_smallest(merging, sides, ratio) for ratio in RATIOS)
 
 
@@ -247,14 +247,13 @@ def _seconds(function: Callable[[], object], device: torch.device) -> float:
 
 def _key(merging: TimedMerging, ratio: float) -> str:
     """Return all that a measurement depends on, as text."""
-    device, dtype, scope, in_comfyui, batch, channels, heads, blocks = merging
+    device, dtype, scope, _, batch, channels, heads, blocks = merging
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     sizes = dict.fromkeys(merging.bias(side**2 - int(side**2 * ratio)).value for side in SIDES)
-    where = "in ComfyUI, " if in_comfyui else ""
     return (
         f"{device.type} {name}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}, "
         f"batch {batch}, {heads} × {channels // heads} channels, {blocks} blocks a plan, scope {scope}, "
-        f"{where}sizes by {' and '.join(sizes)}, corrected, ratio {ratio:g}, "
+        f"sizes by {' and '.join(sizes)}, corrected, ratio {ratio:g}, "
         f"sides {' '.join(map(str, SIDES))}, {_LEAST_SAVED:g} saved"
     )
 

@@ -84,7 +84,6 @@ class DefaultMethod:
             schedule=next_schedule(pipe_or_model, steps),
             follows_steps=follows_steps,
             proportional=allows_proportional(pipe_or_model, hosts),
-            number_bytes=denoiser.usual_batch * dtype_of(denoiser.root).itemsize,
         )
         device = device_of(pipe_or_model, denoiser.root)
         dtype = dtype_of(denoiser.root)

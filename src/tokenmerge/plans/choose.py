@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
 from tokenmerge.config.parts import QUOTIENT_ROUNDING, StepsOfReuse
 from tokenmerge.plans import policy
-from tokenmerge.plans.facts import RunFacts, correction_bytes, costs_of
+from tokenmerge.plans.facts import RunFacts, costs_of
 
 # The ratios of token merging that are tried, and the distances of corrections.
 _RATIOS = tuple(i / 40 for i in range(8, 31))
@@ -144,8 +144,7 @@ def _mergings(facts: RunFacts) -> Iterator[ToMeConfig]:
         min_tokens = facts.min_tokens(scope, ratio)
         if not _has_grid(facts, min_tokens):
             continue
-        fits = corrects and correction_bytes(facts, scope, ratio) <= policy.MOST_CORRECTION_BYTES
-        for every in _CORRECTIONS if fits else (0,):
+        for every in _CORRECTIONS if corrects else (0,):
             yield ToMeConfig(
                 ratio=ratio,
                 max_downsample=deepest,

@@ -74,7 +74,6 @@ class RunFacts:
     whole_blocks: bool = False  # all blocks can merge as a whole here
     layers: bool = True  # attention can merge alone here
     proportional: bool = True  # attention can count a merged token as often as the tokens it stands for
-    number_bytes: int = 4  # of one number in all samples of a call, such as 4 in bfloat16 with guidance
     # The number of tokens from which on merging saves enough time on the device, for each scope that is tried
     # and for some ratios. A scope that is not here saves enough on every grid.
     fewest_tokens: tuple[FewestTokens, ...] = ()
@@ -165,21 +164,6 @@ def share_that_merges(facts: RunFacts, config: ToMeConfig) -> float:
         if _merges(facts, config, share):
             merging += operations
     return merging / every
-
-
-def correction_bytes(facts: RunFacts, scope: str, ratio: float) -> int:
-    """Return the bytes that corrections cache between steps, with a scope and a ratio.
-
-    A stack of blocks caches one residual. With the scope "layers", each block that merges caches its own.
-    """
-    fewest = facts.min_tokens(scope, ratio)
-    values = 0
-    for plan in facts.work.plans:
-        tokens = facts.tokens(plan.level)
-        if scope in plan.scopes and tokens >= fewest:
-            residuals = 1 if scope == "block" else plan.blocks
-            values += residuals * plan.channels * tokens
-    return values * facts.number_bytes
 
 
 def _of_call(facts: RunFacts, merging: ToMeConfig, parts: Set[Part]) -> float:

@@ -24,7 +24,6 @@ _CLASSES = ("unet", "transformer")
 FEWEST_TOKENS: Mapping[str, int] = _TABLE["fewest tokens"]
 # How many times the expected error of merging is higher without proportional attention.
 _UNWEIGHTED: float = _TABLE["without proportional attention"]
-MOST_CORRECTION_BYTES: int = _TABLE["most bytes of corrections"]
 # The time that is left after the last full step where the last step changes little, as a share of a
 # distance.
 TAIL_OF_A_CLEAN_END: float = _TABLE["spacing"]["tail of a clean end"]

@@ -9,7 +9,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample
 from diffusers import SD3Transformer2DModel, UNet2DConditionModel
 
 import tokenmerge
-from tokenmerge import Correction, StepReuse, ToMeConfig
+from tokenmerge import Correction, PlanSharing, StepReuse, ToMeConfig
 from tokenmerge.integrations.comfyui.models import find_target
 from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.sampling import KEY, Sampling
@@ -21,6 +21,14 @@ CLASSES = {"emoji-unet": UNet2DConditionModel, "emoji-mmdit": SD3Transformer2DMo
 FOLDERS = {"emoji-unet": "unet", "emoji-mmdit": "transformer"}
 WIDTHS = {"emoji-unet": 128, "emoji-mmdit": 160}
 BLOCKS = {"scope": "block", "planner": "uniform"}
+STACK = {
+    "ratio": 0.5,
+    "scope": "block",
+    "planner": "tiled",
+    "features": "model_residual",
+    "plans": PlanSharing(blocks=True),
+    "proportional": True,
+}
 
 
 @pytest.fixture(scope="module", params=CLASSES)
@@ -38,6 +46,8 @@ def pair(request):
         ("", {"ratio": 0.5, **BLOCKS, "reuse": StepReuse(every=2)}),
         ("", {"ratio": 0.5, **BLOCKS, "correction": Correction(every=2)}),
         ("mmdit", {"ratio": 0.5, "scope": "block", "correction": Correction(every=2), "proportional": True}),
+        ("mmdit", {**STACK, "correction": Correction(every=10)}),
+        ("mmdit", {**STACK, "correction": Correction(every=3), "reuse": StepReuse(every=2)}),
         ("unet", {"ratio": 0.5, "planner": "uniform", "reuse": StepReuse(every=3, shallow_every=2)}),
     ],
     ids=str,

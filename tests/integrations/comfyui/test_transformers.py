@@ -14,9 +14,9 @@ from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.ldm.wan.model import WanModel
 
-from tokenmerge import Correction, StepReuse, ToMeConfig
+from tokenmerge import Correction, PlanSharing, StepReuse, ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge.integrations.comfyui import sampling
+from tokenmerge.integrations.comfyui import sampling, transformer
 from tokenmerge.integrations.comfyui import settings as node_settings
 from tokenmerge.integrations.comfyui.models import find_target
 from tokenmerge.integrations.comfyui.nodes import TokenMerging
@@ -26,6 +26,7 @@ from tokenmerge.integrations.comfyui.settings import Asked, Settings, settings_f
 from tokenmerge.integrations.comfyui.transformer import finish_run
 from tokenmerge.plans import pays_from
 from tokenmerge.plans.generation import Runs, plan_generation
+from tokenmerge.runtime.blocks.merged_call import merged_tokens
 
 MAKE = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
 PAIR = {"hidden_size": 32, "mlp_ratio": 2.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2}
@@ -39,11 +40,11 @@ def flux():
     )  # fmt: skip
 
 
-def sd3():
+def sd3(depth=2):
     made = OpenAISignatureMMDITWrapper(
-        input_size=None, patch_size=2, in_channels=4, depth=2, adm_in_channels=12,
+        input_size=None, patch_size=2, in_channels=4, depth=depth, adm_in_channels=12,
         context_embedder_config={
-            "target": "torch.nn.Linear", "params": {"in_features": 24, "out_features": 128},
+            "target": "torch.nn.Linear", "params": {"in_features": 24, "out_features": 64 * depth},
         },
         pos_embed_max_size=16, num_patches=256, pos_embed_scaling_factor=None, qkv_bias=True, **MAKE,
     )  # fmt: skip
@@ -165,6 +166,68 @@ def test_a_batch_of_two_prompts_shares_its_plans(case, monkeypatch):
     assert made == [1] * len(settings.target.blocks)
 
 
+STACK = {"planner": "tiled", "features": "model_residual", "plans": PlanSharing(blocks=True)}
+
+
+# Without a correction, tokens of a group change alike, so rounding would sort what the planner compares.
+@pytest.mark.parametrize(
+    "more", [{"features": "input"}, {"correction": Correction(every=3)}], ids=["merging", "corrected"]
+)
+def test_a_stack_equals_merging_block_by_block(case, more, monkeypatch):
+    """Also where a ControlNet adds something between blocks. Merging happens once for each stack."""
+    name, model, shape, arguments = case
+    settings = settings_of(model, ratio=0.5, proportional=True, **{**STACK, **more})
+    merged = []
+    monkeypatch.setattr(
+        transformer, "merged_tokens", lambda *given: merged.append(1) or merged_tokens(*given)
+    )
+    stacks = {"flux": 2, "hunyuan": 2}.get(name, 1)  # single-stream blocks begin with text and image joined
+    controls = [{}]
+    if name in ("flux", "sd3"):
+        draw, width = torch.Generator().manual_seed(0), 128 if name == "sd3" else 32
+        controls.append({"control": {"output": [torch.randn(2, 48, width, generator=draw)] * 2}})
+        if name == "flux":
+            controls[1]["control"]["input"] = controls[1]["control"]["output"]
+    for named in controls:
+        merged.clear()
+        once = steps_of(model, settings, shape, {**arguments, **named})
+        if not named:
+            assert len(merged) == stacks * (
+                2 if "correction" in more else 3
+            )  # a correction measures in the first step
+        with monkeypatch.context() as patch:
+            patch.setattr(transformer.Stack, "may_go_on", False)
+            each = steps_of(model, settings, shape, {**arguments, **named})
+        for one, other in zip(once, each, strict=True):
+            # 100 dB: float32 over these networks errs by 1e-6 of the largest value.
+            assert torch.allclose(one, other, atol=1e-5 * float(other.abs().max()))
+
+
+def steps_of(model, settings, shape, more, steps=3):
+    """The results of some steps of a sampling, with a sample that changes."""
+    return results_of(patched(model, settings), settings, shape, more, [i / 8 for i in range(steps)])
+
+
+def results_of(clone, settings, shape, more, places):
+    """The results of steps with samples at some places between two random ones."""
+    sampling = Sampling(settings, [1 - i / 8 for i in range(9)])
+    draw = torch.Generator().manual_seed(0)
+    start, end = torch.randn(2, *shape, generator=draw)
+    text, results = torch.randn(2, 7, 24, generator=draw), []
+    with torch.inference_mode():
+        for i, place in enumerate(places):
+            times = torch.full((2,), 0.5)
+            sampling.begin_step(1 - i / 8, times, shape, True)
+            sampling.begin_call(shape, {"cond_or_uncond": [1, 0]})
+            options = {**clone.model_options["transformer_options"], KEY: sampling}
+            x = torch.lerp(start, end, place)
+            network = clone.model.diffusion_model
+            results.append(network(x, times, context=text, transformer_options=options, **more))
+            finish_run(sampling)
+            sampling.end_call(results[-1])
+    return results
+
+
 def test_a_block_changes_its_tokens_by_what_it_changes_of_the_merged_ones():
     """x + U (f (M x) − M x), by hand, with positions of the tokens that stay."""
     model, more = Patcher(flux()), {"y": torch.ones(2, 12)}
@@ -223,6 +286,89 @@ def test_where_nothing_changes_between_steps_nothing_is_lost(case, controlled, m
             # float32 over these networks errs by 1e-6 of the largest value.
             assert torch.allclose(here, dense, atol=2e-5 * float(dense.abs().max())), i
             assert len(ran) == (whole if i in settings.config.reuse.steps_of(8).full else 0)
+
+
+def test_what_another_node_does_between_blocks_happens_in_every_step(monkeypatch):
+    """Blocks on both sides of it are skipped one after the other, so that it changes what it should."""
+    model, more = Patcher(sd3()), {"y": torch.ones(2, 12)}
+    settings = settings_of(model, ratio=0.0, reuse=StepReuse(every=4))
+    clone = patched(model, settings)
+    replaced = clone.model_options["transformer_options"]["patches_replace"]["dit"]["double_block", 0]
+
+    def doubled(arguments, extra):
+        result = replaced(arguments, extra)
+        return {**result, "img": 2 * result["img"]}
+
+    clone.set_model_patch_replace(doubled, "dit", "double_block", 0)
+    ran = []
+    block = settings.target.blocks[1].module
+    forward = block.forward
+    monkeypatch.setattr(block, "forward", lambda *a, **k: ran.append(1) or forward(*a, **k))
+    dense, *others = results_of(clone, settings, IMAGE, more, [0.0] * 4)
+    assert len(ran) < 4
+    for other in others:
+        assert torch.allclose(other, dense, atol=2e-5 * float(dense.abs().max()))
+
+
+def test_a_block_with_a_mask_of_its_own_ends_the_stack():
+    """It runs dense on all tokens, and what the blocks before it added is not lost."""
+    model, more = Patcher(flux()), {"y": torch.ones(2, 12)}
+    settings = settings_of(model, ratio=0.5, **STACK)
+    clone, seen = patched(model, settings), []
+    replaced = clone.model_options["transformer_options"]["patches_replace"]["dit"]["double_block", 1]
+
+    def masked(arguments, extra):
+        def block(given):
+            seen.append(given["img"].shape[1])
+            return extra["original_block"](given)
+
+        mask = torch.zeros(1, 1, 7 + 48, 7 + 48)
+        return replaced({**arguments, "attn_mask": mask}, {**extra, "original_block": block})
+
+    clone.set_model_patch_replace(masked, "dit", "double_block", 1)
+    (merged,) = results_of(clone, settings, IMAGE, more, [0.0])
+    assert seen == [48]
+    assert not torch.equal(merged, results_of(model, settings, IMAGE, more, [0.0])[0])
+
+
+def test_a_controlnet_that_begins_in_the_middle_gets_no_residual_of_other_blocks():
+    """In its first step, nothing is known of the blocks before it and after it, so nothing is corrected."""
+    model, more = Patcher(sd3()), {"y": torch.ones(2, 12)}
+    add = torch.randn(2, 48, 128, generator=torch.Generator().manual_seed(0))
+    found = []
+    for correction in (Correction(every=8), Correction()):
+        settings = settings_of(model, ratio=0.5, **{**STACK, "features": "input"}, correction=correction)
+        clone = patched(model, settings)
+        control = {"output": []}
+        results = results_of(clone, settings, IMAGE, {**more, "control": control}, begins(control, add))
+        found.append(results[1])
+    assert torch.allclose(*found, atol=1e-5 * float(found[0].abs().max()))  # float32
+
+
+def begins(control, add):
+    """Yield the places of two steps; from the second one on, a ControlNet adds something."""
+    yield 0.0
+    control["output"] += [add, add]
+    yield 0.1
+
+
+def test_tokens_from_before_a_block_can_be_restored_after_it():
+    """As a node does that leaves out what a block does."""
+    model, more = Patcher(sd3(depth=3)), {"y": torch.ones(2, 12)}
+    settings = settings_of(model, ratio=0.5, **STACK)
+    results = []
+    for calls_it in (True, False):
+        clone = patched(model, settings)
+        replaced = clone.model_options["transformer_options"]["patches_replace"]["dit"]["double_block", 1]
+
+        def without(arguments, extra, calls_it=calls_it, replaced=replaced):
+            if calls_it:
+                replaced(arguments, extra)
+            return {"img": arguments["img"], "txt": arguments["txt"]}
+
+        clone.set_model_patch_replace(without, "dit", "double_block", 1)
+        results += results_of(clone, settings, IMAGE, more, [0.0])
+    assert torch.allclose(*results, atol=1e-5 * float(results[0].abs().max()))  # float32
 
 
 SAMPLED = {"flux": flux, "sd3": sd3}
@@ -336,11 +482,11 @@ def test_a_cancelled_sampling_leaves_nothing(sampled):
     assert torch.equal(hosts.sample(sampled, steps=5), dense)
 
 
-def test_auto_times_blocks_that_merge_one_by_one(sampled, monkeypatch):
+def test_auto_times_a_stack_of_blocks(sampled, monkeypatch):
     asked = []
     monkeypatch.setattr(node_settings, "fewest_tokens", lambda *own: asked.extend(own) or pays_from(4))
     settings_for(find_target(sampled), Asked("auto"), hosts.CPU, torch.float32)
-    assert [(own.scope, own.in_comfyui, own.batch) for own in asked] == [("block", True, 1)]
+    assert [(own.scope, own.has_mask, own.batch) for own in asked] == [("block", True, 1)]
 
 
 def test_auto_skips_blocks_and_follows_guidance(sampled, monkeypatch):
@@ -370,7 +516,7 @@ def test_auto_merges_where_this_changes_the_picture_less_than_skipping_alone(sam
     assert strong.merges
     assert strong.correction.on
     assert strong.scope == "block"
-    assert strong.features == "input"  # a node does not get those of the step before
+    assert strong.features == "model_residual"
     assert strong.reuse.every < weak.reuse.every or not weak.merges
 
 
@@ -403,9 +549,6 @@ def test_a_block_that_another_node_replaces_is_called_with_merged_tokens():
 def test_methods(case):
     _, model, _, _ = case
     target = find_target(model)
-    # Nodes have no features of the step before, so a method that compares them would use other features.
-    auto = settings_for(target, Asked("auto"), hosts.CPU, torch.float32).config
-    assert auto.features == "input"
     found = settings_for(target, Asked("tomesd", 0.5), hosts.CPU, torch.float32)
     assert found.config.scope == "block"
     assert "Whole blocks" in found.notes[0]

@@ -44,7 +44,7 @@ def test_auto_times_merged_attention(model, monkeypatch):
     asked = []
     monkeypatch.setattr(node_settings, "fewest_tokens", lambda *own: asked.extend(own) or pays_from(4))
     node_settings.settings_for(find_target(model), node_settings.Asked("auto"), hosts.CPU, torch.float32)
-    assert [(own.scope, own.in_comfyui, own.batch) for own in asked] == [("layers", True, 2)]
+    assert [(own.scope, own.has_mask, own.batch) for own in asked] == [("layers", True, 2)]
 
 
 @pytest.fixture

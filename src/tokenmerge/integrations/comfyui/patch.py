@@ -36,7 +36,9 @@ def patched(model: Any, settings: Settings) -> Any:
         if block.layout is not None:  # in a transformer
             inner = replaced.get(block.key)
             inner = inner.inner if isinstance(inner, ReplacedBlock) else inner
-            clone.set_model_patch_replace(ReplacedBlock(block.key, block.layout, inner), "dit", *block.key)
+            is_last = block is settings.target.blocks[-1]
+            replacement = ReplacedBlock(block.key, block.layout, inner, is_last)
+            clone.set_model_patch_replace(replacement, "dit", *block.key)
     options = clone.model_options["transformer_options"]
     before = options.pop(_ATTENTION, None)
     before = before.before if isinstance(before, WeighedAttention) else before

@@ -24,6 +24,7 @@ from tokenmerge.planners.importance import importance_of_tokens
 from tokenmerge.planners.sequences import num_removed
 from tokenmerge.plans import Schedule
 from tokenmerge.plans.generation import Merging
+from tokenmerge.runtime.blocks.stack import merges_in_stacks
 from tokenmerge.runtime.steps.calls import Given, Shape, detail_of
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, ends_clean, needs_sync
 from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
@@ -71,7 +72,10 @@ class Sampling:
         self.residuals: dict[tuple[int, Hashable], Any] = {}
         self.ran: set[str] = set()  # parts of the model that the running call has run, "deep" and "finest"
         self.running: Running | None = None  # what the running block merges, or None if it is dense
-        self.running_blocks: Any = None  # of transformers, see the file transformer
+        # Of transformers: the running stack, and the blocks that steps skip together, see the file
+        # transformer.
+        self.stack: Any = None
+        self.block_run: Any = None
 
     def say(self, note: str) -> None:
         """Write a note to the log, once for the sampling."""
@@ -115,7 +119,8 @@ class Sampling:
         self.has_references = False
         # A call before may have been interrupted.
         self.running = None
-        self.running_blocks = None
+        self.stack = None
+        self.block_run = None
         self._prompts = len(options.get("cond_or_uncond") or [0])  # in the batch
         self._replaced = options.get("patches_replace", {})
         self.ran = set()
@@ -165,6 +170,14 @@ class Sampling:
         """Return the residual of a part of the model, from the same call of an earlier step."""
         return self.residuals.get((self.tracker.call, part))
 
+    def of_kind(self, kind: str) -> list[Any]:
+        """Return the residuals of all parts whose name begins with ``kind``, from the same call."""
+        found = []
+        for (call, part), residual in self.residuals.items():
+            if call == self.tracker.call and isinstance(part, tuple) and part[0] == kind:
+                found.append(residual)
+        return found
+
     def keep(self, part: Hashable, residual: Any) -> None:
         """Cache the residual of a part in the running call."""
         self.residuals[self.tracker.call, part] = residual
@@ -177,19 +190,29 @@ class Sampling:
         replaced = self._replaced.get(layer, {})
         return block in replaced or block[:2] in replaced
 
+    def settings_in(self, grid: GridShape, level: int) -> MergeSettings | None:
+        """Return the settings by which blocks with this grid of tokens merge, or None if they are dense."""
+        settings = self._config.at_level(level)
+        if level > self.settings.deepest_level or self.decision.merging is Merging.DENSE:
+            return None
+        return settings if num_removed(grid, settings) else None
+
+    def in_stacks(self, settings: MergeSettings) -> bool:
+        """Return whether blocks with these settings merge once for a stack."""
+        return merges_in_stacks(self._config.plans.blocks, settings)
+
     def merge_in(
         self, block: Key, group: Hashable, tokens: Tensor, layout: Layout, grid: GridShape, level: int
     ) -> Running | None:
-        """Return what a block with these tokens of a grid merges, or None if it is dense.
+        """Return what a block merges on a grid, or None if it is dense.
 
-        Blocks of the same ``group`` may share their plan.
+        Planners compare the ``tokens``. Blocks of the same ``group`` may share their plan.
         """
-        settings = self._config.at_level(level)
-        merging = self.decision.merging
-        if level > self.settings.deepest_level or merging is Merging.DENSE or not num_removed(grid, settings):
+        settings = self.settings_in(grid, level)
+        if settings is None:
             return None
         running = Running(None, settings, block, layout.text == "first")
-        if merging is Merging.MEASURES:
+        if self.decision.merging is Merging.MEASURES:
             return running
         # The images of each prompt stand in a row.
         copies = self._prompts if self._whole and len(tokens) % self._prompts == 0 else 1

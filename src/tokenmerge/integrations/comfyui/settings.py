@@ -17,6 +17,7 @@ from tokenmerge.integrations.comfyui.models import Target
 from tokenmerge.models.placement import narrowest
 from tokenmerge.plans import RunFacts, Schedule
 from tokenmerge.plans.choose import scopes_of
+from tokenmerge.runtime.blocks.stack import merges_in_stacks
 
 AUTO = "auto"
 METHODS = (AUTO, *presets.__all__)
@@ -134,7 +135,7 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
         return Settings(config, target, asked.start_percent, asked.end_percent, default=default)
     if asked.method not in METHODS:
         raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {asked.method!r}")
-    config = _changed(getattr(presets, asked.method)(asked.ratio), asked)
+    config = _changed(getattr(presets, asked.method)(asked.ratio), target, asked)
     if asked.step_reuse == "on" and target.can_skip:
         config = dataclasses.replace(config, reuse=StepReuse(every=_REUSE_EVERY))
     config, notes = _applied(config, target, asked)
@@ -152,20 +153,21 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
         can_skip=target.can_skip and asked.step_reuse != "off",
         whole_blocks=not target.is_unet,
         layers=target.is_unet,
-        number_bytes=2 * dtype.itemsize,
     )
     batch = 2 if target.is_unet else 1
-    in_comfyui = True
+    has_mask = True
     merging = []
     for scope in scopes_of(facts):
-        merging.append(TimedMerging(device, dtype, scope, in_comfyui, batch, *attention))
+        merging.append(TimedMerging(device, dtype, scope, has_mask, batch, *attention))
     facts = dataclasses.replace(facts, fewest_tokens=fewest_tokens(*merging))
-    return DefaultMethod(asked.speedup, facts, lambda config: _changed(config, asked))
+    return DefaultMethod(asked.speedup, facts, lambda config: _changed(config, target, asked))
 
 
-def _changed(config: ToMeConfig, asked: Asked) -> ToMeConfig:
+def _changed(config: ToMeConfig, target: Target, asked: Asked) -> ToMeConfig:
     """Return the settings of a method with those inputs of the node that replace them."""
-    changes: dict[str, Any] = {"features": "input"}  # a node does not get those of the step before
+    changes: dict[str, Any] = {}
+    if target.is_unet or not merges_in_stacks(config.plans.blocks, config.at_level(1)):
+        changes["features"] = "input"  # what was added in the step before is cached for stacks alone
     if config.seed is not None:
         changes["seed"] = asked.seed
     if asked.scope != OF_METHOD:

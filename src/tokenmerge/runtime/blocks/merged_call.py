@@ -87,6 +87,32 @@ def merged_call(
     )
 
 
+def with_change(
+    layout: Layout,
+    plan: Plan,
+    start: Tensor,
+    start_merged: Tensor,
+    value: Tensor,
+    combine: str,
+    correction: Tensor | None = None,
+) -> Tensor:
+    """Return the tokens ``start``, with what blocks changed of their merged tokens to get ``value``.
+
+    A ``correction`` R ``[b, n, c]`` is what they added to the image in the step before. It gives back
+    R − U M R, which merging loses. M merges and U unmerges.
+    """
+    n, m = plan.inverse.shape[1], plan.keep.shape[1]
+    image = layout.image(start, n)
+    if correction is None:
+        base = image
+        merged = layout.image(start_merged, m)
+    else:
+        # y = x + U (z − M x) + R − U M R, with one merge: that of x + R.
+        base = image + correction
+        merged = combined(plan, base, combine)
+    return image_replaced(layout, value, m, lambda made: base + plan.unmerge(made - merged))
+
+
 def keyed_call(attention: nn.Module, call: HostCall, state: LayerState, plan: Plan, combine: str) -> Any:
     """Return the result of self-attention in which all tokens attend to merged keys and values."""
     if getattr(attention, "fused_projections", False):

@@ -19,15 +19,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from tokenmerge.config import SOFT_PLANNERS, MergeSettings
 from tokenmerge.models.base import Layout
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops.plan import Plan
-from tokenmerge.runtime.blocks.merged_call import combined, image_replaced, merged_tokens, with_merged_tokens
+from tokenmerge.runtime.blocks.lazy_tokens import LazyTokens, plain
+from tokenmerge.runtime.blocks.merged_call import merged_tokens, with_change, with_merged_tokens
 from tokenmerge.runtime.blocks.planning import active_call, note_plan, pictures_of, sequence_in
 from tokenmerge.runtime.blocks.skipping import note_forecast
 from tokenmerge.runtime.memory.caches import BlockMerge, Call, Residual, StackResidual, extrapolated, updated
@@ -79,78 +78,48 @@ class Stack:
 
         ``correction`` ``[b, n, c]`` is what the stack added to the image in the step before.
         """
-        plan, start = self.plan, self.start
-        if plan is None:
+        if self.plan is None:
             return value
         assert self.settings is not None
-        image, m = self.layout.image(start, self.n), plan.keep.shape[1]
-        if correction is None:
-            assert self.start_merged is not None
-            base, merged = image, self.layout.image(self.start_merged, m)
-        else:
-            # y = x + U (z − M x) + R − U M R, with one merge: that of x + R.
-            base = image + correction
-            merged = combined(plan, base, self.settings.combine)
-        return image_replaced(self.layout, value, m, lambda made: base + plan.unmerge(made - merged))
+        assert self.start_merged is not None
+        combine = self.settings.combine
+        return with_change(self.layout, self.plan, self.start, self.start_merged, value, combine, correction)
 
 
-class StackTokens(Tensor):
+class StackTokens(LazyTokens):
     """The tokens between two blocks of a stack: merged, or all of them in a step that merges nothing.
 
-    To others it is a tensor ``[b, n, c]`` of ordinary tokens, which are made when somebody reads them.
+    To others it is a tensor ``[b, n, c]`` of ordinary tokens.
     """
 
     stack: Stack
     value: Tensor
     blocks: int  # of the stack that had run
     path: str  # of the block that returned it
-    ordinary: Tensor | None  # None until somebody reads it
-
-    # Operations are seen below, in ``__torch_dispatch__``.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(cls, stack: Stack) -> StackTokens:
         """Return what the last block of a stack returned so far."""
-        value = stack.value
-        tokens: StackTokens = Tensor._make_wrapper_subclass(
-            cls, stack.start.shape, dtype=value.dtype, device=value.device
-        )
         assert stack.last is not None
-        tokens.stack, tokens.value, tokens.ordinary = stack, value, None
-        tokens.blocks, tokens.path = stack.blocks, stack.last.path
+        tokens = cls.like(stack.start, stack.value)
+        tokens.stack = stack
+        tokens.value = stack.value
+        tokens.blocks = stack.blocks
+        tokens.path = stack.last.path
         return tokens
 
-    @property
-    def was_read(self) -> bool:
-        """Whether somebody has read the tokens."""
-        return self.ordinary is not None
-
-    def read(self) -> Tensor:
+    def make(self) -> Tensor:
         """Return ordinary tokens. If no block has run since, the stack ends here."""
-        if self.ordinary is None:
-            stack, thread = self.stack, self.stack.thread
-            thread.memory.read_between.add(self.path)
-            if thread.stack is stack and stack.blocks == self.blocks:
-                self.ordinary = end_stack(thread)
-            else:
-                # The stack went on. It ends here from the next step on, which measures what its parts lose.
-                self.ordinary = stack.unmerged(self.value)
-                thread.memory.tracker.measure_next(stack.number[0])
-        assert self.ordinary is not None
-        return self.ordinary
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        args, kwargs = tree_map(plain, (args, kwargs or {}))
-        return function(*args, **kwargs)
-
-
-def plain(value: Any) -> Any:
-    """Return ordinary tokens for the tokens of a stack, and any other value as it is."""
-    return value.read() if isinstance(value, StackTokens) else value
+        stack = self.stack
+        thread = stack.thread
+        thread.memory.read_between.add(self.path)
+        if thread.stack is stack and stack.blocks == self.blocks:
+            ended = end_stack(thread)
+            assert ended is not None
+            return ended
+        # The stack went on. It ends here from the next step on, which measures what its parts lose.
+        thread.memory.tracker.measure_next(stack.number[0])
+        return stack.unmerged(self.value)
 
 
 def is_skipped(state: BlockState) -> bool:
