@@ -230,7 +230,7 @@ def end_stack(sampling: Sampling) -> Tensor | None:
     correction = None
     merged = stack.running is not None and stack.running.plan is not None
     if merged and sampling.decision.corrects:
-        residual, blocks = sampling.of(name) or (None, 0)
+        residual, blocks = sampling.of(name) or (stack.start, 0)  # which is for no blocks
         if blocks == len(stack.blocks):
             correction = stack.layout.image(residual, num_tokens(sampling.grid))
         else:
