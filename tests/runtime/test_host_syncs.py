@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenmerge
 from tokenmerge import Correction, StepReuse, ToMeConfig, apply_token_merging, presets
-from tokenmerge.runtime.patching import hooks
+from tokenmerge.runtime.patching import call_facts, guidance
 from tokenmerge.runtime.steps import step_tracker
 from tokenmerge.runtime.steps.step_tracker import step_seed
 
@@ -74,7 +74,7 @@ def waits(pipe: StableDiffusionPipeline, config: ToMeConfig) -> tuple[Counter[st
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if tensors were on one."""
-    for module in (hooks, step_tracker):
+    for module in (call_facts, guidance, step_tracker):
         monkeypatch.setattr(module, "needs_sync", lambda value: True)
 
 
@@ -91,7 +91,7 @@ def test_no_call_waits(name, scheduler, pipe, monkeypatch, request):
 
 def asked_for_copies(found: Counter[str]) -> int:
     """How often it was asked whether prompts share a sample."""
-    return sum(count for line, count in found.items() if "hooks.py" in line)
+    return sum(count for line, count in found.items() if "/guidance.py" in line)
 
 
 def test_values_that_are_looked_at_are_found(pipe):

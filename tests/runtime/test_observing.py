@@ -19,7 +19,7 @@ from torch.testing import assert_close
 from tokenmerge import StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge.runtime.memory import run_log
-from tokenmerge.runtime.patching import hooks
+from tokenmerge.runtime.patching import begin_generation, run_notes
 from tokenmerge.runtime.patching.patch import state_of
 
 # Of NumPy, in diffusers.
@@ -73,9 +73,9 @@ def fails(*_: Any, **__: Any) -> Any:
 
 
 OBSERVERS = [
-    (hooks, "noise_levels"),
-    (hooks, "_note_facts"),
-    (hooks, "_note_step"),
+    (run_notes, "noise_levels"),
+    (run_notes, "_note_facts"),
+    (run_notes, "_note_step"),
     (run_log.RunLog, "note_forecast"),
     (run_log.RunLog, "note_output"),
     (run_log.RunLog, "note_end"),
@@ -140,7 +140,7 @@ def test_a_tolerance_runs_dense_where_it_cannot_observe(monkeypatch, errors_of_o
     apply_token_merging(pipe, speedup=1.5, min_psnr=1)
     pipe()
     assert state_of(pipe.unet).last_run.kinds["reused"] == planned
-    monkeypatch.setattr(hooks, "shown_by", fails)
+    monkeypatch.setattr(begin_generation, "shown_by", fails)
     with pytest.warns(UserWarning, match="no estimate: observing the generation failed"):
         pipe()
     run = state_of(pipe.unet).last_run

@@ -30,7 +30,7 @@ from tokenmerge import (
     apply_token_merging,
     token_merging,
 )
-from tokenmerge.runtime.patching import hooks
+from tokenmerge.runtime.patching import call_facts
 from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge.runtime.steps.calls import continued, detail_of
 
@@ -159,7 +159,7 @@ def test_the_usual_texts_are_not_told(config, changes):
 
 @REUSES_NOTHING
 def test_on_a_device_tiles_are_compared_from_the_third_step_on(monkeypatch):
-    monkeypatch.setattr(hooks, "needs_sync", lambda value: True)
+    monkeypatch.setattr(call_facts, "needs_sync", lambda value: True)
     loop = Loop()
     apply_token_merging(loop, REUSED)
     expected = loop()
@@ -187,7 +187,7 @@ def test_a_step_is_complete_only_if_all_its_calls_are():
 def test_pictures_that_a_callback_moves_reuse_nothing_of_others(pipe, monkeypatch, pictures, on_device):
     """Also on a device, where comparing samples waits for it, so that it needs a reason."""
     if on_device:
-        monkeypatch.setattr(hooks, "needs_sync", lambda value: True)
+        monkeypatch.setattr(call_facts, "needs_sync", lambda value: True)
     order = [1, 2, 0] if pictures == "put in another order" else [1, 1, 2]
 
     def change(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
