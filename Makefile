@@ -64,9 +64,10 @@ test-oldest: $(OLDEST)/ready
 # What `make test-paddle`, `make test-comfyui` and `make test-oldest` build first.
 environments: $(PADDLE)/ready $(COMFYUI)/ready $(OLDEST)/ready
 
-# The site, in docs/_build/html: open index.html. A warning, such as a broken link, is an error.
+# The site, in docs/_build/html. A warning, such as a broken link, is an error.
 docs: $(VENV)/documented
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
+	@echo "The site is in docs/_build/html: open $(CURDIR)/docs/_build/html/index.html"
 
 format: $(VENV)/tested
 	$(BIN)/ruff format .

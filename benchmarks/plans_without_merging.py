@@ -1,12 +1,10 @@
-"""Measure how close plans are that merge nothing, as on fast GPUs: of SDXL, SD 1.5, and the model itself.
+"""Measure how close the default method is where it merges nothing, as on fast GPUs.
 
-A plan says which denoising steps run the whole model, and which the finest level of a UNet alone, or nothing.
-How many of each fit into a speed depends on the model: the finest level is 5 % of the operations of SDXL at
-1024 × 1024 pixels, and 37 % of those of `emoji-unet` at 256 × 256. So each plan is made for one model, by its
-operations, and runs on the small bundled one. Prompts, seeds, size, steps and guidance are those of
-readme.py. Beside the plans are as many steps of the unchanged model as have the same operations.
+The model, the prompts, the seeds, the size, the number of steps and the guidance are those of readme.py.
+Beside the default method are as many steps of the unchanged model as have the same operations. A line of the
+record has the speed-up by operations of each image on the model that drew it.
 
-    # 45 minutes; begun again, it goes on after the last prompt in the record
+    # 20 minutes; begun again, it goes on after the last prompt in the record
     OUT=benchmarks/plans_without_merging_cpu.jsonl
     OMP_NUM_THREADS=1 python benchmarks/plans_without_merging.py measure --prompts 12 --out $OUT
     python benchmarks/plans_without_merging.py write $OUT  # README.md and results.md
@@ -18,49 +16,43 @@ import json
 import re
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import rivals
-import torch
 from diffusers import DiffusionPipeline
 from readme import GUIDANCE, MODEL, PROMPTS, SEED, SIZE, SPEEDUPS, STEPS, Lines, beside, draw, main, read
 
-from tokenmerge import ToMeConfig, calibration
-from tokenmerge.default_method import settings_for
+from tokenmerge import calibration
+from tokenmerge.default_method import DefaultMethod
+from tokenmerge.models.find import find_hosts
+from tokenmerge.plans.choose import SpeedupPlan
 from tokenmerge_tools import demo
-from tokenmerge_tools.bench.loaded_model import build_denoiser, find_geometry
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
-# What a plan is made for: name, geometry, and sides of the image in latents.
-MODELS = {"SDXL, 1024 px": ("sdxl", 128), "SD 1.5, 512 px": ("sd15", 64)}
-OWN = f"`{MODEL}`, {SIZE} px"
 README = Path(__file__).parent.parent / "README.md"
 PAGE = README.parent / "docs" / "results.md"
 HOLDOUT = Path(__file__).with_name("holdout_cpu.jsonl")
 BLOCK = re.compile(r"(<!-- ?(plans without merging|closeness):.*?-->\n).*?(<!-- ?end ?-->)", flags=re.DOTALL)
-# Steps of the unchanged model with the operations of 20 steps of a small transformer at 1.5×, 2× and 3×.
 HARD_TO_TELL = 40  # dB from which on images are hard to tell apart
-FEWER = (13, 10, 6)
 
 
-def plans(pipe: DiffusionPipeline) -> dict[str, dict[float, ToMeConfig]]:
-    """Return the settings for each speed, by the model that they are made for. None of them merges."""
+class Cell(NamedTuple):
+    """A mean closeness in dB, and the speed-up by operations of the model that drew the images."""
+
+    psnr: float
+    speedup: float
+
+
+def plans(pipe: DiffusionPipeline) -> dict[float, SpeedupPlan]:
+    """Return the plan for each speed. None of them merges."""
     calibration.TOKENS_ON_CPU = 10**9
-    found = {}
-    for name, (geometry, side) in MODELS.items():
-        unet = build_denoiser(find_geometry(geometry), torch.float32, torch.device("meta"), seed=0)
-        arguments = {
-            "height": side,
-            "width": side,
-            "steps": STEPS,
-            "guidance": GUIDANCE,
-            "follows_steps": True,
-        }
-        found[name] = {speedup: settings_for(unet, speedup, **arguments) for speedup in SPEEDUPS}
     side = SIZE // pipe.vae_scale_factor
-    found[OWN] = {one: settings_for(pipe, one, side, side, STEPS, GUIDANCE) for one in SPEEDUPS}
-    for configs in found.values():
-        assert not any(config.merges for config in configs.values())
+    found = {}
+    for speedup in SPEEDUPS:
+        hosts = find_hosts(pipe)
+        method = DefaultMethod.of(pipe, hosts, speedup)
+        found[speedup] = method.plan(method.facts_at(hosts[0].grid_at(side, side), STEPS, GUIDANCE))
+        assert not found[speedup].config.merges
     return found
 
 
@@ -76,71 +68,89 @@ def measure(out: Path, prompts: int) -> None:
         prompt = caption(read_glyphs()[glyph].name, background)
         seed = SEED + number
         dense, _ = draw(pipe, prompt, seed)
-        line: dict[str, Any] = {"prompt": prompt, "seed": seed, "psnr": {}, "fewer steps": {}}
-        for name, configs in made.items():
-            drawn = {one: draw(pipe, prompt, seed, {"config": config}) for one, config in configs.items()}
-            line["psnr"][name] = {f"{one:g}": beside(dense, *own)["psnr"] for one, own in drawn.items()}
-        for speedup in SPEEDUPS:
+        line: dict[str, Any] = {"prompt": prompt, "seed": seed, "psnr": {}, "speedup": {}, "fewer steps": {}}
+        for speedup, plan in made.items():
+            key = f"{speedup:g}"
+            line["psnr"][key] = beside(dense, *draw(pipe, prompt, seed, {"config": plan.config}))["psnr"]
+            line["speedup"][key] = round(plan.speedup, 3)
             steps = round(STEPS / speedup)
             fewer = beside(dense, *draw(pipe, prompt, seed, steps=steps))
-            line["fewer steps"][f"{speedup:g}"] = [steps, fewer["psnr"]]
+            line["fewer steps"][key] = [steps, fewer["psnr"]]
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
 
 
+def cells_of(lines: Lines) -> tuple[list[Cell], dict[int, Cell]]:
+    """Return the means over the prompts: of the plan at each speed, and of each smaller number of steps."""
+    own = []
+    fewer = {}
+    for one in SPEEDUPS:
+        key = f"{one:g}"
+        psnr = statistics.mean(line["psnr"][key] for line in lines)
+        own.append(Cell(psnr, lines[0]["speedup"][key]))
+        steps = lines[0]["fewer steps"][key][0]
+        psnr = statistics.mean(line["fewer steps"][key][1] for line in lines)
+        fewer[steps] = Cell(psnr, STEPS / steps)
+    return own, fewer
+
+
 def table(lines: Lines) -> str:
     """Return the means over the prompts, in Markdown."""
-    heads = [f"{one:g}×" for one in SPEEDUPS]
-    rows = [f"| plan of | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
-    for name in (*MODELS, OWN):
-        means = []
-        for one in SPEEDUPS:
-            mean = statistics.mean(line["psnr"][name][f"{one:g}"] for line in lines)
-            means.append(f"{mean:.0f} dB")
-        rows.append(f"| {name} | {' | '.join(means)} |")
-    cells = []
-    for one in SPEEDUPS:
-        own = [line["fewer steps"][f"{one:g}"] for line in lines]
-        cells.append(f"{own[0][0]} steps: {statistics.mean(found for _, found in own):.0f} dB")
-    return "\n".join([*rows, f"| none: fewer steps | {' | '.join(cells)} |", ""])
+    own, fewer = cells_of(lines)
+    heads = [f"`speedup={one:.1f}`" for one in SPEEDUPS]
+    rows = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+    rows.append(f"| without merging | {' | '.join(map(shown, own))} |")
+    cells = [f"{steps} steps: {shown(cell)}" for steps, cell in fewer.items()]
+    rows.append(f"| fewer steps | {' | '.join(cells)} |")
+    return "\n".join([*rows, ""])
+
+
+def shown(cell: Cell) -> str:
+    return f"{cell.psnr:.0f} dB at {cell.speedup:.2f}×"
+
+
+def of_flux() -> tuple[list[Cell], Cell]:
+    """Return the cells of the small FLUX, and that of half of its steps."""
+    lines = [line for line in read(HOLDOUT) if line["size"] == 256]
+    dense = {line["picture"]: line["flops"] for line in lines if line["psnr"] == 100}
+
+    def cell(method: str, setting: float) -> Cell:
+        own = [line for line in lines if (line["method"], line["setting"]) == (method, setting)]
+        psnr = statistics.mean(line["psnr"] for line in own)
+        return Cell(psnr, statistics.mean(dense[line["picture"]] / line["flops"] for line in own))
+
+    return [cell("tokenmerge", one) for one in SPEEDUPS], cell("dense", STEPS / 2)
+
+
+def of_emoji(model: str, guidance: float) -> tuple[list[Cell], Cell]:
+    """Return the cells of a bundled model at 128 × 128 pixels, and that of half of its steps."""
+    records = rivals.records_of(rivals.DRAWN)[model, guidance]
+
+    def cell(variant: str, setting: float) -> Cell:
+        own = [record for record in records if record.variant == variant]
+        (found,) = (record for record in own if list(record.settings.values()) == [setting])
+        return Cell(float(found.figures["psnr"]), found.cost["counted"])
+
+    return [cell("auto", one) for one in SPEEDUPS], cell("fewer-steps", STEPS / 2)
 
 
 def readme_table(lines: Lines) -> str:
-    """Return the table of README.md: small models at each speed, and in as few steps as cost what 2× does."""
-    flux = [line for line in read(HOLDOUT) if line["size"] == 256]
-    drawn = rivals.records_of(rivals.DRAWN)
-
-    def of_flux(method: str, setting: float) -> float:
-        own = [line for line in flux if (line["method"], line["setting"]) == (method, setting)]
-        return statistics.mean(line["psnr"] for line in own)
-
-    def of_sd3(guidance: float, variant: str, setting: float) -> float:
-        records = [record for record in drawn["emoji-mmdit", guidance] if record.variant == variant]
-        (found,) = (record for record in records if list(record.settings.values()) == [setting])
-        return float(found.figures["psnr"])
-
-    def of_unet(plan: str, speedup: float) -> tuple[float, ...]:
-        key = f"{speedup:g}"
-        pairs = [(line["psnr"][plan][key], line["fewer steps"][key][1]) for line in lines]
-        return tuple(map(statistics.mean, zip(*pairs, strict=True)))
-
-    pairs = [*zip(SPEEDUPS, FEWER, strict=True)]
-    rows = {"like FLUX": [(of_flux("tokenmerge", one), of_flux("dense", steps)) for one, steps in pairs]}
-    for plan in MODELS:
-        model = plan.split(",")[0]
-        rows[f"like {model}, guidance {GUIDANCE:g}"] = [of_unet(plan, one) for one in SPEEDUPS]
+    """Return the table of README.md: small models at each speed, and in half of the steps."""
+    own, fewer = cells_of(lines)
+    rows = {"small FLUX, 256 px": of_flux()}
     for scale in (3.0, 7.0):
-        of_scale = []
-        for one, steps in pairs:
-            of_scale.append((of_sd3(scale, "auto", one), of_sd3(scale, "fewer-steps", steps)))
-        rows[f"like SD3, guidance {scale:g}"] = of_scale
+        rows[f"small SD3, 128 px, guidance {scale:g}"] = of_emoji("emoji-mmdit", scale)
+    rows[f"small UNet, {SIZE} px, guidance {GUIDANCE:g}"] = own, fewer[STEPS // 2]
     at_1, at_2, at_3 = (f"`speedup={one:.1f}`" for one in SPEEDUPS)
-    made = [f"| dB | {at_1} | {at_2} | {FEWER[1]} steps, also 2× | {at_3} |", "|---|---:|---:|---:|---:|"]
-    for name, values in rows.items():
-        (slow, _), (middle, fewer), (fast, _) = values
-        figures = (slow, middle, fewer, fast)
-        cells = [f"**{one:.0f}**" if round(one) >= HARD_TO_TELL else f"{one:.0f}" for one in figures]
+    heads = f"| dB (speed-up by operations) | {at_1} | {at_2} | {STEPS // 2} of {STEPS} steps | {at_3} |"
+    made = [heads, "|---|---:|---:|---:|---:|"]
+    for name, ((slow, middle, fast), half) in rows.items():
+        cells = []
+        for cell in (slow, middle, half, fast):
+            psnr = f"{cell.psnr:.0f}"
+            psnr = f"**{psnr}**" if int(psnr) >= HARD_TO_TELL else psnr
+            cells.append(f"{psnr} ({cell.speedup:.2f}×)")
         made.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*made, ""])
 

@@ -1,5 +1,6 @@
 """Settings of Sphinx for the site that ``make docs`` builds."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,51 @@ def _link_to_files(app: Any, page: str, content: list[str]) -> None:
     content[0] = re.sub(r"\]\((\.\./[^)#]*\.md)\)", link, content[0])
 
 
+# The pages hold no directives, so that they can be read on a code host too. These are added while the site is built.
+_CONTENTS = json.loads(Path(__file__).with_name("contents.json").read_text(encoding="utf-8"))
+# Pages that are a file of the repository as a whole, or have a part of one.
+_FILES = {"changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md", "upgrading": "UPGRADING.md"}
+_INCLUDE = "```{{include}} ../{file}\n:relative-docs: docs/\n:relative-images:\n{more}```\n"
+_ARCHITECTURE = ":start-after: <!-- architecture -->\n:end-before: <!-- end of architecture -->\n"
+_INCLUDED = re.compile(r"<!-- included -->\n.*?<!-- end -->\n", flags=re.DOTALL)
+_DOCUMENTED = re.compile(r"<!-- documented -->\n(.*?)<!-- end -->\n", flags=re.DOTALL)
+_OBJECT = re.compile(r"- (function|class|module) `([\w.]+)`(?: and (its members|what is in it)|: (.*))?")
+
+
+def _add_directives(app: Any, page: str, content: list[str]) -> None:
+    """Put the table of contents, included files and documented objects into a page."""
+    if page in _FILES:
+        content[0] = _INCLUDE.format(file=_FILES[page], more="")
+    text = _INCLUDED.sub(_INCLUDE.format(file="CONTRIBUTING.md", more=_ARCHITECTURE), content[0])
+    text = _DOCUMENTED.sub(_documented, text)
+    for group in _CONTENTS.get(page, ()):
+        caption = f":caption: {group['caption']}\n" if group["caption"] else ""
+        pages = "\n".join(group["pages"])
+        text += f"\n```{{toctree}}\n{caption}:hidden:\n\n{pages}\n```\n"
+    content[0] = text
+
+
+def _documented(found: re.Match[str]) -> str:
+    """Return the directives of the objects that a list names."""
+    lines = ["```{eval-rst}"]
+    for line in found[1].splitlines():
+        item = _OBJECT.fullmatch(line)
+        if item is None:
+            raise ValueError(f"docs/api.md: expected an object and its path, got {line!r}")
+        kind, path, members, names = item.groups()
+        lines.append(f".. auto{kind}:: {path}")
+        if members:
+            lines.append("   :members:")
+        if names:
+            lines.append(f"   :members: {names.replace('`', '')}")
+            lines.append("   :show-inheritance:")
+        if kind == "class":
+            lines.append("   :exclude-members: __init__, __new__")
+    return "\n".join([*lines, "```", ""])
+
+
 def setup(app: Any) -> None:
     """Connect the functions above."""
+    app.connect("source-read", _add_directives)
     app.connect("source-read", _link_to_files)
     app.connect("autodoc-process-docstring", _escape_bars)

@@ -91,16 +91,12 @@ TOUR = re.compile(r"(<!-- tour: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 TOUR_TEXT = """\
 ## One seed at each speed
 
-```{{image}} tour-emoji-unet.png
-:alt: A bundled UNet dense, at three speeds, and in fewer steps
-```
+![A bundled UNet dense, at three speeds, and in fewer steps](tour-emoji-unet.png)
 
 *One prompt on the bundled UNet `emoji-unet`, {size} × {size} pixels. Above with tokenmerge, below the unchanged model in fewer steps.
 This prompt is easy: other images change more, as the table above says.*
 
-```{{image}} tour-emoji-mmdit.png
-:alt: A bundled transformer dense, at three speeds, and in fewer steps
-```
+![A bundled transformer dense, at three speeds, and in fewer steps](tour-emoji-mmdit.png)
 
 *The same prompt on the bundled transformer `emoji-mmdit`.*
 """

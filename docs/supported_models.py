@@ -65,17 +65,6 @@ REFUSED = """
 """
 
 
-TOCTREE = """
-```{toctree}
-:hidden:
-
-UNets <models/unets>
-Images <models/pictures>
-Video <models/video>
-```
-"""
-
-
 def families() -> list[tuple[str, str, list[str]]]:
     """(title, what it says, keys of its tiny models) for each file of a family."""
     from tests.models.tiny import FAMILIES
@@ -147,7 +136,7 @@ def pages(checks: dict[str, tuple[int, int]] | None) -> dict[Path, str]:
             )
     refused = "\n".join(f"| `{model}` | {reason} |" for model, reason in sorted(REASONS.items()))
     made = {FOLDER / f"{group}.md": "\n".join(own) + "\n" for group, own in parts.items()}
-    return {PAGE: HEAD + REFUSED + refused + "\n" + TOCTREE, **made}
+    return {PAGE: HEAD + REFUSED + refused + "\n", **made}
 
 
 class Outcomes:

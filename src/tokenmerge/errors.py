@@ -35,13 +35,15 @@ class MissingExtraError(TokenMergingError, ImportError):
     Args:
         requirement: what to install, for example ``"tokenmerge-tools[metrics]"``.
         needed_by: what needs which package: ``"tokenmerge play needs gradio"``.
+        packages: how many packages ``needed_by`` names, ≥ 1.
 
     >>> print(MissingExtraError("tokenmerge-tools[metrics]", needed_by="PSNR and SSIM need torchmetrics"))
     PSNR and SSIM need torchmetrics, which is not installed; run: pip install "tokenmerge-tools[metrics]"
     """
 
-    def __init__(self, requirement: str, needed_by: str) -> None:
-        super().__init__(f'{needed_by}, which is not installed; run: pip install "{requirement}"')
+    def __init__(self, requirement: str, needed_by: str, packages: int = 1) -> None:
+        verb = "is" if packages == 1 else "are"
+        super().__init__(f'{needed_by}, which {verb} not installed; run: pip install "{requirement}"')
 
 
 def shown(value: object) -> str:

@@ -25,6 +25,7 @@ from tokenmerge_tools.failures import is_out_of_memory
 from tokenmerge_tools.pipelines.call import PipelineCall, latent_scale, own_size
 from tokenmerge_tools.pipelines.counting import counting
 from tokenmerge_tools.pipelines.loading import denoiser_of, twin
+from tokenmerge_tools.pipelines.meta_model import cannot_draw
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.settings import check_size
 from tokenmerge_tools.timing import Measurement, interleaved
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 # Enough steps for a dense one and one that merges, so that neither runs for the first time in a timed call.
 # With fewer, cache-dit has no steps mask.
 _WARM_UP_STEPS = 4
+NOTHING_MERGED = "nothing was merged"  # the text of an image whose tokens did not merge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,19 @@ class Progress:
     part: str
     done: int
     total: int
+
+
+def as_long_as(steps: int, share_of_time: float, speedup: float) -> int | None:
+    """Return how many dense steps take at least as long as a faster image, or None if it is all of them.
+
+    ``share_of_time`` is the time of the faster image over that of the dense one. Its ``speedup`` by
+    operations sets the least number, since a time can be too short by chance.
+
+    >>> as_long_as(20, 0.52, 2.0), as_long_as(20, 0.4, 2.0), as_long_as(4, 0.9, 1.0)
+    (11, 10, None)
+    """
+    fewer = max(1, math.ceil(steps * share_of_time), round(steps / speedup))
+    return fewer if fewer < steps else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +130,7 @@ class Studio(contextlib.ExitStack):
             model = type(self.pipes[DENSE]).__name__
             reason = reason_of(error)
             if "divisible by" in reason:
-                raise ConfigError(f"size: {model} cannot draw it ({reason}); give another --size") from error
+                raise cannot_draw(model, reason) from error
             raise ConfigError(
                 f"model: {model} cannot draw, without merging too: {reason}; check the files of the model "
                 "and the options"
@@ -163,7 +178,7 @@ def prepare(pipe: DiffusionPipeline, options: GenerateOptions, control: Image | 
 def merged_groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> tuple[NDArray[np.int64], str]:
     """Return the groups [h, w] of the last block with most tokens on image ``index``, and a text."""
     if not plans:
-        return np.zeros((1, 1), dtype=np.int64), "nothing was merged"
+        return np.zeros((1, 1), dtype=np.int64), NOTHING_MERGED
     path, recorded = max(reversed(list(plans.items())), key=lambda item: math.prod(item[1].grid))
     labels = recorded.plan.labels()
     # With guidance, the samples with the prompt are the last ones of the batch.

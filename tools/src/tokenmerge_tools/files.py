@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _LARGEST = 2**30  # bytes
+_results: list[Path] = []  # the files with results that this process has written
 FREE_SPACE = "free some space, or choose another place with --out"
 
 
@@ -59,6 +61,34 @@ def prepare_folder(folder: Path) -> None:
         raise ConfigError(
             f"out: cannot write to {folder} ({error.strerror or error}); choose another folder with --out"
         ) from error
+
+
+@contextlib.contextmanager
+def gone_without_results(folder: Path) -> Iterator[None]:
+    """Prepare a folder, and remove it after an error if it is new and this process wrote no result."""
+    is_new = not folder.exists()
+    parents = [parent for parent in folder.parents if not parent.exists()]
+    before = results_written()
+    prepare_folder(folder)
+    try:
+        yield
+    except BaseException:
+        if is_new and results_written() == before:
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in parents:
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
+        raise
+
+
+def wrote_result(path: Path) -> None:
+    """Note that ``path`` now has a finished result."""
+    _results.append(path)
+
+
+def results_written() -> int:
+    """Return how many times this process has written a finished result."""
+    return len(_results)
 
 
 def is_folder(path: Path) -> bool:
@@ -132,8 +162,13 @@ def writing(path: Path, option: str, advice: str) -> Iterator[None]:
         raise ConfigError(f"{option}: cannot write {path} ({error.strerror or error}); {advice}") from error
 
 
-def write_atomically(path: Path, write: Callable[[Path], object], advice: str = FREE_SPACE) -> None:
-    """Let ``write`` write a temporary file beside ``path`` with its suffix, then rename it to ``path``."""
+def write_atomically(
+    path: Path, write: Callable[[Path], object], advice: str = FREE_SPACE, is_result: bool = True
+) -> None:
+    """Let ``write`` write a temporary file beside ``path`` with its suffix, then rename it to ``path``.
+
+    ``is_result`` says whether the file has a finished result, which a user wants to keep.
+    """
     with writing(path, "out", advice):
         descriptor, name = tempfile.mkstemp(suffix=path.suffix, prefix=f".{path.stem}-", dir=path.parent)
         os.close(descriptor)
@@ -144,16 +179,23 @@ def write_atomically(path: Path, write: Callable[[Path], object], advice: str = 
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
+        if is_result:
+            wrote_result(path)
 
 
-def write_text(path: Path, text: str, advice: str = FREE_SPACE) -> None:
+def write_text(path: Path, text: str, advice: str = FREE_SPACE, is_result: bool = True) -> None:
     """Write a text as UTF-8 with :func:`write_atomically`."""
-    write_atomically(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"), advice=advice)
+
+    def write(unfinished: Path) -> None:
+        unfinished.write_text(text, encoding="utf-8")
+
+    write_atomically(path, write, advice, is_result)
 
 
-def write_json(path: Path, value: Any, advice: str = FREE_SPACE) -> None:
+def write_json(path: Path, value: Any, advice: str = FREE_SPACE, is_result: bool = True) -> None:
     """Write ``value`` as JSON that every reader accepts. NaN and infinite numbers are a ValueError."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", advice)
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_text(path, text, advice, is_result)
 
 
 def toml_parser() -> Any:

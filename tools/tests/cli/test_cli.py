@@ -510,6 +510,62 @@ def test_a_terminal_without_the_characters_still_gets_the_table(folder, monkeypa
     assert b"256 ? 128" in terminal.buffer.getvalue()
 
 
+def test_an_interrupted_run_without_results_says_of_none_that_they_are_kept(
+    folder, tmp_path, capsys, monkeypatch
+):
+    def press_ctrl_c(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenmerge_tools.generate.run, "load_pipeline_for", press_ctrl_c)
+    out = tmp_path / "new" / "pictures"
+    assert main(["generate", "x", "--model", str(folder), "--out", str(out)]) == 130
+    assert capsys.readouterr().err == "tokenmerge: interrupted\n"
+    assert list(tmp_path.iterdir()) == []  # nothing was drawn, so no folder is left
+
+
+def test_a_folder_that_was_there_stays(folder, tmp_path, monkeypatch):
+    def press_ctrl_c(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenmerge_tools.generate.run, "load_pipeline_for", press_ctrl_c)
+    (tmp_path / "mine").write_text("kept")
+    assert main(["generate", "x", "--model", str(folder), "--out", str(tmp_path)]) == 130
+    assert [file.name for file in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_size_that_the_pipeline_refuses_is_refused_before_the_model_loads(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tokenmerge_tools.generate.run, "load_pipeline_for", None)
+    monkeypatch.chdir(tmp_path)
+    line = refused(capsys, "generate", "x", "--size", 100)
+    assert line.startswith("size: StableDiffusionPipeline cannot draw it (`height` and `width` have to be ")
+    assert line.endswith("; give another --size")
+    (tmp_path / "prompts.txt").write_text("a boat\n")
+    assert refused(capsys, "evaluate", "--prompts", "prompts.txt", "--size", 100) == line
+    assert [file.name for file in tmp_path.iterdir()] == ["prompts.txt"]
+
+
+def test_a_terminal_gets_a_line_before_the_libraries_load():
+    code = """
+import io, sys
+from tokenmerge_tools.cli import main
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        raise SystemExit(f"{text} {'torch' in sys.modules}")
+
+sys.stderr = Terminal()
+try:
+    main(["generate", "x"])
+except SystemExit as said:
+    print(said)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout == "Loading PyTorch and diffusers … False\n"
+
+
 def test_ctrl_c_ends_with_130_and_keeps_what_is_there(folder, tmp_path, capsys, monkeypatch):
     original, rounds = tokenmerge_tools.drawing.interleaved, []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import PIL.Image
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.cli.app import app
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
-from tokenmerge_tools.evaluate.measure import Measured, not_told_apart
+from tokenmerge_tools.evaluate.measure import Measured, _comparisons, not_told_apart
 from tokenmerge_tools.evaluate.metrics import load_metrics, parse_metrics
 from tokenmerge_tools.evaluate.prompts import download_prompts
 from tokenmerge_tools.pipelines.loading import SourceKind, find_model
@@ -177,6 +178,20 @@ def test_a_setting_is_better_only_by_more_than_its_noise(other: tuple[float, ...
     assert found == ({"other": ["one"]} if alike else {"other": []})
     lower = not_told_apart(measured, "m", lower=True)
     assert lower == ({"one": ["other"]} if alike else {"one": []})
+
+
+def test_no_variant_is_the_best_of_equal_ones() -> None:
+    metrics: Any = SimpleNamespace(of_pictures=(SimpleNamespace(name="psnr"),))
+
+    def notes(**columns: list[float]) -> list[str]:
+        measured = {name: Measured({"psnr": values}) for name, values in columns.items()}
+        return _comparisons(metrics, measured)
+
+    assert notes(a=[30.0, 31.0], b=[30.0, 31.0]) == []
+    (note,) = notes(a=[30.0, 31.0], b=[30.0, 31.0], c=[20.0, 21.0])
+    assert note.startswith("psnr: a, b are equal and the best, by more than its noise (")
+    (note,) = notes(a=[30.0, 31.0], b=[20.0, 21.0])
+    assert note.startswith("psnr: a is the best, by more than its noise (")
 
 
 def test_without_timing_the_operations_of_each_picture_are_counted(

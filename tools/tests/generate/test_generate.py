@@ -133,9 +133,10 @@ def test_as_many_dense_steps_as_take_the_same_time_stand_beside_them(folder, tmp
     (line,) = [line for line in text if line.startswith(f"  dense, {steps} steps ")]
     assert f"  {result.fewer_psnr:.1f} dB to dense: " in line
     gain = round(result.psnr[0], 1) - round(result.fewer_psnr, 1)
-    fewer = f"than with {steps} dense steps, which take about as long"
-    closer = f"with tokenmerge {fewer}" if gain > 0 else "with fewer steps than with tokenmerge"
-    assert f"  {abs(gain):.1f} dB closer {closer}" in text
+    fewer = f"{steps} dense steps"
+    closer = f"with tokenmerge than with {fewer}, " if gain > 0 else f"with {fewer} than with tokenmerge; "
+    assert sum(line.startswith(f"  {abs(gain):.1f} dB closer {closer}") for line in text) == 1
+    assert f"{8 / steps:.2f}× by operations with {fewer}" in [line.strip() for line in text]
     text = result_lines(
         dataclasses.replace(result, psnr=(34.9,), fewer_psnr=29.7), options(folder, tmp_path, steps=8)
     )
@@ -148,6 +149,15 @@ def test_as_many_dense_steps_as_take_the_same_time_stand_beside_them(folder, tmp
     assert any(
         line.startswith("  6.0 dB closer with tokenmerge ") for line in text
     )  # 33.4 and 27.4, as printed
+    for theirs, psnr_db, said in (
+        (1.05, 27.449, "with tokenmerge than with 5 dense steps, which took about as long"),
+        (1.7, 27.449, "with tokenmerge than with 5 dense steps, which took 1.7 times as long"),
+        (0.5, 39.351, "with 5 dense steps than with tokenmerge; they took 0.5 times as long"),
+    ):
+        monkeypatch.setattr(Result, "seconds", lambda _, name: [2.0 if name == "dense" else 1.0])
+        timed = dataclasses.replace(result, fewer_seconds=theirs, fewer_psnr=psnr_db)
+        text = result_lines(timed, options(folder, tmp_path, merging=merging, steps=8))
+        assert f"  6.0 dB closer {said}" in text
     once = "Seconds of one run each; --repeat 3 makes them reliable."
     for slow, said in (
         (1.0, once),

@@ -8,7 +8,7 @@ from PIL import Image
 
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.options import GenerateOptions
-from tokenmerge_tools.play.trials import Trial
+from tokenmerge_tools.play.trials import Fewer, Trial
 
 
 def trial(
@@ -17,6 +17,9 @@ def trial(
     speedup: float = 2.0,
     seconds: tuple[float, float] = (2, 1),
     psnr: float = 30.0,
+    groups_text: str = "groups",
+    summary: str = "summary",
+    fewer: Fewer | None = None,
     **changes: Any,
 ) -> Trial:
     picture = Image.new("RGB", (4, 4))
@@ -28,4 +31,4 @@ def trial(
             **changes,
         }
     )
-    return Trial(options, picture, picture, picture, "groups", *seconds, psnr, "summary")
+    return Trial(options, picture, picture, picture, groups_text, *seconds, psnr, summary, fewer=fewer)

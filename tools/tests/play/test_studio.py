@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -12,6 +13,7 @@ from diffusers import DiffusionPipeline
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.play import trials
 from tokenmerge_tools.play.texts import details, python_lines
 from tokenmerge_tools.play.trials import Stop, StoppedError, Trials
 
@@ -46,10 +48,10 @@ def test_the_python_lines_draw_the_merged_picture(studio, folder, method):
     names = {"pipe": pipe}
     lines = python_lines(trial.options)
     exec(lines, names)
-    assert same(names["picture"], trial.merged)
+    assert same(names["image"], trial.merged)
     names["patch"].remove()
     exec(re.sub("^patch.*\n", "", lines, flags=re.MULTILINE), names)  # without the line that merges
-    assert same(names["picture"], trial.dense)
+    assert same(names["image"], trial.dense)
     assert not same(trial.dense, trial.merged)
     assert trial.merged.size == (48, 32)
 
@@ -67,6 +69,16 @@ def test_a_trial_says_what_was_measured(studio, folder):
     assert trial.groups.size[0] % trial.merged.size[0] == 0
 
 
+def test_dense_in_as_many_steps_as_take_the_same_time_stands_beside(studio, folder, monkeypatch):
+    monkeypatch.setattr(trials, "as_long_as", lambda steps, share, speedup: 3)
+    trial = draw(studio, options(folder))
+    assert trial.fewer.steps == 3
+    assert same(trial.fewer.image, draw(studio, options(folder, steps=3)).dense)
+    assert 0 < trial.fewer.psnr < math.inf
+    monkeypatch.setattr(trials, "as_long_as", lambda steps, share, speedup: None)
+    assert draw(studio, options(folder)).fewer is None
+
+
 def test_at_ratio_zero_the_pictures_are_identical(studio, folder):
     draw(studio, options(folder))  # nothing of this patch may stay
     assert draw(studio, options(folder, ratio=0)).identical
@@ -75,12 +87,12 @@ def test_at_ratio_zero_the_pictures_are_identical(studio, folder):
 def test_progress_counts_the_steps_of_both_pictures(studio, folder):
     seen = []
     draw(studio, options(folder), seen.append)
-    for variant in ("dense", "merged"):
+    for variant in ("dense", "tokenmerge"):
         own = [(now.done, now.total) for now in seen if now.part == variant]
         assert own == [(done, STEPS) for done in range(1, STEPS + 1)]
 
 
-@pytest.mark.parametrize(("part", "step"), [("dense", 1), ("merged", 2)])
+@pytest.mark.parametrize(("part", "step"), [("dense", 1), ("tokenmerge", 2)])
 def test_a_stopped_trial_ends_after_its_step_and_leaves_nothing(studio, folder, part, step):
     before = draw(studio, options(folder))
     stop, seen = Stop(), []
@@ -105,7 +117,7 @@ def test_a_trial_that_was_stopped_while_it_waited_draws_nothing(studio, folder):
     assert seen == []
 
 
-@pytest.mark.parametrize("part", ["loading the model", "dense: warming up", "dense", "merged"])
+@pytest.mark.parametrize("part", ["loading the model", "dense: warming up", "dense", "tokenmerge"])
 def test_a_trial_ends_when_its_visitor_leaves(studio, folder, part):
     there = True
     seen = []

@@ -2,16 +2,32 @@ from __future__ import annotations
 
 import pytest
 import torch
+from PIL import Image
 from tools.tests.play.made_up_trial import trial
 
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.play import texts
+from tokenmerge_tools.play.trials import Fewer
 
 
 def test_the_tiles_show_times_speed_and_closeness():
     shown = texts.tiles(trial(seconds=(3, 2), psnr=35.44))
     for figure in ("3.00 s", "2.00 s", "1.50×", "35.4 dB"):
         assert f"<dd>{figure}</dd>" in shown
+
+
+def test_fewer_steps_and_the_plan_stand_beside():
+    assert "steps" not in texts.tiles(trial())
+    fewer = Fewer(Image.new("RGB", (4, 4)), 11, 2.1, 27.44)
+    assert "<dt>Dense, 11 steps</dt><dd>2.10 s, 27.4 dB</dd>" in texts.tiles(trial(fewer=fewer))
+    lines = ["model: aims", "  plan: Df", "        D in 1 step: whole", "  merging: none"]
+    assert texts.plan(trial(summary="\n".join(lines))) == "plan: Df\nD in 1 step: whole"
+    assert texts.plan(trial()) == "every step runs whole"
+
+
+def test_a_picture_without_merging_says_so():
+    assert "No token merged in this image." in texts.groups(trial(groups_text="nothing was merged"))
+    assert "One border, one merged token: 256 to 128." in texts.groups(trial(groups_text="256 to 128"))
 
 
 def test_identical_pictures_are_called_so():

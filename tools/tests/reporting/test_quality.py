@@ -251,6 +251,9 @@ TIMED = dataclasses.replace(TOME, speedup=1.5, speedup_quartiles=(1.4, 1.6))
 
 def test_pictures_that_were_timed_while_drawn_have_their_speed_in_table_and_curve() -> None:
     other = dataclasses.replace(TIMED, settings={"ratio": 0.75}, speedup=2.0, figures={"psnr": 15.0})
+    once = dataclasses.replace(TIMED, speedup_quartiles=(1.499, 1.501))
+    (table,) = content_of(Results((), (once,))).quality
+    assert table.rows[0].cells[-2] == "1.50×"  # one timed image has no quartiles
     fewer = dataclasses.replace(TIMED, variant="fewer-steps", settings={"steps": 12}, steps_used=12)
     content = content_of(Results((), (TIMED, other, fewer)))
     (table,) = content.quality

@@ -1,6 +1,7 @@
 """The entry point of the ``tokenmerge`` command.
 
-Errors become one line on stderr and an exit code, and warnings one line each.
+Errors become one line on stderr and an exit code, and warnings one line each. The libraries take seconds to
+load, so this module imports them only after it has said so.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import tokenmerge
-from tokenmerge.errors import TokenMergingError, reason_of
-
-_PACKAGES = (Path(tokenmerge.__file__).parent, Path(__file__).parent.parent)
 _BAD_INPUT = 2
+# Commands that load PyTorch and diffusers, and then a model.
+_SLOW = ("generate", "inspect", "bench", "evaluate", "tune", "export", "play")
 _INTERRUPTED = 130
 
 
@@ -31,11 +30,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # replace characters that the terminal cannot show
             stream.reconfigure(errors="replace")
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given and given[0] in _SLOW and "--help" not in given and sys.stderr.isatty():
+        print("Loading PyTorch and diffusers …", file=sys.stderr, flush=True)
+    try:
+        return _run(given)
+    except KeyboardInterrupt:  # while the libraries load
+        print("tokenmerge: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Run the command line, and return the exit code."""
+    from tokenmerge.errors import TokenMergingError, reason_of
+    from tokenmerge_tools.files import results_written
+
+    before = results_written()
+
+    def kept() -> str:
+        return "; finished results are kept" if results_written() > before else ""
+
     try:
         with _warnings_in_one_line():
             from tokenmerge_tools.cli.app import run
 
-            code = run(sys.argv[1:] if arguments is None else arguments)
+            code = run(arguments)
         sys.stdout.flush()
         return code
     except TokenMergingError as error:
@@ -44,10 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         # Flushing the rest of the buffer would fail again when Python exits.
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
-        print(f"tokenmerge: system error: {error}; finished results are kept", file=sys.stderr)
+        print(f"tokenmerge: system error: {error}{kept()}", file=sys.stderr)
         return _BAD_INPUT
     except KeyboardInterrupt:
-        print("tokenmerge: interrupted; finished results are kept", file=sys.stderr)
+        print(f"tokenmerge: interrupted{kept()}", file=sys.stderr)
         return _INTERRUPTED
     except Exception as error:
         from tokenmerge_tools.failures import is_out_of_memory
@@ -56,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(
             f"tokenmerge: out of memory ({reason_of(error)}); take a smaller size, batch or model, a "
-            "dtype with 16 bits, or close other programs; finished results are kept",
+            f"dtype with 16 bits, or close other programs{kept()}",
             file=sys.stderr,
         )
         return _BAD_INPUT
@@ -65,12 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @contextlib.contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
     """Show each warning of these packages once, without a place in the code."""
+    import tokenmerge
+
+    packages = (Path(tokenmerge.__file__).parent, Path(__file__).parent.parent)
     shown: set[str] = set()
     usual = warnings.showwarning
 
     def show(message: Any, category: Any, filename: str, *rest: Any, **named: Any) -> None:
         text = f"tokenmerge: warning: {message}"
-        if not any(map(Path(filename).is_relative_to, _PACKAGES)):
+        if not any(map(Path(filename).is_relative_to, packages)):
             usual(message, category, filename, *rest, **named)
         elif text not in shown:
             shown.add(text)

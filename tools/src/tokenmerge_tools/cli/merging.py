@@ -81,7 +81,7 @@ def merging(
         float | None,
         _merging(
             "Speed-up that auto should reach: operations of the unchanged denoiser, divided by those that "
-            "run. Default: 2.",
+            "run. Default: 2, if there is no --ratio. An export has none.",
             parser="number",
         ),
     ] = None,

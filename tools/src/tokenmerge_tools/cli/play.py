@@ -32,10 +32,11 @@ def play(
         bool, _server("Open the page in the default browser.", "--browser/--no-browser")
     ] = True,
 ) -> None:
-    """Open a page in the browser that draws images dense and merged, and compares them.
+    """Open a page in the browser that draws images with and without tokenmerge, and compares them.
 
-    The page shows times, closeness and what merges, and keeps a list of the trials. It sends nothing to other
-    services, and loads nothing from them except a model given by its hub id. Ctrl-C ends it.
+    The page shows times, closeness, the plan and what merges, beside dense in fewer steps. It keeps a list of
+    the trials. It sends nothing to other services, and loads nothing from them except a model given by its
+    hub id. Ctrl-C ends it.
     """
     require_gradio()
     if port is not None and not 1 <= port <= _HIGHEST_PORT:

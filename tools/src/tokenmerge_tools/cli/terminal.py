@@ -36,6 +36,7 @@ _NO_EDGE = 10_000
 _SECONDS_BETWEEN_LINES = 30
 # A run is called faster than counted when it is faster by more than this.
 _FASTER_THAN_COUNTED = 1.1
+_ABOUT_AS_LONG = 1.1  # times that differ by a smaller factor are about the same
 _LOOK = "At 40 dB, images are hard to tell apart; at 35 small details differ, at 30 larger ones, at 25 many"
 
 
@@ -136,15 +137,21 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     finite = [value for value in result.psnr if math.isfinite(value)]
     if result.fewer_psnr is not None and finite:
         lead = round(sum(finite) / len(finite), 1) - round(result.fewer_psnr, 1)  # as printed above
+        fewer = f"{result.fewer_steps} dense steps"
+        took = _beside(result.fewer_seconds, median(result.seconds("tokenmerge")))
         if lead > 0:
-            fewer = f"with {result.fewer_steps} dense steps, which take about as long"
-            lines.append(f"  {lead:.1f} dB closer with tokenmerge than {fewer}")
+            lines.append(f"  {lead:.1f} dB closer with tokenmerge than with {fewer}, which took {took}")
         else:
-            lines.append(f"  {abs(lead):.1f} dB closer with fewer steps than with tokenmerge")
+            lines.append(f"  {abs(lead):.1f} dB closer with {fewer} than with tokenmerge; they took {took}")
     lines += [f"  {_about_times(rows, result, options)}", ""]
     ran, merged = _what_ran(result, options.steps)
+    of_fewer = []
+    if result.fewer_steps is not None:
+        speedup = options.steps / result.fewer_steps
+        of_fewer.append(f"               {speedup:.2f}× by operations with {result.fewer_steps} dense steps")
     lines += [
         f"  Counted:     {result.report.speedup:.2f}× by operations",
+        *of_fewer,
         f"               {ran}",
         f"               {merged}; cache: {in_words(result.report.kept_bytes)}",
     ]
@@ -162,6 +169,17 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
         tolerance = "" if options.min_psnr is None else f", min_psnr={options.min_psnr:g}"
         lines.append(f"  In Python:   tokenmerge.apply_token_merging(pipe, {argument}{tolerance})")
     return lines
+
+
+def _beside(seconds: float, others: float) -> str:
+    """Return in words how long something took beside something else.
+
+    >>> _beside(5.2, 5.0), _beside(59.0, 35.0)
+    ('about as long', '1.7 times as long')
+    """
+    if max(seconds, others) <= _ABOUT_AS_LONG * min(seconds, others):
+        return "about as long"
+    return f"{seconds / others:.1f} times as long"
 
 
 def _about_times(rows: list[tuple[str, float, str]], result: Result, options: GenerateOptions) -> str:

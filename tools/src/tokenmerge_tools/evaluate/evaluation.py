@@ -31,7 +31,7 @@ from tokenmerge_tools.evaluate.prompts import (
 from tokenmerge_tools.machine import source_commit, versions
 from tokenmerge_tools.pipelines.call import default_frames, draws_videos
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind, find_model, read_index
-from tokenmerge_tools.pipelines.meta_model import check_merging, load_sketch
+from tokenmerge_tools.pipelines.meta_model import check_drawable, check_merging, load_sketch
 from tokenmerge_tools.pipelines.options import GenerateOptions, PipelineOptions, machine, option, picture
 from tokenmerge_tools.pipelines.settings import (
     check_size,
@@ -218,6 +218,8 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         size = size or sketch.size
         if size is not None:
             check_size(size, sketch.scale)
+            if options.size is not None:
+                check_drawable(sketch, size)
             for method in (spec.merging for spec in specs):
                 if method is not None:
                     check_merging(sketch, size, method)

@@ -288,12 +288,22 @@ def _cost(evaluation: Evaluation, variant: Variant, own: Measured) -> dict[str, 
 
 
 def _comparisons(metrics: Metrics, measured: Mapping[str, Measured]) -> list[str]:
-    """Say which variant is the best in each metric, and which ones the noise does not tell from it."""
+    """Say which variant is the best in each metric, and which ones the noise does not tell from it.
+
+    Variants that are equal in every image are named together, and if all are equal, nothing is said.
+    """
     notes = []
     for metric in (one.name for one in metrics.of_pictures):
+        columns = {label: list(own.columns.get(metric, [])) for label, own in measured.items()}
         for best, alike in not_told_apart(measured, metric, metric in LOWER_IS_CLOSER).items():
-            noise = "by more than its noise" if not alike else f"but within the noise of {', '.join(alike)}"
-            notes.append(f"{metric}: {best} is the best, {noise} (two standard errors, paired by image)")
+            equal = [label for label, column in columns.items() if column == columns[best]]
+            if len(equal) == sum(map(bool, columns.values())):
+                continue
+            others = [label for label in alike if label not in equal]
+            noise = "by more than its noise" if not others else f"but within the noise of {', '.join(others)}"
+            verb = "is" if len(equal) == 1 else "are equal and"
+            said = f"{', '.join(equal)} {verb} the best, {noise}"
+            notes.append(f"{metric}: {said} (two standard errors, paired by image)")
     return notes
 
 

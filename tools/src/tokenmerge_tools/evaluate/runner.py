@@ -73,7 +73,8 @@ class _Evaluating:
         items = self.evaluation.items
         size = self.options.batch
         prepare_folder(evaluation.store.folder)
-        write_json(evaluation.store.folder / "conditions.json", evaluation.store.conditions, CONTINUES)
+        conditions = evaluation.store.folder / "conditions.json"
+        write_json(conditions, evaluation.store.conditions, CONTINUES, is_result=False)
         batches = [items[start : start + size] for start in range(0, len(items), size)]
         # Batch by batch, so that an interrupted run leaves complete batches.
         tasks = []

@@ -33,9 +33,8 @@ class Format:
         """Raise a MissingExtraError if a package is not installed."""
         missing = [package for package in self.packages if importlib.util.find_spec(package) is None]
         if missing:
-            raise MissingExtraError(
-                "tokenmerge-tools[export]", needed_by=f"to: {self.title} needs {', '.join(missing)}"
-            )
+            needed_by = f"to: {self.title} needs {', '.join(missing)}"
+            raise MissingExtraError("tokenmerge-tools[export]", needed_by, packages=len(missing))
 
 
 def _write_onnx(program: Any, folder: Path) -> None:

@@ -17,12 +17,12 @@ from tokenmerge.config.origin import DEFAULT
 from tokenmerge.errors import ConfigError, MissingExtraError
 from tokenmerge.report import Report, RunSteps
 from tokenmerge_tools.closeness import psnr, ssim
-from tokenmerge_tools.drawing import Drawing, Progress, Studio, prepare
+from tokenmerge_tools.drawing import Drawing, Progress, Studio, as_long_as, prepare
 from tokenmerge_tools.failures import is_out_of_memory
 from tokenmerge_tools.files import (
     free_folder,
+    gone_without_results,
     open_picture,
-    prepare_folder,
     slug,
     write_atomically,
     write_json,
@@ -100,7 +100,7 @@ class Result:
 
     def write(self) -> None:
         """Write ``run.json``."""
-        write_json(self.folder / "run.json", self.to_dict())
+        write_json(self.folder / "run.json", self.to_dict(), is_result=bool(self.measurements))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of ``run.json``. An infinite PSNR becomes the string ``"inf"``."""
@@ -160,21 +160,20 @@ def generate(
         control = open_picture(options.control, "control", "give a PNG, JPEG or WebP image")
     # With a ControlNet, the denoiser may stay dense if the ControlNet merges.
     merges = options.merging if options.controlnet is None else None
-    source = checked_source(options.model, options.size, merges)
+    source = checked_source(options.model, options.size, merges, draws=True)
     folder = options.out or free_folder(Path("outputs"), slug(options.prompt))
-    prepare_folder(folder)
-
-    pipe = load_pipeline_for(options, source, dtype, device)
-    try:
-        run = _Generating(pipe, options, control, folder, on_progress, on_comparison)
-        on_start(run.options)
-        return run.run()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ConfigError(
-            "there is too little memory; lower --size or --batch, or use --dtype fp16"
-        ) from error
+    with gone_without_results(folder):
+        pipe = load_pipeline_for(options, source, dtype, device)
+        try:
+            run = _Generating(pipe, options, control, folder, on_progress, on_comparison)
+            on_start(run.options)
+            return run.run()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                "there is too little memory; lower --size or --batch, or use --dtype fp16"
+            ) from error
 
 
 class _Generating:
@@ -281,9 +280,8 @@ class _Generating:
         The steps have at least the operations of the merged images. The list is empty if they would be all
         steps.
         """
-        in_time = math.ceil(self.options.steps * self.result.share_of_work)
-        steps = max(1, in_time, round(self.options.steps / self.result.report.speedup))
-        if steps >= self.options.steps:
+        steps = as_long_as(self.options.steps, self.result.share_of_work, self.result.report.speedup)
+        if steps is None:
             return []
         began = time.perf_counter()
         pictures = self.studio.draw("dense", self.call.with_steps(steps), "fewer steps")

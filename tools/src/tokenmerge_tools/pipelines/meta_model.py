@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tokenmerge.config.checks import as_items
-from tokenmerge.errors import ConfigError, UnsupportedModelError, shown
+from tokenmerge.errors import ConfigError, UnsupportedModelError, reason_of, shown
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report import check_merging as check_hosts
 from tokenmerge_tools.method_spec import MethodSpec
@@ -152,11 +154,45 @@ def check_merging(sketch: ModelSketch, size: tuple[int, int], method: MethodSpec
         check_hosts(find_hosts(sketch.denoiser), method.config(), (height, width))
 
 
-def checked_source(model: str, size: tuple[int, int] | None, method: MethodSpec | None) -> ModelSource:
-    """Find a model, and check by its configs, before any weights are read, that a method merges in it."""
+def check_drawable(sketch: ModelSketch, size: tuple[int, int]) -> None:
+    """Check that the pipeline draws images of this (width, height), as it will check it itself.
+
+    A pipeline looks at the size first. What it says about other arguments, which are not given, is ignored.
+    """
+    check = getattr(sketch.pipeline, "check_inputs", None)
+    if check is None:
+        return
+    width, height = size
+    given = {"prompt": "a", "height": height, "width": width}
+    pipeline = copy.copy(sketch.pipeline)
+    vars(pipeline).update(vae_scale_factor=sketch.scale, patch_size=sketch.denoiser.config.get("patch_size"))
+    parameters = inspect.signature(check).parameters
+    try:
+        check(**{name: given.get(name) for name in parameters})
+    except Exception as error:
+        reason = reason_of(error)
+        if "divisible by" in reason:
+            raise cannot_draw(type(pipeline).__name__, reason) from error
+
+
+def cannot_draw(model: str, reason: str) -> ConfigError:
+    """Return the error for a size that a pipeline refuses."""
+    return ConfigError(f"size: {model} cannot draw it ({reason}); give another --size")
+
+
+def checked_source(
+    model: str, size: tuple[int, int] | None, method: MethodSpec | None, draws: bool = False
+) -> ModelSource:
+    """Find a model, and check by its configs, before any weights are read, that a method merges in it.
+
+    If the pipeline ``draws``, it must take the size too.
+    """
     source = find_model(model)
     if source.kind is not SourceKind.CHECKPOINT:
         sketch = load_sketch(source)
+        if draws and size is not None:
+            check_size(size, sketch.scale)
+            check_drawable(sketch, size)
         if (known_size := size or sketch.size) is not None and method is not None:
             check_merging(sketch, known_size, method)
     return source

@@ -10,7 +10,7 @@ from typing import Any
 from tokenmerge.errors import TokenMergingError
 from tokenmerge_tools import demo
 from tokenmerge_tools.drawing import Progress
-from tokenmerge_tools.method_spec import METHODS
+from tokenmerge_tools.method_spec import AUTO, METHODS
 from tokenmerge_tools.pipelines.options import LONGEST_PROMPT
 from tokenmerge_tools.play import texts
 from tokenmerge_tools.play.form import Form
@@ -38,7 +38,9 @@ def build(model: str, visitors: Visitors, **machine: Any) -> Any:
     with gr.Blocks(title="tokenmerge", analytics_enabled=False, fill_width=True) as page:
         trials = gr.State([])
         stop = gr.State()
-        gr.Markdown("# tokenmerge\nOne image, drawn dense and merged from the same seed.")
+        gr.Markdown(
+            "# tokenmerge\nOne image from one seed: dense, with tokenmerge, and dense in fewer steps."
+        )
         with gr.Row(elem_classes="columns"):
             with gr.Column(scale=2, min_width=300):
                 fields, draw, halt = _fields(gr, models, first)
@@ -115,6 +117,8 @@ def build(model: str, visitors: Visitors, **machine: Any) -> Any:
         drawing.success(end, None, [draw, halt], **quick)
         drawing.failure(end, None, [draw, halt], **quick)
         # A waiting trial leaves the queue; a running one ends after its step.
+        method, speedup, ratio = fields[-3:]
+        method.change(_amounts(gr), method, [speedup, ratio], **quick)
         halt.click(halted, stop, None, cancels=drawing, **quick).then(end, None, [draw, halt], **quick)
         gallery.select(again, trials, [*shown, *fields], **quick)
     return page
@@ -141,14 +145,24 @@ def _fields(gr: Any, models: tuple[str, ...], first: Form) -> tuple[list[Any], A
         fields.append(gr.Number(first.steps, label="Steps", precision=0, min_width=100, elem_id="steps"))
         fields.append(gr.Textbox(first.guidance, label="Guidance", placeholder="the model's", min_width=100))
     fields.append(gr.Dropdown(list(METHODS), value=first.method, label="Method", elem_id="method"))
-    fields.append(gr.Slider(1, _MOST_SPEEDUP, first.speedup, step=0.1, label="Speed-up (method auto)"))
-    fields.append(
-        gr.Slider(0, _MOST_RATIO, first.ratio, step=0.05, label="Ratio of tokens that merge (other methods)")
-    )
+    speedup = gr.Slider(1, _MOST_SPEEDUP, first.speedup, step=0.1, label="Speed-up by operations")
+    ratio = gr.Slider(0, _MOST_RATIO, first.ratio, step=0.05, label="Ratio of tokens that merge")
+    ratio.visible = "hidden"
+    fields += [speedup, ratio]
     with gr.Row():
         draw = gr.Button("Draw", variant="primary", elem_id="draw", min_width=100)
         halt = gr.Button("Stop", interactive=False, elem_id="stop", min_width=100)
     return fields, draw, halt
+
+
+def _amounts(gr: Any) -> Any:
+    """Return a function that shows the slider which the chosen method reads, and hides the other one."""
+
+    def show(method: str) -> tuple[Any, Any]:
+        by_speed = method == AUTO
+        return gr.Slider(visible=by_speed or "hidden"), gr.Slider(visible=not by_speed or "hidden")
+
+    return show
 
 
 def _results(gr: Any) -> list[Any]:
@@ -157,28 +171,39 @@ def _results(gr: Any) -> list[Any]:
     with gr.Row():
         pictures = {"type": "pil", "format": "png", "interactive": False}
         pictures["buttons"] = ["download", "fullscreen"]
-        slider = gr.ImageSlider(label="Dense | merged", min_width=280, elem_id="pair", **pictures)
+        slider = gr.ImageSlider(label="Dense | tokenmerge", min_width=280, elem_id="pair", **pictures)
+        fewer = gr.Image(label="Dense, fewer steps", min_width=280, elem_id="fewer", **pictures)
         with gr.Column(min_width=280):
             groups = gr.Image(label="What merges", elem_id="groups", **pictures)
             caption = gr.HTML(padding=False, elem_id="caption")
     code: dict[str, Any] = {"language": None, "interactive": False, "lines": 1, "buttons": ["copy"]}
     code |= {"show_line_numbers": False, "wrap_lines": True}
     with gr.Column(visible=False) as rest:
+        plan = gr.Code(label="Plan: what each step did", elem_id="plan", **code)
         python = gr.Code(label="Python: this image from your pipeline", elem_id="python", **code)
         tune = gr.Code(label="Send to tune: measure it on several prompts", elem_id="tune", **code)
-        with gr.Accordion("What merged, and what that saves", open=False):
+        with gr.Accordion("What ran, and what that saves", open=False):
             details = gr.Code(show_label=False, **code)
-    return [tiles, slider, groups, caption, python, tune, details, rest]
+    return [tiles, slider, fewer, groups, caption, plan, python, tune, details, rest]
 
 
 def _content(gr: Any, trial: Trial) -> list[Any]:
     return [
         texts.tiles(trial),
         (trial.dense, trial.merged),
+        _fewer(gr, trial),
         trial.groups,
-        f'<p class="caption">One border, one merged token: {html.escape(trial.groups_text)}.</p>',
+        texts.groups(trial),
+        texts.plan(trial),
         texts.python_lines(trial.options),
         texts.tune_command(trial),
         texts.details(trial),
         gr.Column(visible=True),
     ]
+
+
+def _fewer(gr: Any, trial: Trial) -> Any:
+    """Return the dense image in fewer steps, which is hidden if all steps would take as long."""
+    if trial.fewer is None:
+        return gr.Image(None, visible=False)
+    return gr.Image(trial.fewer.image, label=texts.fewer_steps(trial.fewer), visible=True)

@@ -29,9 +29,8 @@ def require_gradio() -> None:
     """Raise a MissingExtraError unless everything that the playground needs is installed."""
     missing = [package for package in _NEEDED if not importlib.util.find_spec(package)]
     if missing:
-        raise MissingExtraError(
-            "tokenmerge-tools[play]", needed_by=f"tokenmerge play needs {', '.join(missing)}"
-        )
+        needed_by = f"tokenmerge play needs {', '.join(missing)}"
+        raise MissingExtraError("tokenmerge-tools[play]", needed_by, packages=len(missing))
 
 
 def serve(

@@ -10,30 +10,61 @@ from tokenmerge.errors import TokenMergingError, reason_of
 from tokenmerge_tools import demo
 from tokenmerge_tools.failures import is_out_of_memory
 from tokenmerge_tools.pipelines.options import GenerateOptions
-from tokenmerge_tools.play.trials import Trial
+from tokenmerge_tools.play.trials import Fewer, Trial
 
 # The hint before the first trial.
-NOTHING_YET = '<p class="hint">Press Draw. The image is drawn dense and merged from the same seed.</p>'
+NOTHING_YET = (
+    '<p class="hint">Press Draw. The image is drawn three times from the same seed: dense, with tokenmerge, '
+    "and dense in fewer steps.</p>"
+)
 _LEAST_SPEEDUP = 1.05  # one call of each does not show a smaller one
 _ASKED_INSTEAD = 1.5  # the speed-up that the command asks for after a trial that was hardly faster
 _PARTS = 20  # a speed-up is rounded down to this fraction of 1
 
 
-def closeness(trial: Trial) -> str:
-    """Return how close merged is to dense."""
-    return "identical" if trial.identical else f"{trial.psnr:.1f} dB"
+def closeness(psnr: float) -> str:
+    """Return how close an image is to the dense one, by its PSNR in dB."""
+    return "identical" if math.isinf(psnr) else f"{psnr:.1f} dB"
 
 
 def tiles(trial: Trial) -> str:
     """Return the figures of a trial, as HTML."""
-    figures = (
+    figures = [
         ("Dense", f"{trial.dense_seconds:.2f} s"),
-        ("Merged", f"{trial.merged_seconds:.2f} s"),
-        ("Speed-up", f"{trial.speedup:.2f}×"),
-        ("Closeness (PSNR)", closeness(trial)),
-    )
+        ("tokenmerge", f"{trial.merged_seconds:.2f} s"),
+        ("Speed-up by the clock", f"{trial.speedup:.2f}×"),
+        ("Closeness (PSNR)", closeness(trial.psnr)),
+    ]
+    if trial.fewer is not None:
+        beside = f"{trial.fewer.seconds:.2f} s, {closeness(trial.fewer.psnr)}"
+        figures.append((fewer_steps(trial.fewer), beside))
     cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures)
     return f'<dl class="tiles">{cells}</dl>'
+
+
+def fewer_steps(fewer: Fewer) -> str:
+    """Return the name of a dense image in fewer steps."""
+    return f"Dense, {fewer.steps} step{'s' if fewer.steps > 1 else ''}"
+
+
+def groups(trial: Trial) -> str:
+    """Return what the image with the groups of merged tokens shows, as HTML."""
+    text = "No token merged in this image"
+    if trial.merges:
+        text = f"One border, one merged token: {html.escape(trial.groups_text)}"
+    return f'<p class="caption">{text}.</p>'
+
+
+def plan(trial: Trial) -> str:
+    """Return the plan of the generation with its signs, or what the settings do where there is none."""
+    lines = trial.summary.splitlines()
+    begins = next((i for i, line in enumerate(lines) if line.startswith("  plan: ")), None)
+    if begins is None:
+        return "every step runs whole"
+    ends = begins + 1
+    while ends < len(lines) and lines[ends].startswith("        "):
+        ends += 1
+    return "\n".join(line.strip() for line in lines[begins:ends])
 
 
 def caption(trial: Trial) -> str:
@@ -43,7 +74,7 @@ def caption(trial: Trial) -> str:
     size = "" if options.size is None else "×".join(map(str, options.size))
     guidance = "" if options.guidance is None else f", guidance {options.guidance:g}"
     return (
-        f"{settings} · {trial.speedup:.2f}× · {closeness(trial)} · {options.prompt}"
+        f"{settings} · {trial.speedup:.2f}× · {closeness(trial.psnr)} · {options.prompt}"
         f" · {options.model}, seed {options.seed}, {size}, {options.steps} steps{guidance}"
     )
 

@@ -1,4 +1,4 @@
-"""Holds one model, and draws with it dense and merged, one trial at a time."""
+"""Holds one model, and draws with it with and without tokenmerge, one trial at a time."""
 
 from __future__ import annotations
 
@@ -19,28 +19,49 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge.pictures import draw_groups
 from tokenmerge.report import check_merging
 from tokenmerge_tools.closeness import psnr
-from tokenmerge_tools.drawing import Drawing, Progress, Studio, merged_groups, prepare
+from tokenmerge_tools.drawing import (
+    NOTHING_MERGED,
+    Drawing,
+    Progress,
+    Studio,
+    as_long_as,
+    merged_groups,
+    prepare,
+)
 from tokenmerge_tools.pipelines.call import load_pipeline_for
 from tokenmerge_tools.pipelines.meta_model import checked_source
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
 from tokenmerge_tools.sheets import as_tensor, enlarge
 from tokenmerge_tools.variants import contexts
+from tokenmerge_tools.variants.variant import DENSE
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 OnProgress = Callable[[Progress], None]
+OURS = "tokenmerge"  # the part of a trial that draws with it
 _PATIENCE = 10.0  # seconds from the request for a trial to the connection that waits for it
 _SMALLEST_SIDE = 512  # pixels of the image with groups, so that their borders are thin
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Trial:
-    """One image drawn dense and merged from the same seed, with the size that was drawn in its options.
+class Fewer:
+    """A dense image in fewer steps: its number of steps, its time, and its PSNR to the dense one in dB."""
 
-    ``groups`` is the merged image with the groups of merged tokens drawn over it. The PSNR in dB is
-    infinite for identical images. ``warnings`` were given while the merged image was drawn.
+    image: Image
+    steps: int
+    seconds: float
+    psnr: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trial:
+    """One image drawn with and without tokenmerge from the same seed, and the size that was drawn.
+
+    ``merged`` is the image with tokenmerge, and ``groups`` the same with the groups of merged tokens drawn
+    over it. The PSNR in dB is infinite for identical images. ``warnings`` were given while ``merged`` was
+    drawn. ``fewer`` is dense in as many steps as take the same time, or None if these would be all steps.
     """
 
     options: GenerateOptions
@@ -54,11 +75,17 @@ class Trial:
     summary: str
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    fewer: Fewer | None = None
 
     @property
     def speedup(self) -> float:
         """Time of dense over time of merged."""
         return self.dense_seconds / self.merged_seconds
+
+    @property
+    def merges(self) -> bool:
+        """Whether tokens merged while the image was drawn."""
+        return self.groups_text != NOTHING_MERGED
 
     @property
     def identical(self) -> bool:
@@ -101,7 +128,7 @@ class Trials:
         self._loaded: tuple[str, DiffusionPipeline] | None = None
 
     def draw(self, options: GenerateOptions, on_progress: OnProgress, stop: Stop) -> Trial:
-        """Draw one image dense and merged.
+        """Draw one image with and without tokenmerge, and dense in fewer steps.
 
         A short untimed call of each variant comes first. ``on_progress`` is called after each denoising step.
         Options that do not fit the model or the machine are refused before anything is drawn. A trial that is
@@ -116,7 +143,7 @@ class Trials:
 
     def _load(self, options: GenerateOptions) -> DiffusionPipeline:
         if self._loaded is None or self._loaded[0] != options.model:
-            source = checked_source(options.model, options.size, options.merging)
+            source = checked_source(options.model, options.size, options.merging, draws=True)
             device = resolve_device(options.device)
             dtype = resolve_dtype(options.dtype, device)
             self._loaded = None  # two models at once may be too many for the memory
@@ -141,29 +168,43 @@ def _draw(pipe: DiffusionPipeline, options: GenerateOptions, on_progress: OnProg
         (found,) = studio.rounds({name: prepared.call})
         return found
 
+    def draw_fewer() -> Fewer | None:
+        share = merged.work_seconds / dense.work_seconds
+        steps = as_long_as(options.steps, share, patch.report().speedup)
+        if steps is None:
+            return None
+        began = time.perf_counter()
+        (image,) = studio.draw(DENSE, prepared.call.with_steps(steps), "dense, fewer steps")
+        return Fewer(image, steps, time.perf_counter() - began, closeness(image))
+
+    def closeness(image: Image) -> float:
+        return psnr(as_tensor([image]), as_tensor([dense_image])).item()
+
     stop.check()
     with Studio(pipe, on_step) as studio:
-        dense = draw("dense")
+        dense = draw(DENSE)
+        (dense_image,) = dense.pictures
         speedup = options.merging.speedup if options.merging.is_default_method else None
-        patch = studio.add("merged", partial(contexts.tokenmerge, config=prepared.config, speedup=speedup))
+        patch = studio.add(OURS, partial(contexts.tokenmerge, config=prepared.config, speedup=speedup))
         with patch.record() as plans, _warnings() as of_drawing:
-            merged = draw("merged")
+            merged = draw(OURS)
         summary = str(patch)
-    (dense_picture,) = dense.pictures
+        fewer = draw_fewer()
     (picture,) = merged.pictures
     labels, groups_text = merged_groups(plans, 0, 1)
     return Trial(
         options=prepared.options,
-        dense=dense_picture,
+        dense=dense_image,
         merged=picture,
         groups=draw_groups(enlarge(picture, -(-_SMALLEST_SIDE // min(picture.size))), labels),
         groups_text=groups_text,
         dense_seconds=dense.seconds,
         merged_seconds=merged.seconds,
-        psnr=psnr(as_tensor([picture]), as_tensor([dense_picture])).item(),
+        psnr=closeness(picture),
         summary=summary,
         notes=tuple(prepared.report.notes),
         warnings=tuple(dict.fromkeys(str(one.message) for one in (*of_settings, *of_drawing))),
+        fewer=fewer,
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tokenmerge.errors import ConfigError, TokenMergingError, reason_of
-from tokenmerge_tools.files import check_regular, is_folder, read_bytes, writing
+from tokenmerge_tools.files import check_regular, is_folder, read_bytes, writing, wrote_result
 from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, Record, SampleRecord, TuneRecord
 
 R = TypeVar("R", bound=Record)
@@ -79,6 +79,7 @@ class ResultsFile(Generic[R]):
                 f"append it to {self.path.name}, and run the same command again to continue"
             ) from error
         self.records[record.key] = record
+        wrote_result(self.path)
 
     def _lock(self) -> None:
         try:

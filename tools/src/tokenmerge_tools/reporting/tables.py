@@ -298,8 +298,8 @@ def _table(records: Sequence[QualityRecord]) -> Table:
 def _speedup(record: QualityRecord) -> str:
     if record.speedup is None or record.speedup_quartiles is None:
         return ""
-    low, high = record.speedup_quartiles
-    return f"{record.speedup:.2f}× ({low:.2f} to {high:.2f})"
+    median, low, high = (f"{value:.2f}" for value in (record.speedup, *record.speedup_quartiles))
+    return f"{median}×" if low == high else f"{median}× ({low} to {high})"
 
 
 def _figure(record: QualityRecord, name: str) -> str:
