@@ -92,6 +92,27 @@ def microseconds(calls: int) -> dict[str, float]:
     return found
 
 
+def microseconds_of_arithmetic(calls: int) -> float:
+    """Return the CPU time in which the tokens of such a block, and 7 of text, are merged and unmerged."""
+    import torch
+
+    from tokenmerge import ToMeConfig
+    from tokenmerge.planners import PLANNERS
+
+    tokens = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(0))
+    step = torch.zeros((), dtype=torch.int64)
+    plan = PLANNERS["tiled"](tokens, (1, 8, 8), 32, ToMeConfig(ratio=0.5, planner="tiled"), step).after(7)
+    tokens = torch.randn(1, 71, 32)
+    shortest = math.inf
+    with torch.no_grad():
+        for _ in range(100):
+            begin = time.process_time()
+            for _ in range(calls):
+                plan.unmerge(plan.merge(tokens))
+            shortest = min(shortest, (time.process_time() - begin) / calls)
+    return round(1e6 * shortest, 1)
+
+
 RECORD = Path(__file__).with_name("overhead_cpu.jsonl")
 DEPTHS = (2, 12)
 
@@ -100,7 +121,7 @@ def microseconds_of_a_block(calls: int) -> dict[str, float]:
     """Return the CPU time that a merged block of a tiny FLUX takes beyond a dense one, in microseconds.
 
     Models of two depths tell blocks apart from what is done once a call. Each time is the shortest of many,
-    in turns. It includes the arithmetic on 64 tokens of 32 channels: merging, unmerging, rotary positions.
+    in turns. It includes the arithmetic on 64 tokens of 32 channels, which is measured alone as well.
     """
     import torch
     from diffusers import FluxTransformer2DModel
@@ -172,7 +193,11 @@ def main() -> None:
     parser.add_argument("--record", metavar="NAME", help=f"what --blocks is kept as in {RECORD.name}")
     options = parser.parse_args()
     if options.blocks:
-        row = {"name": options.record, "us_of_a_block": microseconds_of_a_block(options.calls // 20)}
+        row = {
+            "name": options.record,
+            "us_of_a_block": microseconds_of_a_block(options.calls // 20),
+            "us_of_arithmetic": microseconds_of_arithmetic(options.calls // 20),
+        }
         print(json.dumps(row))
         if options.record:
             with RECORD.open("a", encoding="utf-8") as file:

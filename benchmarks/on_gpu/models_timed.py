@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
@@ -25,6 +26,8 @@ from on_gpu.variants import (
     stacks,
     steps_in_turns,
 )
+from tokenmerge.default_method import DefaultMethod
+from tokenmerge.models.find import find_hosts
 
 GRID_SIZES = (512, 768, 1024)
 GRID_BATCHES = (1, 4, 8, 16)
@@ -118,12 +121,20 @@ def _time_generations(
     loop = loop or Loop(run, name, model, *size)
     title = f"{name} {key or size[0]}"
     about = {"size": [*size], "guidance": loop.guidance_scale, "solver": type(loop.scheduler).__name__}
+    run.measure(f"{title}: fewest tokens that merge", partial(_fewest_tokens, loop), 3)
     video = name == "wan"
     chosen = speedups(loop)
     if video:
         # A round of all variants of a video would take minutes.
         chosen = {variant: chosen[variant] for variant in chosen if variant in OF_VIDEO}
     generations_in_turns(run, title, loop, chosen, rounds, warm_up_steps=2 if video else 6, **about)
+
+
+def _fewest_tokens(loop: Loop) -> Facts:
+    """Return from how many tokens on merging pays here, and the seconds of measuring that."""
+    began = time.monotonic()
+    found = DefaultMethod.of(loop, find_hosts(loop), 2.0).facts.fewest_tokens
+    return {"fewest": [own._asdict() for own in found], "seconds": time.monotonic() - began}
 
 
 def profile(run: Run) -> None:

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tokenmerge
 from on_gpu import biases, clock
 from on_gpu.models import STEPS_OF_SINGLE, Loop
-from on_gpu.record import Run, RunFacts
+from on_gpu.record import Run, Facts
 from tokenmerge import Correction, PlanSharing, ToMeConfig, token_merging
 from tokenmerge.plans import pays_from
 
@@ -158,7 +158,7 @@ def call_step(loop: Loop, patch: Any, index: int) -> None:
     loop.step(index)
 
 
-def time_step(run: Run, loop: Loop, context: Context, turn: int) -> RunFacts:
+def time_step(run: Run, loop: Loop, context: Context, turn: int) -> Facts:
     """Return the times of a full step: one of the first of a generation, and some more if it is short.
 
     The steps before it are not timed. They load the kernels and make what lasts a generation.
@@ -168,7 +168,7 @@ def time_step(run: Run, loop: Loop, context: Context, turn: int) -> RunFacts:
             call_step(loop, patch, index)
         clock.reset_peak(run)
         ends = time.monotonic() + SECONDS_OF_CALLS
-        rows: list[RunFacts] = []
+        rows: list[Facts] = []
         most = clock.TINY_ROUNDS if run.tiny else MOST_CALLS
         while not rows or (len(rows) < most and time.monotonic() < ends):
             rows.append(clock.times_of(run, partial(call_step, loop, patch, loop.steps_before + len(rows))))
@@ -179,7 +179,7 @@ def time_step(run: Run, loop: Loop, context: Context, turn: int) -> RunFacts:
 
 def time_generation(
     run: Run, loop: Loop, context: Context, steps: int, warm_up_steps: int, turn: int
-) -> RunFacts:
+) -> Facts:
     """Return the time of all denoising steps. Round 0 runs the first of them alone."""
     clock.reset_peak(run)
     with context(), torch.no_grad():

@@ -64,7 +64,10 @@ def merged_call(
     tokens = layout.tokens_of(call)
     n, m = plan.inverse.shape[1], plan.keep.shape[1]
     whole = _with_text(layout, plan, tokens.shape[1] - n)
-    merged = merged_tokens(layout, plan, tokens, combine)
+    if whole is None:
+        merged = image_replaced(layout, tokens, n, lambda image: combined(plan, image, combine))
+    else:
+        merged = combined(whole, tokens, combine)
     now = with_merged_tokens(call, layout, plan, merged, combine, pictures)
     # A block hands its arguments on to its attention, which is then called for each image.
     result = now.result() if pictures == 1 or change_only else result_by_image(now, len(merged))
@@ -251,7 +254,8 @@ def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan, p
         if changes:
             made.append(follow())
         else:  # hosts give all blocks the same tensor
-            made.append(once(plan.keep, (id(value), argument, layout, picture), follow, value))
+            # By identity, since a hash of all that they hold takes longer than the rest. The model keeps both.
+            made.append(once(plan.keep, (id(value), id(argument), id(layout), picture), follow, value))
     return made[0] if len(made) == 1 else OfPictures(tuple(made))
 
 
