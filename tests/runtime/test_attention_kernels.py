@@ -58,6 +58,13 @@ def flux_with_heads_of(d: int) -> nn.Module:
     return seeded(FluxTransformer2DModel.from_config({**config, **changes}))
 
 
+@pytest.fixture
+def no_leftovers():
+    """Collect the models that other tests have patched and left."""
+    gc.collect()
+
+
+@pytest.mark.usefixtures("no_leftovers")
 def test_kernels_are_those_of_before_once_no_model_needs_them():
     before = dict(REGISTRY._backends)
     plain, one, other = model_of(FLUX), model_of(FLUX), model_of(FLUX)
@@ -73,6 +80,7 @@ def test_kernels_are_those_of_before_once_no_model_needs_them():
     assert REGISTRY._backends == before
 
 
+@pytest.mark.usefixtures("no_leftovers")
 def test_pytorch_s_attention_is_that_of_before_once_no_model_needs_it():
     before, plain = F.scaled_dot_product_attention, apply_token_merging(model_of(FLUX), ToMeConfig(ratio=0.5))
     assert F.scaled_dot_product_attention is before
@@ -85,6 +93,7 @@ def test_pytorch_s_attention_is_that_of_before_once_no_model_needs_it():
     plain.remove()
 
 
+@pytest.mark.usefixtures("no_leftovers")
 def test_kernels_are_those_of_before_once_a_model_is_gone_that_nobody_restored():
     before, model = F.scaled_dot_product_attention, model_of(FLUX)
     backends = dict(REGISTRY._backends)
