@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tokenmerge
 from on_gpu import biases, clock
 from on_gpu.models import STEPS_OF_SINGLE, Loop
-from on_gpu.record import Run, Facts
+from on_gpu.record import Facts, Run
 from tokenmerge import Correction, PlanSharing, ToMeConfig, token_merging
 from tokenmerge.plans import pays_from
 

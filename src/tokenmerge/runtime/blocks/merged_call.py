@@ -254,7 +254,8 @@ def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan, p
         if changes:
             made.append(follow())
         else:  # hosts give all blocks the same tensor
-            # By identity, since a hash of all that they hold takes longer than the rest. The model keeps both.
+            # By identity, since a hash of all that they hold takes longer than the rest. The model keeps
+            # both.
             made.append(once(plan.keep, (id(value), id(argument), id(layout), picture), follow, value))
     return made[0] if len(made) == 1 else OfPictures(tuple(made))
 
