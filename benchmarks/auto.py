@@ -76,7 +76,7 @@ def with_deepcache(interval: int) -> Callable[[Pipe, Seconds, int], float]:
 
 def kinds_of_steps(config: ToMeConfig, steps: int) -> list[str]:
     """Return the kind of each step of a generation."""
-    return [f"{step.runs.name} {step.merging.name}" for step in plan_generation(config, steps)]
+    return [f"{step.kind.name} {step.merging.name}" for step in plan_generation(config, steps)]
 
 
 def with_auto(speedup: float, guidance: float | None = None) -> Callable[[Pipe, Seconds, int], float]:
@@ -116,8 +116,8 @@ def shares_of_steps(config: ToMeConfig, steps: int) -> dict[int, float]:
     """Return the steps of a generation to time, and the share of all steps that each represents."""
     if any(rule.of_steps for rule in config.rules):
         return {steps * (2 * quarter + 1) // 8: 1 / 4 for quarter in range(4)}  # the middle of each quarter
-    if config.plans.every > 1:
-        planned = len(range(0, steps, config.plans.every)) / steps
+    if config.merge_sharing.every > 1:
+        planned = len(range(0, steps, config.merge_sharing.every)) / steps
         return {0: planned, 1: 1 - planned}
     if config.guided_planner:
         return {0: 1 / steps, 1: 1 - 1 / steps}  # the first step has no step before it

@@ -24,7 +24,7 @@ import torch
 from closeness import load
 from diffusers import StableDiffusionPipeline
 
-from tokenmerge import PlanSharing, StepReuse, ToMeConfig, token_merging
+from tokenmerge import MergeSharing, StepReuse, ToMeConfig, token_merging
 from tokenmerge.config import dense_outside
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
@@ -47,7 +47,7 @@ def configs(step: int, steps: int) -> Iterator[tuple[str, ToMeConfig]]:
             sx=4,
             planner="tiled",
             proportional=True,
-            plans=PlanSharing(blocks=True),
+            merge_sharing=MergeSharing(blocks=True),
             rules=dense_outside(step / steps, (step + 1) / steps),
         ),
     )

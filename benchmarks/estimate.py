@@ -39,12 +39,13 @@ from tokenmerge import ToMeConfig, apply_token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.work import Amount, Share, Work
 from tokenmerge.plans import RunFacts
-from tokenmerge.plans.estimate import Shown, estimate_closeness, psnr_of
+from tokenmerge.plans.estimate import Observations, estimate_closeness, psnr_of
 from tokenmerge.plans.policy import ESTIMATE
-from tokenmerge.runtime.memory.run_log import shown_by
+from tokenmerge.runtime.memory.run_log import observations_of
 from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge_tools.demo import path
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
+from tokenmerge_tools.records.kinds import with_new_names
 
 SOLVERS = {
     "emoji-unet": ("DPM++ 2M", "Euler ancestral", "DDIM", "DPM++ SDE"),
@@ -134,7 +135,7 @@ def measure(model: str, options: argparse.Namespace, known: set[tuple[Any, ...]]
 def noted(pipe: DiffusionPipeline) -> dict[str, Any]:
     """Return what the runtime noted in the last generation."""
     run = state_of(find_hosts(pipe)[0].root).last_run
-    found = shown_by([run])
+    found = observations_of([run])
     return {
         "settings": run.config.changed(),
         "calls": run.steps,
@@ -212,8 +213,12 @@ def runs_of(line: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def read(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a record, with the current names of settings."""
     for text in file.read_text(encoding="utf-8").splitlines():
-        yield json.loads(text)
+        line = json.loads(text)
+        if "settings" in line:
+            line["settings"] = with_new_names(line["settings"])
+        yield line
 
 
 def key(line: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -254,8 +259,8 @@ def estimated(line: Mapping[str, Any], before: bool = False) -> float:
     facts = RunFacts(model, work, (1, 1, 1), line["calls"], line["guidance"])
     errors = {part: {int(step): error for step, error in own.items()} for part, own in line["errors"].items()}
     config = ToMeConfig.from_dict(line["settings"])
-    shown = Shown() if before else Shown(errors, line["sigmas"], line["noise"])
-    found = estimate_closeness(facts, config, shown)
+    observed = Observations() if before else Observations(errors, line["sigmas"], line["noise"])
+    found = estimate_closeness(facts, config, observed)
     assert found is not None
     return found.psnr
 

@@ -21,17 +21,20 @@ import torch
 from diffusers import DiffusionPipeline
 
 import tokenmerge
-from tokenmerge import PlanSharing, ToMeConfig, token_merging
+from tokenmerge import MergeSharing, ToMeConfig, token_merging
 from tokenmerge_tools.demo import NAMES, path
 
 BASE = "input"
-SHARED = {"plans": PlanSharing(blocks=True)}
+SHARED = {"merge_sharing": MergeSharing(blocks=True)}
 CHOICES: dict[str, Mapping[str, Any]] = {
     BASE: {},
     "residual": {"features": "residual"},
     "model_residual": {"features": "model_residual"},
-    "model_residual, plans.blocks": {"features": "model_residual", **SHARED},
-    "residual, plans.every=4": {"features": "residual", "plans": PlanSharing(every=4, guidance=False)},
+    "model_residual, merge_sharing.blocks": {"features": "model_residual", **SHARED},
+    "residual, merge_sharing.every=4": {
+        "features": "residual",
+        "merge_sharing": MergeSharing(every=4, guidance=False),
+    },
 }
 
 

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenmerge import (
     Correction,
-    PlanSharing,
+    MergeSharing,
     ToMeConfig,
     apply_patch,
     apply_token_merging,
@@ -53,14 +53,14 @@ SIZES = {
     "flux": ((1024, 1024),),
     "wan": ((480, 832),),
 }
-SHARED = PlanSharing(blocks=True)
+SHARED = MergeSharing(blocks=True)
 OLD_CALL = "`apply_patch(ratio=0.5)`"
 TODO = "`presets.todo()`"
 # What the columns of the table are called, and the settings. SDXL merges at its second level only.
 METHODS: dict[str, dict[str, Any]] = {
     "`ToMeConfig(ratio=0.5)`": {},
     '`planner="tiled"`': {"planner": "tiled"},
-    "as `auto` merges": {"planner": "tiled", "plans": SHARED, "proportional": True},
+    "as `auto` merges": {"planner": "tiled", "merge_sharing": SHARED, "proportional": True},
 }
 # A transformer's blocks merge once a step: the first step is dense, and later ones are corrected.
 IN_A_STACK = "as a stack"
@@ -70,7 +70,7 @@ STACK = ToMeConfig(
     planner="tiled",
     features="model_residual",
     proportional=True,
-    plans=SHARED,
+    merge_sharing=SHARED,
     correction=Correction(every=1000),
 )
 STEPS = 28

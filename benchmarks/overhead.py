@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
@@ -20,7 +21,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parents[1] / "src"
 
@@ -117,6 +120,47 @@ RECORD = Path(__file__).with_name("overhead_cpu.jsonl")
 DEPTHS = (2, 12)
 
 
+def block_settings() -> dict[str, Any]:
+    """Return the settings of the blocks that are measured, by the name of each kind, or None for dense."""
+    from tokenmerge import MergeSharing, ToMeConfig
+
+    shared = {"planner": "tiled", "merge_sharing": MergeSharing(blocks=True), "proportional": True}
+    return {
+        "dense": None,
+        "around attention": ToMeConfig(ratio=0.5, **shared),
+        "whole blocks": ToMeConfig(ratio=0.5, scope="block", **shared),
+        "around attention, a plan each": ToMeConfig(ratio=0.5),
+    }
+
+
+def tiny_flux(depth: int) -> tuple[Any, dict[str, Any]]:
+    """Return a tiny FLUX with ``depth`` single-stream blocks, and the arguments of a call."""
+    import torch
+    from diffusers import FluxTransformer2DModel
+
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=depth,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        pooled_projection_dim=16,
+        axes_dims_rope=(4, 6, 6),
+    )
+    rows = torch.arange(8).repeat_interleave(8)
+    arguments = {
+        "hidden_states": torch.ones(1, 64, 4),
+        "timestep": torch.tensor([0.5]),
+        "encoder_hidden_states": torch.ones(1, 7, 16),
+        "pooled_projections": torch.ones(1, 16),
+        "img_ids": torch.stack([torch.zeros(64), rows, torch.arange(8).repeat(8)], dim=1),
+        "txt_ids": torch.zeros(7, 3),
+    }
+    return model, arguments
+
+
 def microseconds_of_a_block(calls: int) -> dict[str, float]:
     """Return the CPU time that a merged block of a tiny FLUX takes beyond a dense one, in microseconds.
 
@@ -124,53 +168,70 @@ def microseconds_of_a_block(calls: int) -> dict[str, float]:
     in turns. It includes the arithmetic on 64 tokens of 32 channels, which is measured alone as well.
     """
     import torch
-    from diffusers import FluxTransformer2DModel
 
-    from tokenmerge import PlanSharing, ToMeConfig, token_merging
+    from tokenmerge import token_merging
 
     torch.set_num_threads(1)
-    shared = {"planner": "tiled", "plans": PlanSharing(blocks=True), "proportional": True}
-    kinds = {
-        "dense": None,
-        "around attention": ToMeConfig(ratio=0.5, **shared),
-        "whole blocks": ToMeConfig(ratio=0.5, scope="block", **shared),
-        "around attention, a plan each": ToMeConfig(ratio=0.5),
-    }
-    rows = torch.arange(8).repeat_interleave(8)
-    ids = torch.stack([torch.zeros(64), rows, torch.arange(8).repeat(8)], dim=1)
+    kinds = block_settings()
     shortest: dict[tuple[str, int], float] = {}
     for _ in range(4):
         for depth in DEPTHS:
-            torch.manual_seed(0)
-            model = FluxTransformer2DModel(
-                in_channels=4,
-                num_layers=1,
-                num_single_layers=depth,
-                attention_head_dim=16,
-                num_attention_heads=2,
-                joint_attention_dim=16,
-                pooled_projection_dim=16,
-                axes_dims_rope=(4, 6, 6),
-            )
+            model, arguments = tiny_flux(depth)
             for kind, config in kinds.items():
                 with token_merging(model, config) if config else contextlib.nullcontext():
                     for _ in range(calls):
                         begin = time.process_time()
                         with torch.no_grad():
-                            model(
-                                hidden_states=torch.ones(1, 64, 4),
-                                timestep=torch.tensor([0.5]),
-                                encoder_hidden_states=torch.ones(1, 7, 16),
-                                pooled_projections=torch.ones(1, 16),
-                                img_ids=ids,
-                                txt_ids=torch.zeros(7, 3),
-                            )
+                            model(**arguments)
                         taken = time.process_time() - begin
                         shortest[kind, depth] = min(taken, shortest.get((kind, depth), math.inf))
     few, many = DEPTHS
     of_a_block = {kind: 1e6 * (shortest[kind, many] - shortest[kind, few]) / (many - few) for kind in kinds}
     dense = of_a_block.pop("dense")
     return {kind: round(time - dense, 1) for kind, time in of_a_block.items()}
+
+
+def functions_of_a_block() -> dict[str, float]:
+    """Return how many of this package's Python functions a merged block of a tiny FLUX calls.
+
+    The first call of a model, which plans and fills caches, is not counted.
+    """
+    import torch
+
+    from tokenmerge import token_merging
+
+    found: dict[str, float] = {}
+    for kind, config in block_settings().items():
+        if config is None:
+            continue
+        called = []
+        for depth in DEPTHS:
+            model, arguments = tiny_flux(depth)
+            with torch.no_grad(), token_merging(model, config):
+                model(**arguments)
+                called.append(functions_called(functools.partial(model, **arguments)))
+        found[kind] = (called[1] - called[0]) / (DEPTHS[1] - DEPTHS[0])
+    return found
+
+
+def functions_called(run: Callable[[], object]) -> int:
+    """Return how many functions of this package ``run`` calls."""
+    import tokenmerge
+
+    package = str(Path(tokenmerge.__file__).parent)
+    count = 0
+
+    def note(frame: Any, event: str, _: object) -> None:
+        nonlocal count
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            count += 1
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def run(source: Path, calls: int) -> dict[str, float]:
@@ -197,6 +258,7 @@ def main() -> None:
             "name": options.record,
             "us_of_a_block": microseconds_of_a_block(options.calls // 20),
             "us_of_arithmetic": microseconds_of_arithmetic(options.calls // 20),
+            "functions_of_a_block": functions_of_a_block(),
         }
         print(json.dumps(row))
         if options.record:

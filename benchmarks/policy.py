@@ -43,6 +43,7 @@ from tokenmerge.plans import policy
 from tokenmerge.plans.choose import distance, reaches_of, without_the_last
 from tokenmerge_tools.demo import path
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
+from tokenmerge_tools.records.kinds import with_new_names
 
 Settings = Mapping[str, Any]
 # Prompts and seeds that the policy is fitted on: choose_prompts(…, seed=PROMPTS), SEED + number.
@@ -50,7 +51,7 @@ PROMPTS, SEED = 42, 8000
 BASE: Settings = {
     "planner": "tiled",
     "proportional": True,
-    "plans.blocks": True,
+    "merge_sharing.blocks": True,
     "max_downsample": 8,
 }
 
@@ -417,7 +418,7 @@ def terms(
     for i, line in enumerate(lines):
         settings, steps = ToMeConfig.from_dict({**BASE, **line["settings"]}), line["steps"]
         runs = settings.reuse.steps_of(steps)
-        of_part = dict(zip(SKIP[name], (runs.full, runs.shallow), strict=False))
+        of_part = dict(zip(SKIP[name], (runs.full, runs.finest), strict=False))
         for part, own in of_part.items():
             clean = line["model"] == TRANSFORMER  # its schedule has almost no noise before the last step
             if settings.reuse.on and (found := reaches_of(own, steps, clean)):
@@ -442,7 +443,12 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Scene))
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    """Return the lines of a record, with the current names of settings."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    for line in lines:
+        if "settings" in line:
+            line["settings"] = with_new_names(line["settings"])
+    return lines
 
 
 def write(file: Path, line: Mapping[str, Any]) -> None:

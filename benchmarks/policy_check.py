@@ -1,19 +1,19 @@
-"""The default method beside the former `auto`, at equal counted speed, on prompts that no rule was made on.
+"""The default method beside the former `auto`, at equal operations, on prompts that no rule was made on.
 
 The former `auto` was 149 numbers fitted on the bundled models, with special cases for schedulers, guidance
 and schedules. Its lines of the record were drawn by this script at commit 9f052aa, which still ran its
 settings, and stay as they are. A line is one image: its settings, and its PSNR to the dense image of the same
-seed. The default method is asked for the counted speed-up that `auto` has there. A speed-up that is lower by
-at most 0.1 % counts as equal: a closeness falls by about 20 dB where the speed-up rises by 1, so this is
-worth less than 0.1 dB. A second run with the same record continues where the first one stopped, and drops
-images with settings that are no longer chosen. `--table` prints the record.
+seed. The default method is asked for the speed-up by operations that `auto` has there. A speed-up that is
+lower by at most 0.1 % counts as equal: a closeness falls by about 20 dB where the speed-up rises by 1, so
+this is worth less than 0.1 dB. A second run with the same record continues where the first one stopped, and
+drops images with settings that are no longer chosen. `--table` prints the record.
 
     python benchmarks/policy_check.py --out benchmarks/policy_check_cpu.jsonl
     python benchmarks/policy_check.py --table --out benchmarks/policy_check_cpu.jsonl
 
 `--corrections` draws the default method with its corrections, with a plan that has none, and with half as
 many of them. `--noise` draws schedulers that add noise at weak guidance, with the plan that others get there,
-and with their own, which is that of strong guidance. All of these reach the same counted speed-up.
+and with their own, which is that of strong guidance. All of these reach the same speed-up by operations.
 
     python benchmarks/policy_check.py --corrections --out benchmarks/corrections_cpu.jsonl
     python benchmarks/policy_check.py --noise --out benchmarks/noise_cpu.jsonl

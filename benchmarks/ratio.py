@@ -25,7 +25,7 @@ from benchmarks.holdout.measure import NAMES
 from benchmarks.holdout.train import caption as photo_caption
 from diffusers import DiffusionPipeline
 
-from tokenmerge import Correction, PlanSharing, StepReuse, ToMeConfig, token_merging
+from tokenmerge import Correction, MergeSharing, StepReuse, ToMeConfig, token_merging
 from tokenmerge_tools.demo import path
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
@@ -35,14 +35,18 @@ GUIDANCE = {"emoji-mmdit": (3.0, 7.0), "emoji-unet": (3.0, 7.5), "photo-flux": (
 SIZES = {"emoji-mmdit": 128, "emoji-unet": 128, "photo-flux": 256}
 STEPS = 20
 _NO_RESULT = "–"  # in a cell of the table
-SHARED = PlanSharing(blocks=True)
+SHARED = MergeSharing(blocks=True)
 FIRST = Correction(every=10_000)  # the first step alone is dense
 
 
 def stack(every: Correction = FIRST, **changes: Any) -> dict[str, Any]:
     """Tokens merge once for all blocks."""
     settings = {"features": "model_residual", "proportional": True, "ratio": 0.5, **changes}
-    return {"config": ToMeConfig(scope="block", planner="tiled", plans=SHARED, correction=every, **settings)}
+    return {
+        "config": ToMeConfig(
+            scope="block", planner="tiled", merge_sharing=SHARED, correction=every, **settings
+        )
+    }
 
 
 def layers(**changes: Any) -> dict[str, Any]:
@@ -54,8 +58,10 @@ def layers(**changes: Any) -> dict[str, Any]:
 WAYS: dict[str, dict[str, Any]] = {
     "`ratio=0.5`": {"ratio": 0.5},
     "around self-attention": layers(),
-    "around self-attention, one plan": layers(plans=SHARED),
-    "around self-attention, one plan, by the residual": layers(plans=SHARED, features="model_residual"),
+    "around self-attention, one plan": layers(merge_sharing=SHARED),
+    "around self-attention, one plan, by the residual": layers(
+        merge_sharing=SHARED, features="model_residual"
+    ),
     "stack, by the input, not corrected": stack(Correction(), features="input"),
     "stack, not corrected": stack(Correction()),
     "stack, one step in 10 dense": stack(Correction(every=10)),
@@ -151,7 +157,7 @@ def one_way(
     guidance: float,
     dense: np.ndarray,
 ) -> dict[str, Any]:
-    """Return the closeness and the counted speed-up of one way."""
+    """Return the closeness and the speed-up by operations of one way."""
     if "steps" in given:
         pictures = draw(pipe, prompts, size, guidance, given["steps"])
         return {"psnr": decibels(pictures, dense), "counted": STEPS / given["steps"]}
@@ -184,7 +190,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def cell_of(row: Mapping[str, Any] | None) -> str:
-    """Return the mean closeness and the counted speed-up of a row."""
+    """Return the mean closeness and the speed-up by operations of a row."""
     if row is None or "refused" in row:
         return _NO_RESULT
     return f"{statistics.mean(row['psnr']):.1f} dB at {row['counted']:.2f}×"

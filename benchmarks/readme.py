@@ -99,7 +99,7 @@ def beside(dense: torch.Tensor, picture: torch.Tensor, seconds: float) -> dict[s
 def table(lines: list[dict[str, Any]]) -> str:
     """Return the table with its condition, in Markdown."""
     heads = [
-        "| you ask for | measured | how the image changes | closeness | "
+        "| you ask for | by the clock | how the image changes | closeness | "
         "the unchanged model, in the same time |",
         "|---|---:|---|---|---|",
     ]

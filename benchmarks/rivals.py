@@ -48,7 +48,7 @@ SEED = 46
 SIZE = 128
 STEPS = 20
 SPEEDUPS = (1.3, 1.5, 2.0, 2.5, 3.0)
-COMPARED = (1.3, 3.0)  # counted speed-ups
+COMPARED = (1.3, 3.0)  # speed-ups by operations
 NEAR = (1.2, 3.3)
 NOISE = 0.3  # dB
 ROUNDING = 0.01  # of a speed-up that is taken for another one
@@ -139,7 +139,7 @@ def points(
 ) -> Iterator[tuple[float, QualityRecord]]:
     """Return records by their speed-ups, without those of fewer images than dense has.
 
-    The speed-ups are counted, or measured where ``times`` has the timed records by label.
+    The speed-ups are by operations, or by the clock where ``times`` has the timed records by label.
     """
     most = max(record.images for record in records)
     for record in records:
@@ -150,10 +150,11 @@ def points(
 
 
 def measured(record: QualityRecord, times: Mapping[str, QualityRecord]) -> float | None:
-    """Return the measured speed-up of a record, or None if it was not timed.
+    """Return the speed-up by the clock of a record, or None if it was not timed.
 
     Fewer images are timed than drawn, and a rival that decides from the image skips more in some than in
-    others. So the measured speed-up is scaled by the operations of all images over those of the timed ones.
+    others. So the speed-up by the clock is scaled by the operations of all images over those of the
+    timed ones.
     """
     timed = times.get(record.label)
     if timed is None or not timed.speedup:
@@ -180,14 +181,16 @@ def beside_auto(found: Sequence[tuple[float, QualityRecord]]) -> Iterator[tuple[
 
 
 def fewer_steps() -> str:
-    """Return a table of fewer steps beside the default method, each at the same counted speed-up."""
+    """Return a table of fewer steps beside the default method, each at the same speed-up by operations."""
     cells: dict[tuple[int, str], dict[tuple[str, float], str]] = defaultdict(dict)
     for scene, records in records_of(DRAWN).items():
         for record, speed, own in beside_auto(list(points(records))):
             if record.variant == "fewer-steps":
                 row = record.settings["steps"], f"{speed:.2f}×"
                 cells[row][scene] = f"{own:.1f} ({record.figures['psnr']:.1f})"
-    rows = [f"| steps | counted | {' | '.join(f'{model}, guidance {scale:g}' for model, scale in SCENES)} |"]
+    rows = [
+        f"| steps | by operations | {' | '.join(f'{model}, guidance {scale:g}' for model, scale in SCENES)} |"
+    ]
     rows.append("|---:|---:|" + "---:|" * len(SCENES))
     for (steps, speed), own in sorted(cells.items(), reverse=True):
         rows.append(f"| {steps} | {speed} | {' | '.join(own.get(scene, '') for scene in SCENES)} |")
@@ -195,7 +198,7 @@ def fewer_steps() -> str:
 
 
 def at_speed(speedup: float) -> str:
-    """Return a table of the PSNR of each kind of variant at a counted speed-up, between its own settings.
+    """Return a table of the PSNR of each kind of variant at a speed by operations, between its settings.
 
     Of a kind whose settings are all faster or all slower, it has the nearest one.
     """
@@ -219,9 +222,9 @@ def at_speed(speedup: float) -> str:
 def table(records: Sequence[QualityRecord], times: Mapping[str, QualityRecord]) -> Iterator[str]:
     """Return a row for each variant: speeds, closeness, and its difference from `auto` at the same speed."""
     found = leads(records)
-    heads = ["counted", "PSNR to dense", "against `auto`"]
+    heads = ["by operations", "PSNR to dense", "against `auto`"]
     if times:
-        heads.insert(1, "measured")
+        heads.insert(1, "by the clock")
     yield f"| variant | {' | '.join(heads)} |"
     yield "|---|" + "---:|" * len(heads)
     for speed, record in sorted(points(records), key=lambda point: (point[1].variant != "auto", point[0])):
@@ -244,7 +247,7 @@ def chart(title: str, axis: str, found: Iterable[tuple[float, QualityRecord]]) -
     order = sorted(families, key=lambda name: (name not in OWN, name))
     return Chart(
         title,
-        f"speed-up, {axis}",
+        f"speed-up {axis}",
         "PSNR to dense, dB",
         tuple(Line(name, tuple(sorted(families[name]))) for name in order),
     )
@@ -253,15 +256,15 @@ def chart(title: str, axis: str, found: Iterable[tuple[float, QualityRecord]]) -
 def text() -> str:
     """Return the generated part of the page."""
     drawn = records_of(DRAWN)
-    parts = [verdict(drawn, "counted")]
+    parts = [verdict(drawn, "by operations")]
     if TIMED.exists():
-        parts.append(verdict(drawn, "measured"))
+        parts.append(verdict(drawn, "by the clock"))
     for scene in filter(drawn.get, SCENES):
         title = f"{scene[0]}, guidance {scene[1]:g}"
         dense = next(record for record in drawn[scene] if record.variant == "dense")
         parts += [
             f"## {title}",
-            *(f"![Closeness over {axis} speed-up, {title}]({file.name})" for axis, file in pictures(scene)),
+            *(f"![Closeness over speed-up {axis}, {title}]({file.name})" for axis, file in pictures(scene)),
             f"{SIZE} px, {STEPS} steps, {dense.images} {'prompts' if dense.images > 1 else 'prompt'}.",
             left_out(scene),
         ]
@@ -274,14 +277,14 @@ def verdict(drawn: Mapping[tuple[str, float], Sequence[QualityRecord]], axis: st
     lines = []
     fewer = []
     for scene in filter(drawn.get, SCENES):
-        found = leads(drawn[scene], times_of(scene) if axis == "measured" else None)
+        found = leads(drawn[scene], times_of(scene) if axis == "by the clock" else None)
         closer = [f"{name} ({dB:+.1f} dB)" for name, dB in found.items() if dB > NOISE]
         count += len(found) - len(closer)
         fewer += [dB for name, dB in found.items() if name.startswith("fewer-steps")]
         lines.append((len(found), f"- {scene[0]}, guidance {scene[1]:g}: {', '.join(closer) or 'none'}"))
     first = (
         f"Of {sum(cells for cells, _ in lines)} settings between {COMPARED[0]:g}× and {COMPARED[1]:g}×, "
-        f"{count} are not closer than `auto` at the same {axis} speed by more than {NOISE} dB. "
+        f"{count} are not closer than `auto` at the same speed {axis} by more than {NOISE} dB. "
         f"{len(fewer)} of them are fewer steps, of which {sum(dB < 0 for dB in fewer)} are less close than "
         "`auto`. These are closer:"
     )
@@ -317,9 +320,9 @@ def left_out(scene: tuple[str, float]) -> str:
 
 def pictures(scene: tuple[str, float]) -> Iterator[tuple[str, Path]]:
     """Return what the speeds of each chart are, and its file."""
-    yield "counted", PAGE.with_name(f"rivals-{scene[0]}-{scene[1]:g}.png")
+    yield "by operations", PAGE.with_name(f"rivals-{scene[0]}-{scene[1]:g}.png")
     if times_of(scene):
-        yield "measured", PAGE.with_name(f"rivals-{scene[0]}-{scene[1]:g}-measured.png")
+        yield "by the clock", PAGE.with_name(f"rivals-{scene[0]}-{scene[1]:g}-measured.png")
 
 
 def written(page: str, part: str, what: str = "") -> str:
@@ -333,8 +336,8 @@ def write_page() -> None:
     for scene, records in records_of(DRAWN).items():
         title = f"{scene[0]}, {SIZE} px, {STEPS} steps, guidance {scene[1]:g}"
         for axis, file in pictures(scene):
-            found = points(records, times_of(scene) if axis == "measured" else None)
-            drawn = chart(title, {"counted": "counted operations", "measured": "measured"}[axis], found)
+            found = points(records, times_of(scene) if axis == "by the clock" else None)
+            drawn = chart(title, axis, found)
             with matplotlib.rc_context({"axes.grid": True, "grid.color": "#e4e4e4"}):
                 figure_of(drawn).savefig(file, dpi=110, metadata={"Software": None})
     TABLES.write_text(tables(), encoding="utf-8")

@@ -24,7 +24,7 @@ import turns
 from diffusers import UNet2DConditionModel
 
 import tokenmerge
-from tokenmerge import PlanSharing
+from tokenmerge import MergeSharing
 
 RATIO = 0.5
 
@@ -68,7 +68,7 @@ VARIANTS: dict[str, Callable] = {
     "dense": lambda unet: nullcontext(),
     "oracle": oracle,
     "tokenmerge": with_settings(),
-    "one plan": with_settings(planner="tiled", plans=PlanSharing(blocks=True)),
+    "one plan": with_settings(planner="tiled", merge_sharing=MergeSharing(blocks=True)),
     "tomesd": tomesd_patch,
 }
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import closeness
 
-from tokenmerge import Correction, PlanSharing, StepReuse, ToMeConfig, token_merging
+from tokenmerge import Correction, MergeSharing, StepReuse, ToMeConfig, token_merging
 from tokenmerge.config import dense_outside
 
 BASE = "base"
@@ -26,12 +26,12 @@ BLOCKS = {"scope": "block"}
 SETTINGS: dict[str, Mapping[str, Any]] = {
     BASE: {},
     "proportional=False": {"proportional": False},
-    "plans.guidance=False": {"plans": PlanSharing(guidance=False)},
+    "merge_sharing.guidance=False": {"merge_sharing": MergeSharing(guidance=False)},
     **{f"planner={name}": {"planner": name} for name in PLANNERS},
     "planner=toma, sx=8, sy=8": {"planner": "toma", "sx": 8, "sy": 8},
     "combine=keep": {"combine": "keep"},
-    "plans.blocks": {"plans": PlanSharing(blocks=True)},
-    "plans.every=4": {"plans": PlanSharing(every=4)},
+    "merge_sharing.blocks": {"merge_sharing": MergeSharing(blocks=True)},
+    "merge_sharing.every=4": {"merge_sharing": MergeSharing(every=4)},
     # At the same mean ratio over the steps.
     "schedule.ratio=1.4 to 0.6": {"rules": [{"until": 0.5, "ratio": 0.6}, {"start": 0.5, "ratio": 0.4}]},
     "schedule.ratio=0.6 to 1.4": {"rules": [{"until": 0.5, "ratio": 0.4}, {"start": 0.5, "ratio": 0.6}]},

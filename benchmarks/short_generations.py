@@ -1,9 +1,9 @@
 """Short generations: the default method beside fewer steps, at equal operations, in 8 to 16 steps.
 
-A line of the record is one image: its settings, its counted speed-up, and its PSNR to the dense image of
-the same seed and number of steps. Prompts and seeds are others than those that the policy was fitted on. A
-second run with the same record continues where the first one stopped. `--table` compares both: between two
-numbers of steps, a straight line connects the closeness of fewer steps.
+A line of the record is one image: its settings, its speed-up by operations, and its PSNR to the dense
+image of the same seed and number of steps. Prompts and seeds are others than those that the policy was fitted
+on. A second run with the same record continues where the first one stopped. `--table` compares both: between
+two numbers of steps, a straight line connects the closeness of fewer steps.
 
     # 40 minutes; it also writes the table of docs/few-steps.md
     python benchmarks/short_generations.py --out benchmarks/short_generations_cpu.jsonl

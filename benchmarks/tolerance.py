@@ -1,8 +1,8 @@
 """Whether images with a tolerance reach it, and what that costs beside the fixed plan that reaches it too.
 
 Each line of the record is one generation with `speedup=` and `min_psnr=`: the true PSNR to the dense image
-of the same seed, the counted speed-up and what the generation has shown of its error. The first line of a
-case also has the fixed plans that were drawn for the comparison, from the fastest to the first one that
+of the same seed, the speed-up by operations and what the generation has shown of its error. The first line of
+a case also has the fixed plans that were drawn for the comparison, from the fastest to the first one that
 reaches the highest tolerance. `tolerance_margin_cpu.jsonl` was drawn with a margin of 4.5 dB. A second run
 with the same record continues where the first one stopped. `--table` sums it up.
 
@@ -122,7 +122,7 @@ def counted(pipe: DiffusionPipeline) -> float:
 
 
 def needed(line: Mapping[str, Any]) -> float:
-    """Return the counted speed-up of a fixed plan that just reaches the tolerance, up to the wanted one.
+    """Return the speed by operations of a fixed plan that just reaches the tolerance, up to the wanted one.
 
     Between two plans that were drawn, PSNR and speed-up are interpolated. The result is 1 if only dense
     images reach the tolerance.

@@ -1,7 +1,7 @@
 """Measure what the search of `tokenmerge tune` gains over the rule, on prompts that it never saw.
 
 For each bundled model, under weak and under strong guidance, the search begins with the rule's plan for the
-wanted speed-up. Every plan that it tries is no slower than the rule's, by counted operations. Then the best
+wanted speed-up. Every plan that it tries is no slower than the rule's, by operations. Then the best
 plan and the rule's draw other prompts from other seeds. A line of the record is one image of the search,
 with the SNR of its final latents in dB, or one of the other prompts, with the PSNR of both plans. Where the
 search finds no closer plan, there is nothing to compare, and a line says so. A second run with the same

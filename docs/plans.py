@@ -24,11 +24,11 @@ MODEL, GUIDANCE = "emoji-unet", 7.5
 STEPS, TOKENS, FEWEST_TOKENS = 20, (1, 64, 64), 500  # the last is measured on each machine
 # The colour of a sign, and its meaning in the legend.
 COLOURS = {
-    "M": ("#1f6f54", "the whole model, on merged tokens"),
-    "D": ("#0b3b2c", "the whole model"),
-    "C": ("#0b3b2c", "the whole model, to correct the others"),
-    "f": ("#9ccfb8", "only the finest level of the UNet"),
-    "·": ("#e4ebe8", "all blocks are skipped"),
+    "M": ("#1f6f54", "full, on merged tokens"),
+    "D": ("#0b3b2c", "full"),
+    "C": ("#0b3b2c", "full, to correct the others"),
+    "s": ("#9ccfb8", "shallow: only the finest level of the UNet"),
+    "·": ("#e4ebe8", "skipped"),
 }
 CELL, LEFT = 30, 130  # pixels
 
@@ -60,8 +60,8 @@ def drawing() -> str:
             ink = "#ffffff" if sign in "MDC" else "#33413c"
             parts.append(_text(left + CELL / 2 - 1, middle, sign, colour=ink, anchor="middle"))
         top += CELL + 2
-        complete = sum(sign in "MDC" for sign in signs)
-        said = f"{complete} of {STEPS} steps run the whole model; {100 * ratio:g} % of the tokens merge"
+        full = sum(sign in "MDC" for sign in signs)
+        said = f"{full} of {STEPS} steps are full; {100 * ratio:g} % of the tokens merge"
         parts.append(_text(LEFT, top + 14, said))
         top += 36
     used = [sign for sign in COLOURS if any(sign in signs for signs, _ in made.values())]

@@ -58,7 +58,7 @@ BREAKS = (
         "value - delta * (agreement * distance)",
     ),
     Break(
-        "which step is complete",
+        "which step is full",
         "runtime/steps/step_tracker.py",
         "    planned = plan_generation(config, tracker.steps)[tracker.done]\n",
         "    planned = plan_generation(config, tracker.steps)[tracker.done - 1]\n",

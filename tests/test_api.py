@@ -20,8 +20,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import tokenmerge
 from tokenmerge import (
     ConfigError,
+    MergeSharing,
     NothingToMergeError,
-    PlanSharing,
     ToMeConfig,
     UnsupportedModelError,
     ViTConfig,
@@ -354,7 +354,9 @@ def test_calls_that_people_try(monkeypatch):
     for given, wanted in (
         (
             {"ratio": 0.4},
-            ToMeConfig(ratio=0.4, planner="tiled", proportional=True, plans=PlanSharing(blocks=True)),
+            ToMeConfig(
+                ratio=0.4, planner="tiled", proportional=True, merge_sharing=MergeSharing(blocks=True)
+            ),
         ),
         ({"speedup": 1.2}, settings_for(unet, 1.2)),
         ({"config": "tomesd"}, presets.tomesd()),
@@ -363,7 +365,7 @@ def test_calls_that_people_try(monkeypatch):
         patch = apply_token_merging(unet, **given)
         assert state_of(unet).config == wanted
         assert patch.config == wanted
-        asked = "speed-up 1.2" if "speedup" in given else f"ratio {wanted.ratio:g}"
+        asked = "speedup=1.2" if "speedup" in given else f"ratio {wanted.ratio:g}"
         assert asked in repr(patch).splitlines()[0] or given == {"ratio": 0.4}
         patch.remove()
 

@@ -20,8 +20,8 @@ from torch import nn
 from tokenmerge import (
     ConfigError,
     Correction,
+    MergeSharing,
     NothingToMergeError,
-    PlanSharing,
     StepReuse,
     ToMeConfig,
     apply_token_merging,
@@ -101,7 +101,7 @@ def test_a_ratio_merges_that_share_of_the_tokens_and_does_nothing_else(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe, ratio=0.5)
     assert patch.config == ToMeConfig(
-        ratio=0.5, planner="tiled", proportional=True, plans=PlanSharing(blocks=True)
+        ratio=0.5, planner="tiled", proportional=True, merge_sharing=MergeSharing(blocks=True)
     )
     assert not patch.config.follows_steps
     assert all(row.merged_tokens == row.tokens // 2 for row in patch.report().rows)
@@ -127,7 +127,7 @@ def test_each_generation_gets_the_settings_for_its_steps_and_guidance(fast):
 def test_no_argument_is_a_speedup_of_2(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe)
-    assert str(patch).startswith("tokenmerge in UNet2DConditionModel: aims at speed-up 2\n")
+    assert str(patch).startswith("tokenmerge in UNet2DConditionModel: the default method, speedup=2\n")
     assert patch.config == settings_for(pipe, 2.0)
 
 
@@ -168,7 +168,7 @@ def test_after_a_run_the_handle_tells_of_that_run(fast):
     with pytest.warns(UserWarning, match="speedup=30: .* 2 steps"):
         run(pipe, 2)
     assert re.search(r"\n  warning: speedup=30: .* in 2 steps", str(patch))  # and not of the default 50
-    assert "\n  plan: every step runs the whole model\n" in str(patch)
+    assert "\n  plan: every step is full: it runs the whole model\n" in str(patch)
     patch = apply_token_merging(pipe, speedup=30.0)
     assert re.search(r"\n  warning: speedup=30: .*Before the run, expect", str(patch))
     with pytest.warns(UserWarning, match="Before the run, expect"):
@@ -204,10 +204,9 @@ def test_a_removed_patch_says_so(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe)
     patch.remove()
-    assert (
-        str(patch)
-        == "tokenmerge in UNet2DConditionModel: aimed at speed-up 2\n  removed: the model is as before"
-    )
+    title, gone = str(patch).splitlines()
+    assert title == "tokenmerge in UNet2DConditionModel: the default method, speedup=2"
+    assert gone == "  removed: the model is as before"
 
 
 def test_the_handle_draws_the_plan_as_one_sign_for_each_step(fast):
@@ -215,12 +214,12 @@ def test_the_handle_draws_the_plan_as_one_sign_for_each_step(fast):
     reuse = StepReuse(every=3, shallow_every=2)
     patch = apply_token_merging(pipe, ToMeConfig(reuse=reuse, correction=Correction(every=2)))
     run(pipe, 10)
-    assert "  plan: CM·f·C·f·M\n" in str(patch)
+    assert "  plan: CM·s·C·s·M\n" in str(patch)
     for line in (
-        "M in 2 steps: the whole model runs, and tokens merge",
-        "C in 2 steps: the whole model runs, and no token merges; this step corrects what merging loses",
-        "f in 2 steps: only the first and last stage",
-        "· in 4 steps: all blocks",
+        "M in 2 full steps: the whole model runs, and tokens merge",
+        "C in 2 full steps: the whole model runs, and no token merges; this step corrects what merging loses",
+        "s in 2 shallow steps: only the first and last stage",
+        "· in 4 skipped steps: no block",
     ):
         assert f"\n        {line}" in str(patch)
     pipe = pipeline(transformer=model_of(FAMILIES["SD3Transformer2DModel"]))
@@ -384,7 +383,7 @@ def test_the_handle_says_what_is_out_of_reach(fast):
     pipe = pipeline(transformer=model_of(FAMILIES["SD3Transformer2DModel"]))
     told = str(apply_token_merging(pipe, speedup=50))
     assert re.search(
-        r"speed-up 50\n.*\n.*\n  warning: speedup=50: at most \d+\.\d+× can be reached in \d+ steps",
+        r"speedup=50\n.*\n.*\n  warning: speedup=50: at most \d+\.\d+× can be reached in \d+ steps",
         told,
     )
     assert "warning" not in str(apply_token_merging(pipe, speedup=1.5))

@@ -26,6 +26,7 @@ from tokenmerge.calibration import TimedMerging
 from tokenmerge.config import dense_outside, read_metadata
 from tokenmerge.default_method import settings_for
 from tokenmerge.plans import FewestTokens, pays_from
+from tokenmerge.plans.generation import StepKind
 from tokenmerge.report import predict
 
 SKIPS = ToMeConfig(ratio=0.5, reuse=StepReuse(every=3))
@@ -51,7 +52,7 @@ def test_before_a_run_it_counts_the_default_size_and_number_of_steps(pipe):
     first = f"  no run yet; with the pipeline's defaults ({size}):"
     assert str(patch).splitlines()[1] == first
     default = str(apply_token_merging(pipe, speedup=2.0)).splitlines()
-    gains = r" 2\.\d\d× counted, \d\d dB to dense \(mostly \d\d to \d\d\), \d\.\d MB cached"
+    gains = r" 2\.\d\d× by operations, \d\d dB to dense \(mostly \d\d to \d\d\), \d\.\d MB cached"
     assert re.fullmatch(f"{re.escape(first)}{gains}", default[1])
     # Other sizes and steps have other plans.
     assert default[2:] == ["  for your size: print(patch.report(height=…, width=…, steps=…))"]
@@ -79,7 +80,7 @@ def test_a_warning_about_a_run_stands_at_the_line_that_ran_it(pipe):
 def test_a_model_alone_has_no_number_of_steps():
     patch = apply_token_merging(hosts.unet(), SKIPS)
     assert patch.report() == predict(hosts.unet(), SKIPS)
-    assert "1 of 3 steps is complete" in str(patch)
+    assert "1 of 3 steps is full" in str(patch)
 
 
 def test_another_size_and_number_of_steps(pipe):
@@ -105,15 +106,15 @@ def test_the_plan_of_another_guidance_can_be_shown_before_and_after_a_run(pipe):
     for guidance in (1.5, 7.5):
         wanted = settings_for(pipe, 2.0, side, side, steps=12, guidance=guidance)
         report = patch.report(**size, guidance=guidance)
-        assert report.plan == predict(pipe, wanted, side, side, steps=12).plan
+        assert report.step_signs == predict(pipe, wanted, side, side, steps=12).step_signs
         said = r"\d\d dB to dense \(mostly \d\d to \d\d on the bundled models\): probably .+"
         assert re.search(rf"\nestimated before a run, guidance {guidance:g}: {said}\nplan: ", str(report))
-        plans[guidance] = report.plan
+        plans[guidance] = report.step_signs
     assert plans[1.5] != plans[7.5]
-    assert patch.report(**size).plan == plans[7.5]  # the pipeline's default
+    assert patch.report(**size).step_signs == plans[7.5]  # the pipeline's default
     generate(pipe, guidance_scale=1.5)
-    assert patch.report().plan == plans[1.5]
-    assert patch.report(guidance=7.5).plan == plans[7.5]
+    assert patch.report().step_signs == plans[1.5]
+    assert patch.report(guidance=7.5).step_signs == plans[7.5]
     for wrong in (-1, "strong"):
         with pytest.raises(ConfigError, match=r"guidance: expected a number ≥ 0, such as 7\.5, got"):
             patch.report(guidance=wrong)
@@ -138,7 +139,7 @@ def test_after_a_run_it_counts_that_run(pipe):
     generate(pipe, size=64, guidance_scale=1.0)
     side = 64 // pipe.vae_scale_factor
     assert patch.report() == predict(pipe, SKIPS, side, side, batch=1, steps=12)
-    assert sum(map(patch.report().plan.count, "MDC")) == FULL
+    assert sum(map(patch.report().step_signs.count, "MDC")) == FULL
     assert last_run(patch).startswith("  last run: 64 × 64 px, 12 steps, no classifier-free guidance, ")
     generate(pipe, steps=4, size=96)
     side = 96 // pipe.vae_scale_factor
@@ -151,11 +152,11 @@ def test_steps_are_merged_unmerged_or_reused(pipe):
     config = ToMeConfig(ratio=0.5, rules=dense_outside(0, 0.5), correction=Correction(every=2))
     patch = apply_token_merging(pipe, config)
     generate(pipe)
-    assert patch.report().plan == "CMCMCMDDDDDD"
+    assert patch.report().step_signs == "CMCMCMDDDDDD"
     merging = re.search(r"  merging: (.*)", str(patch))[1]
     # The plan has C.
     assert re.fullmatch(r"\d+ → \d+ tokens in self-attention of \d of \d transformer blocks", merging)
-    assert "        M in 3 steps: the whole model runs, and tokens merge\n" in str(patch)
+    assert "        M in 3 full steps: the whole model runs, and tokens merge\n" in str(patch)
 
 
 def test_an_interrupted_run_says_how_far_it_came(pipe):
@@ -300,7 +301,7 @@ def test_metadata_applies_the_same_settings_again(monkeypatch):
     unet = hosts.unet()
     patch = apply_token_merging(unet, speedup=2.0)
     line = patch.metadata()
-    assert line.startswith("Token merging: speed-up 2, {")
+    assert line.startswith("Token merging: speedup=2, {")
     assert apply_token_merging(hosts.unet(), read_metadata(line)).config == patch.config
     assert apply_token_merging(unet, "toma").metadata().startswith("Token merging: toma 0.5, {")
     assert apply_token_merging(unet, SKIPS).metadata().startswith("Token merging: ratio 0.5, {")
@@ -312,9 +313,9 @@ def test_steps_outside_the_part_that_merges_are_complete(pipe):
     """The text before the run predicts the number of full steps in the run."""
     patch = apply_token_merging(pipe, SKIPS, start=0.25, until=0.75)
     generate(pipe)
-    run = len([kind for kind in patch._state.last_run.kind_of_step.values() if kind != "reused"])
+    run = len([kind for kind in patch._state.last_run.kind_of_step.values() if kind is StepKind.FULL])
     assert FULL < run < 12
-    assert sum(map(patch.report().plan.count, "MDC")) == run
+    assert sum(map(patch.report().step_signs.count, "MDC")) == run
 
 
 @pytest.mark.parametrize("config", [ToMeConfig(ratio=0.5), ToMeConfig(ratio=0.5, scope="keys")], ids=repr)
@@ -438,7 +439,7 @@ def test_in_few_steps_it_names_fewer_steps_and_a_picture_far_from_dense_has_advi
 def test_of_a_tolerance_that_no_plan_keeps_no_added_steps_are_told(pipe):
     for level, adds in ((20, True), (100, False)):
         patch = apply_token_merging(pipe, speedup=2.0, min_psnr=level)
-        assert re.search(r": at most \d\.\d\d× counted", str(patch))
+        assert re.search(r": at most \d\.\d\d× by operations", str(patch))
         assert ("adds full steps" in str(patch)) == adds
         assert ("adds full steps" in str(patch.report())) == adds
 
@@ -482,7 +483,7 @@ def test_a_removed_patch_keeps_what_its_last_run_did(pipe):
     generate(pipe, steps=12)
     before = str(patch).splitlines()
     patch.remove()
-    assert [line.split(":")[0] for line in before[1:4]] == ["  last run", "  counted", "  estimated"]
+    assert [line.split(":")[0] for line in before[1:4]] == ["  last run", "  by operations", "  estimated"]
     title = before[0].replace(": aims at ", ": aimed at ")
     assert title != before[0]
     assert str(patch).splitlines() == [title, "  removed: the model is as before", *before[1:]]

@@ -11,7 +11,7 @@ import pytest
 
 from tokenmerge import (
     Correction,
-    PlanSharing,
+    MergeSharing,
     StepReuse,
     ToMeConfig,
     ViTConfig,
@@ -34,7 +34,7 @@ def refused(call: Callable[[], object]) -> None:
 
 
 @HUGE
-@pytest.mark.parametrize("cls", [ToMeConfig, StepReuse, Correction, PlanSharing, ViTConfig])
+@pytest.mark.parametrize("cls", [ToMeConfig, StepReuse, Correction, MergeSharing, ViTConfig])
 def test_every_number_of_every_settings_class(cls, huge):
     plain = cls()
     for field in dataclasses.fields(cls):

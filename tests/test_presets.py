@@ -12,7 +12,14 @@ import torch
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
 
-from tokenmerge import ConfigError, NothingToMergeError, PlanSharing, ToMeConfig, apply_token_merging, presets
+from tokenmerge import (
+    ConfigError,
+    MergeSharing,
+    NothingToMergeError,
+    ToMeConfig,
+    apply_token_merging,
+    presets,
+)
 from tokenmerge.runtime.patching.patch import state_of
 
 EVERY = pytest.mark.parametrize("name", presets.__all__)
@@ -34,7 +41,7 @@ def test_a_preset_takes_a_ratio_and_any_other_setting(name):
 
 
 def test_tomesd_is_what_the_paper_says():
-    assert presets.tomesd() == ToMeConfig(ratio=0.5, plans=PlanSharing(guidance=False))
+    assert presets.tomesd() == ToMeConfig(ratio=0.5, merge_sharing=MergeSharing(guidance=False))
 
 
 @EVERY
@@ -119,7 +126,7 @@ def test_a_soft_plan_and_its_model_compile_into_one_graph():
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         mid_block_type=None,
     )
-    apply_token_merging(unet, presets.toma(**{"plans.every": 1}))
+    apply_token_merging(unet, presets.toma(**{"merge_sharing.every": 1}))
     merged = hosts.call(unet, **hosts.inputs())
     compiled = torch.compile(unet, fullgraph=True, backend="eager")
     assert torch.equal(hosts.call(compiled, **hosts.inputs()), merged)

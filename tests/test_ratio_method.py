@@ -13,7 +13,7 @@ from diffusers import DDIMScheduler
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
 
-from tokenmerge import PlanSharing, ToMeConfig, apply_token_merging, ratio_method
+from tokenmerge import MergeSharing, ToMeConfig, apply_token_merging, ratio_method
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import facts_of, share_that_merges
 
@@ -30,7 +30,7 @@ def pipeline(**models: Any) -> SimpleNamespace:
 def test_in_the_pipeline_of_a_transformer_tokens_merge_once_for_all_blocks():
     config = apply_token_merging(pipeline(transformer=model_of(SD3)), ratio=0.4).config
     assert (config.ratio, config.scope, config.features) == (0.4, "block", "model_residual")
-    assert config.plans.blocks
+    assert config.merge_sharing.blocks
     assert config.proportional
     assert config.correction.on
 
@@ -46,9 +46,9 @@ def test_its_first_step_is_dense_and_all_others_merge():
         patch.at_step(index, 8)
         results.append(call(model, arguments))
     assert torch.equal(results[0], dense)
-    assert [row.kind for row in patch.steps.rows] == ["unmerged", *["merged"] * 7]
-    assert "C in 1 step: " in repr(patch)
-    assert "M in 7 steps: " in repr(patch)
+    assert [row.merging_calls > 0 for row in patch.steps.rows] == [False, *[True] * 7]
+    assert "C in 1 full step: " in repr(patch)
+    assert "M in 7 full steps: " in repr(patch)
 
 
 @pytest.mark.parametrize("make", [hosts.unet, lambda: model_of(SD3)])
@@ -56,7 +56,9 @@ def test_a_unet_and_a_model_alone_merge_around_attention(make):
     model = make()
     target = pipeline(unet=model) if type(model).__name__.startswith("UNet") else model
     config = apply_token_merging(target, ratio=0.5).config
-    assert config == ToMeConfig(ratio=0.5, planner="tiled", proportional=True, plans=PlanSharing(blocks=True))
+    assert config == ToMeConfig(
+        ratio=0.5, planner="tiled", proportional=True, merge_sharing=MergeSharing(blocks=True)
+    )
     assert not config.follows_steps
 
 

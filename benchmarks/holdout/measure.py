@@ -191,14 +191,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a row for each variant from 1.3× to 3×: counted speed-up, closeness, and the lead over ours."""
+    """Yield a row for each variant from 1.3× to 3×: speed by operations, closeness, and lead over ours."""
     dense = {line["picture"]: line["flops"] for line in lines if label(line) == DENSE}
     cells: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for line in lines:
         cells[label(line)].append((dense[line["picture"]] / line["flops"], line["psnr"]))
     points = {name: tuple(map(statistics.mean, zip(*found, strict=True))) for name, found in cells.items()}
     own = sorted(point for name, point in points.items() if name.startswith("**"))
-    yield "| variant | counted | PSNR to dense | against `auto` |"
+    yield "| variant | by operations | PSNR to dense | against `auto` |"
     yield "|---|---:|---:|---:|"
     for name, (speed, closeness) in sorted(points.items(), key=lambda point: (point[0][0] != "*", point[1])):
         if SPEEDS[0] <= round(speed, 1) <= SPEEDS[-1]:

@@ -18,7 +18,7 @@ import tokenmerge
 from on_gpu import biases, clock
 from on_gpu.models import STEPS_OF_SINGLE, Loop
 from on_gpu.record import Facts, Run
-from tokenmerge import Correction, PlanSharing, ToMeConfig, token_merging
+from tokenmerge import Correction, MergeSharing, ToMeConfig, token_merging
 from tokenmerge.plans import pays_from
 
 Context: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -29,7 +29,7 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 SHARED = ToMeConfig(
-    ratio=0.5, planner="tiled", plans=PlanSharing(blocks=True), proportional=True, max_downsample=2
+    ratio=0.5, planner="tiled", merge_sharing=MergeSharing(blocks=True), proportional=True, max_downsample=2
 )
 # Tokens merge before the first block of a transformer and are unmerged after the last. The first step is
 # dense, and later ones are corrected.
@@ -39,7 +39,7 @@ STACK = ToMeConfig(
     planner="tiled",
     features="model_residual",
     proportional=True,
-    plans=PlanSharing(blocks=True),
+    merge_sharing=MergeSharing(blocks=True),
     correction=Correction(every=1000),
 )
 STACK_RATIOS = (0.5, 0.3)

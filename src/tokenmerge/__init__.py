@@ -26,7 +26,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tokenmerge import presets
-from tokenmerge.config import Correction, PlanSharing, Rule, StepReuse, ToMeConfig
+from tokenmerge.config import Correction, MergeSharing, Rule, StepReuse, ToMeConfig
 from tokenmerge.errors import (
     ConfigError,
     MissingExtraError,
@@ -35,6 +35,7 @@ from tokenmerge.errors import (
     TokenMergingError,
     UnsupportedModelError,
 )
+from tokenmerge.warn import warn_renamed
 
 __version__ = "0.1.0"
 
@@ -42,11 +43,11 @@ __all__ = [
     "ConfigError",
     "Correction",
     "DecreasingSchedule",
+    "MergeSharing",
     "MissingExtraError",
     "ModelInUseError",
     "NothingToMergeError",
     "Patch",
-    "PlanSharing",
     "Rule",
     "StepReuse",
     "ToMeConfig",
@@ -80,7 +81,10 @@ else:
     _MODULES["vit"] = "vit.report"
 
     def __getattr__(name: str) -> Any:
-        """Import a public name when it is first used (PEP 562)."""
+        """Import a public name when it is first used, or return a former one with a warning (PEP 562)."""
+        if name == "PlanSharing":
+            warn_renamed("tokenmerge.PlanSharing", "tokenmerge.MergeSharing")
+            return MergeSharing
         if name in _MODULE_OF:
             value = getattr(import_module(f"tokenmerge.{_MODULE_OF[name]}"), name)
         elif name in _MODULES:

@@ -19,7 +19,7 @@ from tokenmerge.config import Rule, SavedSettings, ToMeConfig, dense_outside, lo
 from tokenmerge.config.checks import as_number
 from tokenmerge.config.origin import RATIO
 from tokenmerge.default_method import DefaultMethod, TunedMethod, check_min_psnr
-from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, nearest_of, shown
+from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, nearest_of, short_repr
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
 from tokenmerge.models.base import Host
@@ -104,11 +104,11 @@ def apply_token_merging(
             ``tokenmerge tune`` wrote. A plan of tune runs in generations of the model class, size, number of
             steps, scheduler and guidance that it was found for. In others there is a warning, and the default
             method runs with the same speed-up. If it is None, the default method or ``ratio`` holds.
-        speedup: of the default method, the wanted speed-up, ≥ 1: dense operations divided by those of the
-            generation, as they are counted (default: 2.0). When a generation begins, settings are chosen that
+        speedup: of the default method, the wanted speed-up by operations, ≥ 1: dense operations divided by
+            those of the generation (default: 2.0). When a generation begins, settings are chosen that
             reach it at the actual size, number of steps and guidance, see
             :mod:`tokenmerge.default_method`. Raising it makes the image less like the dense one. The
-            measured speed-up is mostly lower, since other work takes time too.
+            speed-up by the clock is mostly lower, since other work takes time too.
         ratio: fraction of tokens that merge, 0 ≤ ratio ≤ 0.75, without step reuse. In the pipeline of a
             transformer, tokens merge before its first block and are unmerged after its last one; the first
             step runs on all tokens, and later ones get back what merging loses. In a UNet, and in a model
@@ -144,7 +144,8 @@ def apply_token_merging(
         if name in ToMeConfig.__dataclass_fields__:
             instead = f"; pass a setting as ToMeConfig(ratio=0.5, {name}=…)"
         raise TypeError(
-            f"{name}: apply_token_merging takes {', '.join(_ARGUMENTS)}, got {name}={shown(value)}{instead}"
+            f"{name}: apply_token_merging takes {', '.join(_ARGUMENTS)}, "
+            f"got {name}={short_repr(value)}{instead}"
         )
     of_diffusion = (ratio, speedup, min_psnr)
     if isinstance(config, ViTConfig) and all(value is None for value in of_diffusion):
@@ -202,7 +203,7 @@ def _asked(
 
 def _check_given(given: dict[str, object], min_psnr: float | None, alone: bool) -> None:
     """Refuse arguments that ask for two things, and a tolerance unless the default method is ``alone``."""
-    named = ", ".join(f"{name}={shown(value)}" for name, value in given.items())
+    named = ", ".join(f"{name}={short_repr(value)}" for name, value in given.items())
     if len(given) > 1:
         raise ConfigError(f"{', '.join(given)}: expected one of them, got {named}; write {_TWO_WAYS}")
     check_min_psnr("min_psnr", min_psnr)
@@ -217,12 +218,12 @@ def _not_a_config(config: object) -> ConfigError:
     """Return the error for a ``config`` that is none."""
     if isinstance(config, numbers.Real) and not isinstance(config, bool):
         return ConfigError(
-            f"apply_token_merging: a number alone can mean a speed-up or a ratio, got {shown(config)}; write "
-            f"{_TWO_WAYS}"
+            f"apply_token_merging: a number alone can mean a speed-up or a ratio, got "
+            f"{short_repr(config)}; write {_TWO_WAYS}"
         )
     return ConfigError(
         "apply_token_merging: expected a ToMeConfig, a ViTConfig, the name of a preset such as 'toma', or a "
-        f"file of settings such as 'tuned.json', got {shown(config)}; or write {_TWO_WAYS}"
+        f"file of settings such as 'tuned.json', got {short_repr(config)}; or write {_TWO_WAYS}"
     )
 
 
@@ -232,8 +233,8 @@ def _of_ratio(model: object, ratio: float) -> _Asked:
     share = as_number(ratio)
     if share is not None and share >= 1:
         raise ConfigError(
-            f"ratio: expected the share of tokens that merge, from 0 to 0.75, got {shown(ratio)}; for half "
-            "of them write ratio=0.5, and for a speed-up speedup=2.0"
+            f"ratio: expected the share of tokens that merge, from 0 to 0.75, got {short_repr(ratio)}; for "
+            "half of them write ratio=0.5, and for a speed-up speedup=2.0"
         )
     return _Asked(settings_of_ratio(model, hosts, ratio), RATIO, hosts)
 
@@ -279,7 +280,7 @@ def _preset(name: str, ratio: float | None) -> ToMeConfig:
         instead = nearest_of(name, presets.__all__) or f"; or write {_TWO_WAYS}"
         raise ConfigError(
             f"apply_token_merging: expected the name of a preset, one of {', '.join(presets.__all__)}, or a "
-            f".json file of settings, got {shown(name)}{instead}"
+            f".json file of settings, got {short_repr(name)}{instead}"
         )
     make: Callable[..., ToMeConfig] = getattr(presets, name)
     return make() if ratio is None else make(ratio)
@@ -313,7 +314,7 @@ def merge_in_hosts(
     for host in merging:
         state = new_state(host, config, pipeline, **facts)
         states[host.root] = state
-        state.keep(look(state, host.root, pipeline.given(), first), state.threads.value.own_memory)
+        state.leave_alone(look(state, host.root, pipeline.given(), first), state.threads.value.own_memory)
     with changing(host.root for host in hosts):
         for host in hosts:
             if host.root in states:

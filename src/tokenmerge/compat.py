@@ -9,7 +9,7 @@ from tokenmerge import presets
 from tokenmerge.api import hosts_of, merge_in_hosts, remove_token_merging
 from tokenmerge.config import ToMeConfig, check_below_highest_ratio, highest_ratio
 from tokenmerge.config.checks import as_number
-from tokenmerge.errors import NothingToMergeError, shown
+from tokenmerge.errors import NothingToMergeError, short_repr
 
 __all__ = ["apply_patch", "apply_tome", "remove_patch"]
 
@@ -76,7 +76,7 @@ def apply_patch(
     try:
         if level == 0:
             raise NothingToMergeError(
-                f"nothing to merge: max_downsample={shown(max_downsample)} merges no level; set it to 1"
+                f"nothing to merge: max_downsample={short_repr(max_downsample)} merges no level; set it to 1"
             )
         levels = sorted({block.level for host in hosts_of(model) for block in host.blocks})
         if levels and levels[0] > config.max_downsample:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenmerge.calibration import TimedMerging, fewest_tokens
-from tokenmerge.config import Correction, FoundFor, PlanSharing, Rule, SavedSettings, StepReuse, ToMeConfig
+from tokenmerge.config import Correction, FoundFor, MergeSharing, Rule, SavedSettings, StepReuse, ToMeConfig
 from tokenmerge.config.checks import at_least_1, check_counts, check_fields, number, optional
 from tokenmerge.config.origin import DEFAULT
 from tokenmerge.errors import ConfigError
@@ -48,7 +48,7 @@ class DefaultMethod:
         ConfigError: a number is out of its range.
     """
 
-    speedup: float  # dense operations divided by those of the generation, ≥ 1, as they are counted
+    speedup: float  # dense operations divided by those of the generation, ≥ 1
     facts: RunFacts  # about the model, for the default size and number of steps
     change: Change = _unchanged  # changes the settings after these were chosen
     # Lowest PSNR to the dense image in dB, > 0, or None if the speed-up alone decides.
@@ -173,9 +173,9 @@ class DefaultMethod:
 
     @property
     def name(self) -> str:
-        """Its name in texts, such as ``"speed-up 2"`` or ``"speed-up 3, min_psnr 35"``."""
-        tolerance = "" if self.min_psnr is None else f", min_psnr {self.min_psnr:g}"
-        return f"{DEFAULT} {self.speedup:g}{tolerance}"
+        """Its name in texts, such as ``"speedup=2"`` or ``"speedup=3, min_psnr=35"``."""
+        tolerance = "" if self.min_psnr is None else f", min_psnr={self.min_psnr:g}"
+        return f"{DEFAULT}={self.speedup:g}{tolerance}"
 
     @property
     def widest(self) -> ToMeConfig:
@@ -190,7 +190,7 @@ class DefaultMethod:
             min_tokens=min(plain.min_tokens, fewest_that_merge(self.facts)),
             scope="layers",
             proportional=self.facts.proportional,
-            plans=PlanSharing(blocks=True),
+            merge_sharing=MergeSharing(blocks=True),
             correction=Correction(every=2),
             reuse=StepReuse(every=2, shallow_every=2) if skips else StepReuse(),
             rules=(Rule(start=0.5, changes={"scope": "block"}),) if self.facts.whole_blocks else (),
@@ -226,8 +226,8 @@ class TunedMethod(DefaultMethod):
 
     def differences(self, facts: RunFacts) -> list[str]:
         """Return how a generation differs from those of the plan. Unknown guidance is not compared."""
-        solver = None if self.pipe is None else type(self.pipe.scheduler).__name__
-        differences = self.found_for.differences(self.model, None, facts.steps, solver, facts.guidance)
+        scheduler = None if self.pipe is None else type(self.pipe.scheduler).__name__
+        differences = self.found_for.differences(self.model, None, facts.steps, scheduler, facts.guidance)
         if facts.grid != self.facts.grid:
             scale = self.found_for.height // self.facts.grid[1]
             size = facts.grid[1] * scale, facts.grid[2] * scale
@@ -265,7 +265,7 @@ def settings_for(
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`. It must be on the device that it will
             run on, or be offloaded from it, because merging is timed there.
-        speedup: dense operations divided by those of the generation, ≥ 1, as they are counted. Raising it
+        speedup: dense operations divided by those of the generation, ≥ 1. Raising it
             makes the image less like the dense one.
         height: height of the latents, or None for the model's default size.
         width: width of the latents, or None for the model's default size.

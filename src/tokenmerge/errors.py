@@ -46,12 +46,12 @@ class MissingExtraError(TokenMergingError, ImportError):
         super().__init__(f'{needed_by}, which {verb} not installed; run: pip install "{requirement}"')
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return the ``repr`` of a value for a message, shortened, or its type if ``repr`` raises an error.
 
     Python raises one for integers of more than 4,300 digits.
 
-    >>> shown("a"), shown(10**5000)
+    >>> short_repr("a"), short_repr(10**5000)
     ("'a'", 'a value of type int that cannot be printed')
     """
     try:

@@ -16,18 +16,18 @@ from tokenmerge.calibration import TimedMerging, fewest_tokens
 from tokenmerge.config import ToMeConfig, to_metadata
 from tokenmerge.config.checks import check_counts, integer, number, optional
 from tokenmerge.default_method import DefaultMethod
-from tokenmerge.errors import ConfigError, nearest_of, shown, why
+from tokenmerge.errors import ConfigError, nearest_of, short_repr, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.plans import Estimate, RunFacts, fewest_at
 from tokenmerge.plans.choose import merging_pays
 from tokenmerge.plans.estimate import BEFORE_A_RUN, estimate_closeness, expected, psnr_of
-from tokenmerge.plans.generation import plan_generation
+from tokenmerge.plans.generation import StepKind, plan_generation
 from tokenmerge.plans.policy import ESTIMATE
-from tokenmerge.report.notes import REUSING_SIGNS, signs_of
+from tokenmerge.report.notes import KIND_OF_SIGN, signs_of
 from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
 from tokenmerge.report.summary import Conditions, RunSteps, summary
-from tokenmerge.runtime.memory.run_log import RunLog, StepRecorder, shown_by
+from tokenmerge.runtime.memory.run_log import RunLog, StepRecorder, observations_of
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.patching.patch import changing, restore, state_of
 from tokenmerge.runtime.patching.unfused import why_tokens_count_once
@@ -115,7 +115,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
             TypeError: there is no argument of a name that was given.
         """
         for name in unknown:
-            takes = f"patch.report takes {', '.join(_OF_REPORT)}, got {name}={shown(unknown[name])}"
+            takes = f"patch.report takes {', '.join(_OF_REPORT)}, got {name}={short_repr(unknown[name])}"
             raise TypeError(f"{name}: {takes}{nearest_of(name, _OF_REPORT)}")
         return self._report(height, width, steps, guidance, batch, references, frames)
 
@@ -134,7 +134,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
     def metadata(self) -> str:
         """Return the settings as one line for the parameters of an image.
 
-        The line is ``Token merging: speed-up 2, {…}``. :func:`tokenmerge.config.read_metadata` reads it, to
+        The line is ``Token merging: speedup=2, {…}``. :func:`tokenmerge.config.read_metadata` reads it, to
         apply the same settings again on any machine.
 
         Raises:
@@ -209,7 +209,8 @@ class Patch(Generic[AnyReport, AnyRecord]):
         """
         if not (isinstance(index, int) and isinstance(steps, int) and 0 <= index < steps):
             raise ConfigError(
-                f"index, steps: expected integers, 0 ≤ index < steps, got {shown(index)}, {shown(steps)}"
+                f"index, steps: expected integers, 0 ≤ index < steps, got {short_repr(index)}, "
+                f"{short_repr(steps)}"
             )
         check_counts(steps=steps)  # refuses numbers that are too large to plan for
         for pipeline in {state.pipeline for state in self._states.values()}:
@@ -298,7 +299,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         signs = self._signs_of_last_run(merges=any(row.merging_calls for row in rows))
         # The last run may be one of another thread, whose plan has other steps.
         for row in rows:
-            if (row.kind == "reused") != (signs.get(row.step) in REUSING_SIGNS):
+            kind = KIND_OF_SIGN.get(signs.get(row.step, ""), StepKind.FULL)
+            if kind.value != row.step_kind:
                 return RunSteps(tuple(dataclasses.replace(row, sign="") for row in rows))
         return RunSteps(tuple(dataclasses.replace(row, sign=signs.get(row.step, "")) for row in rows))
 
@@ -341,7 +343,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         root = self._denoiser.root
         if config.proportional and why_tokens_count_once(self._state, root, self._model, config):
             config = dataclasses.replace(config, proportional=False)
-        dense = {root: state.kept.dense for root, state in self._states.items()}
+        dense = {root: state.left_alone.dense for root, state in self._states.items()}
         key = height, width, frames, batch, steps, guidance, config, references, tuple(dense.values())
         counted = self._counted.value
         if not counted or counted[0][0] != key:
@@ -373,7 +375,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         """Return the fewest tokens for which merged attention is faster, on the device of the denoiser."""
         root = self._denoiser.root
         attention = narrowest_attention(self._denoiser.blocks)
-        if not self._in_force.plans.blocks:
+        if not self._in_force.merge_sharing.blocks:
             attention = attention[:2]  # each block has a plan of its own
         device = device_of(self._model, root)
         batch = self._denoiser.usual_batch
@@ -392,7 +394,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def _shown(self) -> str:
         """Return the lines that ``print`` shows of the handle."""
         report = None
-        notes = {"left alone": self._state.kept.note, "not reused": self._misfits()}
+        notes = {"left alone": self._state.left_alone.note, "not reused": self._misfits()}
         try:
             report = self.report()
             notes["hardly faster"] = self._counted.value[0][2] or ""
@@ -438,7 +440,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def _in_force(self) -> ToMeConfig:
         """The settings of the last run, or before the first run those of the next one as far as known."""
         run = self._state.last_run
-        return self._state.kept.config if run is None else run.config
+        return self._state.left_alone.config if run is None else run.config
 
     @property
     def estimate(self) -> Estimate | None:
@@ -454,8 +456,10 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             return None, run.unseen
         if run.kind_of_step and not run.ended:
             return None, f"only {run.kinds.total()} of {run.steps} steps have run"
-        if run.kinds == {"unmerged": run.steps} or not (run.config.merges or run.config.reuse.on):
-            return Estimate(math.inf, 0.0), ""  # nothing was skipped or merged
+        all_full = run.kinds == {StepKind.FULL: run.steps}
+        changes_nothing = not (run.config.merges or run.config.reuse.on)
+        if changes_nothing or (all_full and not run.merging_steps):
+            return Estimate(math.inf, 0.0), ""
         if self._default is None:
             return None, "only speedup= has one"
         found = run.observe(self._estimate_of, run)
@@ -465,7 +469,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
 
     def _estimate_of(self, run: RunLog) -> Estimate | None:
         facts = self._facts_at(run.height, run.width, run.steps)
-        return estimate_closeness(facts, run.config, shown_by([run]))
+        return estimate_closeness(facts, run.config, observations_of([run]))
 
     def _remarks(
         self, facts: RunFacts | None, error: Estimate | None, report: Report | None
@@ -476,7 +480,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         remarks = {"estimated": str(error or "")}
         if facts is not None and default is not None and facts.follows_steps:
             told = default.shortfall(facts, closeness=run is None)  # a run has an estimate of its own
-            remarks["warning"] = "" if self._state.kept.note else told
+            remarks["warning"] = "" if self._state.left_alone.note else told
             if default.min_psnr is not None and report is not None and not default.is_dense(facts):
                 remarks[f"min_psnr {default.min_psnr:g}"] = self._tolerated(default, facts, error, report)
             fewer = 0 if report is None else round(facts.steps / report.speedup)
@@ -527,7 +531,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if not patch:
             made = "makes images, or holds the frames of a video in its batch"
             raise ConfigError(
-                f"frames: {type(self._denoiser.root).__name__} {made}, got {shown(frames)}; leave it out"
+                f"frames: {type(self._denoiser.root).__name__} {made}, got {short_repr(frames)}; leave it out"
             )
         integer(1)("frames", frames)
         return -(-latent_frames(self._model, frames) // patch)
@@ -560,7 +564,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         run = self._state.last_run
         same = run is not None and (height, width, steps) == (run.height, run.width, run.steps)
         same = same and guidance in (None, run and run.guidance) and frames in (None, run and run.frames)
-        if self._default is None or same or self._state.kept.note:
+        if self._default is None or same or self._state.left_alone.note:
             return self._in_force
         return self._default.settings(self._facts_at(height, width, steps, guidance, frames))
 
@@ -593,7 +597,7 @@ class EncoderPatch(Patch[ViTReport, RecordedTokens]):
             "frames": frames,
         }.items():
             if given is not None:
-                refused = f"a vision transformer has no {name}, got {shown(given)}"
+                refused = f"a vision transformer has no {name}, got {short_repr(given)}"
                 raise ConfigError(f"{name}: {refused}; leave it out")
         return predict_vit(self._model, self.config, height, width, 1 if batch is None else batch)
 

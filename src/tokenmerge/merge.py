@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tokenmerge.errors import ConfigError, shown
+from tokenmerge.errors import ConfigError, short_repr
 from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
 from tokenmerge.ops.matching import bipartite_soft_matching
 from tokenmerge.ops.partition import partition_at, whole_cells
@@ -75,7 +75,7 @@ def bipartite_soft_matching_random2d(
 
     def merge(x: Tensor, mode: str = "mean") -> Tensor:
         if mode != "mean":
-            raise ConfigError(f"mode: expected 'mean', got {shown(mode)}; leave the argument out")
+            raise ConfigError(f"mode: expected 'mean', got {short_repr(mode)}; leave the argument out")
         return plan.merge(x)
 
     def unmerge(x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Published methods as settings, so that they can be compared and mixed.
 
 Each function takes a ratio, and any other setting of :class:`tokenmerge.ToMeConfig` to replace its own value.
-A part such as ``plans=PlanSharing(every=2)`` is replaced as a whole, a field by ``**{"plans.every": 2}``.
+A part such as ``merge_sharing=MergeSharing(every=2)`` is replaced as a whole, a field by
+``**{"merge_sharing.every": 2}``.
 
 >>> sito(0.4, max_downsample=2).planner
 'sito'
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.config import PlanSharing, ToMeConfig, checks, parts
+from tokenmerge.config import MergeSharing, ToMeConfig, checks, parts
 
 __all__ = ["ca_tome", "ibtm", "sdtm", "sito", "todo", "toma", "tomesd"]
 
@@ -29,7 +30,7 @@ def tomesd(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 
     Not for small images, where planning takes as much time as merging saves.
     """
-    return _preset(changes, ratio=ratio, plans=PlanSharing(guidance=False))
+    return _preset(changes, ratio=ratio, merge_sharing=MergeSharing(guidance=False))
 
 
 def todo(ratio: float = 0.75, **changes: Any) -> ToMeConfig:
@@ -64,8 +65,8 @@ def toma(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     blocks merge in all steps, and joint blocks merge their MLPs. Single blocks project their MLP together
     with attention, so it merges only with ``scope="block"``.
 
-    Not for small models on a GPU with ``plans.every=1``: destinations are chosen one after the other, by
-    kernels that take longer to launch than to run.
+    Not for small models on a GPU with ``merge_sharing.every=1``: destinations are chosen one after the
+    other, by kernels that take longer to launch than to run.
     """
     return _preset(
         changes,
@@ -76,7 +77,7 @@ def toma(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
         sy=8,
         merge_crossattn=True,
         merge_mlp=True,
-        plans=PlanSharing(every=5, blocks=True),
+        merge_sharing=MergeSharing(every=5, blocks=True),
     )
 
 
@@ -93,7 +94,11 @@ def ca_tome(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     The speed does not adapt to the image: shapes never depend on the content.
     """
     return _preset(
-        changes, ratio=ratio, planner="threshold", threshold=0.7, plans=PlanSharing(every=4, guidance=False)
+        changes,
+        ratio=ratio,
+        planner="threshold",
+        threshold=0.7,
+        merge_sharing=MergeSharing(every=4, guidance=False),
     )
 
 
@@ -127,7 +132,7 @@ def sdtm(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     mean of its part of a line from 1.4 to 0.6 times ``ratio``. Merges once around each block and unmerges
     only the change (``scope="block"``). The paper's weights for parts of the prompt, its list of dense blocks
     and steps, and its rounding to multiples of 16 tokens are left out. Plans are made at every step; the
-    paper keeps them for several (``plans.every``).
+    paper keeps them for several (``merge_sharing.every``).
 
     Not for ratios above 0.56 with 2 × 2 windows: the first steps would remove more than 3 of 4 tokens.
     """
@@ -153,7 +158,9 @@ def sito(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 
     Not for MLPs: the paper advises strongly against dropping tokens there.
     """
-    return _preset(changes, ratio=ratio, planner="sito", combine="keep", plans=PlanSharing(guidance=False))
+    return _preset(
+        changes, ratio=ratio, planner="sito", combine="keep", merge_sharing=MergeSharing(guidance=False)
+    )
 
 
 def _preset(changes: dict[str, Any], **own: Any) -> ToMeConfig:

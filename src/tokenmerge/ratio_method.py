@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenmerge.config import Correction, PlanSharing, ToMeConfig
+from tokenmerge.config import Correction, MergeSharing, ToMeConfig
 from tokenmerge.default_method import allows_proportional
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of
@@ -32,7 +32,7 @@ def settings_of_ratio(pipe_or_model: object, hosts: Sequence[Host], ratio: float
     unknown.
     """
     proportional = allows_proportional(pipe_or_model, hosts)
-    shared = PlanSharing(blocks=True)
+    shared = MergeSharing(blocks=True)
     if getattr(pipe_or_model, "scheduler", None) is not None and _facts(hosts).model == "transformer":
         return ToMeConfig(
             ratio=ratio,
@@ -40,10 +40,10 @@ def settings_of_ratio(pipe_or_model: object, hosts: Sequence[Host], ratio: float
             planner="tiled",
             features="model_residual",
             proportional=proportional,
-            plans=shared,
+            merge_sharing=shared,
             correction=Correction(every=_FIRST_STEP_ALONE),
         )
-    return ToMeConfig(ratio=ratio, planner="tiled", proportional=proportional, plans=shared)
+    return ToMeConfig(ratio=ratio, planner="tiled", proportional=proportional, merge_sharing=shared)
 
 
 def little_to_gain(pipe_or_model: object, hosts: Sequence[Host], config: ToMeConfig) -> str:

@@ -14,7 +14,7 @@ from tokenmerge import (
     ConfigError,
     Correction,
     DecreasingSchedule,
-    PlanSharing,
+    MergeSharing,
     StepReuse,
     TokenMergingError,
     ToMeConfig,
@@ -67,9 +67,9 @@ VALID = {
     "combine": st.sampled_from(COMBINATIONS),
     "threshold": st.floats(-1, 1),
     "proportional": st.booleans(),
-    "plans.every": st.integers(1, 9),
-    "plans.blocks": st.booleans(),
-    "plans.guidance": st.booleans(),
+    "merge_sharing.every": st.integers(1, 9),
+    "merge_sharing.blocks": st.booleans(),
+    "merge_sharing.guidance": st.booleans(),
     "correction.every": st.sampled_from([0, 2, 3]),
     "reuse.every": st.integers(1, 5) | st.floats(1, 5),
     "reuse.shallow_every": st.integers(1, 5) | st.floats(1, 5),
@@ -122,7 +122,7 @@ def check_result(config: ToMeConfig, folder) -> None:
         assert type(step.at_level(2)) is MergeSettings
     for steps in (1, 2, 3, 10):
         runs = config.reuse.steps_of(steps)
-        assert set(runs.full) <= set(runs.shallow) <= set(range(steps))
+        assert set(runs.full) <= set(runs.finest) <= set(range(steps))
         assert list(runs.full) == sorted(set(runs.full))
         ends = {0, min(1, steps - 1), steps - 1}
         assert config.reuse.full_steps or ends <= set(runs.full)
@@ -156,19 +156,19 @@ def test_valid_settings_are_refused_only_where_they_do_not_go_together(given_set
     if config is None:
         together = {"ratio", "sx", "sy", "st", "planner", "merge_attn", "reuse.shallow_every"}
         together |= {"reuse.shallow_steps", "features"}
-        assert given_settings.keys() & {*together, "plans.guidance", "correction.every"}
+        assert given_settings.keys() & {*together, "merge_sharing.guidance", "correction.every"}
     else:
         check_result(config, tmp_path_factory.getbasetemp())
 
 
-@given(name=st.sampled_from(["plans", "correction", "reuse"]), value=ANYTHING)
+@given(name=st.sampled_from(["merge_sharing", "correction", "reuse"]), value=ANYTHING)
 def test_a_part_is_of_its_class(name, value):
     with pytest.raises(ConfigError, match=f"{name}: expected a "):
         ToMeConfig(**{name: value})
 
 
 @MANY
-@given(data=st.data(), part=st.sampled_from([PlanSharing, Correction, StepReuse]), value=ANYTHING)
+@given(data=st.data(), part=st.sampled_from([MergeSharing, Correction, StepReuse]), value=ANYTHING)
 def test_a_part_works_or_the_error_names_its_field(data, part, value):
     field = data.draw(st.sampled_from(sorted(vars(part()))))
     made, message = attempt(lambda: part(**{field: value}))

@@ -37,10 +37,13 @@ from tokenmerge.config import MergeSettings, dense_outside
         ({"rules": {"level": 2}}, r"rules: expected a list of rules, .* got \{'level': 2\}"),
         ({"rules": [2]}, r"rules\[0\]: rule: expected conditions and settings by name, .* got 2"),
         ({"merge_attn": False}, "merge_attn, merge_crossattn, merge_mlp: all are False"),
-        ({"planner": "importance", "plans.guidance": False}, "plans.guidance: planner='importance' compares"),
         (
-            {"rules": [{"start": 0.5, "planner": "importance"}], "plans.guidance": False},
-            "plans.guidance: planner='importance' compares",
+            {"planner": "importance", "merge_sharing.guidance": False},
+            "merge_sharing.guidance: planner='importance' compares",
+        ),
+        (
+            {"rules": [{"start": 0.5, "planner": "importance"}], "merge_sharing.guidance": False},
+            "merge_sharing.guidance: planner='importance' compares",
         ),
     ],
 )
@@ -81,7 +84,7 @@ HUGE = 10**400
             {"planner": np.array(["tome", "tiled"])},
             "planner: expected one of 'importance', .* got array",
         ),
-        ({"plans.blocks": "no"}, r"plans\.blocks: expected True or False, got 'no'"),
+        ({"merge_sharing.blocks": "no"}, r"plans\.blocks: expected True or False, got 'no'"),
         ({"max_downsample": 3}, "max_downsample: expected one of 1, 2, 4, 8, got 3"),
         ({"reference_ratio": 0.8}, r"reference_ratio: expected 0 ≤ reference_ratio ≤ .* = 0\.75 .* got 0\.8"),
         ({"reference_ratio": -0.1}, r"reference_ratio: expected a number from 0 .* got -0\.1"),

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from tokenmerge import ConfigError, Correction, PlanSharing, StepReuse, ToMeConfig
+from tokenmerge import ConfigError, Correction, MergeSharing, StepReuse, ToMeConfig
 from tokenmerge.config import load_config, save_config
 
 CONFIG = ToMeConfig(
     ratio=0.4,
     max_downsample=2,
     scope="block",
-    plans=PlanSharing(every=2, blocks=True),
+    merge_sharing=MergeSharing(every=2, blocks=True),
     correction=Correction(every=3),
     reuse=StepReuse(every=4, shallow_every=2),
     rules=[

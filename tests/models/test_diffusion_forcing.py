@@ -17,6 +17,7 @@ from tests.models.tiny import FAMILIES, noise, seeded
 from torch import Tensor
 
 from tokenmerge import ToMeConfig, apply_token_merging
+from tokenmerge.plans.generation import StepKind
 
 STEPS, FRAMES = 8, 13  # frames of video; 4 latent frames
 SIDE = 64  # pixels
@@ -125,4 +126,4 @@ def test_steps_merge_and_are_skipped_by_their_plan():
     assert steps_of(pipe, ar_step=2) == dense
     assert [row.step for row in patch.steps.rows] == list(range(dense))
     assert patch._state.last_run.misfits == 0
-    assert patch._state.last_run.kinds["reused"] > 0
+    assert patch._state.last_run.kinds[StepKind.SKIPPED] > 0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tokenmerge import (
     Correction,
-    PlanSharing,
+    MergeSharing,
     StepReuse,
     TokenMergingError,
     ToMeConfig,
@@ -162,7 +162,7 @@ CACHED = pytest.mark.parametrize(
     [
         {"features": "residual"},
         {"features": "model_residual"},
-        {"features": "model_residual", "plans.blocks": True},
+        {"features": "model_residual", "merge_sharing.blocks": True},
     ],
 )
 
@@ -189,7 +189,7 @@ def two_calls(scales: tuple[float, ...], **changes: Any) -> list[list[tuple[Tens
 @CACHED
 def test_two_calls_of_a_step_have_features_of_their_own(changes):
     """When guidance takes two calls and shares no plans, each call is as if it were the only one."""
-    changes = {**changes, "plans.guidance": False}
+    changes = {**changes, "merge_sharing.guidance": False}
     for own, scale in zip(two_calls((1.0, 9.0), **changes), (1.0, 9.0), strict=True):
         (alone,) = two_calls((scale,), **changes)
         for (result, plans), (expected, others) in zip(own, alone, strict=True):
@@ -215,13 +215,15 @@ def test_another_shape_compares_the_input_even_of_as_many_tokens(monkeypatch):
 
 
 def test_plans_kept_for_some_steps_compare_the_step_before_a_new_one(monkeypatch):
-    found = steps_of(SD3, 5, monkeypatch, lambda _: SD3.inputs(1, 8, 8), plans=PlanSharing(every=2))
+    found = steps_of(SD3, 5, monkeypatch, lambda _: SD3.inputs(1, 8, 8), merge_sharing=MergeSharing(every=2))
     assert found == [True, None, False, None, False]
 
 
 def test_blocks_that_share_a_plan_cache_one_residual():
     model = model_of(SD3)
-    patch = apply_token_merging(model, settings(SD3, features="residual", plans=PlanSharing(blocks=True)))
+    patch = apply_token_merging(
+        model, settings(SD3, features="residual", merge_sharing=MergeSharing(blocks=True))
+    )
     patch.at_step(0, 3)
     call(model, SD3.inputs(2, 8, 8))
     states = [block.module.__dict__[STATE] for block in find_hosts(model)[0].blocks]
@@ -247,15 +249,15 @@ def test_the_report_counts_what_a_generation_caches(name):
     assert any("features='residual'" in note for note in counted.notes)
 
 
-SHARED = PlanSharing(blocks=True)
+SHARED = MergeSharing(blocks=True)
 
 
 @pytest.mark.parametrize(
     ("features", "others"),
     [
         ("residual", {"scope": "block", "correction": Correction(every=2)}),
-        ("model_residual", {"plans": SHARED, "reuse": StepReuse(every=2)}),
-        ("model_residual", {"plans": SHARED, "scope": "block", "correction": Correction(every=2)}),
+        ("model_residual", {"merge_sharing": SHARED, "reuse": StepReuse(every=2)}),
+        ("model_residual", {"merge_sharing": SHARED, "scope": "block", "correction": Correction(every=2)}),
     ],
 )
 def test_residuals_that_are_cached_anyway_cost_no_memory(features, others):

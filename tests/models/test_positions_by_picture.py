@@ -11,7 +11,7 @@ from tests.models.tiny import FAMILIES
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tokenmerge import PlanSharing, ToMeConfig, apply_token_merging
+from tokenmerge import MergeSharing, ToMeConfig, apply_token_merging
 from tokenmerge.models.find import find_hosts
 
 SHARED = [
@@ -84,7 +84,7 @@ def test_copies_of_one_picture_take_one_call_of_attention(name):
 def test_a_guided_picture_does_not_depend_on_its_batch(name, shares):
     model = model_of(FAMILIES[name])
     pipe = Guided(model)
-    apply_token_merging(pipe, ToMeConfig(ratio=0.5, plans=PlanSharing(guidance=shares)))
+    apply_token_merging(pipe, ToMeConfig(ratio=0.5, merge_sharing=MergeSharing(guidance=shares)))
     alone, together = call(model, guided(name, 1)), call(model, guided(name, 2))
     own = together.unflatten(0, (2, -1))[:, : len(alone) // 2].flatten(0, 1)
     assert_close(own, alone, rtol=1e-5, atol=1e-5 * alone.abs().max().item())

@@ -14,7 +14,7 @@ from tests.models.test_over_steps import whole
 from tests.models.tiny import FAMILIES
 from torch import Tensor, nn
 
-from tokenmerge import Correction, PlanSharing, StepReuse, apply_token_merging
+from tokenmerge import Correction, MergeSharing, StepReuse, apply_token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge.ops.plan import MergePlan
 from tokenmerge.runtime.blocks import stack
@@ -23,7 +23,7 @@ from tokenmerge.runtime.blocks import stack
 # value is far above that, and 100 dB.
 _DECIBELS = 100.0
 _STEPS = 5
-_STACKS = {"scope": "block", "plans": PlanSharing(blocks=True), "ratio": 0.5}
+_STACKS = {"scope": "block", "merge_sharing": MergeSharing(blocks=True), "ratio": 0.5}
 _KINDS = {
     "plain": {},
     "corrected": {"correction": Correction(every=3)},

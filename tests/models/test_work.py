@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from tests.models.tiny import FAMILIES
 
-from tokenmerge import Correction, PlanSharing, StepReuse, ToMeConfig
+from tokenmerge import Correction, MergeSharing, StepReuse, ToMeConfig
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.work import Amount, Work, work_of
 from tokenmerge.plans import facts_of, speedup_of
@@ -37,10 +37,10 @@ OTHERS = (
     "AllegroTransformer3DModel",
     "WanVACETransformer3DModel",
 )
-MERGING = ToMeConfig(ratio=0.5, max_downsample=8, planner="tiled", plans=PlanSharing(blocks=True))
+MERGING = ToMeConfig(ratio=0.5, max_downsample=8, planner="tiled", merge_sharing=MergeSharing(blocks=True))
 SETTINGS = {
     "layers": MERGING,
-    "plans of their own": dataclasses.replace(MERGING, plans=PlanSharing()),
+    "plans of their own": dataclasses.replace(MERGING, merge_sharing=MergeSharing()),
     "whole blocks": dataclasses.replace(MERGING, scope="block"),
     "corrected": dataclasses.replace(MERGING, correction=Correction(every=2)),
     "step reuse": dataclasses.replace(MERGING, ratio=0, reuse=StepReuse(every=2)),

@@ -9,7 +9,7 @@ import math
 import pytest
 from tests.models.tiny import FAMILIES
 
-from tokenmerge import Correction, PlanSharing, StepReuse, ToMeConfig
+from tokenmerge import Correction, MergeSharing, StepReuse, ToMeConfig
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import (
@@ -244,10 +244,10 @@ def test_corrections_take_the_memory_of_one_residual_for_a_stack():
         ratio=0.5,
         scope="block",
         planner="tiled",
-        plans=PlanSharing(blocks=True),
+        merge_sharing=MergeSharing(blocks=True),
         correction=Correction(every=2),
     )
-    alone = dataclasses.replace(stack, plans=PlanSharing())
+    alone = dataclasses.replace(stack, merge_sharing=MergeSharing())
     kept = predict(model, stack, side, side, batch=1, steps=2).kept_bytes
     residual = 32 * 48 * 48 * 4  # channels, tokens, bytes of float32
     assert residual < kept < 2 * residual  # and the plan, whose share is large in such a narrow model

@@ -14,7 +14,7 @@ from tokenmerge import StepReuse, ToMeConfig
 from tokenmerge.plans import Estimate
 from tokenmerge.plans.choose import merging_error_of, skipping_error_of
 from tokenmerge.plans.estimate import (
-    Shown,
+    Observations,
     _errors,
     estimate_closeness,
     expected,
@@ -31,13 +31,13 @@ SIGMAS = (14.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.0, 0.7, 0.5, 0.3, 0.2, 0.0)
 UNET = facts("unet", steps=STEPS)
 
 
-def psnr(shown: Shown, config: ToMeConfig = CONFIG) -> float:
-    return estimate_closeness(UNET, config, shown).psnr
+def psnr(observed: Observations, config: ToMeConfig = CONFIG) -> float:
+    return estimate_closeness(UNET, config, observed).psnr
 
 
-def squared(shown: Shown, config: ToMeConfig = CONFIG) -> float:
+def squared(observed: Observations, config: ToMeConfig = CONFIG) -> float:
     """Return the squared error that is expected, without the one that nobody sees."""
-    return 10 ** (-psnr(shown, config) / 10) - 10 ** (-psnr_of(0) / 10)
+    return 10 ** (-psnr(observed, config) / 10) - 10 ** (-psnr_of(0) / 10)
 
 
 def expected_error_of(config: ToMeConfig) -> float:
@@ -46,47 +46,51 @@ def expected_error_of(config: ToMeConfig) -> float:
 
 
 def errors(size: float, part: str = "deep") -> dict[str, dict[int, float]]:
-    return {part: dict.fromkeys((RUNS.full if part == "deep" else RUNS.shallow)[2:], size)}
+    return {part: dict.fromkeys((RUNS.full if part == "deep" else RUNS.finest)[2:], size)}
 
 
 def test_larger_errors_of_either_part_expect_less_closeness():
     for part in ("deep", "finest"):
-        found = [psnr(Shown(errors(size, part), SIGMAS)) for size in (0.001, 0.01, 0.1, 0.5)]
+        found = [psnr(Observations(errors(size, part), SIGMAS)) for size in (0.001, 0.01, 0.1, 0.5)]
         assert found == sorted(set(found), reverse=True)
 
 
 def test_what_is_shown_counts_by_its_share():
     """Twice the errors are twice the error of the image, in the geometric mean with the policy's."""
-    one, two = (squared(Shown(errors(size), SIGMAS)) for size in (0.001, 0.002))
+    one, two = (squared(Observations(errors(size), SIGMAS)) for size in (0.001, 0.002))
     assert two / one == pytest.approx(4 ** ESTIMATE["shown"], rel=0.01)
 
 
 def test_what_the_policy_expects_counts_too(monkeypatch):
-    before = squared(Shown(errors(0.1), SIGMAS))
+    before = squared(Observations(errors(0.1), SIGMAS))
     doubled = 2 * expected_error_of(CONFIG)
     monkeypatch.setattr("tokenmerge.plans.estimate.skipping_error_of", lambda *given: doubled)
-    after = squared(Shown(errors(0.1), SIGMAS))
+    after = squared(Observations(errors(0.1), SIGMAS))
     assert after / before == pytest.approx(2 ** (1 - ESTIMATE["shown"]))
 
 
 def test_a_large_error_of_a_step_counts_less():
     """Ten times a large error is hardly more, and ten times a small one is nearly ten times as much."""
-    small, more, large, most = (psnr(Shown(errors(size), SIGMAS)) for size in (0.001, 0.01, 100.0, 1000.0))
+    small, more, large, most = (
+        psnr(Observations(errors(size), SIGMAS)) for size in (0.001, 0.01, 100.0, 1000.0)
+    )
     assert small - more > 9 > 1 > large - most > 0
 
 
 def test_what_merging_is_expected_to_lose_is_added():
     config = dataclasses.replace(CONFIG, ratio=0.5, max_downsample=8, scope="layers")
-    found = psnr(Shown(errors(1e-6), SIGMAS), config)
+    found = psnr(Observations(errors(1e-6), SIGMAS), config)
     assert found == pytest.approx(-10 * math.log10(merging_error_of(UNET, config) + 1e-7), abs=0.01)
 
 
 def test_before_anything_is_shown_the_policy_counts():
-    assert psnr(Shown(sigmas=SIGMAS)) == pytest.approx(-10 * math.log10(expected_error_of(CONFIG) + 1e-7))
+    assert psnr(Observations(sigmas=SIGMAS)) == pytest.approx(
+        -10 * math.log10(expected_error_of(CONFIG) + 1e-7)
+    )
 
 
 def test_noise_makes_the_same_errors_count_more():
-    plain, noisy = (psnr(Shown(errors(0.1), SIGMAS, noise)) for noise in (1.0, 2.0))
+    plain, noisy = (psnr(Observations(errors(0.1), SIGMAS, noise)) for noise in (1.0, 2.0))
     assert noisy < plain - 1
 
 
@@ -97,8 +101,8 @@ def test_steps_between_two_complete_ones_err_together():
         for skipped in ((5, 6), (3, 6))
     )
     # Over three steps from a run, errors of a third and of two thirds; over two, of a half. All are small.
-    one = squared(Shown({"deep": {7: 0.004}}), together) / squared(
-        Shown({"deep": {4: 0.002, 7: 0.002}}), apart
+    one = squared(Observations({"deep": {7: 0.004}}), together) / squared(
+        Observations({"deep": {4: 0.002, 7: 0.002}}), apart
     )
     share, of_policy = ESTIMATE["shown"], expected_error_of(together) / expected_error_of(apart)
     ratio = (4.0 / (1.0 * 2**0.5)) ** 2
@@ -109,23 +113,23 @@ def test_errors_grow_with_the_distance_and_fall_with_the_noise():
     """Three steps after a run, an error is larger than after two, unless there is less noise by then."""
     config = ToMeConfig(ratio=0, reuse=StepReuse(full_steps=(0, 1 / 11, 4 / 11, 7 / 11, 1)))
     assert config.reuse.steps_of(STEPS).full == (0, 1, 4, 7, 11)
-    shown = Shown({"deep": {4: 0.3, 7: 0.1, 11: 0.1}}, SIGMAS)
+    observed = Observations({"deep": {4: 0.3, 7: 0.1, 11: 0.1}}, SIGMAS)
 
-    def worst_step(shown):
-        errors = _errors(config, STEPS, shown)
+    def worst_step(observed):
+        errors = _errors(config, STEPS, observed)
         return max(errors, key=errors.__getitem__)
 
-    assert worst_step(shown) == 9
-    assert worst_step(dataclasses.replace(shown, sigmas=())) == 3
-    assert worst_step(Shown({"deep": {4: 0.3}})) == 10
+    assert worst_step(observed) == 9
+    assert worst_step(dataclasses.replace(observed, sigmas=())) == 3
+    assert worst_step(Observations({"deep": {4: 0.3}})) == 10
     # The finest level is extrapolated too, and its own error takes the place of the other.
     finest = {"finest": {4: 0.001, 7: 0.3, 11: 0.001}}
-    assert worst_step(Shown({**shown.errors, **finest}, SIGMAS)) == 6
+    assert worst_step(Observations({**observed.errors, **finest}, SIGMAS)) == 6
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_short_generations_have_an_estimate(steps):
-    found = estimate_closeness(dataclasses.replace(UNET, steps=steps), CONFIG, Shown())
+    found = estimate_closeness(dataclasses.replace(UNET, steps=steps), CONFIG, Observations())
     assert math.isfinite(found.psnr)
     assert " to dense" in str(found)
 

@@ -12,7 +12,7 @@ from tests.plans.test_choose import MODELS, facts
 
 from tokenmerge.config import ToMeConfig, dense_outside
 from tokenmerge.plans import RunFacts, plan_for, policy, speedup_of
-from tokenmerge.plans.estimate import Shown
+from tokenmerge.plans.estimate import Observations
 from tokenmerge.plans.tolerance import Tolerance
 
 STEPS, SPEEDUP = 20, 2.5
@@ -29,7 +29,7 @@ def followed(
         if tolerance.asks(done):
             own = error(done) if callable(error) else error
             errors |= {done - 1: own * (done - last)} if done > 2 else {}
-            tolerance.follow(done, Shown({"deep": errors} if errors else {}))
+            tolerance.follow(done, Observations({"deep": errors} if errors else {}))
             last = done
     return tolerance.config
 

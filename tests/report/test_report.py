@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tokenmerge import (
     ConfigError,
     Correction,
+    MergeSharing,
     NothingToMergeError,
-    PlanSharing,
     StepReuse,
     ToMeConfig,
     apply_token_merging,
@@ -172,7 +172,7 @@ def test_the_table():
     text = str(predict(hosts.unet(), HALF))
     lines = text.splitlines()
     assert lines[0] == "UNet2DConditionModel: 16 × 16 latents"
-    assert re.fullmatch(r"counted: 1\.09× \([78]\.\d % of the operations saved\)", lines[1])
+    assert re.fullmatch(r"by operations: 1\.09× \([78]\.\d % of the operations saved\)", lines[1])
     assert lines[2].split() == ["block", "grid", "tokens", "merged", "GFLOPs", "saved"]  # all at level 1
     assert "256 → 128" in lines[3]
     assert "self-attention" in lines[3]
@@ -249,7 +249,7 @@ PLAN = TOKENS * 5 // 2 * 8 + TOKENS // 2 * FLOAT32
             2 * BELOW,
         ),
         ({"reuse": StepReuse(every=2, shallow_every=2)}, 2 * BELOW + 2),
-        ({"plans": PlanSharing(every=3)}, 0),
+        ({"merge_sharing": MergeSharing(every=3)}, 0),
     ],
 )
 def test_what_is_kept_between_steps_is_counted(settings, results):
@@ -259,7 +259,7 @@ def test_what_is_kept_between_steps_is_counted(settings, results):
 
 
 def test_settings_that_do_not_follow_the_steps_keep_nothing():
-    report = predict(hosts.unet(), ToMeConfig(plans=PlanSharing(blocks=True)))
+    report = predict(hosts.unet(), ToMeConfig(merge_sharing=MergeSharing(blocks=True)))
     assert report.kept_bytes == 0
     assert not any("cache between steps" in note for note in report.notes)
 
@@ -329,7 +329,7 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
         (presets.toma(), "a plan is used for 5 steps"),
         (presets.ibtm(), "the planner 'tome' runs until the first guided step"),
         (ToMeConfig(correction=Correction(every=4)), "1 of 4 full steps merges nothing"),
-        (ToMeConfig(plans=PlanSharing(every=4)), "a plan is used for 4 steps"),
+        (ToMeConfig(merge_sharing=MergeSharing(every=4)), "a plan is used for 4 steps"),
         (ToMeConfig(reuse=StepReuse(every=2)), "1 of 2 steps runs all"),
         (
             ToMeConfig(reuse=StepReuse(every=4, shallow_every=3)),
@@ -360,19 +360,24 @@ def test_a_known_number_of_steps_gives_the_plan():
     reuse = StepReuse(full_steps=(0, 0.2, 1), shallow_steps=(0.4,))
     config = ToMeConfig(min_tokens=10**6, reuse=reuse)
     report = predict(hosts.unet(), config, steps=6)
-    assert report.plan == "DDf··D"
+    with pytest.warns(DeprecationWarning, match=r"Report\.step_signs"):
+        assert report.step_signs == report.step_signs
+    assert report.step_signs == "DDs··D"
     corrected = dataclasses.replace(config, correction=Correction(every=2))  # there is nothing to correct
-    assert predict(hosts.unet(), corrected, steps=6).plan == report.plan
+    assert predict(hosts.unet(), corrected, steps=6).step_signs == report.step_signs
     assert set(notes_on_steps(config, 6)) < set(report.notes)
     assert not any("1 of" in note or "run all blocks" in note for note in report.notes)
     lines = str(report).splitlines()
-    assert lines[1].startswith(f"counted: {report.speedup:.2f}× (")
-    assert lines[2:4] == ["plan: DDf··D", "      D in 3 steps: the whole model runs, and no token merges"]
+    assert lines[1].startswith(f"by operations: {report.speedup:.2f}× (")
+    assert lines[2:4] == [
+        "plan: DDs··D",
+        "      D in 3 full steps: the whole model runs, and no token merges",
+    ]
     assert predict(SimpleNamespace(unet=hosts.unet(), vae_scale_factor=8), HALF).scale == 8
     assert ": 192 × 128 px (24 × 16 latents), 6 steps\n" in str(
         dataclasses.replace(report, width=24, scale=8)
     )
-    assert predict(hosts.unet(), config).plan == ""
+    assert predict(hosts.unet(), config).step_signs == ""
 
 
 @pytest.mark.parametrize("config", [presets.sdtm(), presets.ibtm(max_downsample=2, min_tokens=200)])

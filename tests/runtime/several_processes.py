@@ -26,7 +26,7 @@ from tests.models.test_every_family import model_of, settings
 from tests.models.tiny import FAMILIES
 from torch import Tensor, nn
 
-from tokenmerge import Correction, PlanSharing, StepReuse, apply_token_merging
+from tokenmerge import Correction, MergeSharing, StepReuse, apply_token_merging
 from tokenmerge.ops.partition import num_tokens
 from tokenmerge.ops.plan import Plan, join_plans
 from tokenmerge.planners.sequences import num_removed
@@ -97,16 +97,19 @@ _EVERYWHERE = {
     "tiled": {"planner": "tiled"},
     "uniform": {"planner": "uniform"},
 }
-_ALONE = {"plans": PlanSharing(guidance=False)}
+_ALONE = {"merge_sharing": MergeSharing(guidance=False)}
 _OF_A_STEP_BEFORE = {
     "residuals": {"features": "residual"},
     "residuals of the model": {"features": "model_residual"},
-    "residuals of the model, shared": {"features": "model_residual", "plans": PlanSharing(blocks=True)},
+    "residuals of the model, shared": {
+        "features": "model_residual",
+        "merge_sharing": MergeSharing(blocks=True),
+    },
     # As auto has them. Without correction, tokens that merged for all blocks have the same residual, and
     # rounding decides which of them merge next.
     "residuals of the model, whole blocks": {
         **{"features": "model_residual", "scope": "block", "proportional": True},
-        **{"plans": PlanSharing(blocks=True), "correction": Correction(every=3)},
+        **{"merge_sharing": MergeSharing(blocks=True), "correction": Correction(every=3)},
     },
 }
 _IN_ITS_GRAPH = "splits tokens inside the graph of this block"
@@ -123,7 +126,7 @@ CASES = {
     f"{WAN}, toma": _of(WAN, changes={"planner": "toma", "sx": 4, "sy": 4}),
     **{f"{name}, patched first": _of(name, patched_first=True) for name in (FLUX, WAN)},
     **{f"{name}, steps": _of(name, changes=_STEPS, steps=8) for name in (FLUX, WAN)},
-    "plans for steps": _of(FLUX, changes={"plans": PlanSharing(every=2, blocks=True)}, steps=3),
+    "plans for steps": _of(FLUX, changes={"merge_sharing": MergeSharing(every=2, blocks=True)}, steps=3),
     **{
         f"{name}, {what}": _of(name, changes=changes, steps=3)
         for name in (FLUX, WAN)

@@ -11,11 +11,11 @@ import torch
 from diffusers import DDIMScheduler
 from torch import Tensor
 
-from tokenmerge import Correction, PlanSharing, StepReuse, ToMeConfig, apply_token_merging
+from tokenmerge import Correction, MergeSharing, StepReuse, ToMeConfig, apply_token_merging
 
 STEPS = 6
 SETTINGS = {
-    "plans of several steps": ToMeConfig(ratio=0.5, plans=PlanSharing(every=3)),
+    "plans of several steps": ToMeConfig(ratio=0.5, merge_sharing=MergeSharing(every=3)),
     "corrections": ToMeConfig(ratio=0.5, correction=Correction(every=3)),
     "step reuse": ToMeConfig(ratio=0.0, reuse=StepReuse(every=2)),
 }

@@ -24,7 +24,8 @@ from tests.runtime.test_shared_models import beside
 from tests.runtime.test_steps_in_pipelines import draw
 from torch import Tensor, nn
 
-from tokenmerge import Correction, PlanSharing, StepReuse, ToMeConfig, apply_token_merging
+from tokenmerge import Correction, MergeSharing, StepReuse, ToMeConfig, apply_token_merging
+from tokenmerge.plans.generation import StepKind
 from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge.runtime.steps.calls import detail_of, is_made_of
 
@@ -43,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reused": REUSED,
     "shallow": {"method": ToMeConfig(ratio=0, reuse=StepReuse(every=4, shallow_every=2))},
     "corrected": {"method": ToMeConfig(ratio=0.5, scope="block", correction=Correction(every=2))},
-    "plans kept": {"method": ToMeConfig(ratio=0.5, plans=PlanSharing(every=3))},
+    "plans kept": {"method": ToMeConfig(ratio=0.5, merge_sharing=MergeSharing(every=3))},
     "speedup": {"speedup": 2.0},
     "min_psnr": {"speedup": 2.0, "min_psnr": 30},
 }
@@ -271,7 +272,7 @@ def test_functions_with_one_decorator_are_told_apart(pipe):
         return made("a cat", STEPS, callback_on_step_end=callback if given else None)
 
     changes_nothing(pipe.unet, look, picture, patch)
-    assert "reused" in state_of(pipe.unet).last_run.kind_of_step.values()
+    assert StepKind.SHALLOW in state_of(pipe.unet).last_run.kind_of_step.values()
 
 
 def callback_of(name: str) -> str | None:
@@ -411,7 +412,7 @@ def test_what_a_loop_calls_after_a_step_is_dense(scheduler, separate, told, each
     draw_it = functools.partial(loop, told=patch.at_step if told else None)
     expected = draw_it()
     kinds = dict(state_of(loop.unet).last_run.kind_of_step)
-    assert "reused" in kinds.values()
+    assert StepKind.SHALLOW in kinds.values()
     for after_step in (look, None):
         assert torch.equal(draw_it(after_step), expected)
         assert dict(state_of(loop.unet).last_run.kind_of_step) == kinds
@@ -596,7 +597,7 @@ def test_on_a_device_it_changes_nothing_and_waits_no_more(scheduler):
         expected, waited = loop(device, lambda *_: None)
         log = state_of(loop.transformer).last_run
         kinds = dict(log.kind_of_step)
-        assert "reused" in kinds.values()
+        assert StepKind.SHALLOW in kinds.values()
         picture, waits = loop(device, look)
         log = state_of(loop.transformer).last_run
     assert torch.equal(picture.held, expected.held)

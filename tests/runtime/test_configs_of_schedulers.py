@@ -63,7 +63,7 @@ def test_the_default_method_works(name):
     assert patch.estimate.psnr > 0
     levels = state_of(pipe.unet).last_run.levels
     assert levels.predicts == ("epsilon" if name in ("None", "a number") else "v_prediction")
-    assert "counted" in str(patch)
+    assert "by operations" in str(patch)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

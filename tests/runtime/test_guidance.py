@@ -15,7 +15,7 @@ from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
 from torch import nn
 
-from tokenmerge import PlanSharing, ToMeConfig, apply_token_merging
+from tokenmerge import MergeSharing, ToMeConfig, apply_token_merging
 from tokenmerge.config import dense_outside, settings, tome
 from tokenmerge.config.checks import one_of
 from tokenmerge.planners import PLANNERS
@@ -91,7 +91,7 @@ def test_equal_samples_need_not_share_a_plan(guides, share):
     """Without guidance they are images of two prompts from one seed, of which none may change the other."""
     arguments = hosts.inputs(2)
     guided = {**arguments, "sample": arguments["sample"][:1].repeat(2, 1, 1, 1)}
-    one, other = last_labels(Pipe(hosts.unet(), guides), guided, plans=PlanSharing(guidance=share))
+    one, other = last_labels(Pipe(hosts.unet(), guides), guided, merge_sharing=MergeSharing(guidance=share))
     assert not torch.equal(one, other)
 
 
@@ -158,7 +158,7 @@ def test_calls_on_one_sample_share_a_plan(name):
     labels_of(patch, model, first)
     second["hidden_states"].add_(0)
     assert torch.equal(labels_of(patch, model, second), own)
-    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, plans=PlanSharing(guidance=False)))
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, merge_sharing=MergeSharing(guidance=False)))
     labels_of(patch, model, first)
     assert torch.equal(labels_of(patch, model, second), own)
 
@@ -234,10 +234,10 @@ def guided_batch(seed: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "held"),
     [
-        ({"rules": dense_outside(0, 0.5), "plans": PlanSharing(guidance=False)}, False),
+        ({"rules": dense_outside(0, 0.5), "merge_sharing": MergeSharing(guidance=False)}, False),
         ({"rules": dense_outside(0, 0.5)}, True),  # for another call on the same sample
-        ({"plans": PlanSharing(every=2, guidance=False)}, True),
-        ({"plans": PlanSharing(blocks=True, guidance=False)}, True),
+        ({"merge_sharing": MergeSharing(every=2, guidance=False)}, True),
+        ({"merge_sharing": MergeSharing(blocks=True, guidance=False)}, True),
     ],
 )
 def test_plans_are_held_only_where_they_are_used_again(settings, held):

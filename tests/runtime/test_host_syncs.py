@@ -85,7 +85,7 @@ def test_no_call_waits(name, scheduler, pipe, monkeypatch, request):
     _, looked_at = waits(pipe, config)
     request.getfixturevalue("accelerator")
     found, latents = waits(pipe, config)
-    assert sum(found.values()) == (2 if config.follows_steps and config.plans.guidance else 0)
+    assert sum(found.values()) == (2 if config.follows_steps and config.merge_sharing.guidance else 0)
     assert torch.equal(latents, looked_at)
 
 

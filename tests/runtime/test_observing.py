@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 from tokenmerge import StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.models.find import find_hosts
+from tokenmerge.plans.generation import StepKind
 from tokenmerge.runtime.memory import run_log
 from tokenmerge.runtime.patching import begin_generation, run_notes
 from tokenmerge.runtime.patching.patch import state_of
@@ -136,16 +137,16 @@ def test_a_tolerance_runs_dense_where_it_cannot_observe(monkeypatch, errors_of_o
     pipe = Guided()
     apply_token_merging(pipe, speedup=1.5)
     pipe()
-    planned = state_of(pipe.unet).last_run.kinds["reused"]
+    planned = state_of(pipe.unet).last_run.kinds[StepKind.SHALLOW]
     apply_token_merging(pipe, speedup=1.5, min_psnr=1)
     pipe()
-    assert state_of(pipe.unet).last_run.kinds["reused"] == planned
-    monkeypatch.setattr(begin_generation, "shown_by", fails)
+    assert state_of(pipe.unet).last_run.kinds[StepKind.SHALLOW] == planned
+    monkeypatch.setattr(begin_generation, "observations_of", fails)
     with pytest.warns(UserWarning, match="no estimate: observing the generation failed"):
         pipe()
     run = state_of(pipe.unet).last_run
     first = run.config.reuse.steps_of(STEPS).full
-    assert run.kinds["reused"] == 0
+    assert run.kinds[StepKind.SHALLOW] == 0
     assert first == tuple(range(STEPS))
 
 

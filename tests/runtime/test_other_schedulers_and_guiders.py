@@ -25,6 +25,7 @@ from tiny_pipeline import SIDE
 from tokenmerge import StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.api import merge_in_hosts
 from tokenmerge.default_method import settings_for
+from tokenmerge.plans.generation import StepKind
 from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge.runtime.steps.pipeline import default_guidance, guidance_scale
 from tokenmerge.runtime.steps.scheduler import adds_noise, next_schedule
@@ -184,7 +185,7 @@ def editing(pipe: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 def test_steps_of_an_inverse_scheduler_are_reused(editing):
     """It turns an image into noise before the other half of the pipeline edits it."""
-    reused = {"merged": 5, "reused": 3}
+    kinds = {StepKind.FULL: 5, StepKind.SHALLOW: 3}
     picture = Image.new("RGB", (SIDE, SIDE), (200, 30, 60))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -193,7 +194,7 @@ def test_steps_of_an_inverse_scheduler_are_reused(editing):
         noise = editing.invert(
             prompt="a cat", image=picture, num_inference_steps=8, inpaint_strength=1.0
         ).latents
-        assert state_of(editing.unet).last_run.kinds == reused
+        assert state_of(editing.unet).last_run.kinds == kinds
         mask = torch.ones(1, SIDE // 2, SIDE // 2)
         editing(
             prompt="a dog",
@@ -203,7 +204,7 @@ def test_steps_of_an_inverse_scheduler_are_reused(editing):
             inpaint_strength=1.0,
             output_type="latent",
         )
-    assert state_of(editing.unet).last_run.kinds == reused
+    assert state_of(editing.unet).last_run.kinds == kinds
 
 
 @pytest.mark.parametrize(("cls", "scale"), [("FluxPipeline", 1.0), ("QwenImagePipeline", 4.0)])

@@ -23,13 +23,14 @@ from torch import Tensor
 
 from tokenmerge import (
     Correction,
-    PlanSharing,
+    MergeSharing,
     StepReuse,
     ToMeConfig,
     UnsupportedModelError,
     apply_token_merging,
     token_merging,
 )
+from tokenmerge.plans.generation import StepKind
 from tokenmerge.runtime.patching import call_facts
 from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge.runtime.steps.calls import continued, detail_of
@@ -43,7 +44,7 @@ SETTINGS = {
     "reused": REUSED,
     "shallow": ToMeConfig(ratio=0, reuse=StepReuse(every=4, shallow_every=2)),
     "corrected": ToMeConfig(ratio=0.5, scope="block", correction=Correction(every=2)),
-    "plans kept": ToMeConfig(ratio=0.5, plans=PlanSharing(every=3)),
+    "plans kept": ToMeConfig(ratio=0.5, merge_sharing=MergeSharing(every=3)),
 }
 ALL = pytest.mark.parametrize("config", SETTINGS.values(), ids=SETTINGS)
 SOLVERS = (DDIMScheduler, EulerDiscreteScheduler, DPMSolverMultistepScheduler)
@@ -231,11 +232,11 @@ def test_guidance_in_an_interval_is_the_same_whichever_prompt_comes_first(config
         return latents
 
     # Calls on one sample would share the plan of the first, which compares the tokens of its prompt.
-    own_plans = dataclasses.replace(config.plans, guidance=False)
-    for settings in (config, dataclasses.replace(config, plans=own_plans)):
+    own_plans = dataclasses.replace(config.merge_sharing, guidance=False)
+    for settings in (config, dataclasses.replace(config, merge_sharing=own_plans)):
         apply_token_merging(pipe, settings)
         after, before = loop(0), loop(1)
-        if config.reuse.on or not settings.plans.guidance:
+        if config.reuse.on or not settings.merge_sharing.guidance:
             assert torch.equal(after, before)
         assert misfits(unet) == 0
 
@@ -517,4 +518,4 @@ def test_what_a_cache_leaves_out_is_noticed_and_not_extrapolated(name):
     assert "other code left out what should have run in a step" in told[0]
     assert torch.equal(found[1], found[0])
     # Step 2 would extrapolate from two runs, and there was one.
-    assert kinds[:3] == ["unmerged", "reused", "unmerged"]
+    assert kinds[:3] == [StepKind.FULL, StepKind.SKIPPED, StepKind.FULL]

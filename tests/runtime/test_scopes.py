@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from tokenmerge import (
     ConfigError,
+    MergeSharing,
     NothingToMergeError,
-    PlanSharing,
     ToMeConfig,
     UnsupportedModelError,
     apply_token_merging,
@@ -97,8 +97,8 @@ def test_blocks_with_one_plan_are_merged_once(combine, monkeypatch):
     seen = []
     first.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     second.register_forward_hook(lambda module, args, result: seen.append(result))
-    sharing = PlanSharing(blocks=True)
-    config = ToMeConfig(**HALF, max_downsample=2, scope="block", combine=combine, plans=sharing)
+    sharing = MergeSharing(blocks=True)
+    config = ToMeConfig(**HALF, max_downsample=2, scope="block", combine=combine, merge_sharing=sharing)
     with torch.no_grad():
         patch = apply_token_merging(unet, config)
         unet(**arguments, added_cond_kwargs=conditions)

@@ -32,8 +32,8 @@ from tests.runtime.test_steps_in_pipelines import draw
 from tokenmerge import (
     ConfigError,
     Correction,
+    MergeSharing,
     ModelInUseError,
-    PlanSharing,
     StepReuse,
     ToMeConfig,
     apply_patch,
@@ -55,13 +55,13 @@ HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 2}
 # features of the step before.
 SETTINGS: dict[str, dict[str, Any]] = {
     "merging": {},
-    "shared plans": {"plans": PlanSharing(blocks=True)},
+    "shared plans": {"merge_sharing": MergeSharing(blocks=True)},
     "corrected": {"correction": Correction(every=3)},
     "reused": {"reuse": StepReuse(every=2)},
-    "plans kept": {"plans": PlanSharing(every=3)},
+    "plans kept": {"merge_sharing": MergeSharing(every=3)},
     "importance": {"planner": "importance"},
     "residuals": {"features": "residual"},
-    "residuals of the model": {"features": "model_residual", "plans": PlanSharing(blocks=True)},
+    "residuals of the model": {"features": "model_residual", "merge_sharing": MergeSharing(blocks=True)},
 }
 WITHOUT_STEPS = ("merging", "shared plans")
 ALL = pytest.mark.parametrize("name", SETTINGS)

@@ -23,8 +23,8 @@ from torch import Tensor
 from tokenmerge import (
     ConfigError,
     Correction,
+    MergeSharing,
     Patch,
-    PlanSharing,
     StepReuse,
     ToMeConfig,
     ViTConfig,
@@ -32,7 +32,8 @@ from tokenmerge import (
     token_merging,
 )
 from tokenmerge.config import dense_outside
-from tokenmerge.runtime.memory.run_log import StepLog, clock, seconds_between
+from tokenmerge.plans.generation import StepKind
+from tokenmerge.runtime.memory.run_log import StepLog, StepRow, clock, seconds_between
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
@@ -76,27 +77,21 @@ def test_recording_changes_nothing_and_waits_for_nothing(pipe, name):
     assert len(patch.steps) == STEPS
 
 
-def test_of_the_steps_some_are_full_some_reused_and_some_dense(pipe):
+def test_of_the_steps_some_are_full_some_shallow_and_some_dense(pipe):
     kinds = {name: [] for name in SETTINGS}
     for name in SETTINGS:
         patch = recording(pipe, name)
         draw(pipe, STEPS)
-        kinds[name] = [row.kind for row in patch.steps]
+        kinds[name] = [(row.step_kind, row.merging_calls > 0) for row in patch.steps]
         assert [row.step for row in patch.steps] == list(range(STEPS))
-    assert kinds["every step"] == ["merged"] * STEPS
-    assert kinds["until"] == ["merged"] * 4 + ["unmerged"] * 4
-    assert kinds["corrected"] == [
-        "unmerged",
-        "merged",
-        "merged",
-        "unmerged",
-        "merged",
-        "merged",
-        "unmerged",
-        "merged",
-    ]
+    merges = ("full", True)
+    is_dense = ("full", False)
+    assert kinds["every step"] == [merges] * STEPS
+    assert kinds["until"] == [merges] * 4 + [is_dense] * 4
+    corrected = [is_dense, merges, merges]
+    assert kinds["corrected"] == [*corrected, *corrected, *corrected][:STEPS]
     full = SETTINGS["reused"].reuse.steps_of(STEPS).full
-    assert kinds["reused"] == ["merged" if i in full else "reused" for i in range(STEPS)]
+    assert kinds["reused"] == [merges if i in full else ("shallow", True) for i in range(STEPS)]
 
 
 @ALL
@@ -107,13 +102,13 @@ def test_tokens_and_blocks_are_those_of_the_plans(pipe, name):
         draw(pipe, STEPS)
     rows = patch.steps.rows
     shapes = [(p.plan.inverse.shape[1], p.plan.keep.shape[1]) for p in plans.values()]
-    merging = [row for row in rows if row.kind == "merged"]
+    merging = [row for row in rows if row.step_kind == "full" and row.merging_calls]
     assert {row.merging_calls for row in merging} == {len(plans)}
     assert {(row.tokens, row.merged_tokens) for row in merging} == {max(shapes)}
     for row in rows:
-        if row.kind == "unmerged":
+        if row.step_kind == "full" and not row.merging_calls:
             assert (row.merging_calls, row.tokens, row.merged_tokens) == (0, None, None)
-        if row.kind == "reused":  # the finest level of the UNet runs
+        if row.step_kind == "shallow":
             assert 0 < row.merging_calls < len(plans)
 
 
@@ -121,7 +116,7 @@ def test_the_plan_of_another_run_is_not_shown_beside_the_steps(pipe):
     """The handle knows the settings of the run that began last, in whichever thread."""
     patch = recording(pipe, "reused")
     draw(pipe, STEPS)
-    assert "".join(row.sign for row in patch.steps) == patch.report().plan
+    assert "".join(row.sign for row in patch.steps) == patch.report().step_signs
     run = patch._state.last_run
     run.config = dataclasses.replace(run.config, reuse=StepReuse())
     assert {row.sign for row in patch.steps} == {""}
@@ -277,7 +272,7 @@ def test_blocks_that_are_compiled_record_as_others_do_in_as_many_graphs(shared):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         model = model_of(family)
-        patch = apply_token_merging(model, ToMeConfig(ratio=0.5, plans=PlanSharing(guidance=shared)))
+        patch = apply_token_merging(model, ToMeConfig(ratio=0.5, merge_sharing=MergeSharing(guidance=shared)))
         if record:
             patch.record_steps()
         model.compile_repeated_blocks(fullgraph=True, backend="eager")
@@ -296,19 +291,19 @@ def test_blocks_that_are_compiled_record_as_others_do_in_as_many_graphs(shared):
     assert rows[0].merged_tokens == rows[0].tokens // 2
 
 
-def test_a_step_is_of_the_kind_of_the_call_that_leaves_out_most():
+def test_a_step_is_of_the_kind_of_the_call_that_runs_least():
     kinds = [
-        ("unmerged", "merged"),
-        ("reused", "unmerged"),
-        ("merged", "reused", "unmerged"),
-        ("unmerged",) * 2,
+        (StepKind.SHALLOW, StepKind.FULL),
+        (StepKind.SKIPPED, StepKind.FULL),
+        (StepKind.FULL, StepKind.SKIPPED, StepKind.SHALLOW),
+        (StepKind.FULL,) * 2,
     ]
     log, generation = StepLog(), Generation(0)
     for index, calls in enumerate(kinds):
         for kind in calls:
             log.begin_call(DenoisingStep(index, 4, generation), kind, torch.device("cpu"))
             log.end_call()
-    assert [row.kind for row in log.rows()] == ["merged", "reused", "reused", "unmerged"]
+    assert [row.step_kind for row in log.rows()] == ["shallow", "skipped", "skipped", "full"]
 
 
 def test_the_table_says_it_all(pipe):
@@ -329,9 +324,20 @@ def test_the_table_says_it_all(pipe):
     ]
     assert first.tokens in (side * side, pipe.unet.config.sample_size**2)
     assert lines[5].split()[:3] == ["3", "D", "0"]
-    assert lines[6] == "note: M in 2 steps: the whole model runs, and tokens merge"
+    assert lines[6] == "note: M in 2 full steps: the whole model runs, and tokens merge"
     assert "<table>" in patch.steps._repr_html_()
-    assert patch.steps.to_dicts()[3]["kind"] == patch.steps[3].kind == "unmerged"
+    assert patch.steps.to_dicts()[3]["step_kind"] == patch.steps[3].step_kind == "full"
+
+
+def test_the_former_word_for_the_kind_of_a_step_is_told_with_a_warning():
+    rows = {
+        "merged": StepRow(0, "full", 4, 64, 32, 0.1),
+        "unmerged": StepRow(1, "full", 0, None, None, 0.1),
+        "reused": StepRow(2, "shallow", 2, 64, 32, 0.1),
+    }
+    for former, row in rows.items():
+        with pytest.warns(DeprecationWarning, match="step_kind"):
+            assert row.kind == former
 
 
 def test_what_is_alike_in_all_steps_stands_in_the_title(pipe):

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tokenmerge import (
     ConfigError,
     Correction,
-    PlanSharing,
+    MergeSharing,
     StepReuse,
     ToMeConfig,
     UnsupportedModelError,
@@ -97,12 +97,12 @@ def equal(results: list[Tensor], others: list[Tensor]) -> list[bool]:
             [0, 3, 4, 5],
         ),  # no merged step follows the second
         # A plan that is still held, and its corrections, are not for a step that does not merge.
-        ({"plans": PlanSharing(every=6), "rules": dense_outside(0, 0.5)}, [3, 4, 5]),
+        ({"merge_sharing": MergeSharing(every=6), "rules": dense_outside(0, 0.5)}, [3, 4, 5]),
         ({"correction": Correction(every=6), "rules": dense_outside(0, 0.5)}, [0, 3, 4, 5]),
-        ({"plans": PlanSharing(every=6), "rules": [{"start": 0.34, "until": 0.5, "ratio": 0}]}, [2]),
+        ({"merge_sharing": MergeSharing(every=6), "rules": [{"start": 0.34, "until": 0.5, "ratio": 0}]}, [2]),
         ({"rules": dense_outside(0.5, 1)}, [0, 1, 2]),
         ({"rules": dense_outside(0.3, 0.8)}, [0, 1, 5]),
-        ({"plans": PlanSharing(every=6), "rules": dense_outside(0.5, 1)}, [0, 1, 2]),
+        ({"merge_sharing": MergeSharing(every=6), "rules": dense_outside(0.5, 1)}, [0, 1, 2]),
         ({"reuse": StepReuse(every=2), "rules": dense_outside(0.5, 1)}, [0, 1, 2]),
         # The first step that may merge corrects, however long ago a correction was due.
         ({"correction": Correction(every=3), "rules": dense_outside(0.3, 1)}, [0, 1, 2, 5]),
@@ -125,7 +125,7 @@ def test_phases_have_plans_of_their_own():
     _, plans = Loop(
         hosts.unet(),
         hosts.inputs(1),
-        plans=PlanSharing(every=6),
+        merge_sharing=MergeSharing(every=6),
         rules=[{"start": 0.5, "ratio": 0.25}],
     ).run()
     assert [len(last) for _, last in plans] == [128, 128, 128, 192, 192, 192]
@@ -133,7 +133,7 @@ def test_phases_have_plans_of_their_own():
 
 @pytest.mark.parametrize("share", [False, True])
 def test_plans_last_for_so_many_steps(share):
-    _, plans = Loop(hosts.unet(), hosts.inputs(1), plans=PlanSharing(every=3, blocks=share)).run()
+    _, plans = Loop(hosts.unet(), hosts.inputs(1), merge_sharing=MergeSharing(every=3, blocks=share)).run()
     assert plans[0] == plans[1] == plans[2]
     assert plans[3] == plans[4] == plans[5]
     assert plans[2] != plans[3]
@@ -142,7 +142,7 @@ def test_plans_last_for_so_many_steps(share):
 
 def test_blocks_share_a_plan_within_a_call_without_steps():
     unet = hosts.unet()
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, plans=PlanSharing(blocks=True)))
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, merge_sharing=MergeSharing(blocks=True)))
     seen = []
     for seed in (0, 1):
         with patch.record() as recorded:
@@ -339,7 +339,7 @@ def test_full_steps_lie_where_the_settings_say():
     assert StepReuse(every=100).steps_of(20).full == (0, 1, 19)
     given = StepReuse(full_steps=(0, 0.05, 0.5, 1), shallow_steps=(0.25, 0.75)).steps_of(21)
     assert given.full == (0, 1, 10, 20)
-    assert given.shallow == (0, 1, 5, 10, 15, 20)
+    assert given.finest == (0, 1, 5, 10, 15, 20)
     unet, ran = hosts.unet(), []
     patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse=StepReuse(full_steps=(0, 0.2, 0.6, 1))))
     unet.mid_block.resnets[0].register_forward_hook(lambda *_: ran.append(index))
@@ -369,10 +369,10 @@ def test_full_steps_are_some_of_those_that_run_the_finest_level():
     for steps in range(3, 60):
         for every, shallow_every in ((3, 2), (4, 1.6), (8, 3), (2.4, 2.4), (5, 1)):
             runs = StepReuse(every=every, shallow_every=shallow_every).steps_of(steps)
-            assert {0, 1, steps - 1} <= set(runs.full) <= set(runs.shallow)
+            assert {0, 1, steps - 1} <= set(runs.full) <= set(runs.finest)
             assert runs.full == tuple(sorted(set(runs.full)))
             assert len(runs.full) == len(StepReuse(every=every).steps_of(steps).full)
-            assert runs.shallow == StepReuse(every=shallow_every).steps_of(steps).full
+            assert runs.finest == StepReuse(every=shallow_every).steps_of(steps).full
 
 
 @pytest.mark.parametrize(("path", "reuse"), [("up_blocks.0", (2, 1)), ("up_blocks.1", (2, 2))])
@@ -472,7 +472,7 @@ KEEPING = pytest.mark.parametrize(
         {"correction": Correction(every=2)},
         {"reuse": StepReuse(every=2)},
         {"reuse": StepReuse(every=2, shallow_every=2)},
-        {"planner": "importance", "plans": PlanSharing(every=2)},
+        {"planner": "importance", "merge_sharing": MergeSharing(every=2)},
         {"features": "residual"},
         {"features": "model_residual"},
     ],
@@ -612,7 +612,7 @@ def test_a_new_generation_begins_anew():
 
 def test_copies_and_pickles_take_nothing_of_a_generation():
     unet, arguments = hosts.unet(), hosts.inputs()
-    loop = Loop(unet, arguments, correction=Correction(every=4), plans=PlanSharing(blocks=True))
+    loop = Loop(unet, arguments, correction=Correction(every=4), merge_sharing=MergeSharing(blocks=True))
     loop.patch.at_step(0, 6)
     hosts.call(unet, **arguments)
     assert kept(unet)
@@ -639,7 +639,7 @@ def test_copies_take_nothing_of_what_guidance_changed():
 def test_a_model_alone_has_to_be_told_the_step():
     unet = hosts.unet()
     patch = apply_token_merging(
-        unet, ToMeConfig(**HALF, rules=dense_outside(0, 0.5), plans=PlanSharing(every=2))
+        unet, ToMeConfig(**HALF, rules=dense_outside(0, 0.5), merge_sharing=MergeSharing(every=2))
     )
     with pytest.raises(
         ConfigError, match=r"rules\[0\]=\{'start': 0\.5, .* and plans\.every=2: .* patch\.at_step\(i, steps\)"
@@ -664,7 +664,7 @@ def test_gradient_checkpointing_runs_blocks_again_with_the_plan_that_they_share(
         unet = hosts.unet().train()
         if checkpoints:
             unet.enable_gradient_checkpointing()
-        apply_token_merging(unet, ToMeConfig(**HALF, plans=PlanSharing(blocks=True)))
+        apply_token_merging(unet, ToMeConfig(**HALF, merge_sharing=MergeSharing(blocks=True)))
         unet(**arguments).sample.square().mean().backward()
         gradients.append([parameter.grad for parameter in unet.parameters()])
     for plain, again in zip(*gradients, strict=True):
@@ -680,7 +680,7 @@ def _again_with(timestep: float, side: int = 16) -> dict[str, Any]:
     [
         {},
         {"scope": "block"},
-        {"plans": PlanSharing(blocks=True)},
+        {"merge_sharing": MergeSharing(blocks=True)},
         {"rules": [{"until": 0.5, "ratio": 0.6}, {"start": 0.5, "ratio": 0.4}]},
         {"ratio": 0.25},
         {"features": "model_residual"},
@@ -733,7 +733,7 @@ WAN = "WanTransformer3DModel"
         (WAN, {"correction": Correction(every=2), "reuse": StepReuse(every=2)}, 3),
         # Residuals are cached and read outside the graph, which gets a plan.
         ("UNet", {"features": "residual"}, 1),
-        (WAN, {"features": "model_residual", "plans": PlanSharing(blocks=True)}, 1),
+        (WAN, {"features": "model_residual", "merge_sharing": MergeSharing(blocks=True)}, 1),
         (WAN, {"features": "residual", "reuse": StepReuse(every=2)}, 1),
     ],
 )

@@ -15,8 +15,8 @@ from tiny_pipeline import UNET
 
 from tokenmerge import (
     Correction,
+    MergeSharing,
     NothingToMergeError,
-    PlanSharing,
     StepReuse,
     ToMeConfig,
     apply_patch,
@@ -30,7 +30,7 @@ HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 2}
 SETTINGS = {
     "merging": ToMeConfig(**HALF),
     "blocks": ToMeConfig(**HALF, scope="block", planner="tiled"),
-    "plans kept": ToMeConfig(**HALF, plans=PlanSharing(every=3, blocks=True)),
+    "plans kept": ToMeConfig(**HALF, merge_sharing=MergeSharing(every=3, blocks=True)),
     "corrected": ToMeConfig(**HALF, correction=Correction(every=2)),
     "reused": ToMeConfig(**HALF, reuse=StepReuse(every=2)),
 }

@@ -23,7 +23,8 @@ from torch.torch_version import TorchVersion
 
 from tokenmerge import ConfigError, ToMeConfig, ViTConfig, apply_token_merging
 from tokenmerge.config import read_metadata
-from tokenmerge.runtime.memory.run_log import ForecastError, RunLog, shown_by
+from tokenmerge.plans.generation import StepKind
+from tokenmerge.runtime.memory.run_log import ForecastError, RunLog, observations_of
 from tokenmerge.runtime.patching.patch import state_of
 
 SPEEDUP, HIGHEST = 1.5, 100
@@ -101,7 +102,7 @@ def test_from_the_plan_of_the_speedup_to_the_dense_picture(kind, tolerances):
     for tolerance in tolerances:
         with apply(pipe, tolerance):
             runs[tolerance] = pipe(), complete(pipe)
-            assert last_run(pipe).kinds["reused"] <= 12 - planned
+            assert last_run(pipe).kinds[StepKind.SHALLOW] <= 12 - planned
     assert torch.equal(runs[1][0], plan)
     assert torch.equal(runs[HIGHEST][0], dense)
     counts = [count for _, count in runs.values()]
@@ -140,7 +141,7 @@ def test_of_a_batch_the_largest_errors_count():
     def largest(*errors: float) -> Mapping[str, Mapping[int, float]]:
         log = RunLog(ToMeConfig(), len(errors), (), 1, 12)
         log.errors = [ForecastError(3, "deep", 2, torch.tensor(errors))]
-        return shown_by([log]).errors
+        return observations_of([log]).errors
 
     assert largest(0.25, 0.5, 0.125) == {"deep": {3: 0.5}}
     assert math.isnan(largest(0.25, math.nan)["deep"][3])
@@ -191,7 +192,7 @@ def test_prompts_in_calls_of_their_own_follow_one_decision():
             decided = []
             for seed in (1, 2):
                 pipe.unet(sample, 1000 - index, torch.randn(1, 4, 16, generator=at(seed)))
-                decided.append(state_of(pipe.unet).context.decision.runs)
+                decided.append(state_of(pipe.unet).context.decision.kind)
             assert decided[0] is decided[1]
             kinds.append(decided[0])
     assert len(set(kinds)) > 1
@@ -276,7 +277,7 @@ def test_metadata_give_the_same_picture():
     pipe = Unet()
     with apply(pipe, 30) as patch:
         picture, line = pipe(), patch.metadata()
-    assert line.startswith("Token merging: speed-up 1.5, min_psnr 30, {")
+    assert line.startswith("Token merging: speedup=1.5, min_psnr=30, {")
     patch = apply_token_merging(pipe, read_metadata(line))
     assert torch.equal(pipe(), picture)
     patch.remove()

@@ -25,6 +25,7 @@ from torch import nn
 
 import tokenmerge.default_method
 from tokenmerge import StepReuse, ToMeConfig, UnsupportedModelError, apply_token_merging, token_merging
+from tokenmerge.plans.generation import StepKind
 from tokenmerge.report import predict
 from tokenmerge.runtime.memory.state import BlockState, LayerState
 from tokenmerge.runtime.patching.patch import state_of
@@ -99,7 +100,8 @@ def test_a_controller_counts_every_step(pipe, speedup, patched_first):
     assert str(patch).count("left alone: what Controller at ") == 1
     assert "12 steps" in str(patch)
     assert "\n  warning: " not in str(patch)  # its images are the dense ones
-    assert state_of(pipe.unet).last_run.kinds == {"unmerged": 12}
+    assert state_of(pipe.unet).last_run.kinds == {StepKind.FULL: 12}
+    assert not state_of(pipe.unet).last_run.merging_steps
     assert "0.0 % of the operations saved" in str(patch)
     assert controller.steps == 2 * STEPS  # no report has called it
 
@@ -112,7 +114,7 @@ def test_without_it_the_same_patch_is_as_before(pipe):
         draw(pipe)
     pipe.unet.set_attn_processor(AttnProcessor2_0())
     assert torch.equal(draw(pipe), before)
-    assert state_of(pipe.unet).kept.note == ""
+    assert state_of(pipe.unet).left_alone.note == ""
 
 
 def test_a_plain_pipeline_has_none(pipe):
@@ -130,7 +132,8 @@ def test_maps_of_cross_attention_leave_self_attention_merging(pipe):
         draw(pipe)
     assert controller.steps == STEPS
     assert any(path.endswith("attn1") for path in merging(pipe.unet))
-    assert state_of(pipe.unet).last_run.kinds == {"merged": STEPS}
+    assert state_of(pipe.unet).last_run.kinds == {StepKind.FULL: STEPS}
+    assert state_of(pipe.unet).last_run.merging_steps == {*range(STEPS)}
 
 
 def test_an_attention_map_read_by_a_hook_is_of_all_tokens_in_each_step(pipe):
@@ -167,7 +170,7 @@ def test_a_hook_at_the_finest_level_lets_deep_stages_be_skipped(pipe):
     with left_alone():
         draw(pipe, guidance_scale=3.0)
     assert ran[shallow] == STEPS
-    assert "reused" in state_of(pipe.unet).last_run.kinds
+    assert StepKind.SHALLOW in state_of(pipe.unet).last_run.kinds
     pipe.unet.get_submodule(deep).register_forward_pre_hook(partial(count, deep))
     with left_alone():
         draw(pipe, guidance_scale=3.0)
@@ -360,7 +363,7 @@ def test_blocks_of_a_transformer(where, speedup):
             results.append(call(model, arguments))
     assert len(seen) == 8
     assert all(result[1].shape[1] == 64 or result[0].shape[1] == 64 for result in seen)
-    assert state_of(model).last_run.kinds["reused"] == 0
+    assert state_of(model).last_run.kinds[StepKind.SHALLOW] == 0
     others = [row.path for row in patch.report(8, 8, batch=1).rows]
     assert "transformer_blocks.1" not in others
     assert bool(others) == (where != "all")
@@ -399,7 +402,7 @@ def test_perturbed_attention_guidance_is_as_before(pipe):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         draw(guided, pag_scale=3.0)
-    assert state_of(pipe.unet).last_run.kinds["reused"]
+    assert state_of(pipe.unet).last_run.kinds[StepKind.SHALLOW]
     assert "left alone" not in str(patch)
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from tokenmerge import Correction, PlanSharing, StepReuse, ToMeConfig
+from tokenmerge import Correction, MergeSharing, StepReuse, ToMeConfig
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import facts_of, speedup_of
 from tokenmerge.report import predict
 from tokenmerge_tools.bench.loaded_model import GEOMETRIES
 from tokenmerge_tools.demo import path
 
-MERGING = ToMeConfig(ratio=0.5, max_downsample=8, planner="tiled", plans=PlanSharing(blocks=True))
+MERGING = ToMeConfig(ratio=0.5, max_downsample=8, planner="tiled", merge_sharing=MergeSharing(blocks=True))
 REUSE = StepReuse(every=3, shallow_every=2)
 SETTINGS = {
     "layers": MERGING,

@@ -4,8 +4,10 @@
 levels and steps. ``at_step`` and ``at_level`` apply them one after the other; the last returns the
 ``MergeSettings`` that planners and blocks get.
 
-Imports only ``errors``, and no torch.
+Imports only ``errors`` and ``warn``, and no torch.
 """
+
+from typing import Any
 
 from tokenmerge.config.json_file import (
     FoundFor,
@@ -17,7 +19,7 @@ from tokenmerge.config.json_file import (
     save_config,
     to_metadata,
 )
-from tokenmerge.config.parts import Correction, PlanSharing, StepReuse, check_known, flat
+from tokenmerge.config.parts import Correction, MergeSharing, StepReuse, check_known, flat
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
     COMPARES_NOTHING,
@@ -31,6 +33,7 @@ from tokenmerge.config.settings import (
     highest_ratio,
 )
 from tokenmerge.config.tome import SETTINGS, Rule, ToMeConfig, dense_outside
+from tokenmerge.warn import warn_renamed
 
 __all__ = [
     "CACHED_FEATURES",
@@ -44,7 +47,7 @@ __all__ = [
     "Correction",
     "FoundFor",
     "MergeSettings",
-    "PlanSharing",
+    "MergeSharing",
     "Rule",
     "SavedSettings",
     "StepReuse",
@@ -61,3 +64,11 @@ __all__ = [
     "save_config",
     "to_metadata",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class by its former name, with a warning (PEP 562)."""
+    if name == "PlanSharing":
+        warn_renamed("tokenmerge.config.PlanSharing", "tokenmerge.config.MergeSharing")
+        return MergeSharing
+    raise AttributeError(f"module 'tokenmerge.config' has no attribute {name!r}")

@@ -14,7 +14,7 @@ import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NoReturn, TypeVar
 
-from tokenmerge.errors import ConfigError, shown
+from tokenmerge.errors import ConfigError, short_repr
 
 Check = Callable[[str, Any], Any]
 V = TypeVar("V", bound="Value")
@@ -44,7 +44,7 @@ def unchecked(value: V, **fields: Any) -> V:
 
 def refuse(name: str, wanted: str, value: object) -> NoReturn:
     """Raise the error that says what a setting takes and what it was given."""
-    raise ConfigError(f"{name}: expected {wanted}, got {shown(value)}")
+    raise ConfigError(f"{name}: expected {wanted}, got {short_repr(value)}")
 
 
 def check_fields(settings: object, prefix: str, checks: Mapping[str, Check]) -> None:

@@ -27,15 +27,18 @@ from tokenmerge.config.checks import (
     optional,
     refuse,
 )
+from tokenmerge.config.former import takes_former_names
 from tokenmerge.config.origin import is_default
 from tokenmerge.config.tome import ToMeConfig
-from tokenmerge.errors import ConfigError, shown
+from tokenmerge.errors import ConfigError, short_repr
+from tokenmerge.warn import warn_renamed
 
 VERSION = 1
 VERSION_OF_PLANS = 2
 NAME = "Token merging"
 
 
+@takes_former_names(solver="scheduler")
 @dataclasses.dataclass(frozen=True)
 class FoundFor:
     """The kind of generation that a search found settings for. A field is None if it was not recorded.
@@ -48,14 +51,14 @@ class FoundFor:
     height: int  # of the latents, ≥ 1
     width: int
     steps: int
-    solver: str | None = None  # class of the scheduler
+    scheduler: str | None = None  # its class
     guidance: float | None = None  # scale of classifier-free guidance, ≥ 0, which is 1 without it
 
     def __post_init__(self) -> None:
         name_of_class = of_type(str, "the name of a class")
         checks = {
             "model": name_of_class,
-            "solver": optional(name_of_class),
+            "scheduler": optional(name_of_class),
             "height": integer(1),
             "width": integer(1),
             "steps": integer(1, MOST_STEPS),
@@ -63,12 +66,18 @@ class FoundFor:
         }
         check_fields(self, "for.", checks)
 
+    @property
+    def solver(self) -> str | None:
+        """The former name of ``scheduler``."""
+        warn_renamed("FoundFor.solver", "FoundFor.scheduler")
+        return self.scheduler
+
     def differences(
         self,
         model: str | None = None,
         size: tuple[int, int] | None = None,
         steps: int | None = None,
-        solver: str | None = None,
+        scheduler: str | None = None,
         guidance: float | None = None,
     ) -> list[str]:
         """Return the differences, each as a part of a sentence. Arguments that are None are not compared.
@@ -80,7 +89,7 @@ class FoundFor:
             ("{}, not {}", self.model, model),
             ("latents of {0[0]} × {0[1]}, not {1[0]} × {1[1]}", (self.height, self.width), size),
             ("{} steps, not {}", self.steps, steps),
-            ("{}, not {}", self.solver, solver),
+            ("{}, not {}", self.scheduler, scheduler),
             ("guidance {:g}, not {:g}", self.guidance, guidance),
         )
         differing = [one for one in compared if None not in one and one[1] != one[2]]
@@ -191,7 +200,7 @@ def read_metadata(text: str) -> ToMeConfig:
     Raises:
         ConfigError: there is no such line, or a setting in it is unknown or out of range.
 
-    >>> read_metadata(to_metadata(ToMeConfig(ratio=0.4), "speed-up 2"))
+    >>> read_metadata(to_metadata(ToMeConfig(ratio=0.4), "speedup=2"))
     ToMeConfig(ratio=0.4)
     """
     decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
@@ -246,5 +255,5 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         ((twice, times),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ConfigError(f"{shown(twice)}: expected once, got it {times} times")
+        raise ConfigError(f"{short_repr(twice)}: expected once, got it {times} times")
     return found

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-DEFAULT = "speed-up"  # the name of the default method, before the number that was asked for
+DEFAULT = "speedup"  # the argument that asks for the default method
 RATIO = "ratio"  # the name of token merging alone
 
 
 def is_default(method: str) -> bool:
     """Return whether settings with this name are those of the default method.
 
-    >>> is_default("speed-up 2, min_psnr 35"), is_default("speed-up.json")
+    >>> is_default("speedup=2, min_psnr=35"), is_default("speedup.json")
     (True, False)
     """
-    return method.split(" ")[0] == DEFAULT
+    return method.partition("=")[0] == DEFAULT
 
 
 def named(method: str, given: str) -> str:
@@ -21,7 +21,7 @@ def named(method: str, given: str) -> str:
     ``method`` is the name of the settings, as the handle of a patch has it, or an empty string if the user
     gave them all.
 
-    >>> named("", "reuse.every=3"), named("speed-up 2", "reuse.every=3"), named("sdtm", "reuse.every=3")
+    >>> named("", "reuse.every=3"), named("speedup=2", "reuse.every=3"), named("sdtm", "reuse.every=3")
     ('reuse.every=3', 'the default method', "'sdtm' with reuse.every=3")
     """
     if is_default(method):
@@ -34,7 +34,7 @@ def instead(method: str, change: str) -> str:
 
     >>> instead("", "take reuse.every=1"), instead("tuned.json", "take reuse.every=1")
     ('take reuse.every=1', "take reuse.every=1 in 'tuned.json'")
-    >>> instead("speed-up 2", "take reuse.every=1")
+    >>> instead("speedup=2", "take reuse.every=1")
     'pass settings of your own, such as ToMeConfig(ratio=0.5)'
     """
     if method.endswith(".json"):

@@ -20,18 +20,19 @@ from tokenmerge.config.checks import (
     refuse,
     switch,
 )
-from tokenmerge.errors import ConfigError, nearest_of, shown
+from tokenmerge.config.former import current_name
+from tokenmerge.errors import ConfigError, nearest_of, short_repr
 
 _EXACT = 2**53  # floats represent every integer up to here
 QUOTIENT_ROUNDING = 1e-9  # keeps a quotient that is a whole number from being rounded down to the one below
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class PlanSharing(Value):
-    """How long a plan is used, and which blocks and prompts share it.
+class MergeSharing(Value):
+    """How long a merge plan is used, and which blocks and prompts share it.
 
-    A plan says which tokens merge with which. Making one takes time, so using it more than once saves time.
-    But a plan that was made for other tokens fits a little worse.
+    A merge plan says which tokens merge with which. Making one takes time, so using it more than once saves
+    time. But a plan that was made for other tokens fits a little worse.
 
     Args:
         every: a plan is used for this many denoising steps, ≥ 1. Raising it makes planning cheaper and the
@@ -56,7 +57,7 @@ class PlanSharing(Value):
     guidance: bool = True
 
     def __post_init__(self) -> None:
-        check_fields(self, "plans.", {"every": integer(1), "blocks": switch, "guidance": switch})
+        check_fields(self, "merge_sharing.", {"every": integer(1), "blocks": switch, "guidance": switch})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -129,7 +130,7 @@ class StepReuse(Value):
     extrapolation is damped if the output did not keep changing in the same direction. The cache holds two
     outputs of each skipped part.
 
-    A full step runs the whole model. The first two steps and the last one are complete, and the others
+    A full step runs the whole model. The first two steps and the last one are full, and the others
     are evenly spaced between them. diffusers' own caches cannot run at the same time.
 
     Args:
@@ -186,23 +187,23 @@ class StepReuse(Value):
         """Return which steps of a generation of ``steps`` ≥ 1 steps run which part.
 
         >>> StepReuse(every=4, shallow_every=2).steps_of(8)
-        StepsOfReuse(full=(0, 1, 7), shallow=(0, 1, 3, 5, 7))
+        StepsOfReuse(full=(0, 1, 7), finest=(0, 1, 3, 5, 7))
         >>> StepReuse(full_steps=(0, 0.5, 1)).steps_of(20).full
         (0, 10, 19)
         """
         if self.full_steps:
             full = {round(place * (steps - 1)) for place in self.full_steps}
-            shallow = full | {round(place * (steps - 1)) for place in self.shallow_steps}
-            return StepsOfReuse(tuple(sorted(full)), tuple(sorted(shallow)))
-        finest = _evenly(tuple(range(steps)), steps, self.shallow_every)
-        return StepsOfReuse(_evenly(finest, steps, self.every), finest)
+            finest = full | {round(place * (steps - 1)) for place in self.shallow_steps}
+            return StepsOfReuse(tuple(sorted(full)), tuple(sorted(finest)))
+        run_finest = _evenly(tuple(range(steps)), steps, self.shallow_every)
+        return StepsOfReuse(_evenly(run_finest, steps, self.every), run_finest)
 
 
 class StepsOfReuse(NamedTuple):
     """Which steps of a generation run which part of the model, by their index."""
 
     full: tuple[int, ...]  # the full steps, which run the whole model
-    shallow: tuple[int, ...]  # those that run the finest level of a UNet; all full steps are among them
+    finest: tuple[int, ...]  # those that run the finest level of a UNet: the full and the shallow steps
 
 
 def _evenly(among: tuple[int, ...], steps: int, every: float) -> tuple[int, ...]:
@@ -215,7 +216,11 @@ def _evenly(among: tuple[int, ...], steps: int, every: float) -> tuple[int, ...]
 
 
 # The classes that a ToMeConfig nests, by the name of their field.
-PARTS: Mapping[str, type] = {"plans": PlanSharing, "correction": Correction, "reuse": StepReuse}
+PARTS: Mapping[str, type] = {
+    "merge_sharing": MergeSharing,
+    "correction": Correction,
+    "reuse": StepReuse,
+}
 
 # What took the place of removed settings. docs/tried-and-removed.md says why they were removed.
 REPLACED: Mapping[str, str] = {
@@ -232,7 +237,7 @@ def check_known(names: Iterable[object], known: Collection[str]) -> None:
     unknown = [str(name) for name in names if name not in known]
     if not unknown:
         return
-    got = ", ".join(map(shown, unknown))
+    got = ", ".join(map(short_repr, unknown))
     instead = {name: REPLACED.get(name) or REPLACED.get(name.partition(".")[0]) for name in unknown}
     hints = "".join(f"; take {new} instead of {name}" for name, new in instead.items() if new is not None)
     raise ConfigError(
@@ -243,7 +248,8 @@ def check_known(names: Iterable[object], known: Collection[str]) -> None:
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted name.
 
-    A nested part is an object, which gives all its fields, or a mapping, which gives some of them.
+    A nested part is an object, which gives all its fields, or a mapping, which gives some of them. Former
+    names become the current ones, with a warning.
 
     Raises:
         ConfigError: a setting is given twice.
@@ -252,7 +258,8 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     {'ratio': 0.4, 'correction.every': 2}
     """
     found: dict[str, Any] = {}
-    for name, value in settings.items():
+    for given_name, value in settings.items():
+        name = current_name(given_name)
         part = PARTS.get(name)
         fields = vars(value) if part and isinstance(value, part) else value
         nests = part is not None and isinstance(fields, Mapping)

@@ -142,14 +142,16 @@ class MergeSettings(Value):
             - ``"importance"``: destinations are drawn where guidance changes the image most (arXiv
               2411.16720).
             - ``"toma"``: each token is shared out over several destinations of its cell (arXiv 2509.10918).
-              It needs large cells and takes long to plan, so keep plans for several steps (``plans.every``).
+              It needs large cells and takes long to plan, so keep plans for several steps
+              (``merge_sharing.every``).
         features: what the planner compares; docs/methods/features.md says which is closest on which model.
 
             - ``"input"``: the tokens that the block is called with. It costs nothing.
             - ``"residual"``: what the block added to each token at the step before (after arXiv 2605.22011).
               It costs the memory of one residual for each block that plans, which the report counts.
             - ``"model_residual"``: what all blocks of the level together added at the step before, one
-              residual for all. Use it in transformers, with ``plans.blocks``, so that they have one plan too.
+              residual for all. Use it in transformers, with ``merge_sharing.blocks``, so that they have
+              one plan too.
               Do not use it in UNets: their images get farther from the dense ones.
 
             Residuals belong to a generation. The first step, the first step after a change of shape, and

@@ -19,9 +19,11 @@ from tokenmerge.config.checks import (
     refuse,
     unchecked,
 )
-from tokenmerge.config.parts import PARTS, Correction, PlanSharing, StepReuse, check_full, check_known, flat
+from tokenmerge.config.former import FORMER_PARTS, takes_former_names
+from tokenmerge.config.parts import PARTS, Correction, MergeSharing, StepReuse, check_full, check_known, flat
 from tokenmerge.config.settings import CACHED_FEATURES, CHECKS, GUIDED_PLANNERS, MergeSettings, check_together
 from tokenmerge.errors import ConfigError
+from tokenmerge.warn import warn_renamed
 
 _CONDITIONS: Mapping[str, Check] = {
     "level": optional(integer(1)),
@@ -134,6 +136,7 @@ def dense_outside(start: float, until: float) -> Rules:
     return tuple(rules)
 
 
+@takes_former_names(**FORMER_PARTS)
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class ToMeConfig(MergeSettings):
     """Token merging and step reuse for a diffusion model (arXiv 2303.17604 and later papers).
@@ -165,7 +168,7 @@ class ToMeConfig(MergeSettings):
     """
 
     max_downsample: int = 1
-    plans: PlanSharing = dataclasses.field(default_factory=PlanSharing)
+    merge_sharing: MergeSharing = dataclasses.field(default_factory=MergeSharing)
     correction: Correction = dataclasses.field(default_factory=Correction)
     reuse: StepReuse = dataclasses.field(default_factory=StepReuse)
     rules: Rules = ()
@@ -186,6 +189,12 @@ class ToMeConfig(MergeSettings):
                     _check_together(unchecked(self, rules=self.rules[: place + 1]))
                 except ConfigError as error:
                     raise ConfigError(f"rules[{place}]: {error}") from error
+
+    @property
+    def plans(self) -> MergeSharing:
+        """The former name of ``merge_sharing``."""
+        warn_renamed("ToMeConfig.plans", "ToMeConfig.merge_sharing")
+        return self.merge_sharing
 
     def at_step(self, index: int, steps: int) -> ToMeConfig:
         """Return the settings of all levels at step ``index`` of ``steps``.
@@ -224,8 +233,8 @@ class ToMeConfig(MergeSettings):
     def over_steps(self) -> tuple[str, ...]:
         """The settings that depend on the denoising step, as they were given."""
         given = [f"rules[{place}]={rule}" for place, rule in enumerate(self.rules) if rule.of_steps]
-        if self.plans.every > 1:
-            given.append(f"plans.every={self.plans.every}")
+        if self.merge_sharing.every > 1:
+            given.append(f"merge_sharing.every={self.merge_sharing.every}")
         if self.correction.on:
             given.append(f"correction.every={self.correction.every}")
         if self.reuse.on:
@@ -281,8 +290,8 @@ class ToMeConfig(MergeSettings):
         Raises:
             ConfigError: a setting is unknown or given twice, or a value is out of range.
 
-        >>> ToMeConfig.from_dict({"ratio": 0.4, "reuse": {"every": 2}, "plans.blocks": True})
-        ToMeConfig(ratio=0.4, plans=PlanSharing(blocks=True), reuse=StepReuse(every=2))
+        >>> ToMeConfig.from_dict({"ratio": 0.4, "reuse": {"every": 2}, "merge_sharing.blocks": True})
+        ToMeConfig(ratio=0.4, merge_sharing=MergeSharing(blocks=True), reuse=StepReuse(every=2))
         """
         given = flat(settings)
         check_known(given, SETTINGS)
@@ -324,10 +333,10 @@ def _check_together(config: ToMeConfig) -> None:
             f"correction.every={config.correction.every}: with scope='keys' every token has a residual of "
             "its own, so there is nothing to correct; take another scope, or correction.every=0"
         )
-    if config.guided_planner is not None and not config.plans.guidance:
+    if config.guided_planner is not None and not config.merge_sharing.guidance:
         raise ConfigError(
-            f"plans.guidance: planner={config.guided_planner!r} compares the guided and the unguided result, "
-            "which plans.guidance=False does not allow; leave it out, or take another planner"
+            f"merge_sharing.guidance: planner={config.guided_planner!r} compares the guided and the unguided "
+            "result, which merge_sharing.guidance=False does not allow; leave it out, or take another planner"
         )
 
 

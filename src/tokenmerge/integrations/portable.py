@@ -86,7 +86,7 @@ def _avalanche(state: np.ndarray) -> np.ndarray:
     return state ^ (state >> 16)
 
 
-class Plan(NamedTuple):
+class MergePlan(NamedTuple):
     """A plan that merges n tokens into m = n − r: see ``tokenmerge.ops.plan.MergePlan``."""
 
     keep: Array
@@ -106,7 +106,7 @@ def num_removed(grid: tuple[int, int], settings: MergeSettings) -> int:
 
 def plan_tokens(
     xp: Any, features: Array, grid: tuple[int, int], settings: MergeSettings, step: int, parts: int = 1
-) -> Plan | None:
+) -> MergePlan | None:
     """Plan one merge: partition, match, and keep the r best edges.
 
     The result is None if no token would be removed. Features ``[b, n, c]`` are the input of a block, whose n
@@ -150,7 +150,7 @@ def shared_features(xp: Any, features: Array, parts: int) -> Array:
     return unit.transpose([1, 2, 0, 3]).reshape([-1, n, parts * c])
 
 
-def make_plan(xp: Any, src: np.ndarray, dst: np.ndarray, order: Array, nearest: Array, r: int) -> Plan:
+def make_plan(xp: Any, src: np.ndarray, dst: np.ndarray, order: Array, nearest: Array, r: int) -> MergePlan:
     """Return the plan that merges the r sources with the best edges, and leaves all other tokens alone."""
     b, s = order.shape
     n = len(src) + len(dst)
@@ -165,10 +165,10 @@ def make_plan(xp: Any, src: np.ndarray, dst: np.ndarray, order: Array, nearest: 
     holders = xp.concat([_index(xp, np.arange(m) + image * m, order), targets], 1).reshape([-1])
     inverse = xp.scatter(_index(xp, np.zeros(b * n), order), places, holders)
     sizes = xp.index_add(xp.ones([b * m], "float32"), targets.reshape([-1]), 0, xp.ones([b * r], "float32"))
-    return Plan(keep, sources, targets, inverse.reshape([b, n]), sizes.reshape([b, m]))
+    return MergePlan(keep, sources, targets, inverse.reshape([b, n]), sizes.reshape([b, m]))
 
 
-def merge(xp: Any, plan: Plan, x: Array) -> Array:
+def merge(xp: Any, plan: MergePlan, x: Array) -> Array:
     """Replace merged tokens by their mean, summed in float32 or better: ``[b, n, c]`` → ``[b, m, c]``."""
     b, _, c = x.shape
     kept = _exact(xp, _rows(xp, x, plan.keep)).reshape([-1, c])
@@ -178,12 +178,12 @@ def merge(xp: Any, plan: Plan, x: Array) -> Array:
     return (mean if mean.dtype == x.dtype else xp.cast(mean, x.dtype)).reshape([b, -1, c])
 
 
-def keep_destinations(xp: Any, plan: Plan, x: Array) -> Array:
+def keep_destinations(xp: Any, plan: MergePlan, x: Array) -> Array:
     """Keep the tokens whose place merged ones take, and drop the others: ``[b, n, c]`` → ``[b, m, c]``."""
     return _rows(xp, x, plan.keep)
 
 
-def unmerge(xp: Any, plan: Plan, y: Array) -> Array:
+def unmerge(xp: Any, plan: MergePlan, y: Array) -> Array:
     """Give each token the result of the merged token that holds it: ``[b, m, c]`` → ``[b, n, c]``."""
     return _rows(xp, y, plan.inverse)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.errors import ConfigError, TokenMergingError, reason_of, shown
+from tokenmerge.errors import ConfigError, TokenMergingError, reason_of, short_repr
 from tokenmerge.models.base import KEY_MASK, Block, Host, Layer, Layout, ReadGrids, is_a, is_called
 from tokenmerge.models.grids import patch_of, picture_grids, video_grids
 from tokenmerge.models.placement import dtype_of
@@ -76,9 +76,9 @@ def example_of(
             raise
         except (RuntimeError, OverflowError, TypeError) as error:  # of tensors that are too large
             raise ConfigError(
-                f"height, width: {type(root).__name__} cannot be called with a sample of {shown(height)} × "
-                f"{shown(width)} ({reason_of(error)}); give another size. By default it is that of the "
-                "model's config, such as sample_size"
+                f"height, width: {type(root).__name__} cannot be called with a sample of "
+                f"{short_repr(height)} × {short_repr(width)} ({reason_of(error)}); give "
+                "another size. By default it is that of the model's config, such as sample_size"
             ) from error
 
     return arguments

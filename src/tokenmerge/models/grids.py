@@ -78,7 +78,7 @@ def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     raise UnsupportedModelError(
         f"img_ids: expected one image of {tokens} tokens, as in hidden_states, or several images one "
         f"after another, got ids of shape {tuple(ids.shape)} "
-        f"{'without values, on the meta device' if ids.is_meta else 'that do not describe such pictures'}; "
+        f"{'without values, on the meta device' if ids.is_meta else 'that do not describe such images'}; "
         "call remove_token_merging(pipe) first, or patch.at_size(height, width) if it is one image"
     )
 

@@ -56,7 +56,7 @@ class Share:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planning:
+class PlanningWork:
     """A merge plan that blocks can share."""
 
     parts: frozenset[Part]  # those with blocks that use it
@@ -71,7 +71,7 @@ class Work:
     """How the work of a dense call is shared, at any size of the image."""
 
     shares: tuple[Share, ...]
-    plans: tuple[Planning, ...] = ()
+    plans: tuple[PlanningWork, ...] = ()
 
     @property
     def parts(self) -> frozenset[Part]:
@@ -200,7 +200,7 @@ def _channels(attention: Any) -> int:
     return channels if isinstance(channels, int) else int(getattr(attention, "inner_dim", 0))
 
 
-def _plans(host: Host) -> Iterator[Planning]:
+def _plans(host: Host) -> Iterator[PlanningWork]:
     """Yield the plans of a call: one for all blocks that can share it."""
     found: dict[tuple[object, ...], list[Block]] = defaultdict(list)
     for block in host.blocks:
@@ -209,4 +209,4 @@ def _plans(host: Host) -> Iterator[Planning]:
         scopes = Scopes().union(*(_scopes(block, bool(_names(block, "attn1"))) for block in blocks))
         parts = frozenset(_part(host, block.path, block) for block in blocks)
         first = next((getattr(block.module, layer.name) for block in blocks for layer in block.layers), None)
-        yield Planning(parts, blocks[0].level, _channels(first), scopes, len(blocks))
+        yield PlanningWork(parts, blocks[0].level, _channels(first), scopes, len(blocks))

@@ -97,7 +97,7 @@ def sequence_of(grids: Sequence[tuple[int, int, int]], settings: MergeSettings) 
 
     The first image is being made with these settings; ``reference_ratio`` is the ratio of all others.
 
-    >>> [picture.r for image in sequence_of(((1, 4, 4), (1, 2, 4)), MergeSettings(ratio=0.5)).pictures]
+    >>> [image.r for image in sequence_of(((1, 4, 4), (1, 2, 4)), MergeSettings(ratio=0.5)).pictures]
     [8, 4]
     """
     ratio = settings.ratio if settings.reference_ratio is None else settings.reference_ratio

@@ -1,4 +1,4 @@
-"""The default method: the least harmful mix of merging and step reuse that reaches a wanted speed-up."""
+"""The mix of merging and step reuse that reaches a speed-up with the least expected error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
+from tokenmerge.config import Correction, MergeSharing, StepReuse, ToMeConfig
 from tokenmerge.config.parts import QUOTIENT_ROUNDING, StepsOfReuse
 from tokenmerge.plans import policy
 from tokenmerge.plans.facts import RunFacts, costs_of
@@ -90,7 +90,7 @@ def merging_error_of(facts: RunFacts, config: ToMeConfig) -> float:
 def skipping_error_of(facts: RunFacts, runs: StepsOfReuse) -> float:
     """Return the expected squared error of step reuse in a generation with these runs."""
     inner = "deep" if "deep" in facts.work.parts else "blocks"
-    return _of_runs(facts, inner, runs.full) + _of_runs(facts, "finest", runs.shallow)
+    return _of_runs(facts, inner, runs.full) + _of_runs(facts, "finest", runs.finest)
 
 
 def _merging_error(facts: RunFacts, merging: ToMeConfig, full: int) -> float:
@@ -154,7 +154,7 @@ def _mergings(facts: RunFacts) -> Iterator[ToMeConfig]:
                 planner="tiled",
                 features="model_residual" if residuals else "input",
                 proportional=facts.proportional,
-                plans=PlanSharing(blocks=facts.follows_steps),
+                merge_sharing=MergeSharing(blocks=facts.follows_steps),
                 correction=Correction(every=every),
             )
 
@@ -172,7 +172,7 @@ def scopes_of(facts: RunFacts) -> list[str]:
 
 
 def _counts(facts: RunFacts) -> Sequence[tuple[int, int]]:
-    """Return the numbers of full steps and of steps with the finest level to try."""
+    """Return the numbers of full steps, and of steps that run the finest level, to try."""
     steps = facts.steps
     parts = facts.work.parts
     if not (facts.follows_steps and facts.can_skip and parts & {"deep", "blocks"}) or steps <= _FEWEST:
@@ -195,14 +195,14 @@ def _even(steps: int, full: int, finest: int) -> StepReuse:
 
 
 def _runs(facts: RunFacts, full: int, finest: int) -> StepsOfReuse:
-    """Return which steps are full and which run the finest level, of these numbers of steps."""
+    """Return which steps are full, and which run the finest level, given the number of each."""
     steps = facts.steps
     spacing = _expected_errors(facts).spacing
     runs = _even(steps, full, finest).steps_of(steps)
     if facts.schedule.ends_clean and full < finest == steps:
         return runs._replace(full=without_the_last(steps, full, policy.TAIL_OF_A_CLEAN_END))
     if full < steps and spacing < 1:
-        return runs._replace(full=nearest(later_ones(steps, full, spacing), runs.shallow))
+        return runs._replace(full=nearest(later_ones(steps, full, spacing), runs.finest))
     return runs
 
 
@@ -301,9 +301,9 @@ def _settings(facts: RunFacts, mix: _Mix) -> ToMeConfig:
     if mix.full == steps:
         return mix.merging
     reuse = _even(steps, mix.full, mix.finest)
-    full, shallow = _runs(facts, mix.full, mix.finest)
+    full, finest = _runs(facts, mix.full, mix.finest)
     if full != reuse.steps_of(steps).full:
-        others = sorted(set(shallow) - set(full)) if "finest" in facts.work.parts else []
+        others = sorted(set(finest) - set(full)) if "finest" in facts.work.parts else []
         reuse = dataclasses.replace(
             reuse, full_steps=_places(full, steps), shallow_steps=_places(others, steps)
         )

@@ -25,7 +25,7 @@ _LOOKS = (  # from so many dB to the dense image on
 
 
 @dataclasses.dataclass(frozen=True)
-class Shown:
+class Observations:
     """The errors that a generation has shown while it ran."""
 
     # For the parts "deep" and "finest", and by step, this is the error that the predicted image would have
@@ -95,33 +95,33 @@ def expected(expected_error: float) -> str:
     return f"{psnr:.0f} dB to dense (mostly {low:.0f} to {psnr + BEFORE_A_RUN:.0f})"
 
 
-def estimate_closeness(facts: RunFacts, config: ToMeConfig, shown: Shown) -> Estimate | None:
+def estimate_closeness(facts: RunFacts, config: ToMeConfig, observed: Observations) -> Estimate | None:
     """Estimate how close the image of a generation is, or return None if its errors are not finite.
 
     Steps that follow one another without a full step between them err in the same direction. Others are
     assumed to be independent. The error of forecasts is a weighted geometric mean of the error that the
-    generation has shown and of the error that the policy expects. As long as nothing is shown, it is the one
-    that the policy expects, as for token merging. Later errors are assumed to grow with the distance as
+    generation has shown and of the error that the policy expects. As long as nothing is observed, it is the
+    one that the policy expects, as for token merging. Later errors are assumed to grow with the distance as
     before.
     """
-    if not shown.is_finite:
+    if not observed.is_finite:
         return None
     # The errors that were shown already include the effect of new noise of the scheduler.
     facts = dataclasses.replace(facts, schedule=facts.schedule._replace(adds_noise=False))
-    squared = _squared(config, facts.steps, shown)
+    squared = _squared(config, facts.steps, observed)
     merging = merging_error_of(facts, config)
     skipping = skipping_error_of(facts, config.reuse.steps_of(facts.steps))
-    if any(shown.errors.values()):
-        if shown.clips:  # the policy was made with schedulers that do not clip
-            plain = _squared(config, facts.steps, dataclasses.replace(shown, clips=False))
+    if any(observed.errors.values()):
+        if observed.clips:  # the policy was made with schedulers that do not clip
+            plain = _squared(config, facts.steps, dataclasses.replace(observed, clips=False))
             skipping *= squared / max(plain, _LEAST**2)
         skipping = squared ** ESTIMATE["shown"] * skipping ** (1 - ESTIMATE["shown"])
-    return Estimate(psnr_of(skipping + merging), BEFORE_A_RUN if shown.clips else ESTIMATE["within"])
+    return Estimate(psnr_of(skipping + merging), BEFORE_A_RUN if observed.clips else ESTIMATE["within"])
 
 
-def _squared(config: ToMeConfig, steps: int, shown: Shown) -> float:
+def _squared(config: ToMeConfig, steps: int, observed: Observations) -> float:
     """Return the squared error of the image that the errors of its steps are expected to add up to."""
-    errors = _errors(config, steps, shown)
+    errors = _errors(config, steps, observed)
     squared = 0.0
     together = 0.0  # the sum of the errors since the last full step
     for step in range(steps + 1):
@@ -139,7 +139,7 @@ def influence_of(sigmas: Sequence[float], noise: float = 1.0, clips: bool = Fals
     A step keeps a share of the noise in its sample, and the predicted image takes the place of the rest.
     Later steps take an error for a part of the image by as much as there is more image than noise. Where
     the predicted image is clipped, its error is cut off, and that of the noise stays. The arguments are
-    those of :class:`Shown`.
+    those of :class:`Observations`.
 
     >>> [round(share, 2) for share in influence_of([3.0, 1.0, 0.0])]
     [0.33, 1.0]
@@ -165,7 +165,7 @@ def influence_of(sigmas: Sequence[float], noise: float = 1.0, clips: bool = Fals
 
 
 def noise_of(kept: float, before: float, after: float) -> float:
-    """Return the ``noise`` of :class:`Shown`, from the share of the noise in its sample that a step keeps.
+    """Return the ``noise`` of :class:`Observations`, from the share of the noise that a step keeps.
 
     The noise levels are those before and after the step.
 
@@ -177,23 +177,23 @@ def noise_of(kept: float, before: float, after: float) -> float:
     return max(1.0, math.log(max(kept, _TINY)) / math.log(after / before))
 
 
-def _errors(config: ToMeConfig, steps: int, shown: Shown) -> dict[int, float]:
+def _errors(config: ToMeConfig, steps: int, observed: Observations) -> dict[int, float]:
     """Return the change in the image that is expected of the forecast of each step that skips a part.
 
     An error of the predicted image counts less, the larger it is: later steps still draw an image whose
     latents have a standard deviation of about 1, the unit of these errors.
     """
     runs = config.reuse.steps_of(steps)
-    if len(shown.sigmas) == steps + 1:
-        shares = influence_of(shown.sigmas, shown.noise, shown.clips)
-        noise = [sigma / (1 + sigma) for sigma in shown.sigmas[:steps]]
+    if len(observed.sigmas) == steps + 1:
+        shares = influence_of(observed.sigmas, observed.noise, observed.clips)
+        noise = [sigma / (1 + sigma) for sigma in observed.sigmas[:steps]]
     else:  # the noise is unknown, and all steps count alike
         shares = [1 / steps] * steps
         noise = [1.0] * steps
-    deep = _of_steps(runs.full, noise, shown.errors.get("deep", {}))
+    deep = _of_steps(runs.full, noise, observed.errors.get("deep", {}))
     # The forecast of the finest level, if the model has one, takes the place of all parts.
-    of_finest = shown.errors.get("finest")
-    finest = _of_steps(runs.shallow, noise, of_finest) if of_finest else {}
+    of_finest = observed.errors.get("finest")
+    finest = _of_steps(runs.finest, noise, of_finest) if of_finest else {}
     errors = {step: finest.get(step, error) for step, error in deep.items()}
     return {step: shares[step] * error / (1 + error) for step, error in errors.items()}
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.models.base import Host
-from tokenmerge.models.work import Part, Planning, Share, Work, work_of
+from tokenmerge.models.work import Part, PlanningWork, Share, Work, work_of
 from tokenmerge.ops.tiles import boxes_along, window_of
 from tokenmerge.plans import policy
 
@@ -107,8 +107,8 @@ def _model_class(host: Host, whole_blocks: bool) -> ModelClass:
 class Costs(NamedTuple):
     """Multiplications of one call for one sample, by the kind of step, in a generation of so many steps.
 
-    A ``full`` call merges and skips nothing. A ``finest`` one skips the deep stages of a UNet, or the
-    blocks of another model, and a ``least`` one the finest level of a UNet too. Of the full calls, one in
+    A ``full`` call merges and skips nothing. A ``shallow`` one skips the deep stages of a UNet, or the
+    blocks of another model, and a ``skipped`` one the finest level of a UNet too. Of the full calls, one in
     ``every`` is a correction, which is dense, or none if ``every`` is 0.
     """
 
@@ -116,17 +116,17 @@ class Costs(NamedTuple):
     every: int
     dense: float
     full: float
-    finest: float
-    least: float
+    shallow: float
+    skipped: float
 
     def speedup(self, full: int, finest: int) -> float:
-        """Return the speed-up of a generation with so many steps; ``finest`` counts the full ones too."""
+        """Return the speed-up with so many full steps, and so many that run the finest level."""
         corrections = -(-full // self.every) if self.every else 0
         spent = (
             corrections * self.dense
             + (full - corrections) * self.full
-            + (finest - full) * self.finest
-            + (self.steps - finest) * self.least
+            + (finest - full) * self.shallow
+            + (self.steps - finest) * self.skipped
         )
         return self.steps * self.dense / spent
 
@@ -140,8 +140,8 @@ def costs_of(facts: RunFacts, merging: ToMeConfig) -> Costs:
         merging.correction.every,
         dense=_of_call(facts, _DENSE, parts),
         full=_of_call(facts, merging, parts),
-        finest=_of_call(facts, merging, outer),
-        least=_of_call(facts, merging, outer - {"finest"}),
+        shallow=_of_call(facts, merging, outer),
+        skipped=_of_call(facts, merging, outer - {"finest"}),
     )
 
 
@@ -151,7 +151,7 @@ def speedup_of(facts: RunFacts, config: ToMeConfig) -> float:
     The settings are those at its guidance scale, with the planner ``"tiled"``. Rules are not counted.
     """
     runs = config.reuse.steps_of(facts.steps)
-    return costs_of(facts, config).speedup(len(runs.full), len(runs.shallow))
+    return costs_of(facts, config).speedup(len(runs.full), len(runs.finest))
 
 
 def share_that_merges(facts: RunFacts, config: ToMeConfig) -> float:
@@ -173,7 +173,7 @@ def _of_call(facts: RunFacts, merging: ToMeConfig, parts: Set[Part]) -> float:
     return sum(shares) + sum(plans)
 
 
-def _merges(facts: RunFacts, merging: ToMeConfig, own: Share | Planning) -> bool:
+def _merges(facts: RunFacts, merging: ToMeConfig, own: Share | PlanningWork) -> bool:
     if not merging.ratio or merging.scope not in own.scopes:
         return False
     finest = min(facts.work.levels, default=1)  # it merges whatever ``max_downsample`` is
@@ -187,7 +187,7 @@ def _of_share(facts: RunFacts, merging: ToMeConfig, share: Share) -> float:
     return share.amount.at(tokens - removed)
 
 
-def _of_plan(facts: RunFacts, merging: ToMeConfig, plan: Planning) -> float:
+def _of_plan(facts: RunFacts, merging: ToMeConfig, plan: PlanningWork) -> float:
     """Return the multiplications of comparing sources with the destinations around them."""
     if not _merges(facts, merging, plan):
         return 0.0
@@ -195,7 +195,7 @@ def _of_plan(facts: RunFacts, merging: ToMeConfig, plan: Planning) -> float:
     cells_down = -(-rows // plan.level) // merging.sy
     cells_across = -(-columns // plan.level) // merging.sx
     pairs = frames * _compared(cells_down) * _compared(cells_across)
-    plans = 1 if merging.plans.blocks else plan.blocks
+    plans = 1 if merging.merge_sharing.blocks else plan.blocks
     return float(plans * (merging.sx * merging.sy - 1) * pairs * plan.channels)
 
 

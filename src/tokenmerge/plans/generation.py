@@ -9,12 +9,25 @@ import functools
 from tokenmerge.config import ToMeConfig
 
 
-class Runs(enum.Enum):
-    """The parts of the model that a step runs. Those that it skips are extrapolated from earlier steps."""
+class StepKind(enum.Enum):
+    """What a step runs of the model. What it skips is extrapolated from earlier steps."""
 
-    EVERYTHING = "everything"
-    FINEST = "the finest level of a UNet; in other models, what cannot be skipped"
-    LEAST = "what cannot be skipped"
+    FULL = "full"  # every part of the model
+    SHALLOW = "shallow"  # only the finest level of a UNet
+    SKIPPED = "skipped"  # no block
+
+    def in_model(self, is_unet: bool) -> StepKind:
+        """Return the kind of a planned step in a model: without a finest level, a shallow step is skipped."""
+        return StepKind.SKIPPED if self is StepKind.SHALLOW and not is_unet else self
+
+
+def least_kind(*kinds: StepKind) -> StepKind:
+    """Return the kind of a step, by those of its calls: that of the call which runs least.
+
+    >>> least_kind(StepKind.FULL, StepKind.SKIPPED, StepKind.SHALLOW)
+    <StepKind.SKIPPED: 'skipped'>
+    """
+    return max(kinds, key=list(StepKind).index)
 
 
 class Merging(enum.Enum):
@@ -29,7 +42,7 @@ class Merging(enum.Enum):
 class StepPlan:
     """The plan of one step of a generation."""
 
-    runs: Runs = Runs.EVERYTHING
+    kind: StepKind = StepKind.FULL
     merging: Merging = Merging.MERGES
     # Whether tokens merge if a correction is due in the step, or None if no correction ever is.
     if_due: Merging | None = None
@@ -47,32 +60,32 @@ def plan_generation(config: ToMeConfig, steps: int) -> GenerationPlan:
 
     >>> from tokenmerge.config import StepReuse
     >>> plan = plan_generation(ToMeConfig(reuse=StepReuse(every=2)), 6)
-    >>> [step.runs.name for step in plan]
-    ['EVERYTHING', 'EVERYTHING', 'FINEST', 'EVERYTHING', 'FINEST', 'EVERYTHING']
+    >>> [step.kind.value for step in plan]
+    ['full', 'full', 'shallow', 'full', 'shallow', 'full']
     """
     settings = [config.at_step(index, steps) for index in range(steps)]
     reuse = config.reuse.steps_of(steps)
     skips = len(reuse.full) < steps
     # After one run, a part is skipped where the second step does not run it.
-    runs_of = {"deep": reuse.full, "finest": reuse.shallow}
+    runs_of = {"deep": reuse.full, "finest": reuse.finest}
     holds = frozenset(part for part, ran in runs_of.items() if 1 not in ran)
     # The number of runs after which a part can be skipped.
     fewest_deep = 1 if "deep" in holds else 2
     fewest_finest = 1 if "finest" in holds else 2
     plan: list[StepPlan] = []
     # How often the deep stages and the finest level have run and were cached.
-    complete = 0
+    full = 0
     finest = 0
     merged = 0  # full steps whose settings merge
     for index, own in enumerate(settings):
         caches = skips and own.reuse.on
-        runs = Runs.EVERYTHING
-        if caches and index not in reuse.full and complete >= fewest_deep:
-            at_finest = index in reuse.shallow or finest < fewest_finest
-            runs = Runs.FINEST if at_finest else Runs.LEAST
-        if caches and runs is Runs.EVERYTHING:
-            complete += 1
-        if caches and runs is not Runs.LEAST:
+        kind = StepKind.FULL
+        if caches and index not in reuse.full and full >= fewest_deep:
+            at_finest = index in reuse.finest or finest < fewest_finest
+            kind = StepKind.SHALLOW if at_finest else StepKind.SKIPPED
+        if caches and kind is StepKind.FULL:
+            full += 1
+        if caches and kind is not StepKind.SKIPPED:
             finest += 1
         merging = Merging.MERGES if own.merges else Merging.DENSE
         if_due = None
@@ -81,9 +94,9 @@ def plan_generation(config: ToMeConfig, steps: int) -> GenerationPlan:
             if_due = Merging.MEASURES if corrects_next else Merging.DENSE
             if steps == 1:  # there is no step to correct
                 if_due = Merging.MERGES
-            if runs is Runs.EVERYTHING:
+            if kind is StepKind.FULL:
                 if merged % config.correction.every == 0:
                     merging = if_due
                 merged += 1
-        plan.append(StepPlan(runs, merging, if_due, caches, holds))
+        plan.append(StepPlan(kind, merging, if_due, caches, holds))
     return tuple(plan)

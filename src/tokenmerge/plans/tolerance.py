@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from tokenmerge.config import Rule, StepReuse, ToMeConfig
 from tokenmerge.plans.choose import plan_for, plans_of
-from tokenmerge.plans.estimate import Shown, estimate_closeness, psnr_of
+from tokenmerge.plans.estimate import Observations, estimate_closeness, psnr_of
 from tokenmerge.plans.facts import RunFacts, speedup_of
 from tokenmerge.plans.policy import ESTIMATE
 
@@ -23,7 +23,7 @@ class Tolerance:
     """The settings of one generation whose image shall be close to the dense one.
 
     When the generation begins, what merges is chosen by its expected error, and stays. While it
-    runs, :meth:`follow` changes which of the remaining steps are complete. It never skips more than the plan
+    runs, :meth:`follow` changes which of the remaining steps are full. It never skips more than the plan
     of the wanted speed-up does.
 
     ``change`` changes settings after they were chosen. ``config`` are those of the generation, with the
@@ -37,7 +37,7 @@ class Tolerance:
         self._min_psnr = min_psnr
         wanted = plan_for(facts, speedup)
         self._speedup = wanted.speedup
-        self._complete = len(wanted.config.reuse.steps_of(facts.steps).full)
+        self._full = len(wanted.config.reuse.steps_of(facts.steps).full)
         plans = [plan for plan in plans_of(facts) if plan.speedup <= wanted.speedup]
         close = (plan for plan in reversed(plans) if self._keeps(psnr_of(plan.expected_error)))
         first = next(close, plans[0])
@@ -48,32 +48,32 @@ class Tolerance:
         self.config = change(first.config)
 
     def asks(self, done: int) -> bool:
-        """Return whether follow is due: the last of ``done`` steps was complete, and one to come may skip."""
+        """Return whether follow is due: the last of ``done`` steps was full, and one to come may skip."""
         steps = self._facts.steps
-        complete = self.config.reuse.steps_of(steps).full
-        # The last step is complete in any case, unless almost no noise is left before it.
+        full = self.config.reuse.steps_of(steps).full
+        # The last step is full in any case, unless almost no noise is left before it.
         last = steps if self._facts.schedule.ends_clean else steps - 1
-        return self._seen < done < last and done - 1 in complete and len(complete) < steps
+        return self._seen < done < last and done - 1 in full and len(full) < steps
 
-    def follow(self, done: int, shown: Shown | None) -> None:
+    def follow(self, done: int, observed: Observations | None) -> None:
         """Choose the parts that the steps to come run, by the errors that the ``done`` steps have shown.
 
-        If ``shown`` is None, the generation could not be observed. Then the steps to come are dense, since
+        If ``observed`` is None, the generation could not be observed. Then the steps to come are dense, since
         nothing else is known to keep the tolerance.
         """
         self._seen = done
-        if shown is None:
+        if observed is None:
             self.config = self._dense(done)
-        elif shown.errors:
-            self.config = next(self._candidates(done, shown), self._dense(done))
+        elif observed.errors:
+            self.config = next(self._candidates(done, observed), self._dense(done))
 
-    def _candidates(self, done: int, shown: Shown) -> Iterator[ToMeConfig]:
+    def _candidates(self, done: int, observed: Observations) -> Iterator[ToMeConfig]:
         """Yield settings that keep the tolerance, the fastest first."""
         for config in self._plans:
             config = self._joined(config.reuse, done)
-            fits = len(config.reuse.steps_of(self._facts.steps).full) >= self._complete
+            fits = len(config.reuse.steps_of(self._facts.steps).full) >= self._full
             fits = fits and speedup_of(self._facts, config) <= self._speedup + _ROUNDING
-            estimate = estimate_closeness(self._facts, config, shown) if fits else None
+            estimate = estimate_closeness(self._facts, config, observed) if fits else None
             if estimate is not None and self._keeps(estimate.psnr):
                 yield config
 
@@ -96,12 +96,12 @@ class Tolerance:
             return (*so_far, *to_come)
 
         full = joined(before.full, after.full)
-        shallow = joined(before.shallow, after.shallow)
-        if full == before.full and shallow == before.shallow:
+        finest = joined(before.finest, after.finest)
+        if full == before.full and finest == before.finest:
             return self.config
         reuse = StepReuse(
             full_steps=tuple(step / (steps - 1) for step in full),
-            shallow_steps=tuple(step / (steps - 1) for step in shallow),
+            shallow_steps=tuple(step / (steps - 1) for step in finest),
         )
         return dataclasses.replace(self.config, reuse=reuse)
 

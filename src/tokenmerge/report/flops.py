@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.models.base import Host, is_a
 from tokenmerge.runtime.memory.caches import Residual
-from tokenmerge.runtime.memory.state import Kept, ModelState
+from tokenmerge.runtime.memory.state import LeftAlone, ModelState
 from tokenmerge.runtime.patching.patch import new_state, patch_host, restore
 from tokenmerge.runtime.patching.watched import is_watching
 from tokenmerge.runtime.steps.pipeline import Pipeline
@@ -181,10 +181,10 @@ def _new(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def patched(host: Host, config: ToMeConfig, kept: Kept) -> Iterator[ModelState]:
+def patched(host: Host, config: ToMeConfig, left_alone: LeftAlone) -> Iterator[ModelState]:
     """Within the context, patch a host that is not patched."""
     state = new_state(host, config, Pipeline())
-    state.all_kept.set(kept)
+    state.all_left_alone.set(left_alone)
     patch_host(host, state)
     try:
         yield state
@@ -193,14 +193,14 @@ def patched(host: Host, config: ToMeConfig, kept: Kept) -> Iterator[ModelState]:
 
 
 def flops_of_steps(
-    host: Host, config: ToMeConfig, steps: int, arguments: Arguments, kept: Kept
+    host: Host, config: ToMeConfig, steps: int, arguments: Arguments, left_alone: LeftAlone
 ) -> tuple[int, ...]:
     """Count the operations of a call of an unpatched model in each step of a generation."""
     name = type(host.root).__name__
     counts: dict[tuple[object, ...], int] = {}
     kind: tuple[object, ...] = ()
     found = []
-    with patched(host, config, kept) as state:
+    with patched(host, config, left_alone) as state:
 
         def stop_if_known(root: nn.Module, args: tuple) -> None:
             nonlocal kind
@@ -232,20 +232,20 @@ def _kind_of_call(state: ModelState) -> tuple[object, ...]:
         plans,
         tuple(context.settings.items()),
         context.decision.merging,
-        context.decision.runs,
+        context.decision.kind,
         context.guidance_difference is None,
     )
 
 
-def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept) -> int:
+def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, left_alone: LeftAlone) -> int:
     """Count the bytes that an unpatched model caches between steps: corrections, residuals and plans."""
     caches = config.correction.on or config.reuse.on or config.cached_features
-    if config.plans.every == 1 and not caches:
+    if config.merge_sharing.every == 1 and not caches:
         return 0
     # The same cache, in a generation of only a few steps.
     every = _STEPS_TO_KEEP_MOST if config.reuse.on else 1
     reuse = StepReuse(every=every, shallow_every=every if config.reuse.skips_finest else 1)
-    with patched(host, dataclasses.replace(merging_most(config), reuse=reuse), kept) as state:
+    with patched(host, dataclasses.replace(merging_most(config), reuse=reuse), left_alone) as state:
         for index in range(2):
             state.pipeline.set_step(index, _STEPS_TO_KEEP_MOST)
             count_flops(host.root, arguments())

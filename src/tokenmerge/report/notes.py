@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tokenmerge.config import Rule, StepReuse, ToMeConfig
 from tokenmerge.models.base import KINDS, Block
-from tokenmerge.plans.generation import GenerationPlan, Merging, Runs, StepPlan
+from tokenmerge.plans.generation import GenerationPlan, Merging, StepKind, StepPlan
 from tokenmerge.runtime.patching.patch import deepest_level, layers_to_merge, merges
 from tokenmerge.text_table import Row
 
@@ -16,13 +16,19 @@ SIGNS = {
     "M": "the whole model runs, and tokens merge",
     "D": "the whole model runs, and no token merges",
     "C": "the whole model runs, and no token merges; this step corrects what merging loses in the others",
-    "f": "only the first and last stage of the UNet run; the rest is extrapolated",
-    "·": "all blocks are skipped, and what they would add is extrapolated",
+    "s": "only the first and last stage of the UNet run; the rest is extrapolated",
+    "·": "no block runs, and what the blocks would add is extrapolated",
 }
-# What "f" does where every other step merges tokens: then the steps with "f" merge them too.
-_FINEST_MERGES = "only the first and last stage of the UNet run, and tokens merge; the rest is extrapolated"
-REUSING_SIGNS = ("f", "·")
-_COMPLETE = {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}
+# What a shallow step does where every full step merges tokens: then it merges them too.
+_SHALLOW_MERGES = "only the first and last stage of the UNet run, and tokens merge; the rest is extrapolated"
+KIND_OF_SIGN = {
+    "M": StepKind.FULL,
+    "D": StepKind.FULL,
+    "C": StepKind.FULL,
+    "s": StepKind.SHALLOW,
+    "·": StepKind.SKIPPED,
+}
+_SIGN_OF_FULL = {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}
 
 
 def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
@@ -34,26 +40,27 @@ def signs_of(plan: GenerationPlan, merges: bool, is_unet: bool) -> str:
 
 
 def _sign_of(step: StepPlan, merges: bool, is_unet: bool) -> str:
-    if step.runs is Runs.FINEST and is_unet:
-        return "f"
-    if step.runs is not Runs.EVERYTHING:
+    kind = step.kind.in_model(is_unet)
+    if kind is StepKind.SHALLOW:
+        return "s"
+    if kind is StepKind.SKIPPED:
         return "·"
     if step.merging is Merging.MERGES and not merges:
-        return _COMPLETE[Merging.DENSE]
-    return _COMPLETE[step.merging]
+        return _SIGN_OF_FULL[Merging.DENSE]
+    return _SIGN_OF_FULL[step.merging]
 
 
 def legend(plan: str) -> list[str]:
-    """Return a line for each sign of a plan: in how many steps it stands, and what they do."""
+    """Return a line for each sign of a plan: the number of steps with it, their kind, and what they do."""
     lines = []
     for sign, what in SIGNS.items():
         count = plan.count(sign)
         if count == 0:
             continue
-        if sign == "f" and "M" in plan and "D" not in plan:
-            what = _FINEST_MERGES
-        steps = "1 step" if count == 1 else f"{count} steps"
-        lines.append(f"{sign} in {steps}: {what}")
+        if sign == "s" and "M" in plan and "D" not in plan:
+            what = _SHALLOW_MERGES
+        steps = "step" if count == 1 else "steps"
+        lines.append(f"{sign} in {count} {KIND_OF_SIGN[sign].value} {steps}: {what}")
     return lines
 
 
@@ -141,9 +148,9 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
         )
     if config.reuse.on and not steps:
         notes += _notes_on_reuse(config.reuse)
-    if config.plans.every > 1:
-        notes.append(f"a plan is used for {config.plans.every} steps")
-    if config.plans.blocks:
+    if config.merge_sharing.every > 1:
+        notes.append(f"a plan is used for {config.merge_sharing.every} steps")
+    if config.merge_sharing.blocks:
         notes.append("neighbouring blocks merge the same tokens; the first one finds them, and saves less")
     if config.cached_features:
         what = "all blocks of a level" if config.cached_features == "model_residual" else "each block"
@@ -158,7 +165,7 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
     differ = any(rule.of_steps for rule in config.rules)
     differ |= not steps and (config.correction.on or config.reuse.on)
     if differ and (config.merges or not steps):
-        which = "the step that merges most" if config.merges else "a step that runs the whole model"
+        which = "the step that merges most" if config.merges else "a full step"
         more = "; pass a number of steps (--steps) to count the mean operations too"
         notes.append(f"blocks are counted in {which}{'' if steps else more}")
     return notes
@@ -171,8 +178,8 @@ def _notes_on_reuse(reuse: StepReuse) -> list[str]:
     )
     if reuse.full_steps:
         places = ", ".join(f"{100 * place:.0f} %" for place in reuse.full_steps)
-        return [f"reuse.full_steps: steps at {places} of the way run all blocks; {skipped}"]
-    notes = [f"{reuse.given}: 1 of {reuse.every:g} steps runs all blocks; {skipped}"]
+        return [f"reuse.full_steps: steps at {places} of the way are full; {skipped}"]
+    notes = [f"{reuse.given}: 1 of {reuse.every:g} steps is full; {skipped}"]
     if reuse.shallow_every > 1:
         notes.append(
             f"reuse.shallow_every={reuse.shallow_every:g}: 1 of {reuse.shallow_every:g} steps runs the "

@@ -15,7 +15,7 @@ from torch import nn
 from tokenmerge.calibration import SIDES
 from tokenmerge.config import Correction, ToMeConfig
 from tokenmerge.config.checks import check_counts
-from tokenmerge.errors import ConfigError, TokenMergingError, reason_of, shown
+from tokenmerge.errors import ConfigError, TokenMergingError, reason_of, short_repr
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans.generation import plan_generation
@@ -28,10 +28,11 @@ from tokenmerge.report.notes import (
     paths_that_merge,
     signs_of,
 )
-from tokenmerge.runtime.memory.state import Kept, RecordedPlan
+from tokenmerge.runtime.memory.state import LeftAlone, RecordedPlan
 from tokenmerge.runtime.patching.patch import check_host, hosts_that_merge
 from tokenmerge.runtime.steps.pipeline import latent_scale
 from tokenmerge.text_table import Row, Tabled, TextTable, given_or_default
+from tokenmerge.warn import warn_renamed
 
 # All columns of the table of a report, of which it shows those with something to say.
 _COLUMNS = ("block", "level", "grid", "tokens", "merged", "GFLOPs", "saved")
@@ -60,8 +61,8 @@ class Report(Tabled):
         flops_mean: operations with merging, averaged over these steps, or None if all steps are alike or no
             number of steps is given.
         flops_of_steps: operations of each of these steps, or an empty tuple where ``flops_mean`` is None.
-        plan: one sign for each of these steps, such as ``"MMffMM"``, or an empty string where ``flops_mean``
-            is None.
+        step_signs: one sign for each of these steps, such as ``"MMssMM"``, or an empty string where
+            ``flops_mean`` is None.
         scale: pixels per position of the sample along a side, or None if it is unknown.
         frames: frames of the token grid of a video, or None for an image, and if the batch holds the frames.
         flops_merging: operations without merging of the layers and blocks that merge. Merging can save time
@@ -81,7 +82,7 @@ class Report(Tabled):
     steps: int | None = None
     flops_mean: int | None = None
     flops_of_steps: tuple[int, ...] = ()
-    plan: str = ""
+    step_signs: str = ""
     scale: int | None = None
     frames: int | None = None
     flops_merging: int = 0
@@ -110,6 +111,12 @@ class Report(Tabled):
                 flops_merged=sum(row.flops_merged for row in rows),
                 blocks=len(rows),
             )
+
+    @property
+    def plan(self) -> str:
+        """The former name of :attr:`step_signs`."""
+        warn_renamed("Report.plan", "Report.step_signs")
+        return self.step_signs
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values, for records."""
@@ -164,8 +171,10 @@ class Report(Tabled):
         if self.flops_mean is None:
             return {"whole model": self.flops_merged}
         totals = {}
-        for sign in dict.fromkeys(self.plan):
-            flops = [one for one, step in zip(self.flops_of_steps, self.plan, strict=True) if step == sign]
+        for sign in dict.fromkeys(self.step_signs):
+            flops = [
+                one for one, step in zip(self.flops_of_steps, self.step_signs, strict=True) if step == sign
+            ]
             heading = f"one {sign} step"
             if len(set(flops)) > 1:
                 heading += ", in the mean"
@@ -183,12 +192,12 @@ class Report(Tabled):
         if self.steps:
             size += f", {self.steps} steps"
         share = f"{saved(self.flops_dense, self.flops)} of the operations saved"
-        lines = [f"{self.model}: {size}", f"counted: {self.speedup:.2f}× ({share})"]
+        lines = [f"{self.model}: {size}", f"by operations: {self.speedup:.2f}× ({share})"]
         if self.estimated:
             lines.append(self.estimated)
-        if self.plan:
-            lines.append(f"plan: {self.plan}")
-            lines += [f"      {line}" for line in legend(self.plan)]
+        if self.step_signs:
+            lines.append(f"plan: {self.step_signs}")
+            lines += [f"      {line}" for line in legend(self.step_signs)]
         return "\n".join(lines)
 
 
@@ -292,7 +301,7 @@ def predict(
         flops_mean=sum(report.flops for report in reports) if steps else None,
         flops_of_steps=tuple(map(sum, zip(*(report.flops_of_steps for report in reports), strict=True))),
         scale=latent_scale(pipe_or_model),
-        plan=signs_of(plan_generation(described, steps), bool(rows), is_unet) if steps else "",
+        step_signs=signs_of(plan_generation(described, steps), bool(rows), is_unet) if steps else "",
     )
 
 
@@ -337,11 +346,11 @@ def _names(hosts: Sequence[Host]) -> str:
 def _check_references(hosts: Sequence[Host], references: Sequence[tuple[int, int]]) -> None:
     for size in references:
         if len(size) != 2 or not all(isinstance(side, int) and side >= 1 for side in size):
-            raise ConfigError(f"references: expected (height, width), integers ≥ 1, got {shown(size)}")
+            raise ConfigError(f"references: expected (height, width), integers ≥ 1, got {short_repr(size)}")
     if references and not any(host.takes_references for host in hosts):
         raise ConfigError(
             f"references: {_names(hosts)} takes no reference images in the sequence of the sample, got "
-            f"{shown(list(references))}; leave it out"
+            f"{short_repr(list(references))}; leave it out"
         )
 
 
@@ -355,7 +364,7 @@ def _predict_host(
     references: Sequence[tuple[int, int]],
     dense_paths: Mapping[nn.Module, Collection[str]],
 ) -> Report:
-    kept = Kept(dense=frozenset(dense_paths.get(host.root, ())))
+    left_alone = LeftAlone(dense=frozenset(dense_paths.get(host.root, ())))
     whole = type(host.root).__name__
     try:
         plain = weightless(host.root, host.on_cpu)
@@ -372,9 +381,11 @@ def _predict_host(
     dense = count_flops(copied.root, arguments())
     # Keep step reuse, because step reuse alone is allowed if no token merges.
     most = merging_most(config)
-    sharing = dataclasses.replace(config.plans, every=1)
-    counted_config = dataclasses.replace(most, plans=sharing, correction=Correction(), reuse=config.reuse)
-    with patched(copied, counted_config, kept) as state:
+    sharing = dataclasses.replace(config.merge_sharing, every=1)
+    counted_config = dataclasses.replace(
+        most, merge_sharing=sharing, correction=Correction(), reuse=config.reuse
+    )
+    with patched(copied, counted_config, left_alone) as state:
         recorded: dict[str, RecordedPlan] = {}
         state.record = recorded
         state.pipeline.set_step(0, 1)  # for planners that read the previous step
@@ -401,8 +412,8 @@ def _predict_host(
                     references=tuple(others),
                 )
             )
-    free = [block for block in copied.blocks if block.path not in kept.dense]
-    of_steps = flops_of_steps(copied, config, steps, arguments, kept) if steps else ()
+    free = [block for block in copied.blocks if block.path not in left_alone.dense]
+    of_steps = flops_of_steps(copied, config, steps, arguments, left_alone) if steps else ()
     return Report(
         name,
         *size,
@@ -410,7 +421,7 @@ def _predict_host(
         dense[whole],
         merged[whole],
         notes=(*notes_on_blocks(free, rows, config), *host.limits),
-        kept_bytes=kept_bytes(copied, config, arguments, kept),
+        kept_bytes=kept_bytes(copied, config, arguments, left_alone),
         steps=steps,
         flops_mean=round(sum(of_steps) / len(of_steps)) if of_steps else None,
         flops_of_steps=of_steps,

@@ -17,10 +17,10 @@ from tokenmerge.report.prediction import Report, saved
 from tokenmerge.runtime.memory.run_log import RunLog, StepRow
 from tokenmerge.text_table import Tabled, TextTable
 
-# The lowest speed-up by the clock that is told, as a share of the counted one. Where 2× is counted, the
-# models in docs/gpu.md reach 1.8 to 2× by the clock.
+# The lowest speed-up by the clock that is told, as a share of that by operations. Where it is 2× by
+# operations, the models in docs/gpu.md reach 1.8 to 2× by the clock.
 _LEAST_BY_THE_CLOCK = 0.85
-_WORTH_TELLING = 1.05  # the counted speed-up from which on the summary also speaks of the clock
+_WORTH_TELLING = 1.05  # the speed-up by operations from which on the summary also speaks of the clock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +65,15 @@ def summary(
             return [*lines, "  for your size: print(patch.report(height=…, width=…, steps=…))", *remarks]
         lines.append(f"  no run yet; {example}:")
     if report is not None:
-        lines.append(f"  counted: {report.speedup:.2f}× ({_saved_share(conditions, report)})")
+        lines.append(f"  by operations: {report.speedup:.2f}× ({_saved_share(conditions, report)})")
     lines += remarks
-    if report is not None and report.plan:
-        lines.append(f"  plan: {report.plan}")
-        lines += [f"        {line}" for line in legend(report.plan)]
+    if report is not None and report.step_signs:
+        lines.append(f"  plan: {report.step_signs}")
+        lines += [f"        {line}" for line in legend(report.step_signs)]
     elif config.reuse.on:
-        lines.append(f"  step reuse: 1 of {config.reuse.every:g} steps is complete; the others skip parts")
+        lines.append(f"  step reuse: 1 of {config.reuse.every:g} steps is full; the others skip parts")
     elif is_default(conditions.method):
-        lines.append("  plan: every step runs the whole model")
+        lines.append("  plan: every step is full: it runs the whole model")
     if report is not None:
         dtype = str(dtype_of(conditions.denoiser.root)).removeprefix("torch.")
         kept = f"{in_words(report.kept_bytes)} ({dtype})" if report.kept_bytes else "none"
@@ -83,7 +83,7 @@ def summary(
 
 def _expected_gain(conditions: Conditions, report: Report) -> str:
     """Return what the default method gains in a run by default, before the first run."""
-    gain = f"{report.speedup:.2f}× counted"
+    gain = f"{report.speedup:.2f}× by operations"
     if "min_psnr" in conditions.method:
         gain = f"at most {gain}"
     if conditions.forecast:
@@ -108,7 +108,7 @@ def _asked_for(config: ToMeConfig, conditions: Conditions) -> str:
     if conditions.method == RATIO:
         return f"ratio {config.ratio:g}, merging alone"
     if is_default(conditions.method):
-        return f"{'aimed' if conditions.gone else 'aims'} at {conditions.method}"
+        return f"the default method, {conditions.method}"
     return f"{conditions.method}, ratio {config.ratio:g}" if conditions.method else str(config)
 
 
@@ -128,7 +128,7 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     of_all = f"{len(rows)} of {len(conditions.denoiser.blocks)} transformer blocks"
     parts = "" if merged == "whole block" else f"{merged} of "
     what = f"{most.tokens} → {most.merged_tokens} tokens in {parts}{of_all}"
-    if report.plan or not config.correction.on:  # the plan says which steps correct
+    if report.step_signs or not config.correction.on:  # the plan says which steps correct
         return what
     if config.correction.every > MOST_STEPS:
         return f"{what}; the first step merges nothing and corrects the others"
@@ -200,7 +200,7 @@ class RunSteps(Tabled, Sequence[StepRow]):
             title += f"; in each, {times[0]} calls of blocks merge {tokens[0]} tokens"
 
         columns = {"step": [str(row.step) for row in rows]}
-        columns["plan" if plan else "kind"] = [row.sign or row.kind for row in rows]
+        columns["plan" if plan else "kind"] = [row.sign or row.step_kind for row in rows]
         notes = legend(plan)
         if not steps_are_alike:
             columns["tokens"] = tokens

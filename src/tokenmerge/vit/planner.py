@@ -41,7 +41,7 @@ class RecordedTokens(NamedTuple):
         return x.take_along_dim(one_each.unsqueeze(-1), dim=1)
 
     def labels(self, height: int | None = None, width: int | None = None) -> Tensor:
-        """Return the groups of merged patches, for :func:`tokenmerge.pictures.draw_groups`.
+        """Return the groups of merged patches, for :func:`tokenmerge.images.draw_groups`.
 
         They are the index ``[b, height, width]`` of the token that stands for each patch, in a grid of this
         many rows and columns. Without them, the grid is square.

@@ -9,7 +9,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample
 from diffusers import SD3Transformer2DModel, UNet2DConditionModel
 
 import tokenmerge
-from tokenmerge import Correction, PlanSharing, StepReuse, ToMeConfig
+from tokenmerge import Correction, MergeSharing, StepReuse, ToMeConfig
 from tokenmerge.integrations.comfyui.models import find_target
 from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.sampling import KEY, Sampling
@@ -26,7 +26,7 @@ STACK = {
     "scope": "block",
     "planner": "tiled",
     "features": "model_residual",
-    "plans": PlanSharing(blocks=True),
+    "merge_sharing": MergeSharing(blocks=True),
     "proportional": True,
 }
 
@@ -170,7 +170,7 @@ def test_the_finest_level_skips_steps_too(unet, monkeypatch):
     block = unet.model.diffusion_model.input_blocks[1][0]
     calls = counted(block, monkeypatch)
     hosts.sample(reusing(unet, every=4, shallow_every=2), steps=10)
-    assert len(calls) == len(StepReuse(every=4, shallow_every=2).steps_of(10).shallow) < 10
+    assert len(calls) == len(StepReuse(every=4, shallow_every=2).steps_of(10).finest) < 10
 
 
 @pytest.mark.parametrize("sampler", ["euler", "heun", "dpmpp_2m", "dpmpp_sde", "dpm_2"])

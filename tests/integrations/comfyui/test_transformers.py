@@ -14,7 +14,7 @@ from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.ldm.wan.model import WanModel
 
-from tokenmerge import Correction, PlanSharing, StepReuse, ToMeConfig
+from tokenmerge import Correction, MergeSharing, StepReuse, ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.integrations.comfyui import sampling, transformer
 from tokenmerge.integrations.comfyui import settings as node_settings
@@ -25,7 +25,7 @@ from tokenmerge.integrations.comfyui.sampling import KEY, Sampling
 from tokenmerge.integrations.comfyui.settings import Asked, Settings, settings_for
 from tokenmerge.integrations.comfyui.transformer import finish_run
 from tokenmerge.plans import pays_from
-from tokenmerge.plans.generation import Runs, plan_generation
+from tokenmerge.plans.generation import StepKind, plan_generation
 from tokenmerge.runtime.blocks.merged_call import merged_tokens
 
 MAKE = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
@@ -166,7 +166,7 @@ def test_a_batch_of_two_prompts_shares_its_plans(case, monkeypatch):
     assert made == [1] * len(settings.target.blocks)
 
 
-STACK = {"planner": "tiled", "features": "model_residual", "plans": PlanSharing(blocks=True)}
+STACK = {"planner": "tiled", "features": "model_residual", "merge_sharing": MergeSharing(blocks=True)}
 
 
 # Without a correction, tokens of a group change alike, so rounding would sort what the planner compares.
@@ -501,13 +501,13 @@ def test_auto_skips_blocks_and_follows_guidance(sampled, monkeypatch):
         seen.clear()
         hosts.sample(clone, steps=steps, cfg=cfg, scheduler="simple")
         plan = plan_generation(settings.for_sampling(target.grid((1, 4, 16, 16)), steps, cfg).config, steps)
-        assert len(seen) == sum(step.runs is Runs.EVERYTHING for step in plan)
-        assert "speed-up 2.5, in an example of 20 steps" in text
+        assert len(seen) == sum(step.kind is StepKind.FULL for step in plan)
+        assert "the default method, speedup=2.5, in an example of 20 steps" in text
     clone, text = TokenMerging().merge(sampled, latent, method="auto", step_reuse="off")
     seen.clear()
     hosts.sample(clone, steps=4, scheduler="simple")
     assert len(seen) == 4
-    assert "All steps run the whole model" in text
+    assert "All steps are full: they run the whole model" in text
 
 
 def test_auto_merges_where_this_changes_the_picture_less_than_skipping_alone(sampled):

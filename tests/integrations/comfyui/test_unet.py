@@ -9,7 +9,7 @@ from comfy.cldm.cldm import ControlNet as Network
 from comfy.controlnet import ControlNet
 from comfy.ldm.modules.attention import CrossAttention
 
-from tokenmerge import PlanSharing, StepReuse, ToMeConfig
+from tokenmerge import MergeSharing, StepReuse, ToMeConfig
 from tokenmerge.config import dense_outside
 from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.comfyui import sampling
@@ -19,7 +19,7 @@ from tokenmerge.integrations.comfyui.nodes import TokenMerging
 from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.plans import pays_from
-from tokenmerge.plans.generation import Runs, plan_generation
+from tokenmerge.plans.generation import StepKind, plan_generation
 
 LATENT = {"samples": torch.zeros(1, 4, 16, 16)}
 
@@ -97,13 +97,13 @@ def test_step_reuse_beside_a_preset(model, key_numbers):
     assert len(deep) == 4 * len(full) < 40
     assert torch.equal(hosts.sample(clone, steps=10), first)
     count = len(reuse.steps_of(20).full)
-    assert f"Of 20 steps, {count} run the whole model, and the others skip the deep stages" in text
+    assert f"Of 20 steps, {count} are full: they run the whole model" in text
 
 
 def test_auto_plans_each_sampling_for_its_steps_and_guidance(model, key_numbers):
     latent = {"samples": torch.zeros(1, 4, 64, 32)}
     clone, text = TokenMerging().merge(model, latent, method="auto", speedup=1.5)
-    assert "speed-up 1.5, in an example of 20 steps" in text
+    assert "the default method, speedup=1.5, in an example of 20 steps" in text
     asked = node_settings.Asked("auto", speedup=1.5)
     settings = node_settings.settings_for(find_target(model), asked, hosts.CPU, torch.float32)
     for steps, cfg in ((20, 7.0), (20, 1.5), (6, 7.0)):
@@ -112,8 +112,8 @@ def test_auto_plans_each_sampling_for_its_steps_and_guidance(model, key_numbers)
         config = settings.for_sampling((1, 64, 32), steps, cfg).config
         plan = plan_generation(config, steps)
         deep = [n for n, keys in key_numbers if keys != 7 and n <= 512]
-        complete = sum(step.runs is Runs.EVERYTHING for step in plan)
-        assert len(deep) == 4 * complete
+        full = sum(step.kind is StepKind.FULL for step in plan)
+        assert len(deep) == 4 * full
 
 
 @pytest.mark.parametrize(("sampler", "noisy"), [("euler_ancestral", True), ("dpmpp_2m", False)])
@@ -222,7 +222,7 @@ def test_both_prompts_share_a_plan_also_in_calls_of_their_own(model, monkeypatch
     hosts.sample(clone, steps=1, negative=hosts.condition(24, 2, words=11))
     assert made == [1] * 3
     made.clear()
-    hosts.sample(with_config(model, ratio=0.5, plans=PlanSharing(guidance=False)), steps=1)
+    hosts.sample(with_config(model, ratio=0.5, merge_sharing=MergeSharing(guidance=False)), steps=1)
     assert made == [2] * 3
 
 
@@ -345,7 +345,7 @@ def test_text(model):
     saved = 1 - (4 * 32**2 * 128 + 2 * 32 * 128**2) / (4 * 32**2 * 256 + 2 * 32 * 256**2)
     assert f"{saved:.0%} fewer" in text
     assert "from 25% to 100%" in text
-    assert "All steps run the whole model" in text
+    assert "All steps are full: they run the whole model" in text
 
 
 @pytest.mark.parametrize(

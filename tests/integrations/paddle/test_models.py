@@ -8,7 +8,7 @@ from paddle.nn import functional as F
 from ppdiffusers import Transformer2DModel
 from ppdiffusers.models.attention_processor import SlicedAttnProcessor, XFormersAttnProcessor
 
-from tokenmerge import PlanSharing, ToMeConfig, UnsupportedModelError
+from tokenmerge import MergeSharing, ToMeConfig, UnsupportedModelError
 from tokenmerge.integrations.paddle.models import find_hosts
 from tokenmerge.integrations.paddle.runtime import STATE
 from tokenmerge.integrations.portable import plan_tokens
@@ -134,7 +134,7 @@ def test_feed_forward_layers_that_run_in_chunks_stay_dense():
     apply_patch(unet)
     attention_alone = hosts.run(unet)
     patch = apply_token_merging(
-        unet, ToMeConfig(ratio=0.5, merge_mlp=True, plans=PlanSharing(guidance=False))
+        unet, ToMeConfig(ratio=0.5, merge_mlp=True, merge_sharing=MergeSharing(guidance=False))
     )
     for block in hosts.blocks(unet):  # after patching
         block.set_chunk_feed_forward(64, dim=1)

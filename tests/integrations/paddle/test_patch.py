@@ -13,7 +13,7 @@ import paddle_hosts as hosts
 import pytest
 
 import tokenmerge.paddle as tokenmerge_paddle
-from tokenmerge import ConfigError, NothingToMergeError, PlanSharing, ToMeConfig, UnsupportedModelError
+from tokenmerge import ConfigError, MergeSharing, NothingToMergeError, ToMeConfig, UnsupportedModelError
 from tokenmerge.paddle import apply_patch, apply_token_merging, remove_patch, token_merging
 
 ALL = {"max_downsample": 2, "merge_crossattn": True, "merge_mlp": True}
@@ -25,7 +25,7 @@ SETTINGS = {
     "keep": {"combine": "keep"},
     "proportional": {"proportional": True, **ALL},
     "proportional keys": {"proportional": True, "scope": "keys"},
-    "without guidance": {"plans": PlanSharing(guidance=False)},
+    "without guidance": {"merge_sharing": MergeSharing(guidance=False)},
     "levels": {"max_downsample": 2, "rules": [{"level": 2, "ratio": 0.25, "planner": "uniform"}]},
 }
 
@@ -265,8 +265,8 @@ def test_bad_values_are_errors_and_nothing_is_patched(settings, message):
         {"scope": "block"},
         {"st": 2},
         {"rules": [{"until": 0.5, "ratio": 0.2}]},
-        {"plans.every": 2},
-        {"plans.blocks": True},
+        {"merge_sharing.every": 2},
+        {"merge_sharing.blocks": True},
         {"reuse.every": 2},
         {"rules": [{"level": 2, "scope": "block"}]},
     ],

@@ -10,7 +10,7 @@ from integrations.portable import numpy_arrays
 from tokenmerge.config import ToMeConfig
 from tokenmerge.integrations.portable import (
     PLANNERS,
-    Plan,
+    MergePlan,
     keep_destinations,
     merge,
     plan_tokens,
@@ -24,7 +24,7 @@ XP = paddle
 
 
 def assert_same(ours, theirs):
-    for name, mine, other in zip(Plan._fields, ours, theirs, strict=True):
+    for name, mine, other in zip(MergePlan._fields, ours, theirs, strict=True):
         np.testing.assert_array_equal(mine.numpy(), other, err_msg=name)
 
 
@@ -34,7 +34,7 @@ def test_plans_and_merged_tokens_are_those_of_torch(grid, planner):
     x = paddle.to_tensor(GOLDEN[grid])
     config = ToMeConfig(ratio=0.5, planner=planner, seed=3)
     plan = plan_tokens(XP, x.cast("float64"), GRIDS[grid], config, step_number(481.0))
-    assert_same(plan, [GOLDEN[f"{grid} {planner} {field}"] for field in Plan._fields])
+    assert_same(plan, [GOLDEN[f"{grid} {planner} {field}"] for field in MergePlan._fields])
     merged = GOLDEN[f"{grid} {planner} merged"]
     # Sums of a few float32 numbers near 1.
     assert np.abs(merge(XP, plan, x).numpy() - merged).max() < 1e-6

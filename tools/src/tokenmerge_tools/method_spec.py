@@ -10,8 +10,9 @@ from typing import Any
 from tokenmerge import presets
 from tokenmerge.config import SETTINGS, Rule, ToMeConfig, check_known, flat
 from tokenmerge.config.checks import number
+from tokenmerge.config.former import current_name
 from tokenmerge.default_method import settings_for
-from tokenmerge.errors import ConfigError, nearest_of, shown
+from tokenmerge.errors import ConfigError, nearest_of, short_repr
 
 AUTO = "auto"
 DEFAULT_SPEEDUP = 2.0
@@ -70,7 +71,7 @@ class MethodSpec:
 
     @property
     def speedup(self) -> float:
-        """The wanted speed-up of the method ``"auto"``."""
+        """The wanted speed-up of the default method."""
         return float(self.changes.get("speedup", DEFAULT_SPEEDUP))
 
     @property
@@ -79,7 +80,7 @@ class MethodSpec:
         if self.source:
             return f"the settings in {self.source}"
         if self.needs_model:
-            return f"speed-up {self.speedup:g}"
+            return f"the default method, speedup={self.speedup:g}"
         return f"{self.method}, ratio {self.config().ratio:g}"
 
     @property
@@ -157,6 +158,7 @@ def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any
     ('rules', ({'level': 2, 'ratio': 0.25},))
     """
     name, equals, value = (part.strip() for part in text.partition("="))
+    name = current_name(name)
     check_known([name], names)
     switch = isinstance(_DEFAULTS[name], bool)
     read, wanted = _READERS[name]
@@ -165,7 +167,7 @@ def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{name}: expected {name}={wanted}, got {shown(text)}") from error
+        raise ConfigError(f"{name}: expected {name}={wanted}, got {short_repr(text)}") from error
 
 
 def as_plain(value: Any) -> str | int | float | bool:

@@ -8,7 +8,7 @@ import diffusers
 import pytest
 import torch
 
-from tokenmerge import Correction, PlanSharing, ToMeConfig
+from tokenmerge import Correction, MergeSharing, ToMeConfig
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import RunFacts, facts_of, plan_for
 from tokenmerge.report import predict
@@ -48,7 +48,7 @@ def test_half_of_the_tokens_merged_once_cache_less_than_30_mb(model: torch.nn.Mo
         planner="tiled",
         features="model_residual",
         proportional=True,
-        plans=PlanSharing(blocks=True),
+        merge_sharing=MergeSharing(blocks=True),
         correction=Correction(every=10_000),
     )
     kept = predict(model, config, LATENTS, LATENTS, batch=1, steps=28).kept_bytes

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tokenmerge import PlanSharing, StepReuse, ToMeConfig, presets
+from tokenmerge import MergeSharing, StepReuse, ToMeConfig, presets
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench import loaded_model
 from tokenmerge_tools.bench.grid import PRESETS, BenchOptions, plan_cells, read_grid
@@ -98,7 +98,7 @@ def test_methods_have_their_own_settings_and_ratio() -> None:
 def test_every_setting_can_be_told() -> None:
     text = (
         'tome:proportional,scope=block,reuse.every=2,rules=[{"level": 2, "ratio": 0.25, "sx": 4}, '
-        '{"start": 0.5, "planner": "tiled"}],plans.blocks'
+        '{"start": 0.5, "planner": "tiled"}],merge_sharing.blocks'
     )
     (spec,) = parse_variant(text, [0.5])
     config = ToMeConfig(
@@ -106,7 +106,7 @@ def test_every_setting_can_be_told() -> None:
         scope="block",
         reuse=StepReuse(every=2),
         rules=[{"level": 2, "ratio": 0.25, "sx": 4}, {"start": 0.5, "planner": "tiled"}],
-        plans=PlanSharing(blocks=True),
+        merge_sharing=MergeSharing(blocks=True),
     )
     assert spec.config() == config
     # Settings that are read from a record give the same configuration.

@@ -19,7 +19,7 @@ import tokenmerge
 import tokenmerge_tools.bench.loaded_model
 import tokenmerge_tools.generate.run
 import tokenmerge_tools.pipelines.call
-from tokenmerge import PlanSharing, presets
+from tokenmerge import MergeSharing, presets
 from tokenmerge.config import ToMeConfig, save_config
 from tokenmerge.plans import pays_from
 from tokenmerge.report import predict
@@ -92,7 +92,7 @@ def test_generate_says_in_about_ten_lines_what_it_drew_and_writes_a_folder(folde
         "  with tokenmerge ",
         "×  ",
         "dB to dense: ",
-        " every step ran whole",
+        " every step was full",
         "tokens merged to",
         "Seconds of one run each; --repeat 3 makes them reliable.",
         "More:        --details",
@@ -242,8 +242,8 @@ def test_inspect_as_json_is_the_report(folder, capsys):
             presets.toma(merge_mlp=False, merge_crossattn=False),
         ),
         (
-            ("--set", "plans.every=2", "--set", "plans.blocks=false"),
-            presets.toma(plans=PlanSharing(every=2, blocks=False)),
+            ("--set", "merge_sharing.every=2", "--set", "merge_sharing.blocks=false"),
+            presets.toma(merge_sharing=MergeSharing(every=2, blocks=False)),
         ),
         (
             ("--set", 'rules=[{"level": 2, "ratio": 0.25}, {"start": 0.5, "combine": "keep"}]'),
@@ -338,7 +338,10 @@ def test_without_arguments_the_commands_are_listed(capsys):
         (["inspect", "--set", "rules=2"], "rules=JSON such as"),
         (["inspect", "--set", "rules={"], "rules=JSON such as"),
         (["inspect", "--set", 'rules=[{"level": 2, "spacing": 0.5}]'], "cannot change spacing"),
-        (["inspect", "--set", "plans.every=0"], "plans.every: expected an integer ≥ 1, got 0"),
+        (
+            ["inspect", "--set", "merge_sharing.every=0"],
+            "merge_sharing.every: expected an integer ≥ 1, got 0",
+        ),
         (
             ["inspect", "--method", "tome", "--set", "reuse.shallow_every=2"],
             "reuse.shallow_every: expected 1 to reuse.every=1",

@@ -59,7 +59,7 @@ def test_a_port_that_does_not_exist(port, capsys, monkeypatch):
 
 
 def test_a_setting_of_thousands_of_digits(capsys):
-    for setting in ("ratio", "sx", "min_tokens", "reuse.every", "plans.every", "levels"):
+    for setting in ("ratio", "sx", "min_tokens", "reuse.every", "merge_sharing.every", "levels"):
         refused(capsys, "inspect", "--method", "tome", "--set", f"{setting}={'9' * 5000}")
 
 

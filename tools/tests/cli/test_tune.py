@@ -16,7 +16,7 @@ from tools.tests import made_up_studio
 from typer.testing import CliRunner
 
 from tokenmerge import ConfigError, StepReuse, ToMeConfig, apply_token_merging
-from tokenmerge.config import FoundFor, PlanSharing, SavedSettings, plan_content, save_config
+from tokenmerge.config import FoundFor, MergeSharing, SavedSettings, plan_content, save_config
 from tokenmerge.default_method import settings_for
 from tokenmerge.runtime.memory.state import STATE
 from tokenmerge_tools.cli import main
@@ -145,7 +145,7 @@ PLAN = ToMeConfig(
     ratio=0.25,
     planner="tiled",
     proportional=True,
-    plans=PlanSharing(blocks=True),
+    merge_sharing=MergeSharing(blocks=True),
     reuse=StepReuse(full_steps=(0, 0.33, 1), shallow_steps=(0.67,)),
 )
 
@@ -252,7 +252,7 @@ def test_evaluate_takes_the_default_method_where_a_plan_is_for_others(model, pla
         call(*given, "--steps", steps)
     assert seen == [
         (
-            "tome:ratio=0.25,planner=tiled,proportional=True,plans.blocks=True,"
+            "tome:ratio=0.25,planner=tiled,proportional=True,merge_sharing.blocks=True,"
             "reuse.full_steps=[0.0, 0.33, 1.0],reuse.shallow_steps=[0.67]",
         ),
         ("auto:speedup=1.2",),

@@ -111,10 +111,10 @@ def test_the_plan_is_known_before_a_run(name):
     size = {"height": 64, "width": 64}
     side = 64 // sketch.scale
     planned = settings_for(sketch.pipeline, 2.0, side, side, steps=8)
-    shown = patch.report(64, 64, steps=8).plan
+    shown = patch.report(64, 64, steps=8).step_signs
     pipe("a red apple", num_inference_steps=8, output_type="latent", **size)
     assert patch.config == planned
-    assert patch.report().plan == shown
+    assert patch.report().step_signs == shown
 
 
 def test_t5_says_nothing():

@@ -59,8 +59,8 @@ def test_the_bundled_model_is_measured_with_its_own_prompts(tmp_path: Path) -> N
     assert (tome.model, tome.width, tome.height, tome.images) == ("emoji-unet", 128, 128, 2)
     header = next(line for line in result.stdout.splitlines() if "variant" in line)
     names = [name.strip() for name in header.split("┃")[1:-1]]
-    costs = ["speed-up", "seconds", "peak GiB"]
-    assert names == ["variant", "pictures", *costs, "psnr ↑", "ssim ↑", "glyphs ↑"]
+    costs = ["by the clock", "seconds", "peak GiB"]
+    assert names == ["variant", "images", *costs, "psnr ↑", "ssim ↑", "glyphs ↑"]
     assert f"tokenmerge report {tmp_path}" in result.stdout
     assert "2/2" not in result.stdout  # progress is for the terminal, not for a pipe
 
@@ -74,7 +74,7 @@ def test_a_table_with_categories_has_a_row_for_each(
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     header = next(line for line in lines if "variant" in line)
     names = [name.strip() for name in header.split("┃")[1:-1]]
-    assert names == ["variant", "category", "pictures", "clip-score ↑", "fid ↓"]
+    assert names == ["variant", "category", "images", "clip-score ↑", "fid ↓"]
     assert rows == [["dense", "all", "4", "27.5", ""], ["dense", "[bold]Animals", "3", "", "33.12"]]
 
 

@@ -22,7 +22,7 @@ def test_fewer_steps_and_the_plan_stand_beside():
     assert "<dt>Dense, 11 steps</dt><dd>2.10 s, 27.4 dB</dd>" in texts.tiles(trial(fewer=fewer))
     lines = ["model: aims", "  plan: Df", "        D in 1 step: whole", "  merging: none"]
     assert texts.plan(trial(summary="\n".join(lines))) == "plan: Df\nD in 1 step: whole"
-    assert texts.plan(trial()) == "every step runs whole"
+    assert texts.plan(trial()) == "every step is full"
 
 
 def test_a_picture_without_merging_says_so():

@@ -25,7 +25,7 @@ def crowded(lines: int, points: int) -> Chart:
     numbers = random.Random(0)
     made = tuple(
         Line(
-            f"method {line} scope=block planner=tiled proportional plans.blocks"[: 10 + 12 * line],
+            f"method {line} scope=block planner=tiled proportional merge_sharing.blocks"[: 10 + 12 * line],
             tuple((numbers.gauss(40, 1), numbers.gauss(2, 0.1)) for _ in range(points)),
             tuple(f"{index / 8:g}" for index in range(points)),
         )

@@ -81,7 +81,7 @@ def test_categories_are_lines_of_the_table_and_no_points_of_the_curve() -> None:
     (table,) = content_of(
         Results((), (TOME, dataclasses.replace(TOME, category="Animals", images=3)))
     ).quality
-    assert table.header == ("variant", "category", "pictures", "psnr ↑")
+    assert table.header == ("variant", "category", "images", "psnr ↑")
     assert [row.cells for row in table.rows] == [
         ("tome ratio=0.5", "all", "4", "20"),
         ("tome ratio=0.5", "Animals", "3", "20"),
@@ -257,7 +257,7 @@ def test_pictures_that_were_timed_while_drawn_have_their_speed_in_table_and_curv
     fewer = dataclasses.replace(TIMED, variant="fewer-steps", settings={"steps": 12}, steps_used=12)
     content = content_of(Results((), (TIMED, other, fewer)))
     (table,) = content.quality
-    assert table.header[-2:] == ("speed-up", "psnr ↑")
+    assert table.header[-2:] == ("by the clock", "psnr ↑")
     assert [row.cells[-2] for row in table.rows] == [
         "1.50× (1.40 to 1.60)",
         "2.00× (1.40 to 1.60)",

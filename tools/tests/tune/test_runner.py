@@ -249,7 +249,7 @@ def studio(options, monkeypatch) -> Rounds:
 
 def test_a_real_studio_is_unchanged_by_what_it_draws(studio: Rounds) -> None:
     types = [type(module) for module in denoiser_of(studio.pipe).modules()]
-    plan = SearchedPlan(ToMeConfig(ratio=0.5), "MMfMfM")
+    plan = SearchedPlan(ToMeConfig(ratio=0.5), "MMsMsM")
     few = Variant(FEWER_STEPS, (("steps", 1),))
     drawn = {plan.name: variant_of(plan.config), few.label: few}
     found = dict(studio.draw(1, drawn, {plan.name: plan.config}, pytest.fail))
@@ -260,7 +260,7 @@ def test_a_real_studio_is_unchanged_by_what_it_draws(studio: Rounds) -> None:
 
 
 def test_final_latents_are_closer_where_more_steps_are_complete(studio: Rounds) -> None:
-    few, many = (SearchedPlan(ToMeConfig(ratio=0), runs).config for runs in ("MMffff", "MMfMfM"))
+    few, many = (SearchedPlan(ToMeConfig(ratio=0), runs).config for runs in ("MMssss", "MMsMsM"))
     assert studio.snr(0, few) < studio.snr(0, many) < 120
     assert studio.snr(0, ToMeConfig(ratio=0)) == 120  # the same latents
     assert studio.dense(0).shape == (4, 16, 16)

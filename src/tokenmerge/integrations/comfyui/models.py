@@ -14,7 +14,7 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Layout, TokenArgument, is_a
 from tokenmerge.models.families import compvis
 from tokenmerge.models.grids import patch_of
-from tokenmerge.models.work import Amount, Part, Planning, Share, Work
+from tokenmerge.models.work import Amount, Part, PlanningWork, Share, Work
 
 Key = tuple[Any, ...]  # ComfyUI's name and numbers for a block or a stage
 
@@ -208,9 +208,9 @@ def _work_of_unet(stages: Sequence[Stage], blocks: Sequence[MergingBlock], cut: 
     return Work(tuple(shares), tuple(plans))
 
 
-def _plan(blocks: Sequence[MergingBlock], scope: str, parts: Set[Part]) -> Planning:
+def _plan(blocks: Sequence[MergingBlock], scope: str, parts: Set[Part]) -> PlanningWork:
     first = blocks[0]
-    return Planning(frozenset(parts), first.level, first.channels, frozenset({scope}), len(blocks))
+    return PlanningWork(frozenset(parts), first.level, first.channels, frozenset({scope}), len(blocks))
 
 
 def _shares(

@@ -13,7 +13,7 @@ from tokenmerge.integrations.comfyui.settings import METHODS, OF_METHOD, STEPS, 
 from tokenmerge.models.work import Amount
 from tokenmerge.ops.partition import num_tokens
 from tokenmerge.planners.sequences import num_removed
-from tokenmerge.plans.generation import Runs, plan_generation
+from tokenmerge.plans.generation import StepKind, plan_generation
 
 _STEP = 0.01  # of the fields for numbers
 _MOST_RATIO = 0.75  # with a destination for every 2 × 2 tokens
@@ -98,8 +98,8 @@ class TokenMerging:
             # It comes last, since saved workflows have the values in this order.
             "speedup": _number(
                 2.0,
-                "Wanted speed-up of method auto, by counted operations of the sampling. Raising it makes "
-                "the image less like the dense one.",
+                "Wanted speed-up of the default method (auto), by operations of the sampling. Raising it "
+                "makes the image less like the dense one.",
                 **{"min": 1.0, "max": _MOST_SPEEDUP, "step": _SPEEDUP_STEP},
             ),
         }
@@ -131,7 +131,7 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
     default = settings.default
     asked = f"planner {config.planner}, ratio {config.ratio:g}"
     if default is not None:
-        asked = f"{default.name}, in an example of {STEPS} steps"
+        asked = f"the default method, {default.name}, in an example of {STEPS} steps"
     size = f"latents {latent[-2]} × {latent[-1]}"
     lines = [f"{target.name}, {size}: {_WHERE[config.scope]} merge, {asked}"]
     dense = 0.0
@@ -178,12 +178,14 @@ def _step_reuse(settings: Settings) -> list[str]:
     config = settings.config
     target = settings.target
     if not config.reuse.on:
-        return ["All steps run the whole model."] if settings.alone else []
-    ran = Counter(step.runs for step in plan_generation(config, STEPS))
-    what = "the deep stages" if target.is_unet else "the blocks"
-    lines = [f"Of {STEPS} steps, {ran[Runs.EVERYTHING]} run the whole model, and the others skip {what}."]
-    if target.is_unet and ran[Runs.LEAST]:
-        lines.append(f"{ran[Runs.LEAST]} of them skip the finest level too.")
+        return ["All steps are full: they run the whole model."] if settings.alone else []
+    plan = plan_generation(config, STEPS)
+    count = Counter(step.kind.in_model(target.is_unet) for step in plan)
+    lines = [f"Of {STEPS} steps, {count[StepKind.FULL]} are full: they run the whole model."]
+    if count[StepKind.SHALLOW]:
+        lines.append(f"{count[StepKind.SHALLOW]} are shallow: they run the finest level of the UNet alone.")
+    if count[StepKind.SKIPPED]:
+        lines.append(f"{count[StepKind.SKIPPED]} are skipped: no block runs in them.")
     return lines
 
 

@@ -104,7 +104,7 @@ class Sampling:
         self.residuals = {key: kept for key, kept in self.residuals.items() if key[0] not in stale}
         self._plan_for = tuple(latent), self._config
         self._seed = arithmetic().bits(timestep.float().max())
-        self._whole = whole and self._config.plans.guidance
+        self._whole = whole and self._config.merge_sharing.guidance
         self._calls = -1
 
     def begin_call(self, latent: Sequence[int], options: Options, sample: Tensor | None = None) -> None:
@@ -129,7 +129,7 @@ class Sampling:
         window = getattr(options.get("context_window"), "index_list", ())
         shape = (*latent, *options.get("uuids", ()), *window)
         self._recognise(shape, sample)
-        if is_first and self.tracker.plans(self._config.plans.every, self._plan_for):
+        if is_first and self.tracker.plans(self._config.merge_sharing.every, self._plan_for):
             self.plans.clear()
         self.decision = decide(self.settings.config, self.tracker, shape)
 
@@ -199,7 +199,7 @@ class Sampling:
 
     def in_stacks(self, settings: MergeSettings) -> bool:
         """Return whether blocks with these settings merge once for a stack."""
-        return merges_in_stacks(self._config.plans.blocks, settings)
+        return merges_in_stacks(self._config.merge_sharing.blocks, settings)
 
     def merge_in(
         self, block: Key, group: Hashable, tokens: Tensor, layout: Layout, grid: GridShape, level: int
@@ -216,7 +216,7 @@ class Sampling:
             return running
         # The images of each prompt stand in a row.
         copies = self._prompts if self._whole and len(tokens) % self._prompts == 0 else 1
-        place = group if self._config.plans.blocks else block
+        place = group if self._config.merge_sharing.blocks else block
         key = place, len(tokens) // copies, grid, None if self._whole else self._calls
         if key not in self.plans:
             features = layout.image(tokens, num_tokens(grid))

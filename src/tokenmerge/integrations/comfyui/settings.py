@@ -166,7 +166,7 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
 def _changed(config: ToMeConfig, target: Target, asked: Asked) -> ToMeConfig:
     """Return the settings of a method with those inputs of the node that replace them."""
     changes: dict[str, Any] = {}
-    if target.is_unet or not merges_in_stacks(config.plans.blocks, config.at_level(1)):
+    if target.is_unet or not merges_in_stacks(config.merge_sharing.blocks, config.at_level(1)):
         changes["features"] = "input"  # what was added in the step before is cached for stacks alone
     if config.seed is not None:
         changes["seed"] = asked.seed

@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenmerge.integrations.comfyui.models import Cut
 from tokenmerge.integrations.comfyui.sampling import Options, Running, Sampling, running_in, sampling_in
 from tokenmerge.models.base import PLAIN
-from tokenmerge.plans.generation import Runs
+from tokenmerge.plans.generation import StepKind
 from tokenmerge.runtime.blocks.merged_call import add_lost, combined
 from tokenmerge.runtime.memory.caches import extrapolated, updated
 
@@ -123,7 +123,7 @@ def call_stages(
     *first, control, options = arguments
     decision = sampling.decision
     # The highest part that the running call skips, or None if all of the UNet runs.
-    skipped = {Runs.FINEST: _DEEP, Runs.LEAST: _FINEST}.get(decision.runs)
+    skipped = {StepKind.SHALLOW: _DEEP, StepKind.SKIPPED: _FINEST}.get(decision.kind)
     if skipped is not None and sampling.of(skipped) is None:
         skipped = None  # another node returned before this part ran
 

@@ -34,7 +34,7 @@ __all__ = [
 _OFFERED = {"scope": ("layers", "keys"), "planner": PLANNERS}
 _FREE = (
     *("ratio", "max_downsample", "min_tokens", "sx", "sy", "seed", "rules"),
-    *("merge_attn", "merge_crossattn", "merge_mlp", "combine", "proportional", "plans.guidance"),
+    *("merge_attn", "merge_crossattn", "merge_mlp", "combine", "proportional", "merge_sharing.guidance"),
 )
 _DEFAULTS = flat(vars(ToMeConfig()))
 
@@ -81,7 +81,8 @@ def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> PaddlePatch:
             that is already patched gets the new settings.
         config: what to merge and how much. Supported are the planners ``"tome"`` and ``"uniform"``,
             the scopes ``"layers"`` and ``"keys"``, ``combine``, ``rules`` by level, ``min_tokens``,
-            ``proportional``, ``plans.guidance``, and the arguments of :func:`tokenmerge.paddle.apply_patch`.
+            ``proportional``, ``merge_sharing.guidance``, and the arguments of
+            :func:`tokenmerge.paddle.apply_patch`.
 
     Returns:
         A handle: ``patch.report()`` says what merges where, ``patch.remove()`` restores the model.

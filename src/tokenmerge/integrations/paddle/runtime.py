@@ -33,7 +33,7 @@ class _Now(threading.local):
     parts = 1  # number of images of the batch that share a plan
     size: tuple[int, int] | None = None  # height and width of the sample, or None before the first call
     # Path and plan of the block that is running, or None if it is dense or no block runs.
-    merge: tuple[str, portable.Plan] | None = None
+    merge: tuple[str, portable.MergePlan] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Now, ()  # a copy of the model begins anew
@@ -166,7 +166,7 @@ def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     if isinstance(timestep, Tensor):
         timestep = float(timestep.cast("float32").max())
     run.now.step = 0 if timestep is None else portable.step_number(timestep)
-    run.now.parts = _parts(root, sample) if run.config.plans.guidance else 1
+    run.now.parts = _parts(root, sample) if run.config.merge_sharing.guidance else 1
 
 
 def block_call(block: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]) -> Any:

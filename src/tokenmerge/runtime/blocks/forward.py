@@ -194,8 +194,8 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
             raise UnsupportedModelError(
                 f"{state.path}: context parallelism splits tokens inside the graph of this block, and "
                 "what is cached between calls is for the part of each device; leave the model uncompiled, or "
-                "take reuse.every=1, plans.every=1, plans.blocks=False, plans.guidance=False, "
-                "features='input', and no patch.record_steps()"
+                "take reuse.every=1, merge_sharing.every=1, merge_sharing.blocks=False, "
+                "merge_sharing.guidance=False, features='input', and no patch.record_steps()"
             )
         count_call(state)
         call = HostCall(graph, names(), args, kwargs)

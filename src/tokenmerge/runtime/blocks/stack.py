@@ -29,7 +29,14 @@ from tokenmerge.runtime.blocks.lazy_tokens import LazyTokens, plain
 from tokenmerge.runtime.blocks.merged_call import merged_tokens, with_change, with_merged_tokens
 from tokenmerge.runtime.blocks.planning import active_call, note_plan, pictures_of, sequence_in
 from tokenmerge.runtime.blocks.skipping import note_forecast
-from tokenmerge.runtime.memory.caches import BlockMerge, Call, Residual, StackResidual, extrapolated, updated
+from tokenmerge.runtime.memory.caches import (
+    BlockMerge,
+    CallNumbers,
+    Residual,
+    StackResidual,
+    extrapolated,
+    updated,
+)
 from tokenmerge.runtime.memory.state import BlockState, ThreadState
 
 Run = Callable[[HostCall], Any]  # makes a call of a block, without what its stack does
@@ -41,7 +48,7 @@ class Stack:
 
     thread: ThreadState
     first: BlockState
-    number: Call  # of the first block
+    number: CallNumbers  # of the first block
     start: Tensor  # tokens that the first block was called with, with the text that shares their sequence
     text: Any  # the other stream of tokens that it was called with, or None
     before: StackResidual | None  # what is cached of it from the step before

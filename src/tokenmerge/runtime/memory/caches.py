@@ -23,19 +23,21 @@ _PIECE, _PIECES = 2**20, 16
 # A call of a block, as two numbers. The first is that of the model's call in its step: pipelines make several
 # calls in a step, for prompts or tiles. The second is that of the block's call within it: FreeNoise calls a
 # block several times, for some frames after others.
-Call = tuple[int, int]
+CallNumbers = tuple[int, int]
 
 
 @dataclasses.dataclass(eq=False)
 class Cache:
     """What one block, layer or stage caches between calls."""
 
-    plans: dict[Call, Plan] = dataclasses.field(default_factory=dict)  # blocks may share the dictionary
+    plans: dict[CallNumbers, Plan] = dataclasses.field(
+        default_factory=dict
+    )  # blocks may share the dictionary
     # What a block or layer added to each tensor of its result; None for those without image.
-    residuals: dict[Call, Tensors] = dataclasses.field(default_factory=dict)
+    residuals: dict[CallNumbers, Tensors] = dataclasses.field(default_factory=dict)
     # A StackResidual for each block of a stack. For a stage that steps skip, a Residual, or tensors without
     # memory in the shapes of a result that no running module reads.
-    skippable: dict[Call, Any] = dataclasses.field(default_factory=dict)
+    skippable: dict[CallNumbers, Any] = dataclasses.field(default_factory=dict)
     dense: bool = False  # a block or layer does not merge, since other people's code looks at it
 
 

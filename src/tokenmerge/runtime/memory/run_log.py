@@ -16,26 +16,17 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import why
 from tokenmerge.models.base import Grids
 from tokenmerge.plans import Schedule
-from tokenmerge.plans.estimate import Shown, noise_of
+from tokenmerge.plans.estimate import Observations, noise_of
+from tokenmerge.plans.generation import StepKind, least_kind
 from tokenmerge.runtime.memory.caches import Residual
 from tokenmerge.runtime.steps.pipeline import PerThread, WeakDictionary
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, NoiseLevels
 from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker
+from tokenmerge.warn import warn_caller
 
 _TINY = torch.finfo(torch.float32).tiny
 
 Result = TypeVar("Result")
-StepKind = Literal["merged", "unmerged", "reused"]  # see :class:`StepRow`
-_KINDS: tuple[StepKind, ...] = ("unmerged", "merged", "reused")  # from the most complete to the least
-
-
-def least_complete(*kinds: StepKind) -> StepKind:
-    """Return the kind of a step, by those of its calls.
-
-    >>> least_complete("unmerged", "reused", "merged")
-    'reused'
-    """
-    return max(kinds, key=_KINDS.index)
 
 
 class ForecastError(NamedTuple):
@@ -98,6 +89,7 @@ class RunLog:
     last: Tensor | None = None  # the sum of the model's last output; None: not yet, or it is no tensor
     # Empty if the settings do not follow the steps.
     kind_of_step: dict[int, StepKind] = dataclasses.field(default_factory=dict)
+    merging_steps: set[int] = dataclasses.field(default_factory=set)
     misfits: int = 0  # calls whose sample follows from none of the step before, and that reused nothing
     seconds: float = 0.0  # to the end of the last call, whose operations an accelerator may still run
     # In the last step of the generation, the logs of all its models. As its call ends, they have ended.
@@ -152,9 +144,11 @@ class RunLog:
             log.ended = True
         self.ending = ()
 
-    def note_kind(self, index: int, kind: StepKind) -> None:
-        """Note what a call does in a step, which is known by the call that leaves out most."""
-        self.kind_of_step[index] = least_complete(kind, self.kind_of_step.get(index, kind))
+    def note_kind(self, index: int, kind: StepKind, merges: bool = False) -> None:
+        """Note what a call does in a step. Of its calls, the one that runs least gives the step its kind."""
+        self.kind_of_step[index] = least_kind(kind, self.kind_of_step.get(index, kind))
+        if merges:
+            self.merging_steps.add(index)
 
     def note_forecast(
         self, decision: Decision, copies: int, part: str, before: Residual | None, truth: Tensor
@@ -220,7 +214,7 @@ class RunLog:
         return Counter(self.kind_of_step.values())
 
 
-def shown_by(logs: Sequence[RunLog]) -> Shown:
+def observations_of(logs: Sequence[RunLog]) -> Observations:
     """Return what a generation's logs show of its error, the largest of a batch. It waits for the device."""
     errors = [error for log in logs for error in log.errors]
     measured = [log.noise for log in logs if log.noise.kept is not None][:1]
@@ -241,7 +235,7 @@ def shown_by(logs: Sequence[RunLog]) -> Shown:
     levels = next((log.levels.sigmas for log in logs if log.levels is not None), ())
     steps = next((log.steps for log in logs if log.steps is not None), 0)
     clips = any(log.levels is not None and log.levels.clips for log in logs)
-    return Shown(found, levels[-steps - 1 :], noise, clips, last)
+    return Observations(found, levels[-steps - 1 :], noise, clips, last)
 
 
 def _of_samples(tensor: Tensor, samples: int) -> Tensor:
@@ -277,22 +271,34 @@ class StepRow:
 
     Attributes:
         step: index of the step among those of its scheduler, from 0.
-        sign: that of the step in the plan, such as ``"M"``; empty: unknown.
-        kind: ``"merged"``: the whole model ran, and tokens merged. ``"unmerged"``: it ran, and no
-            token merged. Both are full steps. ``"reused"``: a part of the model was skipped.
+        step_kind: ``"full"`` if the whole model ran, ``"shallow"`` if only the finest level of a UNet did, or
+            ``"skipped"`` if no block did.
         merging_calls: number of calls of blocks that merged, over all calls of the model in the step.
-        tokens: tokens of the largest of these calls; None: no block merged.
-        merged_tokens: what was left of them after merging; None: no block merged.
+        tokens: tokens of the largest of these calls, or None if no block merged.
+        merged_tokens: what was left of them after merging, or None if no block merged.
         seconds: time in the model, ≥ 0, over all its calls in the step. Scheduler and decoder are not in it.
+        sign: that of the step in the plan, such as ``"M"``, or an empty string if it is unknown.
     """
 
     step: int
-    kind: StepKind
+    step_kind: Literal["full", "shallow", "skipped"]
     merging_calls: int
     tokens: int | None
     merged_tokens: int | None
     seconds: float
     sign: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The former words for :attr:`step_kind`: ``"merged"``, ``"unmerged"`` or ``"reused"``."""
+        warn_caller(
+            "StepRow.kind is deprecated; take StepRow.step_kind, which is 'full', 'shallow' or 'skipped'. "
+            "merging_calls says whether tokens merged",
+            DeprecationWarning,
+        )
+        if self.step_kind != "full":
+            return "reused"
+        return "merged" if self.merging_calls else "unmerged"
 
 
 def clock(device: torch.device) -> Any:
@@ -323,7 +329,7 @@ class _Step:
     def row(self, index: int) -> StepRow:
         tokens, merged_tokens = max(self.plans, default=(None, None))
         seconds = sum(seconds_between(times[0], times[-1]) for times in self.times)
-        return StepRow(index, self.kind, len(self.plans), tokens, merged_tokens, seconds)
+        return StepRow(index, self.kind.value, len(self.plans), tokens, merged_tokens, seconds)
 
 
 class StepLog:
@@ -331,13 +337,13 @@ class StepLog:
 
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
-        self._latest = _Step("unmerged")
+        self._latest = _Step(StepKind.FULL)
 
     def begin_call(self, step: DenoisingStep, kind: StepKind, device: torch.device) -> None:
-        """Note a call of the model. Of several in a step, the one that leaves out most decides its kind."""
+        """Note a call of the model. Of several in a step, the one that runs least decides its kind."""
         if self._steps.get(step.index) is not self._latest:
             self._steps[step.index] = self._latest = _Step(kind)
-        self._latest.kind = least_complete(kind, self._latest.kind)
+        self._latest.kind = least_kind(kind, self._latest.kind)
         self._device = device
         self._latest.times.append([clock(device)])
 

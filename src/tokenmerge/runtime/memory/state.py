@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-import warnings
 import weakref
 from collections.abc import Collection, Hashable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tokenmerge import warn
 from tokenmerge.config import COMPARES_NOTHING, MergeSettings, ToMeConfig
 from tokenmerge.config.checks import integer, refuse
 from tokenmerge.config.origin import RATIO, is_default, named
@@ -20,14 +20,13 @@ from tokenmerge.models.base import Grid, Layer, Layout, ModelCall
 from tokenmerge.models.placement import Shard
 from tokenmerge.ops.plan import Plan
 from tokenmerge.plans.tolerance import Tolerance
-from tokenmerge.runtime.memory.caches import BlockMerge, Cache, Call
+from tokenmerge.runtime.memory.caches import BlockMerge, Cache, CallNumbers
 from tokenmerge.runtime.memory.run_log import RunLog, StepLog, StepRecorder
 from tokenmerge.runtime.memory.uses import Uses
 from tokenmerge.runtime.steps.pipeline import Latest, PerThread, Pipeline, WeakDictionary
 from tokenmerge.runtime.steps.scheduler import Generation
 from tokenmerge.runtime.steps.step_tracker import Decision, SampleTracker, StepTracker
 
-_NOT_THE_CALLER = ("tokenmerge", "torch", "diffusers", "contextlib")  # a call comes through them
 # The one attribute that a patched module has beside its own: one of the classes of this file, or the grids of
 # a module around blocks.
 STATE = "_tokenmerge"
@@ -46,7 +45,7 @@ class RecordedPlan:
     references: tuple[tuple[int, int, int], ...] = ()
 
 
-class Kept(NamedTuple):
+class LeftAlone(NamedTuple):
     """What other people's code that looks into a model changes in a generation."""
 
     config: ToMeConfig = ToMeConfig()
@@ -103,7 +102,7 @@ class Memory:
         self.model_residuals: dict[tuple[int, int, int], Tensor] = {}
         # Paths of blocks whose tokens something else than the next block reads: a stack ends there.
         self.read_between: set[str] = set()
-        plans: dict[Hashable, dict[Call, Plan]] = {group: {} for group in groups}
+        plans: dict[Hashable, dict[CallNumbers, Plan]] = {group: {} for group in groups}
         self.caches = tuple(Cache(plans[group]) for group in groups)
         self._generation: weakref.ref[Generation] | None = None
         self._thread: weakref.ref[ThreadState] | None = None
@@ -222,7 +221,7 @@ class ModelState:
     uses: Uses = dataclasses.field(default_factory=Uses)  # the threads that run it
     runs: Latest[RunLog | None] = dataclasses.field(default_factory=lambda: Latest(None))
     # Since a generation last began, or since patching.
-    all_kept: Latest[Kept] = dataclasses.field(default_factory=lambda: Latest(Kept()))
+    all_left_alone: Latest[LeftAlone] = dataclasses.field(default_factory=lambda: Latest(LeftAlone()))
 
     def __post_init__(self) -> None:
         reuse = self.config.reuse
@@ -248,9 +247,9 @@ class ModelState:
         return self.runs.value
 
     @property
-    def kept(self) -> Kept:
+    def left_alone(self) -> LeftAlone:
         """What other people's code changes in that run."""
-        return self.all_kept.value
+        return self.all_left_alone.value
 
     def warn_once(self, message: str) -> None:
         """Warn, unless the message is empty or was given before."""
@@ -282,11 +281,11 @@ class ModelState:
             part.threads.value.cache = cache
         self.threads.value.memory = memory
 
-    def keep(self, kept: Kept, memory: Memory) -> None:
-        """Leave dense what other people's code looks at, and no more, as :attr:`kept` says from now on."""
-        self.all_kept.set(kept)
+    def leave_alone(self, left_alone: LeftAlone, memory: Memory) -> None:
+        """Leave dense what other people's code looks at, and no more, from now on."""
+        self.all_left_alone.set(left_alone)
         for part, cache in zip(self.parts, memory.caches, strict=True):
-            cache.dense = part.path in kept.dense
+            cache.dense = part.path in left_alone.dense
 
     def begin_call(self) -> None:
         """Prepare for a call of the model, in which blocks count theirs from 0."""
@@ -347,7 +346,7 @@ class BlockState:
         return (self.block_layout or self.layout).outputs[0]
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CallNumbers:
         """The running call."""
         return self.model.threads.value.context.call, self.threads.value.number
 
@@ -374,10 +373,5 @@ class StageState:
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
 
 
-@torch.compiler.assume_constant_result  # called while a graph is traced, and no part of it
-def warn_caller(message: str) -> None:
-    """Warn at the line that called this package, through PyTorch and diffusers."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_CALLER:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+# It is called while a graph is traced, and is no part of it.
+warn_caller = torch.compiler.assume_constant_result(warn.warn_caller)

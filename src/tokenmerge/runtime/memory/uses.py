@@ -76,8 +76,8 @@ class RunningGeneration:
 
     def note_end(self, failed: bool) -> None:
         """Note the end of a call. A loop is over with the last call of its last step."""
-        complete = self.is_last and self.calls >= self.calls_before
-        self.is_over = failed or (self.mark is None and complete)
+        has_all_calls = self.is_last and self.calls >= self.calls_before
+        self.is_over = failed or (self.mark is None and has_all_calls)
 
 
 @dataclasses.dataclass(eq=False)

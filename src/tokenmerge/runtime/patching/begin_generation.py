@@ -14,8 +14,8 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import Grids
 from tokenmerge.plans.tolerance import Tolerance
-from tokenmerge.runtime.memory.run_log import shown_by
-from tokenmerge.runtime.memory.state import Kept, Memory, ModelState
+from tokenmerge.runtime.memory.run_log import observations_of
+from tokenmerge.runtime.memory.state import LeftAlone, Memory, ModelState
 from tokenmerge.runtime.patching.call_checks import warn_where_nothing_is_saved
 from tokenmerge.runtime.patching.call_facts import CallFacts, given_of
 from tokenmerge.runtime.patching.other_caches import refuse_other_caches
@@ -88,13 +88,13 @@ def settings_of(facts: CallFacts, memory: Memory) -> ToMeConfig:
     chosen = _choose(facts, grids)
     config = chosen.config
     if facts.seed.is_meta:  # the operations of single steps are counted
-        state.keep(state.kept, memory)
+        state.leave_alone(state.left_alone, memory)
     elif not torch.compiler.is_compiling():
         if memory.config is None or memory.timesteps is not timesteps:
             config = _begin(facts, memory, chosen, grids, timesteps)
         if facts.step is not None:
             warn_where_nothing_is_saved(state, config, facts.step)
-    if not state.kept.note:  # a model that is left alone runs on all tokens
+    if not state.left_alone.note:  # a model that is left alone runs on all tokens
         state.warn_once(chosen.warning)
     memory.config = config
     return config
@@ -145,22 +145,22 @@ def _begin(
     """Begin a generation in its memory. Return its settings, which leave alone what other code looks at."""
     state = facts.state
     if state.pipeline.began_before(facts.scheduler, facts.timestep):
-        kept = _all_dense(state)
+        left_alone = _all_dense(state)
     else:
-        kept = look(state, facts.root, facts.pipe or facts.running, chosen.config, grids)
-    state.keep(kept, memory)
+        left_alone = look(state, facts.root, facts.pipe or facts.running, chosen.config, grids)
+    state.leave_alone(left_alone, memory)
     memory.timesteps = timesteps
     memory.log = None
     memory.tracker.noted.pop((memory.tracker.call, "answer"), None)
     # What others look at takes no part in a tolerance.
-    memory.tolerance = chosen.tolerance if kept.config is chosen.config else None
-    return chosen.config if facts.step is None else kept.config
+    memory.tolerance = chosen.tolerance if left_alone.config is chosen.config else None
+    return chosen.config if facts.step is None else left_alone.config
 
 
-def _all_dense(state: ModelState) -> Kept:
+def _all_dense(state: ModelState) -> LeftAlone:
     """Return that nothing merges in a generation that began before the model was patched."""
     note = "this generation began before token merging was applied, in another thread, and stays dense"
-    return Kept(ToMeConfig(ratio=0.0), frozenset(part.path for part in state.parts), note)
+    return LeftAlone(ToMeConfig(ratio=0.0), frozenset(part.path for part in state.parts), note)
 
 
 def _timesteps_of(facts: CallFacts) -> Any:
@@ -183,8 +183,8 @@ def _follow(tolerance: Tolerance, state: ModelState, step: DenoisingStep, memory
     if tolerance.asks(step.done):  # after a full step, this waits once
         found = [own.log for own in state.pipeline.memories_of(step.generation)]
         logs = [one for one in found if one is not None]
-        shown = log.observe(shown_by, logs)
-        is_seen = shown is not None and not any(one.unseen for one in logs)
-        tolerance.follow(step.done, shown if is_seen else None)
+        observed = log.observe(observations_of, logs)
+        is_seen = observed is not None and not any(one.unseen for one in logs)
+        tolerance.follow(step.done, observed if is_seen else None)
     memory.config = tolerance.config
     log.config = tolerance.config

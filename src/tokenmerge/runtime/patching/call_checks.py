@@ -15,7 +15,7 @@ from tokenmerge.models.base import GridShape
 from tokenmerge.models.placement import Shard, shard_of
 from tokenmerge.ops.partition import num_tokens
 from tokenmerge.planners.sequences import sequence_of, sequence_of_part
-from tokenmerge.plans.generation import Runs, plan_generation
+from tokenmerge.plans.generation import StepKind, plan_generation
 from tokenmerge.runtime.blocks.proportional_attention import reach_kernels
 from tokenmerge.runtime.memory.state import ModelState, Phases, warn_caller
 from tokenmerge.runtime.steps.scheduler import DenoisingStep
@@ -153,7 +153,7 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
         )
     elif (
         config.reuse.on
-        and all(one.runs is Runs.EVERYTHING for one in plan_generation(config, steps))
+        and all(one.kind is StepKind.FULL for one in plan_generation(config, steps))
         and not merges_tokens(phases_at(config, *state.settings), *grids)
     ):
         fewest = "" if state.method else f", with min_tokens={config.min_tokens},"

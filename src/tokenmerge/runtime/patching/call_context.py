@@ -24,7 +24,7 @@ def context_of(facts: CallFacts, memory: Memory, config: ToMeConfig) -> CallCont
     state = facts.state
     step = facts.step
     tracker = memory.tracker
-    copies, equal = copies_in_batch(facts, memory) if config.plans.guidance else (1, None)
+    copies, equal = copies_in_batch(facts, memory) if config.merge_sharing.guidance else (1, None)
     if _makes_plans(facts, memory, config):
         memory.forget_plans([tracker.plan_call])
     has_gradients = torch.is_grad_enabled()
@@ -35,12 +35,12 @@ def context_of(facts: CallFacts, memory: Memory, config: ToMeConfig) -> CallCont
     cached = _cached_features(facts, config, settings)
     skips_blocks = decision.caches and state.skips_blocks
     merges = decision.merging is not Merging.DENSE and any(own.merges for own in settings.values())
-    stacks = any(merges_in_stacks(config.plans.blocks, own) for own in settings.values())
+    stacks = any(merges_in_stacks(config.merge_sharing.blocks, own) for own in settings.values())
     caches_plans = (
-        config.plans.every > 1
-        or config.plans.blocks
+        config.merge_sharing.every > 1
+        or config.merge_sharing.blocks
         # The other prompt of guidance may have a call of its own.
-        or (config.plans.guidance and memory.sample.last is not None)
+        or (config.merge_sharing.guidance and memory.sample.last is not None)
         # Gradient checkpointing may run blocks again after the model's forward.
         or (step is not None and has_gradients)
     )
@@ -50,7 +50,7 @@ def context_of(facts: CallFacts, memory: Memory, config: ToMeConfig) -> CallCont
         call=tracker.call,
         plan_call=tracker.plan_call,
         caches_plans=caches_plans,
-        shares_plans=config.plans.blocks,
+        shares_plans=config.merge_sharing.blocks,
         caches_features=cached,
         has_stacks=skips_blocks or stacks or any(kind == "model_residual" for _, kind in cached),
         blocks_are_dense=not (merges or cached or skips_blocks),
@@ -106,12 +106,12 @@ def _makes_plans(facts: CallFacts, memory: Memory, config: ToMeConfig) -> bool:
     else:
         _follow_sample(facts, memory)
         is_second_call = memory.sample.repeated and (len(tracker.numbers.made) > 1 or step is None)
-        if config.plans.guidance and is_second_call:  # and not the first call of the next step
+        if config.merge_sharing.guidance and is_second_call:  # and not the first call of the next step
             return False
     if step is None:
         return True
     tracker.plan_call = tracker.call
-    return tracker.plans(config.plans.every, (*facts.shape, config.at_step(step.done, step.steps)))
+    return tracker.plans(config.merge_sharing.every, (*facts.shape, config.at_step(step.done, step.steps)))
 
 
 def _follow_sample(facts: CallFacts, memory: Memory) -> None:

@@ -169,7 +169,7 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
     merging = [merges(block, config) for block in blocks]
     # Blocks that are only skipped have no plans, nor have layers and stages.
     plan_groups = [
-        None if not plans else block.plan_group if config.plans.blocks else block.path
+        None if not plans else block.plan_group if config.merge_sharing.blocks else block.path
         for block, plans in zip(blocks, merging, strict=True)
     ]
     others = sum(len(layers) for _, layers in changed) + len(skipped)

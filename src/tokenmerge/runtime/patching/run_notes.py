@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from tokenmerge.config import ToMeConfig
 from tokenmerge.config.origin import named
 from tokenmerge.errors import ConfigError
-from tokenmerge.plans.generation import Merging, Runs
-from tokenmerge.runtime.memory.run_log import RunLog, StepKind, StepLog
+from tokenmerge.plans.generation import Merging, StepKind
+from tokenmerge.runtime.memory.run_log import RunLog, StepLog
 from tokenmerge.runtime.memory.state import Memory, ModelState
 from tokenmerge.runtime.patching.call_facts import CallFacts
 from tokenmerge.runtime.steps.pipeline import guidance_scale
@@ -33,10 +33,9 @@ def note_call(
         log.observe(_note_facts, facts, log)
     facts.state.runs.set(log, begins)
     _note_misfits(facts, memory, log, config)
-    kind: StepKind = "reused"
-    if decision.runs is Runs.EVERYTHING:
-        kind = "merged" if merges and decision.merging is Merging.MERGES else "unmerged"
-    return log.observe(_note_step, facts, log, kind, decision.caches)
+    kind = decision.kind.in_model(is_unet=not facts.state.skips_blocks)
+    merges = merges and decision.merging is Merging.MERGES
+    return log.observe(_note_step, facts, log, kind, merges, decision.caches)
 
 
 def _new_log(facts: CallFacts, before: RunLog | None, config: ToMeConfig) -> RunLog:
@@ -65,13 +64,13 @@ def _note_facts(facts: CallFacts, log: RunLog) -> None:
     log.guidance = None if facts.pipe is None else guidance_scale(facts.pipe)
 
 
-def _note_step(facts: CallFacts, log: RunLog, kind: StepKind, caches: bool) -> StepLog | None:
+def _note_step(facts: CallFacts, log: RunLog, kind: StepKind, merges: bool, caches: bool) -> StepLog | None:
     """Note what a step does. Return the log of the steps, or None if they are not recorded."""
     state = facts.state
     step = facts.step
     log.sample = facts.sample if caches and isinstance(facts.sample, Tensor) else None
     if step is not None:
-        log.note_kind(step.index, kind)
+        log.note_kind(step.index, kind, merges)
         if step.index >= step.total - 1:
             logs = (own.log for own in state.pipeline.memories_of(step.generation))
             log.ending = [own for own in (log, *logs) if own is not None]
@@ -86,7 +85,9 @@ def _note_step(facts: CallFacts, log: RunLog, kind: StepKind, caches: bool) -> S
 
 def _note_misfits(facts: CallFacts, memory: Memory, log: RunLog, config: ToMeConfig) -> None:
     """Note whether a call could use what is cached, and say so the first time that it could not."""
-    caches = config.reuse.on or config.correction.on or config.cached_features or config.plans.every > 1
+    caches = (
+        config.reuse.on or config.correction.on or config.cached_features or config.merge_sharing.every > 1
+    )
     if facts.step is None or not caches:
         return
     numbers = memory.tracker.numbers
@@ -117,7 +118,7 @@ def note_runs(state: ModelState, root: nn.Module, log: RunLog, result: Any) -> N
         return
     log.missed = []
     log.sample = None
-    log.note_kind(tracker.index, "reused")
+    log.note_kind(tracker.index, StepKind.SKIPPED)
     state.warn_once(
         f"{type(root).__name__}: other code left out what should have run in a step, as a second cache does "
         f"beside {named(state.method, state.config.reuse.given)}, so that the image can be far from the "

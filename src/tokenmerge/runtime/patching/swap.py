@@ -26,11 +26,11 @@ from tokenmerge.runtime.memory.state import STATE
 _HOLDERS = ("forward", "_old_forward", "_diffusers_hook")
 
 # Makes the method of a swapped class from that of the original class.
-Call = Callable[[HostMethod], Callable[..., Any]]
+MakeMethod = Callable[[HostMethod], Callable[..., Any]]
 
 
 @functools.cache
-def _swapped_class(base: type, method: str, call: Call) -> Any:
+def _swapped_class(base: type, method: str, call: MakeMethod) -> Any:
     """Return the subclass of ``base`` whose ``method`` is ``call`` of what ``base`` has.
 
     There is one for each combination, so that all modules of a class share their compiled code.
@@ -59,13 +59,13 @@ def _swapped_class(base: type, method: str, call: Call) -> Any:
     return swapped
 
 
-def _rebuild(base: type, method: str, call: Call) -> nn.Module:
+def _rebuild(base: type, method: str, call: MakeMethod) -> nn.Module:
     """Make an empty module of a swapped class, for pickle and deepcopy: the class has no import path."""
     cls = _swapped_class(base, method, call)
     return cls.__new__(cls)
 
 
-def swap(module: nn.Module, method: str, call: Call, state: object) -> None:
+def swap(module: nn.Module, method: str, call: MakeMethod, state: object) -> None:
     """Replace ``method`` of a module by ``call`` of it, which finds ``state`` on the module, until undone."""
     base: Any = type(module)
     module.__class__ = _swapped_class(base, method, call)

@@ -19,7 +19,7 @@ from tokenmerge.config.origin import is_default
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Grids, modules_in
 from tokenmerge.runtime.blocks.forward import takes_part
-from tokenmerge.runtime.memory.state import STATE, BlockState, Kept, LayerState, ModelState, StageState
+from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState, LeftAlone, ModelState, StageState
 from tokenmerge.runtime.patching.call_checks import merges_tokens, phases_at
 
 # Processors and hooks of these packages compute a result, and keep nothing of what they see …
@@ -70,17 +70,17 @@ def is_watching(processor: Any) -> bool:
 
 def look(
     state: ModelState, root: nn.Module, pipe: Any, config: ToMeConfig, grids: Grids | None = None
-) -> Kept:
+) -> LeftAlone:
     """Find the code that looks at what a model would merge or skip in a generation, and say so once.
 
     ``pipe`` runs, or was patched, and ``grids`` are the finest token grids of the next call; None: unknown.
     """
     if not (found := watchers_in(root)):
-        return Kept(config)
+        return LeftAlone(config)
     merged, skipped = set(_merged_parts(state, config, grids)), dict(_skipped_parts(state, config))
     seen = {path: code for path, code in found.items() if meets(path, {*merged, *skipped})}
     if not seen:
-        return Kept(config)
+        return LeftAlone(config)
     more = f" and {len(found) - 1} other modules" if len(found) > 1 else ""
     names = dict.fromkeys(code.__qualname__ for code in found.values())
     who = f"{', '.join(names)} at {next(iter(found))}{more}"
@@ -93,7 +93,7 @@ def look(
             f"{name}: {who} may not see every {' and every '.join(kinds)}; the default method leaves alone "
             "what such code looks at: apply_token_merging(pipe, speedup=2.0)"
         )
-        return Kept(config)
+        return LeftAlone(config)
     dense = {path for path in merged if meets(path, found)}
     left = merged - dense
     dense |= {block.path for block in state.blocks if not meets(block.path, left)}
@@ -103,7 +103,7 @@ def look(
         config = dataclasses.replace(config, ratio=0.0, reference_ratio=None)
     saves = "less" if left or config.reuse.on else "no"
     state.warn_once(f"{name}: {note}, so {saves} time is saved; a ToMeConfig would merge there too")
-    return Kept(config, frozenset(dense), note)
+    return LeftAlone(config, frozenset(dense), note)
 
 
 def _refuse_what_a_pipeline_reads(seen: Mapping[str, Any], root: nn.Module, pipe: Any) -> None:

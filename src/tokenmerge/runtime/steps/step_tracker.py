@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenmerge.config import ToMeConfig
 from tokenmerge.ops.arithmetic import arithmetic
 from tokenmerge.ops.once import once, version_of
-from tokenmerge.plans.generation import Merging, Runs, plan_generation
+from tokenmerge.plans.generation import Merging, StepKind, plan_generation
 from tokenmerge.runtime.steps.calls import CallNumbers, Given, Shape
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync
 
@@ -203,7 +203,7 @@ class StepTracker:
 class Decision:
     """What one call of a model runs and merges."""
 
-    runs: Runs = Runs.EVERYTHING
+    kind: StepKind = StepKind.FULL
     merging: Merging = Merging.MERGES
     caches: bool = False  # what runs is cached, for steps that skip it
     corrects: bool = False  # some step of the generation measures the error of merging
@@ -219,16 +219,24 @@ def decide(config: ToMeConfig, tracker: StepTracker, shape: Shape) -> Decision:
     if tracker.index < 0:
         return Decision(corrects=config.correction.on)
     planned = plan_generation(config, tracker.steps)[tracker.done]
-    runs, merging, deep, finest = planned.runs, planned.merging, None, None
+    kind = planned.kind
+    merging = planned.merging
+    deep: Tensor | None = None
+    finest: Tensor | None = None
     forecasts: dict[str, tuple[float, int] | None] = {}
     if planned.caches:
         forecasts = {part: tracker.forecast(part, shape) for part in ("deep", "finest")}
-        deep = tracker.extrapolation("deep", runs is Runs.EVERYTHING, shape, "deep" in planned.holds)
-        # A step that runs everything runs the finest level of a UNet too.
-        runs_finest = deep is None or runs is not Runs.LEAST
+        deep = tracker.extrapolation("deep", kind is StepKind.FULL, shape, "deep" in planned.holds)
+        # A full step runs the finest level of a UNet too.
+        runs_finest = deep is None or kind is not StepKind.SKIPPED
         finest = tracker.extrapolation("finest", runs_finest, shape, "finest" in planned.holds)
-        runs = Runs.EVERYTHING if deep is None else Runs.FINEST if finest is None else Runs.LEAST
-    if planned.if_due is not None and runs is Runs.EVERYTHING:
+        if deep is None:
+            kind = StepKind.FULL
+        elif finest is None:
+            kind = StepKind.SHALLOW
+        else:
+            kind = StepKind.SKIPPED
+    if planned.if_due is not None and kind is StepKind.FULL:
         # As planned, unless the model joins late, or the shape of its sample changes.
         merging = planned.if_due if tracker.corrects(config.correction.every, shape) else Merging.MERGES
-    return Decision(runs, merging, planned.caches, config.correction.on, deep, finest, forecasts)
+    return Decision(kind, merging, planned.caches, config.correction.on, deep, finest, forecasts)

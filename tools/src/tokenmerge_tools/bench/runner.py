@@ -222,8 +222,8 @@ def _facts(builder: CellBuilder, ready: PreparedCell) -> dict[str, Any]:
         merged = report.flops_merged if report.flops_mean is None else report.flops_mean
         facts |= {"config": config.to_dict(), "kept_bytes": report.kept_bytes}
         facts |= {"flops_dense": report.flops_dense, "flops_merged": merged}
-        if report.plan:
-            notes.append(f"plan: {report.plan}")
+        if report.step_signs:
+            notes.append(f"plan: {report.step_signs}")
         notes += report.notes
         if ready.calls > 1:
             notes.append(f"the mean over the {ready.calls} calls of a generation, since their cost differs")

@@ -59,7 +59,7 @@ def evaluate(
     if dry_run:
         print("\n".join(count_work(options, seconds_per_picture)))
         return
-    with terminal.progress_bars("pictures") as on_progress:
+    with terminal.progress_bars("images") as on_progress:
         records = run_evaluate(options, on_progress, on_note=lambda note: terminal.say(f"note: {note}"))
     (table,) = quality_tables(records)
     terminal.show(table, f"written to {options.out}; next: tokenmerge report {options.out.parent}")

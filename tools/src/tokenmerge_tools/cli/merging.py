@@ -53,9 +53,9 @@ def _of_model(
 ) -> dict[str, Any]:
     """Return the facts of a generation to compare. Those that only a checkpoint has are left out."""
     source = find_model(model)
-    solver = None if scheduler is None else scheduler_class_name(scheduler)
+    name = None if scheduler is None else scheduler_class_name(scheduler)
     if source.kind is SourceKind.CHECKPOINT:
-        return {"solver": solver, "guidance": guidance}
+        return {"scheduler": name, "guidance": guidance}
     sketch = load_sketch(source)
     size = size or sketch.size
     pipeline = sketch.pipeline
@@ -67,7 +67,7 @@ def _of_model(
     return {
         "model": type(sketch.denoiser).__name__,
         "size": None if size is None else (size[1] // sketch.scale, size[0] // sketch.scale),
-        "solver": solver or (own and type(own).__name__),
+        "scheduler": name or (own and type(own).__name__),
         "guidance": scale if guides else None,
     }
 

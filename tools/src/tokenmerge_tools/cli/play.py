@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from tokenmerge.errors import ConfigError, shown
+from tokenmerge.errors import ConfigError, short_repr
 from tokenmerge_tools.pipelines.loading import find_model, quiet_libraries
 from tokenmerge_tools.pipelines.options import Device, Dtype, GenerateOptions, Model, option
 from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
@@ -40,10 +40,10 @@ def play(
     """
     require_gradio()
     if port is not None and not 1 <= port <= _HIGHEST_PORT:
-        raise ConfigError(f"port: expected an integer from 1 to {_HIGHEST_PORT}, got {shown(port)}")
+        raise ConfigError(f"port: expected an integer from 1 to {_HIGHEST_PORT}, got {short_repr(port)}")
     if root_path and not root_path.startswith(("http://", "https://")):
         raise ConfigError(
-            f"root_path: expected an address such as https://box.lan/play, got {shown(root_path)}"
+            f"root_path: expected an address such as https://box.lan/play, got {short_repr(root_path)}"
         )
     find_model(model)
     resolve_dtype(dtype, resolve_device(device))

@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from statistics import median
 
@@ -24,7 +25,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tokenmerge.plans import looks
+from tokenmerge.plans.generation import StepKind
 from tokenmerge.report import in_words
+from tokenmerge.report.notes import KIND_OF_SIGN
 from tokenmerge_tools import demo
 from tokenmerge_tools.drawing import Progress
 from tokenmerge_tools.generate.run import Result
@@ -34,8 +37,8 @@ from tokenmerge_tools.reporting.tables import Table as PlainTable
 # Pipes and files have no width, so tables are as wide as their content.
 _NO_EDGE = 10_000
 _SECONDS_BETWEEN_LINES = 30
-# A run is called faster than counted when it is faster by more than this.
-_FASTER_THAN_COUNTED = 1.1
+# A run is called faster by the clock than by operations when it is faster by more than this.
+_FASTER_THAN_BY_OPERATIONS = 1.1
 _ABOUT_AS_LONG = 1.1  # times that differ by a smaller factor are about the same
 _LOOK = "At 40 dB, images are hard to tell apart; at 35 small details differ, at 30 larger ones, at 25 many"
 
@@ -189,8 +192,11 @@ def _about_times(rows: list[tuple[str, float, str]], result: Result, options: Ge
     once = "Seconds of one run each; --repeat 3 makes them reliable."
     if len(rows) > 1:
         (_, dense, _), (_, own, _) = rows[:2]
-        if dense > _FASTER_THAN_COUNTED * result.report.speedup * own:
-            return f"Faster than counted, probably as other programs slowed the first run. {once}"
+        if dense > _FASTER_THAN_BY_OPERATIONS * result.report.speedup * own:
+            slowed = (
+                "Faster by the clock than by operations, probably as other programs slowed the first run."
+            )
+            return f"{slowed} {once}"
     return once
 
 
@@ -206,20 +212,18 @@ def _close_to_dense(result: Result) -> str:
 
 
 def _what_ran(result: Result, steps: int) -> tuple[str, str]:
-    """Say how many steps ran the whole model, and how many tokens merged."""
-    plan = result.report.plan
+    """Say how many steps of each kind ran, and how many tokens merged."""
+    plan = result.report.step_signs
     rows = result.report.rows
-    complete = sum(map(plan.count, "MDC"))
-    finest = plan.count("f")
-    skipped = len(plan) - complete - finest
-    if complete < len(plan):
-        ran = f"{complete} of {steps} steps ran the whole model"
+    count = Counter(KIND_OF_SIGN[sign] for sign in plan)
+    if count[StepKind.FULL] < len(plan):
+        ran = f"{count[StepKind.FULL]} of {steps} steps were full"
     else:
-        ran = "every step ran whole"
-    if finest > 0:
-        ran += f", {finest} only its first and last stage"
-    if skipped > 0:
-        ran += f", {skipped} skipped all blocks"
+        ran = "every step was full"
+    if count[StepKind.SHALLOW]:
+        ran += f", {count[StepKind.SHALLOW]} were shallow"
+    if count[StepKind.SKIPPED]:
+        ran += f", {count[StepKind.SKIPPED]} were skipped"
     merging = [row for row in rows if row.merged_tokens < row.tokens]
     if not merging:
         return ran, "no tokens merged"

@@ -184,7 +184,7 @@ class Evaluation:
 
     The size is (width, height) in pixels, and dense is the first variant. ``frames`` is the length of videos,
     or None if images are drawn. ``reference`` is the folder that FID and KID compare with, or None if they
-    compare with the dense images. ``counted`` has the speed-ups by counted operations that are known
+    compare with the dense images. ``counted`` has the speed-ups by operations that are known
     without a run, by label, and ``left_out`` why a rival does not run here.
     """
 
@@ -336,7 +336,7 @@ def dry_run(options: EvaluateOptions, seconds: float | None) -> list[str]:
     variants = evaluation.variants
     left = {v: sum(not store.picture(v, item).exists() for item in items) for v in variants}
     total = len(items) * len(variants)
-    pictures = "videos" if evaluation.frames else "pictures"
+    pictures = "videos" if evaluation.frames else "images"
     lines = [
         f"{len(variants)} variants × {len(evaluation.prompts)} prompts × {options.seeds} seeds: {total:,} "
         f"{pictures}, of which {sum(left.values()):,} are not drawn yet",

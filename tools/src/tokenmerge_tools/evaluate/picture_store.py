@@ -98,7 +98,7 @@ class PictureStore:
         return float(self._text(variant, item, _SECONDS) or math.nan)
 
     def cost(self, variant: Variant, item: Item) -> dict[str, float]:
-        """Return what else an image cost: bytes of peak memory, and its speed-up by counted operations."""
+        """Return what else an image cost: bytes of peak memory, and its speed-up by operations."""
         return dict(json.loads(self._text(variant, item, _COST) or "{}"))
 
     def config(self, variant: Variant, item: Item) -> str | None:

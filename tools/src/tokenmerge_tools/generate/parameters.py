@@ -4,7 +4,7 @@ The text stands under ``parameters``::
 
     a red apple
     Negative prompt: blue
-    Steps: 20, CFG scale: 3.0, Seed: 0, Size: 256x256, Model: emoji-unet, Token merging: "speed-up 2, {…}"
+    Steps: 20, CFG scale: 3.0, Seed: 0, Size: 256x256, Model: emoji-unet, Token merging: "speedup=2, {…}"
 
 Values that contain a comma, a colon, a quote or a line break are in double quotes, written as JSON.
 """

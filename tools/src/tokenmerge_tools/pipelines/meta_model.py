@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenmerge.config.checks import as_items
-from tokenmerge.errors import ConfigError, UnsupportedModelError, reason_of, shown
+from tokenmerge.errors import ConfigError, UnsupportedModelError, reason_of, short_repr
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report import check_merging as check_hosts
 from tokenmerge_tools.method_spec import MethodSpec
@@ -103,7 +103,7 @@ def default_size(config: dict[str, Any], scale: int) -> tuple[int, int] | None:
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
         raise ConfigError(
             "model: expected one or two integers above 0 as sample_size in the denoiser's config.json, got "
-            f"{shown(sample)}; correct that file"
+            f"{short_repr(sample)}; correct that file"
         )
     height, width = sides
     return width * scale, height * scale

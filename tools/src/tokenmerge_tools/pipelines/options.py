@@ -15,7 +15,7 @@ import typer
 
 from tokenmerge.config.checks import integer, one_of
 from tokenmerge.default_method import check_min_psnr
-from tokenmerge.errors import ConfigError, shown
+from tokenmerge.errors import ConfigError, short_repr
 from tokenmerge_tools.method_spec import SPEEDUP, MethodSpec
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL
 from tokenmerge_tools.pipelines.settings import (
@@ -32,7 +32,7 @@ def _parser(read: Callable[[str], Any], wanted: str) -> Callable[[str], Any]:
         try:
             return read(text)
         except ValueError:
-            raise typer.BadParameter(f"expected {wanted}, got {shown(text)}.") from None
+            raise typer.BadParameter(f"expected {wanted}, got {short_repr(text)}.") from None
 
     return parse
 

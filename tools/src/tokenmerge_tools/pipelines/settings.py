@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenmerge.config.checks import number, one_of, optional
-from tokenmerge.errors import ConfigError, reason_of, shown
+from tokenmerge.errors import ConfigError, reason_of, short_repr
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
@@ -214,7 +214,7 @@ def parse_size(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"\s*(\d{1,9})\s*(?:[x×X*]\s*(\d{1,9})\s*)?", text)
     if found is None or 0 in (sides := (int(found[1]), int(found[2] or found[1]))):
         raise ConfigError(
-            f"size: expected WIDTHxHEIGHT or one number, such as 768x512 or 512, got {shown(text)}"
+            f"size: expected WIDTHxHEIGHT or one number, such as 768x512 or 512, got {short_repr(text)}"
         )
     return sides
 

@@ -60,7 +60,7 @@ def plan(trial: Trial) -> str:
     lines = trial.summary.splitlines()
     begins = next((i for i, line in enumerate(lines) if line.startswith("  plan: ")), None)
     if begins is None:
-        return "every step runs whole"
+        return "every step is full"
     ends = begins + 1
     while ends < len(lines) and lines[ends].startswith("        "):
         ends += 1

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from PIL.Image import Image
 
+from tokenmerge.images import draw_groups
 from tokenmerge.models.find import find_hosts
-from tokenmerge.pictures import draw_groups
 from tokenmerge.report import check_merging
 from tokenmerge_tools.closeness import psnr
 from tokenmerge_tools.drawing import (

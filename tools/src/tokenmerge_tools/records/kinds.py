@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 from tokenmerge.config.checks import integer
+from tokenmerge.config.former import FORMER_PARTS
 from tokenmerge.errors import ConfigError
 from tokenmerge.plans import FewestTokens, pays_from
 
@@ -20,18 +21,21 @@ STATUSES = ("ok", "oom", "unavailable", "error")
 # Metrics that are lower for closer images.
 LOWER_IS_CLOSER = frozenset({"lpips", "fid", "kid", "motion-error"})
 
-# Former names of settings, which records from before November 2026 have, with the current ones.
+# Former names of settings, which records from before December 2026 have, with the current ones.
 NEW_NAMES: Mapping[str, str] = {
-    "plan_every": "plans.every",
-    "share_plan": "plans.blocks",
-    "share_guidance": "plans.guidance",
+    "plan_every": "merge_sharing.every",
+    "share_plan": "merge_sharing.blocks",
+    "share_guidance": "merge_sharing.guidance",
+    "plans.every": "merge_sharing.every",
+    "plans.blocks": "merge_sharing.blocks",
+    "plans.guidance": "merge_sharing.guidance",
     "correct_every": "correction.every",
     "reuse_every": "reuse.every",
     "reuse_finest_every": "reuse.shallow_every",
     "reuse_finest_from": "reuse.shallow_from",
     "reuse_span": "reuse.span",
 }
-_OLD_WORD = re.compile(rf"(?<![\w.])({'|'.join(NEW_NAMES)})(?![\w.])")
+_OLD_WORD = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, NEW_NAMES))})(?![\w.])")
 
 # Conditions that a timed cell and drawn images have in common.
 _OF_PICTURES = ("model", "width", "height", "steps", "scheduler", "guidance", "dtype", "attention")
@@ -212,6 +216,7 @@ class QualityRecord(_OfVariant):
             **values,
             **{name: dict(values[name]) for name in names},
             "settings": with_new_names(values["settings"]),
+            "config": _config_with_new_names(values.get("config")),
             "speedup_quartiles": None if quartiles is None else tuple(quartiles),
             "notes": tuple(values.get("notes", ())),
         }
@@ -383,10 +388,17 @@ def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
+def _config_with_new_names(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the recorded settings of an image, with the current names of their parts."""
+    if config is None:
+        return None
+    return {FORMER_PARTS.get(name, name): value for name, value in config.items()}
+
+
 def words_with_new_names(label: str) -> str:
     """Return the label of a variant, with the current names.
 
     >>> words_with_new_names("tome ratio=0.5 share_plan")
-    'tome ratio=0.5 plans.blocks'
+    'tome ratio=0.5 merge_sharing.blocks'
     """
     return _OLD_WORD.sub(lambda found: NEW_NAMES[found[0]], label)

@@ -42,7 +42,7 @@ def fastest_table(charts: Iterable[Chart]) -> Table | None:
     for name, points in zip(names, known.values(), strict=True):
         fastest = [_fastest(points, closeness) for closeness in _CLOSENESS]
         rows.append(TableRow((name, *fastest)))
-    header = ("pictures", *(f"PSNR ≥ {closeness:g} dB" for closeness in _CLOSENESS))
+    header = ("images", *(f"PSNR ≥ {closeness:g} dB" for closeness in _CLOSENESS))
     notes = (
         "each cell: the fastest variant with at least this mean PSNR to the dense images, its speed-up and "
         "its PSNR; fewer-steps is the dense model with this number of steps",

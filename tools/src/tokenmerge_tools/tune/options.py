@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from tokenmerge.config.checks import integer, number, one_of
-from tokenmerge.errors import ConfigError, shown
+from tokenmerge.errors import ConfigError, short_repr
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 from tokenmerge_tools.evaluate.metrics import PICTURE_METRICS
 from tokenmerge_tools.evaluate.prompts import PROMPTS_HELP
@@ -99,5 +99,5 @@ def parse_seconds(text: str) -> float:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
     if found is None or float(found[1]) == 0:
-        raise ConfigError(f"within: expected a duration such as 90s, 10min or 1h, got {shown(text)}")
+        raise ConfigError(f"within: expected a duration such as 90s, 10min or 1h, got {short_repr(text)}")
     return float(found[1]) * _UNITS[found[2]]

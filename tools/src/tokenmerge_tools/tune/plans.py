@@ -13,7 +13,7 @@ from tokenmerge.report.notes import signs_of
 
 # What a step runs: everything, what step reuse never skips and a UNet's finest level, or not even that.
 COMPLETE = "M"
-FINEST = "f"
+FINEST = "s"
 LEAST = "·"
 _SIGNS = LEAST + FINEST + COMPLETE
 _RATIO_STEPS = (-0.1, -0.05, 0.05, 0.1)
@@ -30,8 +30,8 @@ class SearchedPlan:
 
     Attributes:
         merging: the settings of token merging, without step reuse.
-        runs: a sign for each step. ``M`` runs everything, and ``f`` runs no deep stages or blocks. ``·`` does
-            not run a UNet's finest level either. In other models, ``·`` is the same as ``f``.
+        runs: a sign for each step. ``M`` runs everything, and ``s`` runs no deep stages or blocks. ``·`` does
+            not run a UNet's finest level either. In other models, ``·`` is the same as ``s``.
     """
 
     merging: ToMeConfig
@@ -42,7 +42,7 @@ class SearchedPlan:
         """Return the plan of settings in a generation of ``steps`` steps."""
         found = config.reuse.steps_of(steps)
         complete = found.full if config.reuse.on else range(steps)
-        finest = found.shallow if config.reuse.skips_finest else range(steps)
+        finest = found.finest if config.reuse.skips_finest else range(steps)
         runs = ""
         for i in range(steps):
             if i in complete:
@@ -63,7 +63,7 @@ class SearchedPlan:
 
     @property
     def name(self) -> str:
-        """A short name, such as ``"MMfMfMfM ratio 0.5"``, with the signs of a patch that is printed."""
+        """A short name, such as ``"MMsMsMsM ratio 0.5"``, with the signs of a patch that is printed."""
         merging = self.merging
         plan = plan_generation(self.config, len(self.runs))
         signs = signs_of(plan, merges=merging.ratio > 0, is_unet=True)
@@ -84,7 +84,7 @@ class SearchedPlan:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Budget:
-    """The speed-up that plans of one kind of generation have to reach, by counted operations."""
+    """The speed-up that plans of one kind of generation have to reach, by operations."""
 
     facts: RunFacts
     speedup: float
@@ -108,7 +108,7 @@ def rule_plan(facts: RunFacts, speedup: float) -> SearchedPlan:
 
 
 def neighbours(plan: SearchedPlan, budget: Budget, random: Random) -> Iterator[SearchedPlan]:
-    """Yield plans that differ a little and reach the speed-up, by counted operations.
+    """Yield plans that differ a little and reach the speed-up, by operations.
 
     Two steps swap what they run; a step runs more, and others less; or the ratio changes, and steps run less
     or more as the speed-up demands. The first step runs everything.

@@ -127,7 +127,7 @@ class Search:
 
     @property
     def counted(self) -> tuple[float, float]:
-        """The speed-ups of the rule's plan and the best one by counted operations."""
+        """The speed-ups of the rule's plan and the best one by operations."""
         return self.speedup, self.budget.counted(self.best)
 
     @property
@@ -149,7 +149,7 @@ class Search:
 
     @property
     def reaches(self) -> bool:
-        """Whether the wanted speed-up can be reached, by counted operations."""
+        """Whether the wanted speed-up can be reached, by operations."""
         return self.speedup + ROUNDING >= self.options.speedup
 
     @property

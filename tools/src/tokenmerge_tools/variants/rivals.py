@@ -53,7 +53,7 @@ def _cache(settings: Callable[..., Any], name: str, apply: str, **needs: Any) ->
 _ONE = {"one_pass": True}
 # The defaults are those of the library, or of the paper's code. An interval of 2 is the weakest of all.
 RIVALS = {
-    # With tome:plans.guidance=false, this package does the same as tomesd.
+    # With tome:merge_sharing.guidance=false, this package does the same as tomesd.
     "tomesd": VariantKind(
         contexts.tomesd, "tome", is_faster=True, package="tomesd==0.1.3", takes=contexts.TOMESD_SETTINGS
     ),

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from PIL import Image
 
-from tokenmerge.pictures import draw_groups
+from tokenmerge.images import draw_groups
 
 
 def picture(width, height, seed=0):
@@ -51,3 +52,9 @@ def test_the_border_of_a_label_does_not_depend_on_the_other_groups():
 def test_a_grid_that_does_not_divide_the_picture_covers_it():
     drawn = np.asarray(draw_groups(picture(50, 30), np.zeros((7, 11), dtype=np.int64)))
     assert len(np.unique(drawn.reshape(-1, 3), axis=0)) == 1
+
+
+def test_the_module_has_its_former_name_too():
+    with pytest.warns(DeprecationWarning, match=r"tokenmerge\.images\.draw_groups"):
+        from tokenmerge.pictures import draw_groups as former
+    assert former is draw_groups
