@@ -84,7 +84,7 @@ HUGE = 10**400
             {"planner": np.array(["tome", "tiled"])},
             "planner: expected one of 'importance', .* got array",
         ),
-        ({"merge_sharing.blocks": "no"}, r"plans\.blocks: expected True or False, got 'no'"),
+        ({"merge_sharing.blocks": "no"}, r"merge_sharing\.blocks: expected True or False, got 'no'"),
         ({"max_downsample": 3}, "max_downsample: expected one of 1, 2, 4, 8, got 3"),
         ({"reference_ratio": 0.8}, r"reference_ratio: expected 0 ≤ reference_ratio ≤ .* = 0\.75 .* got 0\.8"),
         ({"reference_ratio": -0.1}, r"reference_ratio: expected a number from 0 .* got -0\.1"),

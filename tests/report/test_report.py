@@ -330,12 +330,15 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
         (presets.ibtm(), "the planner 'tome' runs until the first guided step"),
         (ToMeConfig(correction=Correction(every=4)), "1 of 4 full steps merges nothing"),
         (ToMeConfig(merge_sharing=MergeSharing(every=4)), "a plan is used for 4 steps"),
-        (ToMeConfig(reuse=StepReuse(every=2)), "1 of 2 steps runs all"),
+        (ToMeConfig(reuse=StepReuse(every=2)), "1 of 2 steps is full"),
         (
             ToMeConfig(reuse=StepReuse(every=4, shallow_every=3)),
             "1 of 3 steps runs the finest level of a UNet",
         ),
-        (ToMeConfig(reuse=StepReuse(full_steps=(0, 0.05, 1))), "steps at 0 %, 5 %, 100 % of the way run all"),
+        (
+            ToMeConfig(reuse=StepReuse(full_steps=(0, 0.05, 1))),
+            "steps at 0 %, 5 %, 100 % of the way are full",
+        ),
         (ToMeConfig(max_downsample=2, rules=[{"level": 2, "ratio": 0.25}]), "level 2: ratio=0.25"),
     ],
 )
@@ -366,7 +369,7 @@ def test_a_known_number_of_steps_gives_the_plan():
     corrected = dataclasses.replace(config, correction=Correction(every=2))  # there is nothing to correct
     assert predict(hosts.unet(), corrected, steps=6).step_signs == report.step_signs
     assert set(notes_on_steps(config, 6)) < set(report.notes)
-    assert not any("1 of" in note or "run all blocks" in note for note in report.notes)
+    assert not any("1 of" in note or "are full" in note for note in report.notes)
     lines = str(report).splitlines()
     assert lines[1].startswith(f"by operations: {report.speedup:.2f}× (")
     assert lines[2:4] == [

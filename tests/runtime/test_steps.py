@@ -642,7 +642,8 @@ def test_a_model_alone_has_to_be_told_the_step():
         unet, ToMeConfig(**HALF, rules=dense_outside(0, 0.5), merge_sharing=MergeSharing(every=2))
     )
     with pytest.raises(
-        ConfigError, match=r"rules\[0\]=\{'start': 0\.5, .* and plans\.every=2: .* patch\.at_step\(i, steps\)"
+        ConfigError,
+        match=r"rules\[0\]=\{'start': 0\.5, .* and merge_sharing\.every=2: .* patch\.at_step\(i, steps\)",
     ):
         hosts.call(unet, **hosts.inputs())
     with pytest.raises(ConfigError, match="0 ≤ index < steps, got 3, 3"):
