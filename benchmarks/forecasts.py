@@ -66,15 +66,15 @@ KEY = ("model", "guidance", "prompt", "complete", "places", "forecast")
 class Denoiser:
     """The denoiser of a pipeline, whose output is forecast in some steps."""
 
-    def __init__(self, pipe: DiffusionPipeline, complete: Sequence[int], forecast: str) -> None:
+    def __init__(self, pipe: DiffusionPipeline, full: Sequence[int], forecast: str) -> None:
         self.pipe = pipe
-        self.complete = complete
+        self.full = full
         self.name = forecast
         self.model = getattr(pipe, "transformer", None) or pipe.unet
         self.original = self.model.forward
         # The last three full steps: index, output, residual of the first block.
         self.known: list[tuple[int, Tensor, Any]] = []
-        self.latest: list[Tensor] = []  # outputs of the last two steps, complete or not
+        self.latest: list[Tensor] = []  # outputs of the last two steps, full or not
         self.latents: list[tuple[float, Tensor]] = []  # of each step: its noise level, and the sample
         self.residual: Any = None  # of the first block, where it is needed
         self.step = 0
@@ -96,9 +96,9 @@ class Denoiser:
         sample = args[0] if args else kwargs["hidden_states"]
         self.latents.append((noise_share(self.pipe.scheduler, self.step), sample[-1:]))
         # DiCache needs the first block in each step.
-        if self.step in self.complete or self.name == "dicache":
+        if self.step in self.full or self.name == "dicache":
             result = self.original(*args, **kwargs)[0]
-        if self.step in self.complete:
+        if self.step in self.full:
             self.known.append((self.step, result, self.residual))
             del self.known[:-3]
         else:

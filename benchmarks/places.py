@@ -11,9 +11,9 @@ prints the gain over equal distances. The second prompt of the record was drawn 
 
 The layouts are:
 
-- `even`: the first two steps and the last are complete, and others at equal distances.
+- `even`: the first two steps and the last are full, and others at equal distances.
 - `later`: these are closer together towards the end (`tokenmerge.plans.choose.later_ones`).
-- `before the last`: the first step is complete, others lie at equal distances, and the last is not complete
+- `before the last`: the first step is full, others lie at equal distances, and the last is not full
   (`without_the_last`).
 
 The exponent of `later` was chosen on images of `emoji-unet` with other prompts, and with UniPC, DPM++ 2M,
@@ -70,14 +70,14 @@ def scenes(prompts: int) -> Iterator[tuple[Scene, str, str]]:
                     yield Scene(model, SIZE, STEPS, solver, guidance, prompt, SEED + number), strength, layout
 
 
-def places(layout: str, complete: int, finest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def places(layout: str, full_steps: int, finest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the full steps, and the steps that run the finest level."""
-    even = StepReuse(every=distance(STEPS, complete), shallow_every=distance(STEPS, finest))
+    even = StepReuse(every=distance(STEPS, full_steps), shallow_every=distance(STEPS, finest))
     full, shallow = even.steps_of(STEPS)
     if layout == "later":
-        return nearest(later_ones(STEPS, complete, EXPONENT), shallow), shallow
+        return nearest(later_ones(STEPS, full_steps, EXPONENT), shallow), shallow
     if layout == "before the last":
-        return without_the_last(STEPS, complete, TAIL), shallow
+        return without_the_last(STEPS, full_steps, TAIL), shallow
     return full, shallow
 
 
@@ -99,12 +99,17 @@ def measure(options: argparse.Namespace) -> None:
     for scene, strength, other in scenes(options.prompts):
         if scene.model not in options.model or strength not in options.strength:
             continue
-        for complete, finest in COUNTS[other, strength]:
+        for full_steps, finest in COUNTS[other, strength]:
             for layout in ("even", other):
-                line = {**dataclasses.asdict(scene), "complete": complete, "finest": finest, "layout": layout}
+                line = {
+                    **dataclasses.asdict(scene),
+                    "complete": full_steps,
+                    "finest": finest,
+                    "layout": layout,
+                }
                 if key(line) in done:
                     continue
-                full, shallow = places(layout, complete, finest)
+                full, shallow = places(layout, full_steps, finest)
                 settings = {"ratio": 0, "max_downsample": 8, **places_of(full, shallow, STEPS)}
                 error = artist.error(scene, ToMeConfig.from_dict(settings))
                 line |= {"full": full, "shallow": sorted({*shallow} - {*full}), "psnr": decibels(error)}

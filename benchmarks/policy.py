@@ -69,9 +69,9 @@ class Scene:
     seed: int
 
 
-def reuse(steps: int, complete: int, finest: int | None = None) -> dict[str, Any]:
+def reuse(steps: int, full_steps: int, finest: int | None = None) -> dict[str, Any]:
     """Return settings with these numbers of full steps, and of steps with the finest level."""
-    every = {"reuse.every": distance(steps, complete)}
+    every = {"reuse.every": distance(steps, full_steps)}
     return every if finest is None else {**every, "reuse.shallow_every": distance(steps, finest)}
 
 
@@ -89,19 +89,19 @@ def of_unet(steps: int) -> Iterator[Settings]:
         8: [(6, 8), (4, 8), (3, 8), (6, 6), (4, 6), (4, 4)],
         4: [(3, 4), (3, 3)],
     }
-    for complete, finest in counts[steps]:
-        yield {**NONE, **reuse(steps, complete, None if finest == steps else finest)}
+    for full_steps, finest in counts[steps]:
+        yield {**NONE, **reuse(steps, full_steps, None if finest == steps else finest)}
 
 
 def of_transformer(steps: int) -> Iterator[Settings]:
-    for complete in {20: (15, 12, 10, 8, 6), 8: (6, 5, 4, 3), 4: (3,)}[steps]:
-        yield {**NONE, **reuse(steps, complete)}
+    for full_steps in {20: (15, 12, 10, 8, 6), 8: (6, 5, 4, 3), 4: (3,)}[steps]:
+        yield {**NONE, **reuse(steps, full_steps)}
 
 
 def placed(steps: int) -> Iterator[Settings]:
     """Step reuse alone, with the full steps where the default method has them after a clean end."""
-    for complete in {20: (17, 15, 12, 10, 8, 6), 8: (6, 5, 4, 3)}[steps]:
-        full = without_the_last(steps, complete, policy.TAIL_OF_A_CLEAN_END)
+    for full_steps in {20: (17, 15, 12, 10, 8, 6), 8: (6, 5, 4, 3)}[steps]:
+        full = without_the_last(steps, full_steps, policy.TAIL_OF_A_CLEAN_END)
         yield {**NONE, "reuse.full_steps": [step / (steps - 1) for step in full]}
 
 
@@ -152,11 +152,11 @@ def both_in_transformer(steps: int) -> Iterator[Settings]:
         yield merging(0.4, scope="block", features="model_residual", correction__every=every)
     for ratio, scope in ((0.4, "layers"), (0.2, "layers"), (0.2, "block")):
         yield merging(ratio, scope=scope, features="model_residual", correction__every=4)
-    for complete in (15, 12, 10, 8):
-        yield {**NONE, **reuse(steps, complete)}
-    for ratio, scope, every, complete in MIXED:
+    for full_steps in (15, 12, 10, 8):
+        yield {**NONE, **reuse(steps, full_steps)}
+    for ratio, scope, every, full_steps in MIXED:
         merged = merging(ratio, scope=scope, features="model_residual", correction__every=every)
-        yield merged | reuse(steps, complete)
+        yield merged | reuse(steps, full_steps)
 
 
 def stacks(steps: int) -> Iterator[Settings]:
@@ -426,8 +426,8 @@ def terms(
         tokens = (line["size"] // PIXELS[line["model"]]) ** 2
         if settings.ratio and tokens >= settings.min_tokens:
             ratios[settings.scope][i] = settings.ratio
-        complete = len(runs.full) if settings.reuse.on else steps
-        corrects[i] = min(settings.correction.every, complete) * steps / complete
+        full_steps = len(runs.full) if settings.reuse.on else steps
+        corrects[i] = min(settings.correction.every, full_steps) * steps / full_steps
     return reaches, ratios, corrects
 
 

@@ -57,13 +57,13 @@ def test_the_settings_reach_the_speed_up_or_are_the_fastest(model, steps, guidan
 
 
 @pytest.mark.parametrize(
-    ("steps", "wanted", "complete"), [(20, 2.0, 10), (28, 2.0, 14), (50, 2.0, 25), (20, 2.5, 8)]
+    ("steps", "wanted", "full_steps"), [(20, 2.0, 10), (28, 2.0, 14), (50, 2.0, 25), (20, 2.5, 8)]
 )
-def test_a_share_of_the_steps_reaches_the_speed_up_that_it_is_called_by(steps, wanted, complete):
+def test_a_share_of_the_steps_reaches_the_speed_up_that_it_is_called_by(steps, wanted, full_steps):
     """The first and the last layer run in every step, so half of the steps give a little less than 2×."""
     of_generation = facts("transformer", steps=steps, fewest_tokens=TOO_MANY)
     plan = plan_for(of_generation, wanted)
-    assert len(plan.config.reuse.steps_of(steps).full) == complete
+    assert len(plan.config.reuse.steps_of(steps).full) == full_steps
     assert wanted - ROUNDING <= plan.speedup < wanted
 
 
@@ -285,10 +285,10 @@ def test_a_unet_of_unknown_parts_is_planned_too():
 
 @pytest.mark.parametrize(("steps", "stride"), [(4, 1), (5, 1), (8, 1), (20, 1), (50, 1), (1000, 83)])
 def test_every_number_of_complete_steps_has_its_distance(steps, stride):
-    for complete in range(3, steps + 1, stride):
-        every = distance(steps, complete)
+    for full_steps in range(3, steps + 1, stride):
+        every = distance(steps, full_steps)
         config = ToMeConfig.from_dict({"reuse.every": every})
-        assert len(config.reuse.steps_of(steps).full) == complete
+        assert len(config.reuse.steps_of(steps).full) == full_steps
 
 
 def complete_steps(of_generation: RunFacts, wanted: float) -> tuple[int, ...]:

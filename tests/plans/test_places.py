@@ -16,7 +16,7 @@ def is_ascending(places: tuple[int, ...], steps: int) -> bool:
 
 
 @pytest.mark.parametrize("spacing", [1.0, 0.8, 0.5, 0.1])
-def test_complete_steps_are_as_many_as_asked_for(spacing):
+def test_full_steps_are_as_many_as_asked_for(spacing):
     for steps, count in NUMBERS:
         places = later_ones(steps, count, spacing)
         assert len(places) == count
@@ -24,7 +24,7 @@ def test_complete_steps_are_as_many_as_asked_for(spacing):
         assert (places[1], places[-1]) == (1, steps - 1)
 
 
-def test_complete_steps_are_closer_together_towards_the_end():
+def test_full_steps_are_closer_together_towards_the_end():
     distances = [late - early for early, late in itertools.pairwise(later_ones(50, 12, 0.6)[1:])]
     assert all(late <= early + 1 for early, late in itertools.pairwise(distances))  # steps are whole numbers
     assert distances[0] >= 2 * distances[-1]
@@ -39,7 +39,7 @@ def test_the_last_step_can_be_left_out(tail):
         assert places[-1] < steps - 1
 
 
-def test_complete_steps_are_some_of_those_that_run_the_finest_level():
+def test_full_steps_are_some_of_those_that_run_the_finest_level():
     for steps, count in NUMBERS:
         for finest in range(count, steps + 1):
             among = later_ones(steps, finest, 1.0) if finest < steps else tuple(range(steps))

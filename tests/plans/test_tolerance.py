@@ -1,4 +1,4 @@
-"""A tolerance: which of the steps to come are complete, by the errors that a generation has shown so far."""
+"""A tolerance: which of the steps to come are full, by the errors that a generation has shown so far."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def followed(
     return tolerance.config
 
 
-def complete(config: ToMeConfig) -> int:
+def full_steps(config: ToMeConfig) -> int:
     return len(config.reuse.steps_of(STEPS).full)
 
 
@@ -52,7 +52,7 @@ def test_larger_errors_and_tolerances_run_more_complete_steps(model):
         [(psnr, 0.1) for psnr in range(10, 60, 5)],
     ):
         configs = [followed(of_generation, *one) for one in given]
-        assert complete(configs[0]) < complete(configs[-1])
+        assert full_steps(configs[0]) < full_steps(configs[-1])
         speedups = [speedup_of(of_generation, config) for config in configs]
         # Choices follow one another: a careful one early can allow for a bolder one later.
         assert all(later < 1.1 * before for before, later in pairwise(speedups))

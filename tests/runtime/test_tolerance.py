@@ -86,7 +86,7 @@ def last_run(pipe: Any) -> Any:
     return state_of(getattr(pipe, "unet", None) or pipe.transformer).last_run
 
 
-def complete(pipe: Any) -> int:
+def full_steps(pipe: Any) -> int:
     run = last_run(pipe)
     return len(run.config.reuse.steps_of(run.steps).full)
 
@@ -97,11 +97,11 @@ def test_from_the_plan_of_the_speedup_to_the_dense_picture(kind, tolerances):
     pipe = kind()
     dense = pipe()
     with apply(pipe, None):
-        plan, planned = pipe(), complete(pipe)
+        plan, planned = pipe(), full_steps(pipe)
     runs = {}
     for tolerance in tolerances:
         with apply(pipe, tolerance):
-            runs[tolerance] = pipe(), complete(pipe)
+            runs[tolerance] = pipe(), full_steps(pipe)
             assert last_run(pipe).kinds[StepKind.SHALLOW] <= 12 - planned
     assert torch.equal(runs[1][0], plan)
     assert torch.equal(runs[HIGHEST][0], dense)

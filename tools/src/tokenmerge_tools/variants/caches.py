@@ -216,7 +216,7 @@ def cache_dit(
     """Skip all but the first blocks on steps where the residual of these blocks changed little: cache-dit.
 
     The first sixth of the blocks, at least 1 and at most 8, runs in every step. Of a skipped block, the
-    residual of the last full step is added again. The first 8 steps are complete, or the first half of a
+    residual of the last full step is added again. The first 8 steps are full, or the first half of a
     generation of fewer than 16 steps.
 
     - threshold: relative mean absolute difference below which the other blocks are skipped, > 0. A higher
@@ -225,7 +225,7 @@ def cache_dit(
       integer ≥ 1. With None, the residual is not extrapolated.
     - forecast: one of :data:`FORECASTS`, another extrapolation of the residual: dynamic mode decomposition or
       Forecast then Calibrate (arXiv 2508.16211).
-    - mask: one of :data:`MASKS`: cache-dit's list of steps that are always complete, in place of the first
+    - mask: one of :data:`MASKS`: cache-dit's list of steps that are always full, in place of the first
       ones, for 4, 6, and 8 or more steps. A faster mask has fewer of them.
     """
     check_pipeline(_NAME, pipe)

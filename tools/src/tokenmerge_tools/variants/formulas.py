@@ -35,7 +35,7 @@ def easycache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractC
 
     The change is Σ k·|x - x₀| / |v₀|, with x₀ and v₀ the sample and the output of the last full step, and
     k the ratio of their changes between the last two full steps. A skipped step returns x + (v₀ - x₀). As
-    in ComfyUI, the first 15 % and the last 5 % of the steps are complete; differences are over all positions.
+    in ComfyUI, the first 15 % and the last 5 % of the steps are full; differences are over all positions.
     Source: arXiv 2507.02860.
     """
 
@@ -81,13 +81,13 @@ def dicache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractCon
     The change is Σ |δp - δx| over steps, with δ the relative change since the step before, p the output of
     the first block and x its input. The residual of all blocks is R₂ + γ(R₁ - R₂) of the last two full
     steps, with γ = |r - r₂| / |r₁ - r₂| from 1 to 1.5, and r the residual of the first block. The first and
-    the last step are complete. Source: arXiv 2508.17356, with one block as its probe.
+    the last step are full. Source: arXiv 2508.17356, with one block as its probe.
     """
 
     @contextlib.contextmanager
     def begin(now: Generation) -> Iterator[None]:
         first, *others = transformer_blocks(now)
-        known: dict[int, _State] = defaultdict(lambda: {"change": 0.0, "complete": []})
+        known: dict[int, _State] = defaultdict(lambda: {"change": 0.0, "full": []})
 
         def probe(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             own = known[now.turn]
@@ -95,7 +95,7 @@ def dicache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractCon
             output = forward(*args, **kwargs)
             p, text = _outputs(first, output)
             skips = False
-            done = own["complete"]
+            done = own["full"]
             if done and now.index < now.steps - 1:
                 change_of_x = _size(x - own["x"]) / _size(own["x"])
                 change_of_p = _size(p - own["p"]) / _size(own["p"])
@@ -119,8 +119,8 @@ def dicache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractCon
             output = forward(*args, **kwargs)
             if block is others[-1]:
                 residuals = _outputs(block, output)[0] - own["x"], own["p"] - own["x"]
-                own["complete"].append(residuals)
-                del own["complete"][:-2]
+                own["full"].append(residuals)
+                del own["full"][:-2]
             return output
 
         _replace_forward(first, probe)
