@@ -131,19 +131,20 @@ def test_no_argument_is_a_speedup_of_2(fast):
     assert patch.config == settings_for(pipe, 2.0)
 
 
-def test_a_picture_that_probably_looks_different_is_told(fast):
+def test_a_picture_that_is_expected_far_from_dense_is_told(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe, speedup=2.5)
-    told = "speedup=2.5: before the run, expect below 10 dB to dense: it looks different; take a lower"
+    small = "no estimate for this model; on small models"
+    told = f"speedup=2.5: closeness to dense before the run: {small} below 10 dB; take a lower speed-up"
     with pytest.warns(UserWarning, match=told):
         run(pipe, 7)
     assert "warning" not in str(patch)  # the estimate of the run takes its place
-    assert "\n  estimated: " in str(patch)
+    assert "\n  closeness to dense: " in str(patch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(pipe, 50)
         assert "warning" not in str(patch)
-        told = r"expect 24 dB to dense \(mostly 12 to 36\): it looks different"  # below 25 dB
+        told = rf"{small} 24 dB \(12 to 36\); take a lower"  # below 25 dB
         with pytest.raises(UserWarning, match=told):
             run(pipe, 12)
         apply_token_merging(pipe, speedup=2.5, min_psnr=10)  # the tolerance decides
@@ -153,13 +154,18 @@ def test_a_picture_that_probably_looks_different_is_told(fast):
 def test_before_a_run_the_report_says_how_close_the_picture_probably_is(fast):
     pipe = pipeline(unet=hosts.unet())
     expected = [
-        int(re.search(r"\nestimated before a run.*: (\d+) dB to dense ", str(patch.report()))[1])
+        int(
+            re.search(r"\ncloseness to dense, before a run.* on small models (\d+) dB ", str(patch.report()))[
+                1
+            ]
+        )
         for patch in (apply_token_merging(pipe, speedup=speedup) for speedup in (1.5, 3.0))
     ]
     assert 50 > expected[0] > expected[1] > 10
-    assert "estimated" not in str(apply_token_merging(pipe, speedup=1.5))  # that of another size misleads
+    before = str(apply_token_merging(pipe, speedup=1.5))  # that of another size misleads
+    assert "\n  closeness to dense" not in before
     run(pipe, 12)
-    assert "estimated" not in str(apply_token_merging(pipe, speedup=3.0, min_psnr=40))
+    assert "\n  closeness to dense" not in str(apply_token_merging(pipe, speedup=3.0, min_psnr=40))
 
 
 def test_after_a_run_the_handle_tells_of_that_run(fast):
@@ -170,16 +176,16 @@ def test_after_a_run_the_handle_tells_of_that_run(fast):
     assert re.search(r"\n  warning: speedup=30: .* in 2 steps", str(patch))  # and not of the default 50
     assert "\n  plan: every step is full: it runs the whole model\n" in str(patch)
     patch = apply_token_merging(pipe, speedup=30.0)
-    assert re.search(r"\n  warning: speedup=30: .*Before the run, expect", str(patch))
-    with pytest.warns(UserWarning, match="Before the run, expect"):
+    assert re.search(r"\n  warning: speedup=30: .*Closeness to dense before the run: ", str(patch))
+    with pytest.warns(UserWarning, match="Closeness to dense before the run: "):
         run(pipe, 7)
     assert re.search(r"\n  warning: speedup=30: .* speed-up$", str(patch), flags=re.MULTILINE)
-    assert "Before the run" not in str(patch)  # the run has an estimate of its own
+    assert "before the run" not in str(patch)  # the run has an estimate of its own
     patch = apply_token_merging(pipe, speedup=2.0)
-    assert "\nestimated before a run: " in str(patch.report())  # at an unknown guidance
+    assert "\ncloseness to dense, before a run: " in str(patch.report())  # at an unknown guidance
     run(pipe, 12)
-    assert str(patch.report()).splitlines()[2] == f"estimated from the last run: {patch.estimate}"
-    assert "\nestimated before a run, guidance 7.5: " in str(patch.report(steps=30))
+    assert str(patch.report()).splitlines()[2] == f"closeness to dense, from the last run: {patch.estimate}"
+    assert "\ncloseness to dense, before a run, guidance 7.5: " in str(patch.report(steps=30))
 
 
 def test_a_speed_up_that_is_nearly_reached_is_not_missed(fast):
@@ -343,9 +349,9 @@ def test_the_handle_estimates_how_close_the_last_picture_is(fast):
     pipe = pipeline(unet=hosts.unet())
     patch = apply_token_merging(pipe, speedup=1.5)
     assert patch.estimate is None
-    assert "estimated: " not in str(patch)
+    assert "\n  closeness to dense" not in str(patch)
     run(pipe, 12)
-    assert f"  estimated: {patch.estimate}" in str(patch)
+    assert f"  closeness to dense: {patch.estimate}" in str(patch)
     apply_token_merging(pipe, ToMeConfig(reuse=StepReuse(every=2)))
     run(pipe, 12)
     assert patch.estimate.psnr > 0  # that of its own last run

@@ -52,7 +52,8 @@ def test_before_a_run_it_counts_the_default_size_and_number_of_steps(pipe):
     first = f"  no run yet; with the pipeline's defaults ({size}):"
     assert str(patch).splitlines()[1] == first
     default = str(apply_token_merging(pipe, speedup=2.0)).splitlines()
-    gains = r" 2\.\d\d× by operations, \d\d dB to dense \(mostly \d\d to \d\d\), \d\.\d MB cached"
+    close = r"closeness to dense: no estimate for this model; on small models \d\d dB \(\d\d to \d\d\)"
+    gains = rf" 2\.\d\d× by operations, \d\.\d MB cached; {close}"
     assert re.fullmatch(f"{re.escape(first)}{gains}", default[1])
     # Other sizes and steps have other plans.
     assert default[2:] == ["  for your size: print(patch.report(height=…, width=…, steps=…))"]
@@ -107,8 +108,9 @@ def test_the_plan_of_another_guidance_can_be_shown_before_and_after_a_run(pipe):
         wanted = settings_for(pipe, 2.0, side, side, steps=12, guidance=guidance)
         report = patch.report(**size, guidance=guidance)
         assert report.step_signs == predict(pipe, wanted, side, side, steps=12).step_signs
-        said = r"\d\d dB to dense \(mostly \d\d to \d\d on the bundled models\): probably .+"
-        assert re.search(rf"\nestimated before a run, guidance {guidance:g}: {said}\nplan: ", str(report))
+        said = r"no estimate for this model; on small models \d\d dB \(\d\d to \d\d\)"
+        before = rf"\ncloseness to dense, before a run, guidance {guidance:g}: {said}\nplan: "
+        assert re.search(before, str(report))
         plans[guidance] = report.step_signs
     assert plans[1.5] != plans[7.5]
     assert patch.report(**size).step_signs == plans[7.5]  # the pipeline's default
@@ -462,7 +464,7 @@ def test_a_speed_up_out_of_reach_or_far_from_dense_warns_when_it_is_asked_for(pi
         apply_token_merging(pipe, speedup=40)
     assert [warning.filename for warning in caught] == [__file__]
     with pytest.warns(
-        UserWarning, match="=12, with .* defaults: before the run, expect .* looks different; "
+        UserWarning, match="=12, with .* defaults: closeness to dense before the run: .*; take a lower"
     ):
         apply_token_merging(pipe, speedup=12)
     apply_token_merging(pipe, speedup=3)  # silent, as warnings are errors here
@@ -471,7 +473,7 @@ def test_a_speed_up_out_of_reach_or_far_from_dense_warns_when_it_is_asked_for(pi
 def test_a_report_says_what_a_tolerance_costs(pipe):
     patch = apply_token_merging(pipe, speedup=2.0, min_psnr=20)
     before = str(patch.report(height=64, width=64, steps=12))
-    assert re.search(r"\nestimated before a run, .*\nmin_psnr 20: a run .* is 26 dB", before)
+    assert re.search(r"\ncloseness to dense, before a run, .*\nmin_psnr 20: a run .* is 26 dB", before)
     generate(pipe, steps=12)
     (line,) = (line for line in str(patch).splitlines() if line.startswith("  min_psnr 20: the estimate"))
     assert line.strip() in str(patch.report()).splitlines()
@@ -483,7 +485,11 @@ def test_a_removed_patch_keeps_what_its_last_run_did(pipe):
     generate(pipe, steps=12)
     before = str(patch).splitlines()
     patch.remove()
-    assert [line.split(":")[0] for line in before[1:4]] == ["  last run", "  by operations", "  estimated"]
+    assert [line.split(":")[0] for line in before[1:4]] == [
+        "  last run",
+        "  by operations",
+        "  closeness to dense",
+    ]
     title, *others = before
     assert str(patch).splitlines() == [title, "  removed: the model is as before", *others]
 
@@ -512,7 +518,7 @@ def test_a_speedup_of_1_gives_the_dense_picture(pipe):
     generate(pipe, steps=3)
     said = r"  last run: 3 steps, guidance 7\.5, \d+\.\d s of denoising"
     assert re.fullmatch(said, last_run(patch))
-    assert "  estimated: the dense image itself: nothing was skipped or merged\n" in str(patch)
+    assert "  closeness to dense: the dense image itself: nothing was skipped or merged\n" in str(patch)
     patch.remove()
 
 

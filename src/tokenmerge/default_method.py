@@ -142,7 +142,7 @@ class DefaultMethod:
         return self.missed(facts, closeness)
 
     def missed(self, facts: RunFacts, closeness: bool = True, under: str = "") -> str:
-        """Return a warning if the plan misses the speed-up or looks different, or an empty string.
+        """Return a warning if the plan misses the speed-up or is far from dense, or an empty string.
 
         With ``closeness``, it also says how close the image is expected to be. ``under`` names the
         conditions of the generation, such as ``", with the pipeline's defaults"``.
@@ -156,8 +156,8 @@ class DefaultMethod:
             if not differs or not closeness:
                 return ""
             return (
-                f"{asked}: before the run, expect {expected(expected_error)}: it looks different; "
-                "take a lower speed-up, or more steps"
+                f"{asked}: closeness to dense before the run: {expected(expected_error)}; take a lower "
+                "speed-up, or more steps"
             )
         where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {_size(facts.grid)} tokens"
         if fastest.speedup < 1 + ROUNDING:
@@ -169,7 +169,9 @@ class DefaultMethod:
             f"{asked}: at most {fastest.speedup:.2f}× can be reached {where}; take more steps or a larger "
             "image, or a lower speed-up"
         )
-        return f"{told}. Before the run, expect {expected(fastest.expected_error)}" if closeness else told
+        if not closeness:
+            return told
+        return f"{told}. Closeness to dense before the run: {expected(fastest.expected_error)}"
 
     @property
     def name(self) -> str:

@@ -21,12 +21,12 @@ from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.plans import Estimate, RunFacts, fewest_at
 from tokenmerge.plans.choose import merging_pays
-from tokenmerge.plans.estimate import BEFORE_A_RUN, estimate_closeness, expected, psnr_of
+from tokenmerge.plans.estimate import estimate_closeness, expected
 from tokenmerge.plans.generation import StepKind, plan_generation
 from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.report.notes import KIND_OF_SIGN, signs_of
 from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
-from tokenmerge.report.summary import Conditions, RunSteps, summary
+from tokenmerge.report.summary import CLOSENESS, Conditions, RunSteps, summary
 from tokenmerge.runtime.memory.run_log import RunLog, StepRecorder, observations_of
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.patching.patch import changing, restore, state_of
@@ -360,11 +360,11 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         error, why_none = self._closeness()
         if run is None or config is not run.config:
             error = None
-            near = Estimate(psnr_of(default.plan(facts).expected_error), BEFORE_A_RUN)
+            near = expected(default.plan(facts).expected_error)
             scale = "" if facts.guidance is None else f", guidance {facts.guidance:g}"
-            text = f"estimated before a run{scale}: {near}"
+            text = f"{CLOSENESS}, before a run{scale}: {near}"
         elif error is not None:
-            text = f"estimated from the last run: {error}"
+            text = f"{CLOSENESS}, from the last run: {error}"
         else:
             text = f"no estimate: {why_none}" if why_none else ""
         if default.min_psnr is not None and not default.is_dense(facts):
@@ -415,7 +415,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             facts = self._facts_at(report.height, report.width, report.steps if run is None else run.steps)
         forecast = ""
         if run is None and facts is not None and facts.follows_steps and self._default is not None:
-            forecast = expected(self._default.plan(facts).expected_error)
+            forecast = str(expected(self._default.plan(facts).expected_error))
         conditions = Conditions(
             forecast=forecast if report is not None and report.speedup > 1 else "",
             models=tuple(type(model).__name__ for model in self._states),
@@ -477,7 +477,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         """Return how close the image is, and what the default method added or did not reach, by heading."""
         run = self._state.last_run
         default = self._default
-        remarks = {"estimated": str(error or "")}
+        remarks = {CLOSENESS: str(error or "")}
         if facts is not None and default is not None and facts.follows_steps:
             told = default.shortfall(facts, closeness=run is None)  # a run has an estimate of its own
             remarks["warning"] = "" if self._state.left_alone.note else told

@@ -19,6 +19,7 @@ from tokenmerge.plans.estimate import (
     estimate_closeness,
     expected,
     influence_of,
+    looks,
     noise_of,
     psnr_of,
 )
@@ -131,16 +132,22 @@ def test_errors_grow_with_the_distance_and_fall_with_the_noise():
 def test_short_generations_have_an_estimate(steps):
     found = estimate_closeness(dataclasses.replace(UNET, steps=steps), CONFIG, Observations())
     assert math.isfinite(found.psnr)
-    assert " to dense" in str(found)
+    assert "; on small models " in str(found)
 
 
-def test_the_estimate_is_printed_with_its_range_and_in_words():
-    words = "(mostly 28 to 42 on the bundled models): probably small details differ"
-    assert str(Estimate(35.4, 7.0)) == f"35 dB to dense {words}"
-    assert " (mostly 0 to 22 on " in str(Estimate(10.4, 12.0))
-    assert expected(0.09) == "10 dB to dense (mostly 0 to 22)"
-    assert expected(0.11) == "below 10 dB to dense"
-    assert str(Estimate(9.9, 7.0)) == "below 10 dB to dense: looks different"
+def test_an_estimate_says_that_it_was_not_measured_on_this_model():
+    unmeasured = "no estimate for this model; on small models"
+    assert str(Estimate(36.0, 7.0)) == f"{unmeasured} 36 dB (29 to 43)"
+    assert str(Estimate(10.4, 12.0)) == f"{unmeasured} 10 dB (0 to 22)"
+    assert str(Estimate(9.9, 7.0)) == f"{unmeasured} below 10 dB"
+    # Before a run it is said in the same way.
+    assert str(expected(0.09)) == f"{unmeasured} 10 dB (0 to 22)"
+    assert str(expected(0.11)) == f"{unmeasured} below 10 dB"
+
+
+def test_an_estimate_that_was_measured_on_this_model_says_with_how_many_prompts():
+    assert str(Estimate(35.0, 3.0, prompts=6)) == "35 dB (32 to 38), measured on this model with 6 prompts"
+    assert str(Estimate(9.0, 3.0, prompts=1)) == "below 10 dB, measured on this model with 1 prompt"
 
 
 @pytest.mark.parametrize("noise", [1.0, 2.0])
@@ -188,5 +195,5 @@ def test_its_numbers_name_their_record():
         (20, "different"),
     ],
 )
-def test_an_estimate_says_in_words_what_it_means(psnr, words):
-    assert words in str(Estimate(psnr, 0.0))
+def test_a_psnr_is_said_in_words_too(psnr, words):
+    assert words in looks(psnr)

@@ -166,7 +166,7 @@ def test_of_a_run_that_skipped_nothing_the_summary_says_that_its_picture_is_the_
             UserWarning, match="min_psnr=100: no plan is so close, so this generation is dense"
         ):
             pipe((0, 1))
-        assert "estimated: the dense image itself: nothing was skipped or merged\n" in str(patch)
+        assert "closeness to dense: the dense image itself: nothing was skipped or merged\n" in str(patch)
         assert math.isinf(patch.estimate.psnr)
 
 

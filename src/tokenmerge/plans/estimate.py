@@ -14,7 +14,7 @@ from tokenmerge.plans.policy import ESTIMATE
 
 _LEAST = 1e-7  # a squared error that nobody sees
 _TINY = 1e-6  # keeps divisions by a noise of zero finite
-_UNSEEN_PSNR = 10  # dB, below which a number says no more than "it looks different"
+_UNSEEN_PSNR = 10  # dB, below which a number says no more than that the image is another one
 BEFORE_A_RUN = 12  # dB to either side of what is expected: 9 of 10 images, benchmarks/estimate.py --table
 _LOOKS = (  # from so many dB to the dense image on
     (40, "hard to tell apart"),
@@ -55,21 +55,27 @@ class Estimate:
 
     Attributes:
         psnr: expected PSNR in dB, which is infinite for the dense image itself.
-        within: most images are at most this many dB from it.
+        within: 9 of 10 images are at most this many dB from it.
+        prompts: number of prompts with which ``tokenmerge tune`` measured on this model how far estimates are
+            off. If it is 0, the numbers are those of the small models that the estimate was made on.
     """
 
     psnr: float
     within: float
+    prompts: int = 0
 
     def __str__(self) -> str:
         if math.isinf(self.psnr):
             return "the dense image itself: nothing was skipped or merged"
         if self.psnr < _UNSEEN_PSNR:
-            return f"below {_UNSEEN_PSNR} dB to dense: {looks(0)}"
-        low = max(self.psnr - self.within, 0)
-        high = self.psnr + self.within
-        most = f"(mostly {low:.0f} to {high:.0f} on the bundled models)"
-        return f"{self.psnr:.0f} dB to dense {most}: probably {looks(self.psnr)}"
+            value = f"below {_UNSEEN_PSNR} dB"
+        else:
+            low = max(self.psnr - self.within, 0)
+            value = f"{self.psnr:.0f} dB ({low:.0f} to {self.psnr + self.within:.0f})"
+        if not self.prompts:
+            return f"no estimate for this model; on small models {value}"
+        prompts = "1 prompt" if self.prompts == 1 else f"{self.prompts} prompts"
+        return f"{value}, measured on this model with {prompts}"
 
 
 def looks(psnr: float) -> str:
@@ -86,13 +92,9 @@ def psnr_of(squared: float) -> float:
     return -10 * math.log10(squared + _LEAST)
 
 
-def expected(expected_error: float) -> str:
-    """Return how close an image with this expected squared error is, such as ``"24 dB to dense …"``."""
-    psnr = psnr_of(expected_error)
-    if psnr < _UNSEEN_PSNR:
-        return f"below {_UNSEEN_PSNR} dB to dense"
-    low = max(psnr - BEFORE_A_RUN, 0)
-    return f"{psnr:.0f} dB to dense (mostly {low:.0f} to {psnr + BEFORE_A_RUN:.0f})"
+def expected(expected_error: float) -> Estimate:
+    """Return how close an image with this expected squared error is, before anything of it has run."""
+    return Estimate(psnr_of(expected_error), BEFORE_A_RUN)
 
 
 def estimate_closeness(facts: RunFacts, config: ToMeConfig, observed: Observations) -> Estimate | None:

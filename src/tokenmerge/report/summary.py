@@ -20,6 +20,7 @@ from tokenmerge.text_table import Tabled, TextTable
 # The lowest speed-up by the clock that is told, as a share of that by operations. Where it is 2× by
 # operations, the models in docs/gpu.md reach 1.8 to 2× by the clock.
 _LEAST_BY_THE_CLOCK = 0.85
+CLOSENESS = "closeness to dense"  # the heading of what is known of it
 _WORTH_TELLING = 1.05  # the speed-up by operations from which on the summary also speaks of the clock
 
 
@@ -86,10 +87,10 @@ def _expected_gain(conditions: Conditions, report: Report) -> str:
     gain = f"{report.speedup:.2f}× by operations"
     if "min_psnr" in conditions.method:
         gain = f"at most {gain}"
-    if conditions.forecast:
-        gain += f", {conditions.forecast}"
     if report.kept_bytes > 0:
         gain += f", {in_words(report.kept_bytes)} cached"
+    if conditions.forecast:
+        gain += f"; {CLOSENESS}: {conditions.forecast}"
     return gain
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import sys
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ from tokenmerge.plans import looks
 from tokenmerge.plans.generation import StepKind
 from tokenmerge.report import in_words
 from tokenmerge.report.notes import KIND_OF_SIGN
+from tokenmerge.report.summary import CLOSENESS
 from tokenmerge_tools import demo
 from tokenmerge_tools.drawing import Progress
 from tokenmerge_tools.generate.run import Result
@@ -40,6 +40,7 @@ _SECONDS_BETWEEN_LINES = 30
 # A run is called faster by the clock than by operations when it is faster by more than this.
 _FASTER_THAN_BY_OPERATIONS = 1.1
 _ABOUT_AS_LONG = 1.1  # times that differ by a smaller factor are about the same
+_CLOSENESS = f"  {CLOSENESS}: "  # begins the line of a summary that tells of it
 _LOOK = "At 40 dB, images are hard to tell apart; at 35 small details differ, at 30 larger ones, at 25 many"
 
 
@@ -158,10 +159,10 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
         f"               {ran}",
         f"               {merged}; cache: {in_words(result.report.kept_bytes)}",
     ]
-    found = f"; it is {sum(finite) / len(finite):.1f} dB" if finite else ""
+    found = f". Measured here: {sum(finite) / len(finite):.1f} dB" if finite else ""
     for line in result.summary.splitlines():
-        if guess := re.match(r"  estimated: (\d+ dB) .* (\(mostly \d+ to \d+) ", line):
-            lines.append(f"  Estimated:   {' '.join(guess.groups())}), without the dense image{found}")
+        if line.startswith(_CLOSENESS):
+            lines.append(f"  Closeness:   {line.removeprefix(_CLOSENESS)}{found}")
         if line.startswith(("  warning", "  min_psnr")):
             lines.append(line)
     example = '  Your model:  tokenmerge generate "a castle" --model owner/name'
