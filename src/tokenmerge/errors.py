@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
+from tokenmerge.origin import installable
+
 _LONGEST_REASON = 300  # characters
 _LONGEST_VALUE = 200
 
@@ -33,17 +35,19 @@ class MissingExtraError(TokenMergingError, ImportError):
     """An optional dependency is needed and not installed.
 
     Args:
-        requirement: what to install, for example ``"tokenmerge-tools[metrics]"``.
+        requirement: what to install, for example ``"tokenmerge-tools[metrics]"``. Where this package comes
+            from a checkout, the message names the folder there instead.
         needed_by: what needs which package: ``"tokenmerge play needs gradio"``.
         packages: how many packages ``needed_by`` names, ≥ 1.
 
-    >>> print(MissingExtraError("tokenmerge-tools[metrics]", needed_by="PSNR and SSIM need torchmetrics"))
-    PSNR and SSIM need torchmetrics, which is not installed; run: pip install "tokenmerge-tools[metrics]"
+    >>> print(MissingExtraError("diffusers", needed_by="tokenmerge.pipeline_methods needs diffusers"))
+    tokenmerge.pipeline_methods needs diffusers, which is not installed; run: pip install "diffusers"
     """
 
     def __init__(self, requirement: str, needed_by: str, packages: int = 1) -> None:
         verb = "is" if packages == 1 else "are"
-        super().__init__(f'{needed_by}, which {verb} not installed; run: pip install "{requirement}"')
+        command = f'pip install "{installable(requirement)}"'
+        super().__init__(f"{needed_by}, which {verb} not installed; run: {command}")
 
 
 def short_repr(value: object) -> str:

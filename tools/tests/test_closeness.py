@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
 from tokenmerge.errors import MissingExtraError
+from tokenmerge.origin import installable
 from tokenmerge_tools.closeness import psnr, ssim
 
 
@@ -79,5 +81,7 @@ def test_pictures_smaller_than_the_window_are_refused():
 
 def test_without_torchmetrics_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchmetrics.functional.image", None)
-    with pytest.raises(MissingExtraError, match=r'pip install "tokenmerge-tools\[metrics\]"'):
+    with pytest.raises(
+        MissingExtraError, match=re.escape(f'pip install "{installable("tokenmerge-tools[metrics]")}"')
+    ):
         psnr(*pictures())

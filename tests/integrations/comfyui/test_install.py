@@ -9,6 +9,9 @@ import inspect
 import json
 import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import comfy_hosts  # noqa: F401  (first: it brings ComfyUI's code)
 
@@ -20,6 +23,8 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.comfyui.install import NAME, SOURCE, install
 from tokenmerge.integrations.comfyui.nodes import TokenMerging
 from tokenmerge.integrations.comfyui.settings import Asked
+
+ROOT = Path(__file__).parents[3]
 
 try:
     import tomllib
@@ -40,10 +45,30 @@ def test_the_folder_is_written_and_written_again(folder, place):
     assert {file.name for file in files} >= {"__init__.py", "pyproject.toml", "requirements.txt"}
     files[0].write_text("old")
     assert install(folder / place) == files
-    assert all(
-        file.read_bytes() == (SOURCE / file.relative_to(folder / "custom_nodes" / NAME)).read_bytes()
-        for file in files
-    )
+    for file in files:
+        own = SOURCE / file.relative_to(folder / "custom_nodes" / NAME)
+        checkout = f"tokenmerge @ {ROOT.as_uri()}\n".encode()
+        assert file.read_bytes() == (checkout if file.name == "requirements.txt" else own.read_bytes())
+
+
+def test_the_requirement_is_the_release_once_there_is_one(folder, monkeypatch):
+    monkeypatch.setattr("tokenmerge.integrations.comfyui.install.checkout", lambda: None)
+    (written,) = [file for file in install(folder) if file.name == "requirements.txt"]
+    assert written.read_text() == (SOURCE / "requirements.txt").read_text()
+
+
+def test_without_the_library_the_node_says_what_to_install(folder):
+    """It names the checkout that the folder is linked from, or the list that was written beside it."""
+    written = install(folder)[0].parent
+    linked = folder / "custom_nodes" / "linked"
+    linked.symlink_to(SOURCE)
+    for place, needed in ((linked, str(ROOT)), (written, f"-r {written / 'requirements.txt'}")):
+        script = f"import sys; sys.modules['tokenmerge'] = None; __import__({place.name!r})"
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=place.parent, capture_output=True, text=True, check=False
+        )
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.endswith(f"run that Python with -m pip install {needed}")
 
 
 def test_what_is_no_folder_of_comfyui_is_refused(folder, tmp_path_factory):
@@ -151,7 +176,7 @@ def test_a_path_that_cannot_be_is_refused_in_a_sentence(path):
 
 
 def test_what_the_registry_asks_for():
-    """By docs.comfy.org/registry/specifications. Publishers add the required repository."""
+    """By docs.comfy.org/registry/specifications."""
     facts = tomllib.loads((SOURCE / "pyproject.toml").read_text())
     project, name = facts["project"], facts["project"]["name"]
     assert re.fullmatch(r"[A-Za-z]+([-_.]?[A-Za-z0-9]+)*", name)
@@ -161,6 +186,7 @@ def test_what_the_registry_asks_for():
     assert re.fullmatch(r"\d+\.\d+\.\d+", project["version"])
     assert project["license"].keys() in ({"text"}, {"file"})
     assert project["description"]
+    assert project["urls"]["Repository"].startswith("https://github.com/")
     assert facts["tool"]["comfy"].keys() >= {"PublisherId", "DisplayName", "requires-comfyui"}
     read = extract_node_configuration(str(SOURCE))  # by ComfyUI's own code
     assert read.project.name == name

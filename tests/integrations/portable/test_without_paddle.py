@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tokenmerge import MissingExtraError
+from tokenmerge.origin import installable
 
 
 @pytest.mark.parametrize("missing", ["paddle", "ppdiffusers"])
@@ -14,5 +15,5 @@ def test_importing_the_paddle_room_names_the_extra_and_the_tested_versions(missi
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     last = done.stderr.strip().splitlines()[-1]
     assert MissingExtraError.__name__ in last
-    assert 'pip install "tokenmerge[paddle]"' in last
+    assert f'pip install "{installable("tokenmerge[paddle]")}"' in last
     assert "paddlepaddle 3.3.1 and ppdiffusers 0.29.0" in last

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from tools.tests.evaluate.conftest import drawn, item, picture
 from torchmetrics.multimodal import CLIPScore
 
 from tokenmerge.errors import ConfigError, MissingExtraError
+from tokenmerge.origin import installable
 from tokenmerge_tools.demo.retrieval import GRID
 from tokenmerge_tools.evaluate.measure import measure
 from tokenmerge_tools.evaluate.metrics import load_metrics, parse_metrics
@@ -145,7 +147,9 @@ def test_a_metric_whose_network_is_not_there_is_named(monkeypatch: pytest.Monkey
 
 def test_without_torchmetrics_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"tokenmerge-tools\[metrics\]"):
+    with pytest.raises(
+        MissingExtraError, match=re.escape(f'pip install "{installable("tokenmerge-tools[metrics]")}"')
+    ):
         load()
 
 

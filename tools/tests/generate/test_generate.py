@@ -18,6 +18,7 @@ import tokenmerge_tools.generate.run
 from tokenmerge.config import ToMeConfig, read_metadata
 from tokenmerge.default_method import settings_for
 from tokenmerge.errors import ConfigError, NothingToMergeError
+from tokenmerge.origin import installable
 from tokenmerge.plans import Estimate
 from tokenmerge_tools.cli.terminal import result_lines
 from tokenmerge_tools.closeness import psnr
@@ -437,7 +438,9 @@ def test_without_torchmetrics_the_run_goes_on_and_says_what_to_install(folder, t
     monkeypatch.setitem(sys.modules, "torchmetrics.functional.image", None)
     result = generate(options(folder, tmp_path))
     assert result.psnr == ()
-    assert any('pip install "tokenmerge-tools[metrics]"' in note for note in result.notes)
+    command = f'pip install "{installable("tokenmerge-tools[metrics]")}"'
+    (note,) = [note for note in result.notes if note.endswith(command)]
+    assert f"  {note}" in result_lines(result, options(folder, tmp_path))
     assert (tmp_path / "comparison.png").is_file()
 
 

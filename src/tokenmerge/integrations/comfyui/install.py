@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenmerge.errors import ConfigError
+from tokenmerge.origin import checkout
 
 SOURCE = Path(__file__).parent / "custom_node"
 NAME = "comfyui-tokenmerge"
@@ -17,12 +18,16 @@ AFTERWARDS = (
     "Install tokenmerge in ComfyUI's Python too, and restart ComfyUI. Then right click → Add Node → "
     "model_patches → tokenmerge → Token Merging. Two workflows are under Templates."
 )
+_REQUIREMENTS = Path("requirements.txt")
 # The line of pyproject.toml by which a folder is known as one of this node.
 _OURS = b'PublisherId = "tokenmerge"'
 
 
 def install(path: str | Path) -> list[Path]:
     """Write the folder ``comfyui-tokenmerge`` into ``custom_nodes``. Files of an older one are replaced.
+
+    ``requirements.txt``, from which ComfyUI's manager installs the library, names the checkout if this
+    library was installed from one, and else the release.
 
     The path is that of ComfyUI's folder, or of its ``custom_nodes``. Everything is checked and copied to a
     temporary folder first, so a failure leaves the folder as it was. It returns the files that it wrote.
@@ -52,6 +57,9 @@ def install(path: str | Path) -> list[Path]:
             for file in files:
                 (made / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(SOURCE / file, made / file)
+            root = checkout()
+            if root is not None:
+                (made / _REQUIREMENTS).write_text(f"tokenmerge @ {root.as_uri()}\n", encoding="utf-8")
             if target.exists():
                 for file in files:
                     (target / file).parent.mkdir(exist_ok=True)

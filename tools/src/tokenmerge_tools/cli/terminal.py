@@ -137,7 +137,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     for name, seconds, closeness in rows:
         gain = f"{rows[0][1] / seconds:.1f}×" if name != rows[0][0] else "    "
         lines.append("  ".join((f"  {name:<16}", f"{_seconds(seconds):>7}", gain, closeness)).rstrip())
-    lines += ["", f"  {_LOOK}"]
+    lines += ["", f"  {result.missing or _LOOK}"]
     finite = [value for value in result.psnr if math.isfinite(value)]
     if result.fewer_psnr is not None and finite:
         lead = round(sum(finite) / len(finite), 1) - round(result.fewer_psnr, 1)  # as printed above

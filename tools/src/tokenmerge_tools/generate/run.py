@@ -67,6 +67,7 @@ class Result:
     psnr: tuple[float, ...] = ()
     ssim: tuple[float, ...] = ()
     notes: list[str] = dataclasses.field(default_factory=list)
+    missing: str = ""  # why the closeness was not measured, and what to install
     complete: bool = False
     summary: str = ""
     steps: RunSteps | None = None
@@ -302,6 +303,7 @@ class _Generating:
                 mean = sum(of_fewer) / len(dense)
                 result.fewer_psnr = mean if math.isfinite(mean) else None
         except MissingExtraError as error:
+            self.result.missing = str(error)
             self.result.notes.append(str(error))
         mean_psnr = sum(result.psnr) / len(dense) if result.psnr else None
         unchanged = "the unchanged model, {} steps"
