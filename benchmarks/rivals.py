@@ -4,8 +4,8 @@
 rivals, and counts the operations of each image. It begins with one prompt and the default settings, goes on
 with settings that may come near the speeds compared, and draws other prompts only with those that did.
 `time` times the same prompts with each variant of the speeds compared.
-`page` writes docs/rivals.md, its charts and its tables, and a table of docs/results.md. An interrupted run
-continues.
+`page` writes docs/rivals.md, its charts and its tables, and a table each of docs/results.md and
+docs/index.md. An interrupted run continues.
 
     python benchmarks/rivals.py draw       # about 45 minutes on one core that does nothing else
     python benchmarks/rivals.py time
@@ -38,6 +38,7 @@ from tokenmerge_tools.variants.rivals import RIVALS
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "rivals.md"
 RESULTS = ROOT / "docs" / "results.md"
+INDEX = ROOT / "docs" / "index.md"
 TABLES = ROOT / "benchmarks" / "results" / "rivals.md"
 DRAWN = ROOT / "benchmarks" / "rivals_cpu.jsonl"
 TIMED = ROOT / "benchmarks" / "rivals_timed_cpu.jsonl"
@@ -47,9 +48,8 @@ FIRST_PROMPT = 70
 SEED = 46
 SIZE = 128
 STEPS = 20
-SPEEDUPS = (1.3, 1.5, 2.0, 2.5, 3.0)
-COMPARED = (1.3, 3.0)  # speed-ups by operations
-NEAR = (1.2, 3.3)
+SPEEDUPS = (1.2, 1.3, 1.5, 2.0, 2.5, 3.0, 4.0)
+NEAR = (1.2, 3.3)  # speed-ups by operations of the settings that are drawn with all prompts
 NOISE = 0.3  # dB
 ROUNDING = 0.01  # of a speed-up that is taken for another one
 OWN = ("dense", "auto", "fewer-steps")
@@ -166,25 +166,39 @@ def leads(
     records: Sequence[QualityRecord], times: Mapping[str, QualityRecord] | None = None
 ) -> dict[str, float]:
     """Return by how much each variant is closer than `auto` at its speed, in dB: one cell for each."""
-    beside = beside_auto(list(points(records, times)))
+    beside, _ = beside_auto(list(points(records, times)))
     return {record.label: record.figures["psnr"] - own for record, _, own in beside}
 
 
-def beside_auto(found: Sequence[tuple[float, QualityRecord]]) -> Iterator[tuple[QualityRecord, float, float]]:
-    """Yield each other variant, its speed-up, and the PSNR of `auto` at that speed-up."""
+def beside_auto(
+    found: Sequence[tuple[float, QualityRecord]],
+) -> tuple[list[tuple[QualityRecord, float, float]], list[QualityRecord]]:
+    """Return each other variant with its speed-up and the PSNR of `auto` there, and those not compared.
+
+    A variant that is faster than the fastest `auto` is compared with that one if it is closer too, and one
+    that is slower than the slowest `auto` if it is less close too. The others are not compared.
+    """
     own = sorted((speed, record.figures["psnr"]) for speed, record in found if record.variant == "auto")
     speeds, psnr = zip(*own, strict=True)
-    low, high = max(COMPARED[0], speeds[0]), min(COMPARED[1], speeds[-1])
+    compared = []
+    outside = []
     for speed, record in found:
-        if record.variant != "auto" and low <= speed <= high:
-            yield record, speed, float(np.interp(speed, speeds, psnr))
+        if record.variant == "auto":
+            continue
+        closeness = record.figures["psnr"]
+        beaten = (speed > speeds[-1] and closeness > psnr[-1]) or (speed < speeds[0] and closeness < psnr[0])
+        if speeds[0] <= speed <= speeds[-1] or beaten:
+            compared.append((record, speed, float(np.interp(speed, speeds, psnr))))
+        else:
+            outside.append(record)
+    return compared, outside
 
 
 def fewer_steps() -> str:
     """Return a table of fewer steps beside the default method, each at the same speed-up by operations."""
     cells: dict[tuple[int, str], dict[tuple[str, float], str]] = defaultdict(dict)
     for scene, records in records_of(DRAWN).items():
-        for record, speed, own in beside_auto(list(points(records))):
+        for record, speed, own in beside_auto(list(points(records)))[0]:
             if record.variant == "fewer-steps":
                 row = record.settings["steps"], f"{speed:.2f}×"
                 cells[row][scene] = f"{own:.1f} ({record.figures['psnr']:.1f})"
@@ -276,19 +290,45 @@ def verdict(drawn: Mapping[tuple[str, float], Sequence[QualityRecord]], axis: st
     count = 0
     lines = []
     fewer = []
+    outside = []
     for scene in filter(drawn.get, SCENES):
-        found = leads(drawn[scene], times_of(scene) if axis == "by the clock" else None)
+        times = times_of(scene) if axis == "by the clock" else None
+        found = leads(drawn[scene], times)
+        name_of_scene = f"{scene[0]}, guidance {scene[1]:g}"
+        _, others = beside_auto(list(points(drawn[scene], times)))
+        outside += [f"{record.label} on {name_of_scene}" for record in others]
         closer = [f"{name} ({dB:+.1f} dB)" for name, dB in found.items() if dB > NOISE]
         count += len(found) - len(closer)
         fewer += [dB for name, dB in found.items() if name.startswith("fewer-steps")]
-        lines.append((len(found), f"- {scene[0]}, guidance {scene[1]:g}: {', '.join(closer) or 'none'}"))
+        lines.append((len(found), f"- {name_of_scene}: {', '.join(closer) or 'none'}"))
+    every = sum(cells for cells, _ in lines)
     first = (
-        f"Of {sum(cells for cells, _ in lines)} settings between {COMPARED[0]:g}× and {COMPARED[1]:g}×, "
-        f"{count} are not closer than `auto` at the same speed {axis} by more than {NOISE} dB. "
-        f"{len(fewer)} of them are fewer steps, of which {sum(dB < 0 for dB in fewer)} are less close than "
-        "`auto`. These are closer:"
+        f"Of {every} settings, {count} are not closer than `auto` at the same speed {axis} by more than "
+        f"{NOISE} dB. {len(fewer)} of them are fewer steps, of which {sum(dB < 0 for dB in fewer)} are less "
+        "close than `auto`. These are closer:"
     )
-    return "\n\n".join([first, "\n".join(line for _, line in lines)])
+    number = f"{len(outside)} settings are" if len(outside) != 1 else "1 setting is"
+    last = f"{number} not compared, since `auto` was drawn at no such speed: {'; '.join(outside)}."
+    if not outside:
+        last = "No setting is slower than the slowest `auto` or faster than the fastest."
+    return "\n\n".join([first, "\n".join(line for _, line in lines), last])
+
+
+def closer_table() -> str:
+    """Return a table of all settings that are closer than `auto` at the same speed."""
+    rows = ["| what was closer | on which model | at a speed-up of | by |", "|---|---|---:|---:|"]
+    for axis, scene in itertools.product(("by operations", "by the clock"), SCENES):
+        times = times_of(scene) if axis == "by the clock" else None
+        beside, _ = beside_auto(list(points(records_of(DRAWN)[scene], times)))
+        for record, speed, own in sorted(beside, key=lambda one: one[1]):
+            lead = record.figures["psnr"] - own
+            if lead > NOISE:
+                what = f"`{record.label}`"
+                if record.variant == "fewer-steps":
+                    what = f"{record.settings['steps']} of {STEPS} steps of the unchanged model"
+                where = f"`{scene[0]}`, guidance {scene[1]:g}"
+                rows.append(f"| {what} | {where} | {speed:.2f}× {axis} | {lead:.1f} dB |")
+    return "\n".join(rows)
 
 
 def times_of(scene: tuple[str, float]) -> dict[str, QualityRecord]:
@@ -341,7 +381,7 @@ def write_page() -> None:
             with matplotlib.rc_context({"axes.grid": True, "grid.color": "#e4e4e4"}):
                 figure_of(drawn).savefig(file, dpi=110, metadata={"Software": None})
     TABLES.write_text(tables(), encoding="utf-8")
-    for page, part in {PAGE: text(), RESULTS: fewer_steps()}.items():
+    for page, part in {PAGE: text(), RESULTS: fewer_steps(), INDEX: closer_table()}.items():
         page.write_text(written(page.read_text(encoding="utf-8"), part), encoding="utf-8")
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), at_speed(2.0), "at 2×, "), encoding="utf-8")
 

@@ -26,6 +26,7 @@ from tokenmerge.calibration import TimedMerging
 from tokenmerge.config import dense_outside, read_metadata
 from tokenmerge.default_method import settings_for
 from tokenmerge.plans import FewestTokens, pays_from
+from tokenmerge.plans.few_steps import MOST
 from tokenmerge.plans.generation import StepKind
 from tokenmerge.report import predict
 
@@ -421,17 +422,17 @@ def test_a_report_of_no_steps_is_refused(pipe):
 
 def test_in_few_steps_it_names_fewer_steps_and_a_picture_far_from_dense_has_advice(pipe):
     patch = apply_token_merging(pipe, speedup=1.5)
-    for steps in (8, 9):
+    for steps in (MOST, MOST + 1):
         generate(pipe, steps=steps)
         fewer = round(steps / patch.report().speedup)
         said = f"\n  few steps: {fewer} steps of the unchanged model take as long, and can be as close; "
-        assert (said in str(patch)) == (steps == 8)
+        assert (said in str(patch)) == (steps == MOST)
     apply_token_merging(pipe, speedup=1.0)
     generate(pipe, steps=8)
     assert "few steps" not in str(patch)  # it is dense
     for speedup, far in ((1.1, False), (8.0, True)):
         patch = apply_token_merging(pipe, speedup=speedup)
-        generate(pipe, steps=12)
+        generate(pipe, steps=MOST + 1)
         assert (patch.estimate.psnr < 30) == far
         assert ("\n  for a closer image: a lower speedup, or more steps\n" in str(patch)) == far
     patch.remove()

@@ -22,6 +22,7 @@ from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.plans import Estimate, RunFacts, fewest_at
 from tokenmerge.plans.choose import merging_pays
 from tokenmerge.plans.estimate import estimate_closeness, expected
+from tokenmerge.plans.few_steps import can_be_as_close
 from tokenmerge.plans.generation import StepKind, plan_generation
 from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.report.notes import KIND_OF_SIGN, signs_of
@@ -49,7 +50,6 @@ AnyReport = TypeVar("AnyReport")
 AnyRecord = TypeVar("AnyRecord")
 Given = int | None  # an argument, or None if it is left out
 Sizes = Sequence[tuple[int, int]] | None
-_FEW_STEPS = 8  # where a run with fewer steps can be as close, by benchmarks/short_generations_cpu.jsonl
 _FAR = 30  # dB to the dense image, below which many details differ, as in ``plans.estimate``
 _NOT_FINITE = "the latents had numbers that are infinite, or no numbers (NaN)"
 _OF_REPORT = ("height", "width", "steps", "guidance", "batch", "frames", "references")
@@ -484,7 +484,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             if default.min_psnr is not None and report is not None and not default.is_dense(facts):
                 remarks[f"min_psnr {default.min_psnr:g}"] = self._tolerated(default, facts, error, report)
             fewer = 0 if report is None else round(facts.steps / report.speedup)
-            if error and 1 < fewer < facts.steps <= _FEW_STEPS:
+            if error and 1 < fewer < facts.steps and can_be_as_close(facts.steps):
                 same = f"{fewer} steps of the unchanged model take as long"
                 remarks["few steps"] = f"{same}, and can be as close; compare both"
             elif error and error.psnr < _FAR:
