@@ -29,10 +29,11 @@ from tokenmerge import (
     token_merging,
 )
 from tokenmerge.config import FoundFor, SavedSettings, dense_outside, read_metadata
-from tokenmerge.default_method import DefaultMethod, TunedMethod, settings_for
+from tokenmerge.default_method import DefaultMethod, settings_for
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners import PLANNERS
 from tokenmerge.runtime.patching.patch import state_of
+from tokenmerge.tuned_method import TunedMethod
 
 
 @pytest.fixture

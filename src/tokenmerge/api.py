@@ -18,7 +18,7 @@ from tokenmerge import presets
 from tokenmerge.config import Rule, SavedSettings, ToMeConfig, dense_outside, load_settings
 from tokenmerge.config.checks import as_number
 from tokenmerge.config.origin import RATIO
-from tokenmerge.default_method import DefaultMethod, TunedMethod, check_min_psnr
+from tokenmerge.default_method import DefaultMethod, check_min_psnr
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, nearest_of, short_repr
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
@@ -39,6 +39,7 @@ from tokenmerge.runtime.patching.patch import (
 )
 from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.pipeline import Pipeline
+from tokenmerge.tuned_method import TunedMethod
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
 from tokenmerge.vit.planner import RecordedTokens

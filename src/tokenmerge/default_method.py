@@ -1,7 +1,4 @@
-"""The default method: settings for a wanted speed-up, chosen when each generation begins.
-
-A plan that ``tokenmerge tune`` found takes their place in generations of the kind that it was found for.
-"""
+"""The default method: settings for a wanted speed-up, chosen when each generation begins."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenmerge.calibration import TimedMerging, fewest_tokens
-from tokenmerge.config import Correction, FoundFor, MergeSharing, Rule, SavedSettings, StepReuse, ToMeConfig
+from tokenmerge.config import Correction, MergeSharing, Rule, StepReuse, ToMeConfig
 from tokenmerge.config.checks import at_least_1, check_counts, check_fields, number, optional
 from tokenmerge.config.origin import DEFAULT
 from tokenmerge.errors import ConfigError
@@ -27,7 +24,7 @@ from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 from tokenmerge.runtime.steps.scheduler import next_schedule
 
-__all__ = ["DefaultMethod", "TunedMethod", "default_guidance", "default_steps", "settings_for"]
+__all__ = ["DefaultMethod", "default_guidance", "default_steps", "settings_for"]
 
 _ENOUGH = 0.99  # share of the wanted speed-up that a plan must reach, or there is a warning
 _STEPS = 20  # of a generation whose number of steps is unknown
@@ -197,54 +194,6 @@ class DefaultMethod:
             reuse=StepReuse(every=2, shallow_every=2) if skips else StepReuse(),
             rules=(Rule(start=0.5, changes={"scope": "block"}),) if self.facts.whole_blocks else (),
         )
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class TunedMethod(DefaultMethod):
-    """The default method with a plan that ``tokenmerge tune`` found. Its ``facts`` are those of the plan."""
-
-    found: ToMeConfig  # the settings of the plan
-    found_for: FoundFor
-    model: str  # class of the pipeline's denoiser
-    pipe: (
-        Any  # its scheduler is read when a generation begins, or None in a copy, which compares no scheduler
-    )
-
-    @classmethod
-    def of_saved(cls, pipe: object, hosts: Sequence[Host], saved: SavedSettings) -> TunedMethod:
-        """Return the method for a plan of ``tokenmerge tune`` and the models of a pipeline."""
-        assert saved.speedup is not None
-        assert saved.found_for is not None
-        denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
-        default = DefaultMethod.of(pipe, hosts, saved.speedup)
-        found_for = saved.found_for
-        grid = denoiser.grid_at(found_for.height, found_for.width)
-        facts = dataclasses.replace(default.facts, grid=grid, steps=found_for.steps)
-        model = type(denoiser.root).__name__
-        return cls(default.speedup, facts, found=saved.config, found_for=found_for, model=model, pipe=pipe)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "pipe": None}
-
-    def differences(self, facts: RunFacts) -> list[str]:
-        """Return how a generation differs from those of the plan. Unknown guidance is not compared."""
-        scheduler = None if self.pipe is None else type(self.pipe.scheduler).__name__
-        differences = self.found_for.differences(self.model, None, facts.steps, scheduler, facts.guidance)
-        if facts.grid != self.facts.grid:
-            scale = self.found_for.height // self.facts.grid[1]
-            size = facts.grid[1] * scale, facts.grid[2] * scale
-            differences += self.found_for.differences(size=size) or ["another number of frames"]
-        return differences
-
-    def plan(self, facts: RunFacts) -> SpeedupPlan:
-        """Return the plan that was found, or that of the default method in another kind of generation."""
-        plan = super().plan(facts)
-        return plan if self.differences(facts) else dataclasses.replace(plan, config=self.found)
-
-    def shortfall(self, facts: RunFacts, closeness: bool = True) -> str:
-        """Return a warning if the generation differs from those of the plan, or an empty string."""
-        differences = self.differences(facts)
-        return self.found_for.warning(differences, self.speedup) if differences else ""
 
 
 def _size(grid: GridShape) -> str:

@@ -16,7 +16,8 @@ from tokenmerge import apply_token_merging
 from tokenmerge.plans.estimate import BEFORE_A_RUN, influence_of, noise_of
 from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.runtime.memory.run_log import AddedNoise
-from tokenmerge.runtime.steps.scheduler import NoiseLevels, clips_pictures_alone, noise_levels, step_of
+from tokenmerge.runtime.steps.noise_levels import NoiseLevels, clips_pictures_alone, noise_levels
+from tokenmerge.runtime.steps.scheduler import step_of
 
 # Of NumPy, in diffusers.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")

@@ -43,8 +43,8 @@ from tokenmerge import (
 )
 from tokenmerge.config import FoundFor, SavedSettings
 from tokenmerge.config.json_file import plan_content
-from tokenmerge.default_method import TunedMethod
 from tokenmerge.runtime.patching.patch import state_of
+from tokenmerge.tuned_method import TunedMethod
 from tokenmerge_tools.pipelines.loading import shared_copy
 
 # The arithmetic of some schedulers of diffusers.

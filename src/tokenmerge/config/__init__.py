@@ -20,6 +20,7 @@ from tokenmerge.config.json_file import (
     to_metadata,
 )
 from tokenmerge.config.parts import Correction, MergeSharing, StepReuse, check_known, flat
+from tokenmerge.config.rules import Rule, dense_outside
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
     COMPARES_NOTHING,
@@ -32,7 +33,7 @@ from tokenmerge.config.settings import (
     check_below_highest_ratio,
     highest_ratio,
 )
-from tokenmerge.config.tome import SETTINGS, Rule, ToMeConfig, dense_outside
+from tokenmerge.config.tome import SETTINGS, ToMeConfig
 from tokenmerge.warn import warn_renamed
 
 __all__ = [

@@ -19,8 +19,9 @@ from tokenmerge.plans import Schedule
 from tokenmerge.plans.estimate import Observations, noise_of
 from tokenmerge.plans.generation import StepKind, least_kind
 from tokenmerge.runtime.memory.caches import Residual
+from tokenmerge.runtime.steps.noise_levels import NoiseLevels
 from tokenmerge.runtime.steps.pipeline import PerThread, WeakDictionary
-from tokenmerge.runtime.steps.scheduler import DenoisingStep, NoiseLevels
+from tokenmerge.runtime.steps.scheduler import DenoisingStep
 from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker
 from tokenmerge.warn import warn_caller
 

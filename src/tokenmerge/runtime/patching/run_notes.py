@@ -14,8 +14,9 @@ from tokenmerge.plans.generation import Merging, StepKind
 from tokenmerge.runtime.memory.run_log import RunLog, StepLog
 from tokenmerge.runtime.memory.state import Memory, ModelState
 from tokenmerge.runtime.patching.call_facts import CallFacts
+from tokenmerge.runtime.steps.noise_levels import noise_levels
 from tokenmerge.runtime.steps.pipeline import guidance_scale
-from tokenmerge.runtime.steps.scheduler import noise_levels, row_of_frames
+from tokenmerge.runtime.steps.scheduler import row_of_frames
 from tokenmerge.runtime.steps.step_tracker import Decision
 
 _TEXT_CHANGES = 2  # steps in a row with another text; a prompt that is replaced once changes it in one

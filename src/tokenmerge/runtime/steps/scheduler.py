@@ -1,4 +1,4 @@
-"""What a scheduler of diffusers says: the denoising step, its generation, and the noise levels."""
+"""What a scheduler of diffusers says: the denoising step, its generation, and how it makes a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import inspect
 import threading
 import weakref
 from collections.abc import Mapping, MutableMapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,13 +21,8 @@ from tokenmerge.plans.tolerance import Tolerance
 # tensor for each generation, and a deep copy of the tensor takes the attribute along.
 _GENERATION = "_tokenmerge_generation"
 _ON_CPU = "_tokenmerge_on_cpu"  # that by which timesteps on a device hold a copy on the CPU
-_PROBED_STEPS = 10  # of a scheduler that is asked how it clips
-_MORE = 1.5  # by which the change differs where the image is clipped
-_CLIPPED, _CHANGE = 100.0, 0.1  # an output of a model whose image is clipped, and a small change
 _ALMOST_NONE = 0.02  # noise before the last step, as a share of the first
 _NOISY: MutableMapping[Any, bool] = weakref.WeakKeyDictionary()  # schedulers, and whether they add noise
-_CLIPS: MutableMapping[Any, bool] = weakref.WeakKeyDictionary()  # schedulers, by ``clips_pictures_alone``
-_MOST = 1e4  # the noise level of a sample that is noise alone
 
 
 class Generation:
@@ -157,9 +151,14 @@ def is_midway(scheduler: Any, timestep: Tensor | float) -> bool:
     return (_offset(timestep, scheduler.timesteps) or 0) > (getattr(scheduler, "begin_index", None) or 0)
 
 
+def generation_of(scheduler: Any) -> Generation | None:
+    """Return the generation with the latest timesteps of a scheduler, or None if none has begun."""
+    return getattr(getattr(scheduler, "timesteps", None), _GENERATION, None)
+
+
 def has_run(scheduler: Any) -> bool:
     """Return whether a generation with the latest timesteps of a scheduler has begun."""
-    return getattr(getattr(scheduler, "timesteps", None), _GENERATION, None) is not None
+    return generation_of(scheduler) is not None
 
 
 def is_over(scheduler: Any, timestep: Tensor | float, index: int) -> bool:
@@ -257,44 +256,6 @@ def _makes_noise(scheduler: Any) -> bool:
     return made != [zeros.tolist()] * len(made)
 
 
-def clips_pictures_alone(scheduler: Any) -> bool:
-    """Return whether a scheduler clips the image that is predicted in a step, and not the noise.
-
-    DDIM does so with ``clip_sample`` or ``thresholding``. What a model errs in its output changes the
-    predicted image and the predicted noise in opposite directions. Where the image is clipped, all of the
-    change of the noise stays. Other schedulers make the noise from the clipped image, so that nothing of it
-    stays.
-    """
-    if not (setting_of(scheduler, "clip_sample") or setting_of(scheduler, "thresholding")):
-        return False
-    with contextlib.suppress(KeyError, TypeError):
-        return _CLIPS[scheduler]
-    clips = _keeps_noise(scheduler)
-    with contextlib.suppress(TypeError):  # without a hash
-        _CLIPS[scheduler] = clips
-    return clips
-
-
-def _keeps_noise(scheduler: Any) -> bool:
-    """Return whether a change of the model's output changes a step more where the image is clipped."""
-    changes = []
-    try:
-        with torch.device("cpu"):
-            for output in (0.0, _CLIPPED):
-                made = []
-                for change in (0.0, _CHANGE):
-                    copied = type(scheduler).from_config(scheduler.config)
-                    copied.set_timesteps(_PROBED_STEPS)
-                    draws = "generator" in inspect.signature(copied.step).parameters
-                    given = {"generator": torch.Generator().manual_seed(0)} if draws else {}
-                    zeros, step = torch.zeros(1, 1, 1, 1), copied.timesteps[_PROBED_STEPS // 2]
-                    made.append(copied.step(zeros + output + change, step, zeros, **given)[0])
-                changes.append(abs(float(made[1] - made[0])))
-    except Exception:  # no scheduler of diffusers, or one whose steps need more
-        return False
-    return changes[1] > _MORE * changes[0]
-
-
 def _ends_clean(scheduler: Any) -> bool:
     if not is_flow(scheduler) or not hasattr(scheduler, "sigmas"):
         return False
@@ -373,74 +334,3 @@ def _place(timestep: float, scheduled: Tensor, made: int) -> int | None:
         return None
     places = (distance == nearest).nonzero().flatten().tolist()
     return next((place for place in places if place >= made), places[-1])
-
-
-@dataclasses.dataclass(frozen=True)
-class NoiseLevels:
-    """The noise levels of one generation."""
-
-    # Noise of each step of the scheduler, divided by the share of the image, and that after the last step.
-    sigmas: tuple[float, ...]
-    predicts: str  # "epsilon", "v_prediction", "sample" or, of flow matching, "flow"
-    clips: bool = False  # see ``clips_pictures_alone``
-
-    def scaled(self, sample: Tensor, index: int) -> Tensor:
-        """Return the image plus noise of this level, from the sample that a model gets: float32."""
-        sigma = self.sigmas[index]
-        return sample.float() * (1 + sigma if self.predicts == "flow" else (1 + sigma**2) ** 0.5)
-
-    def _shares(self, index: int) -> tuple[float, float]:
-        """Return how much of the sample and of the model's output is in the image that it predicts."""
-        sigma = self.sigmas[index]
-        root = (1 + sigma**2) ** 0.5
-        return {
-            "sample": (0.0, 1.0),
-            "epsilon": (root, -sigma),
-            "v_prediction": (1 / root, -sigma / root),
-            "flow": (1.0, -sigma / (1 + sigma)),
-        }[self.predicts]
-
-    def weight(self, index: int) -> float:
-        """Return how much an error of the model's output at a step changes the image that it predicts."""
-        return abs(self._shares(index)[1])
-
-    def picture(self, sample: Tensor, output: Tensor, index: int) -> Tensor:
-        """Return the image that a model predicts with an output, as guidance combines it: float32."""
-        of_sample, of_output = self._shares(index)
-        return torch.add(sample.float() * of_sample, output, alpha=of_output).float()
-
-
-def noise_levels(scheduler: Any, step: DenoisingStep) -> NoiseLevels | None:
-    """Return the noise levels of a generation, without waiting for the device; None: they are unknown."""
-    timesteps = getattr(scheduler, "timesteps", None)
-    if getattr(timesteps, _GENERATION, None) is not step.generation or setting_of(scheduler, "sigma_data"):
-        return None
-    if step.by_frames:  # each frame has a level of its own
-        return None
-    predicts = setting_of(scheduler, "prediction_type", "epsilon")
-    levels = _sigmas(scheduler, step.total)
-    if is_flow(scheduler) or predicts == "flow_prediction":
-        predicts = "flow"
-        levels = [min(level / max(1 - level, 1 / _MOST), _MOST) for level in levels]
-    known = predicts in ("epsilon", "v_prediction", "sample", "flow")
-    rises = any(later > before for before, later in pairwise(levels))
-    if not levels or not known or rises:
-        return None
-    return NoiseLevels(tuple(levels), predicts, clips_pictures_alone(scheduler))
-
-
-def _sigmas(scheduler: Any, total: int) -> list[float]:
-    """Return the levels in the scheduler's own unit, or else those of its timesteps; empty: unknown."""
-    sigmas = getattr(scheduler, "sigmas", None)
-    if isinstance(sigmas, Tensor) and sigmas.device.type == "cpu" and len(sigmas) == total + 1:
-        return sigmas.tolist()
-    kept = getattr(scheduler, "alphas_cumprod", None)
-    if not isinstance(kept, Tensor) or kept.device.type != "cpu":
-        return []
-    timesteps = scheduler.timesteps
-    if timesteps.device.type == "cpu":
-        places = timesteps.long().clamp(0, len(kept) - 1)
-    else:  # reading them would wait for the device: they are about evenly spaced
-        places = torch.linspace(len(kept) * (1 - 1 / total), 0, total).long()
-    shares = kept[places].double().clamp(min=_MOST**-2)
-    return [*((1 - shares) / shares).sqrt().tolist(), 0.0]
