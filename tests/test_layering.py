@@ -40,17 +40,15 @@ MAY_IMPORT = {
     "pictures": "warn images",
     "report": "errors warn text_table config models plans calibration "
     "runtime.steps runtime.memory runtime.patching",
-    "vit": "errors text_table ops config models runtime.steps runtime.memory runtime.patching report",
     "default_method": "errors config models plans calibration runtime.steps runtime.memory",
     "tuned_method": "config models plans default_method",
     "ratio_method": "config models plans default_method",
     "integrations.comfyui": "origin errors ops config presets planners models plans calibration "
     "runtime.steps runtime.memory runtime.blocks default_method",
-    "handle": "errors config models plans calibration default_method "
-    "runtime.steps runtime.memory runtime.patching report vit",
-    "api": "errors config presets models integrations.export "
-    "runtime.steps runtime.memory runtime.patching report vit "
-    "default_method tuned_method ratio_method handle",
+    "handle": "errors config models plans calibration runtime.steps runtime.memory runtime.patching report",
+    "vit": "errors text_table ops config models runtime.steps runtime.memory runtime.patching report handle",
+    "api": "errors config presets models integrations.export runtime.steps runtime.memory runtime.patching "
+    "default_method tuned_method ratio_method handle vit",
     "integrations.serving": "errors config api",
     "compat": "errors config presets api",
     "pipeline_methods": "errors compat",

@@ -20,13 +20,12 @@ from tokenmerge.config.checks import as_number
 from tokenmerge.config.origin import RATIO
 from tokenmerge.default_method import DefaultMethod, check_min_psnr
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, nearest_of, short_repr
-from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
+from tokenmerge.handle import Handle, Patch
 from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import DENOISERS, find_hosts
 from tokenmerge.ratio_method import little_to_gain, settings_of_ratio
-from tokenmerge.report import Report
-from tokenmerge.runtime.memory.state import RecordedPlan, warn_caller
+from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.patching.patch import (
     changing,
     hosts_that_merge,
@@ -41,9 +40,8 @@ from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.pipeline import Pipeline
 from tokenmerge.tuned_method import TunedMethod
 from tokenmerge.vit.config import ViTConfig
+from tokenmerge.vit.handle import EncoderPatch
 from tokenmerge.vit.hosts import find_encoders
-from tokenmerge.vit.planner import RecordedTokens
-from tokenmerge.vit.report import ViTReport
 from tokenmerge.vit.runtime import EncoderState, checked_encoders, patch_encoder
 
 __all__ = ["Patch", "apply_token_merging", "remove_token_merging", "token_merging"]
@@ -77,9 +75,9 @@ def apply_token_merging(
     start: float | None = None,
     until: float | None = None,
     min_psnr: float | None = None,
-) -> Patch[Report, RecordedPlan]: ...
+) -> Patch: ...
 @overload
-def apply_token_merging(pipe_or_model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]: ...
+def apply_token_merging(pipe_or_model: object, config: ViTConfig) -> EncoderPatch: ...
 def apply_token_merging(
     pipe_or_model: object,
     config: ToMeConfig | ViTConfig | str | os.PathLike[str] | None = None,
@@ -90,7 +88,7 @@ def apply_token_merging(
     until: float | None = None,
     min_psnr: float | None = None,
     **unknown: object,
-) -> Patch[Any, Any]:
+) -> Handle[Any, Any]:
     """Patch a diffusion model or a vision transformer in place, so that it skips work and merges tokens.
 
     If an error is raised, the model stays as it was.
@@ -295,7 +293,7 @@ def merge_in_hosts(
     hosts: tuple[Host, ...] | None = None,
     check_size: bool = True,
     default: DefaultMethod | None = None,
-) -> Patch[Report, RecordedPlan]:
+) -> Patch:
     """Patch a diffusion model as :func:`apply_token_merging` does.
 
     A call whose sample has too few tokens to merge runs dense with ``dense_if_too_small``, with one warning
@@ -323,10 +321,10 @@ def merge_in_hosts(
             restore(host.root)
         for host in merging:
             patch_host(host, states[host.root])
-    return DiffusionPatch(model, states, denoiser)
+    return Patch(model, states, denoiser)
 
 
-def _merge_in_encoders(model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]:
+def _merge_in_encoders(model: object, config: ViTConfig) -> EncoderPatch:
     encoders = checked_encoders(model, config)
     refuse_in_use(encoders)
     states = {root: EncoderState(config, encoder) for root, encoder in encoders.items()}
@@ -370,8 +368,23 @@ def remove_token_merging(pipe_or_model: object) -> None:
             restore(root)
 
 
+@overload
+def token_merging(
+    pipe_or_model: object,
+    config: ToMeConfig | str | os.PathLike[str] | None = None,
+    *,
+    speedup: float | None = None,
+    ratio: float | None = None,
+    start: float | None = None,
+    until: float | None = None,
+    min_psnr: float | None = None,
+) -> contextlib.AbstractContextManager[Patch]: ...
+@overload
+def token_merging(
+    pipe_or_model: object, config: ViTConfig
+) -> contextlib.AbstractContextManager[EncoderPatch]: ...
 @contextlib.contextmanager
-def token_merging(pipe_or_model: object, config: Any = None, **arguments: Any) -> Iterator[Patch[Any, Any]]:
+def token_merging(pipe_or_model: object, config: Any = None, **arguments: Any) -> Iterator[Any]:
     """Merge tokens within the context, then restore the earlier state, also after an exception.
 
     The arguments and errors are those of :func:`apply_token_merging`. If another thread is running a model

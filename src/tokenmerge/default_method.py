@@ -115,7 +115,11 @@ class DefaultMethod:
     def settings(self, facts: RunFacts) -> ToMeConfig:
         """Return the settings of one generation, or those that it begins with."""
         tolerance = self.tolerance(facts)
-        return self.change(self.plan(facts).config) if tolerance is None else tolerance.config
+        return self.settings_without_tolerance(facts) if tolerance is None else tolerance.config
+
+    def settings_without_tolerance(self, facts: RunFacts) -> ToMeConfig:
+        """Return the settings that the speed-up alone asks for."""
+        return self.change(self.plan(facts).config)
 
     def tolerance(self, facts: RunFacts) -> Tolerance | None:
         """Return the object that changes the settings of a generation while it runs, or None without one."""

@@ -1,12 +1,11 @@
-"""The handle that ``apply_token_merging`` returns."""
+"""The handle that ``apply_token_merging`` returns for a diffusion model."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import html
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -15,20 +14,19 @@ from torch import nn
 from tokenmerge.calibration import TimedMerging, fewest_tokens
 from tokenmerge.config import ToMeConfig, to_metadata
 from tokenmerge.config.checks import check_counts, integer, number, optional
-from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError, nearest_of, short_repr, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.plans import Estimate, RunFacts, fewest_at
 from tokenmerge.plans.choose import merging_pays
-from tokenmerge.plans.estimate import estimate_closeness, expected
-from tokenmerge.plans.few_steps import can_be_as_close
 from tokenmerge.plans.generation import StepKind, plan_generation
-from tokenmerge.plans.policy import ESTIMATE
+from tokenmerge.plans.method import Method
+from tokenmerge.report.closeness import Closeness, closeness_of
 from tokenmerge.report.notes import KIND_OF_SIGN, signs_of
-from tokenmerge.report.prediction import Report, hardly_faster, predict, saved
+from tokenmerge.report.prediction import Report, hardly_faster, predict
+from tokenmerge.report.remarks import estimate_in_report, forecast_of, misfits_of, remarks_on
 from tokenmerge.report.summary import CLOSENESS, Conditions, RunSteps, summary
-from tokenmerge.runtime.memory.run_log import RunLog, StepRecorder, observations_of
+from tokenmerge.runtime.memory.run_log import RunLog, StepRecorder
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.patching.patch import changing, restore, state_of
 from tokenmerge.runtime.patching.unfused import why_tokens_count_once
@@ -41,22 +39,17 @@ from tokenmerge.runtime.steps.pipeline import (
     latent_frames,
     latent_scale,
 )
-from tokenmerge.vit.planner import RecordedTokens
-from tokenmerge.vit.report import ViTReport, predict_vit
 
-__all__ = ["DiffusionPatch", "EncoderPatch", "Patch", "RecordedPlan"]
+__all__ = ["Handle", "Patch", "RecordedPlan"]
 
 AnyReport = TypeVar("AnyReport")
 AnyRecord = TypeVar("AnyRecord")
 Given = int | None  # an argument, or None if it is left out
-Sizes = Sequence[tuple[int, int]] | None
-_FAR = 30  # dB to the dense image, below which many details differ, as in ``plans.estimate``
-_NOT_FINITE = "the latents had numbers that are infinite, or no numbers (NaN)"
 _OF_REPORT = ("height", "width", "steps", "guidance", "batch", "frames", "references")
 
 
-class Patch(Generic[AnyReport, AnyRecord]):
-    """A handle on a patched model: reports what merging does, sets steps and sizes, and removes the patch."""
+class Handle(Generic[AnyReport, AnyRecord]):
+    """What any handle on a patched model does: it reports what merging does, and removes the patch."""
 
     def __init__(self, model: object, states: Mapping[nn.Module, Any], state: Any) -> None:
         self._model = model
@@ -65,97 +58,23 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
     @property
     def config(self) -> Any:
-        """The settings. With the default method, they are those of the last generation, or of one by default.
-
-        The last generation is that of the thread that reads this property, or the latest one of any thread if
-        this thread has run none. So it is in :meth:`report`, :meth:`metadata`, :attr:`estimate` and
-        :attr:`steps`, and where the handle is printed.
-        """
+        """The settings."""
         return self._state.config
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
 
     def report(
-        self,
-        height: int | None = None,
-        width: int | None = None,
-        steps: int | None = None,
-        *,
-        guidance: float | None = None,
-        batch: int | None = None,
-        references: Sequence[tuple[int, int]] | None = None,
-        frames: int | None = None,
-        **unknown: object,
+        self, height: int | None = None, width: int | None = None, *, batch: int | None = None
     ) -> AnyReport:
-        """Count what merging does to each block, and what it saves.
-
-        Arguments left out are those of the last run. Before the first run, they are the model's default size,
-        the batch of one image, and the default number of steps of the pipeline.
-
-        Operations are counted, not timed. A note names blocks whose merged attention would hardly be faster
-        than dense attention, by timings on a GPU that are made once.
-
-        Args:
-            height: height of the image in pixels, as in a call of the pipeline. For a model without its
-                pipeline, and where the scale of the VAE is unknown, it is that of the latents.
-            width: width of the image, in the unit of ``height``.
-            steps: number of denoising steps to average operations over, ≥ 1.
-            guidance: scale of classifier-free guidance, ≥ 0, on which the plan of the default method depends.
-            batch: batch size of a call of the model, ≥ 1. Guidance usually makes it 2 for one image.
-            references: (height, width) of each reference image that an editing model reads in the sequence
-                of the sample, in the unit of ``height``. Before the first run, the default is none.
-            frames: number of frames of a video, ≥ 1, as in a call of the pipeline. For a model without its
-                pipeline, and where the scale of the VAE over time is unknown, it is that of the latents.
-            unknown: arguments of other names, which are refused.
-
-        Raises:
-            ConfigError: a number is out of range, or the model has no default size and none is given.
-            NothingToMergeError: no token would merge at this size.
-            TypeError: there is no argument of a name that was given.
-        """
-        for name in unknown:
-            takes = f"patch.report takes {', '.join(_OF_REPORT)}, got {name}={short_repr(unknown[name])}"
-            raise TypeError(f"{name}: {takes}{nearest_of(name, _OF_REPORT)}")
-        return self._report(height, width, steps, guidance, batch, references, frames)
-
-    def _report(
-        self,
-        height: Given,
-        width: Given,
-        steps: Given,
-        guidance: Any,
-        batch: Given,
-        references: Sizes,
-        frames: Given,
-    ) -> AnyReport:
+        """Count what merging does, and what it saves."""
         raise NotImplementedError
 
-    def metadata(self) -> str:
-        """Return the settings as one line for the parameters of an image.
-
-        The line is ``Token merging: speedup=2, {…}``. :func:`tokenmerge.config.read_metadata` reads it, to
-        apply the same settings again on any machine.
-
-        Raises:
-            ConfigError: the model is a vision transformer.
-        """
-        raise ConfigError("metadata: a vision transformer draws no images; leave the call out")
-
-    @property
-    def estimate(self) -> Estimate | None:
-        """How close the image of the last generation probably is to the dense one of the same seed.
-
-        It comes from what the plan expects and from how wrong the forecasts of step reuse would have been in
-        the steps that knew the truth. Of a batch, the worst image counts. Reading it waits for the device.
-        Its ``psnr`` is infinite where nothing was skipped or merged. It is None before the first generation,
-        after one that was interrupted or whose latents were not finite, and where the settings are not those
-        of the default method. ``print(patch)`` says why.
-
-        Raises:
-            ConfigError: the model is a vision transformer.
-        """
-        raise ConfigError("estimate: a vision transformer draws no images; leave it out")
+    def _refuse_unknown(self, unknown: Mapping[str, object], names: Collection[str]) -> None:
+        """Refuse arguments of :meth:`report` that are none of these names."""
+        for name, value in unknown.items():
+            takes = f"patch.report takes {', '.join(names)}, got {name}={short_repr(value)}"
+            raise TypeError(f"{name}: {takes}{nearest_of(name, names)}")
 
     def remove(self) -> None:
         """Restore the models. One that was restored or patched again in the meantime stays as it is.
@@ -168,6 +87,52 @@ class Patch(Generic[AnyReport, AnyRecord]):
             for root in mine:
                 restore(root)
 
+    @contextlib.contextmanager
+    def record(self) -> Iterator[dict[str, AnyRecord]]:
+        """Within the context, record the last plan of each merging block of the denoiser, by its path.
+
+        For a layer of a vision transformer, the record says which input tokens its output tokens stand for.
+        """
+        before = self._state.record
+        latest: dict[str, AnyRecord] = {}
+        self._state.record = latest
+        try:
+            yield latest
+        finally:
+            self._state.record = before
+
+
+class Patch(Handle[Report, RecordedPlan]):
+    """A handle on a patched diffusion model: reports what merging does, sets steps and sizes, and removes it.
+
+    It reports on the ``denoiser`` among the models.
+    """
+
+    def __init__(self, model: object, states: Mapping[nn.Module, ModelState], denoiser: Host) -> None:
+        super().__init__(model, states, states[denoiser.root])
+        self._denoiser = denoiser
+        self._default: Method | None = self._state.default
+        # The latest report of each thread: what it is for, the report, and a note on its speed.
+        self._counted: PerThread[list[tuple[tuple[object, ...], Report, str | None]]] = PerThread(list)
+
+    @property
+    def config(self) -> ToMeConfig:
+        """The settings. With the default method, they are those of the last generation, or of one by default.
+
+        The last generation is that of the thread that reads this property, or the latest one of any thread if
+        this thread has run none. So it is in :meth:`report`, :meth:`metadata`, :attr:`estimate` and
+        :attr:`steps`, and where the handle is printed.
+        """
+        return self._state.config if self._default is None else self._in_force
+
+    def metadata(self) -> str:
+        """Return the settings as one line for the parameters of an image.
+
+        The line is ``Token merging: speedup=2, {…}``. :func:`tokenmerge.config.read_metadata` reads it, to
+        apply the same settings again on any machine.
+        """
+        return to_metadata(self.config, self._state.method)
+
     def record_steps(self, on: bool = True) -> None:
         """Record what each denoising step does from now on, for :attr:`steps`.
 
@@ -177,10 +142,15 @@ class Patch(Generic[AnyReport, AnyRecord]):
             on: whether to record. False drops the steps that were recorded.
 
         Raises:
-            ConfigError: the patch was removed, or the model is a vision transformer, which has no steps.
+            ConfigError: the patch was removed.
             ModelInUseError: another thread runs the model.
         """
-        raise ConfigError("record_steps: a vision transformer has no denoising steps; leave the call out")
+        state: ModelState = self._state
+        if state_of(self._denoiser.root) is not state:
+            gone = "this patch was removed, or another one took its place"
+            raise ConfigError(f"record_steps: {gone}; apply token merging again, and use its handle")
+        with changing([self._denoiser.root]):
+            state.recorder = StepRecorder() if on else None
 
     @property
     def steps(self) -> RunSteps:
@@ -191,7 +161,30 @@ class Patch(Generic[AnyReport, AnyRecord]):
         Raises:
             ConfigError: nothing was recorded.
         """
-        raise ConfigError("steps: a vision transformer has no denoising steps")
+        recorder = self._state.recorder
+        if recorder is None:
+            raise ConfigError("steps: nothing was recorded; call patch.record_steps() before generating")
+        if recorder.last is None:
+            raise ConfigError(
+                "steps: no step was recorded yet; generate first. In a loop of your own, call "
+                "patch.at_step(i, steps) before each step. If the model is compiled, compile only its blocks"
+            )
+        rows = recorder.last.rows()
+        signs = self._signs_of_last_run(merges=any(row.merging_calls for row in rows))
+        # The last run may be one of another thread, whose plan has other steps.
+        for row in rows:
+            kind = KIND_OF_SIGN.get(signs.get(row.step, ""), StepKind.FULL)
+            if kind.value != row.step_kind:
+                return RunSteps(tuple(dataclasses.replace(row, sign="") for row in rows))
+        return RunSteps(tuple(dataclasses.replace(row, sign=signs.get(row.step, "")) for row in rows))
+
+    def _signs_of_last_run(self, merges: bool) -> dict[int, str]:
+        """Return the sign of each step in the plan of the last run, by the index of the step."""
+        run = self._state.last_run
+        if run is None or not run.steps:
+            return {}
+        plan = plan_generation(run.config, run.steps)
+        return dict(enumerate(signs_of(plan, merges, is_unet=bool(self._denoiser.deep_stages))))
 
     def at_step(self, index: int, steps: int) -> None:
         """Set the next denoising step, in a loop of your own that does not use a diffusers pipeline.
@@ -231,97 +224,50 @@ class Patch(Generic[AnyReport, AnyRecord]):
             width: width of the image, in the same unit.
 
         Raises:
-            ConfigError: the values are not such numbers, or the patched model is a vision transformer.
+            ConfigError: the values are not such numbers.
         """
-        states = [state for state in self._states.values() if isinstance(state, ModelState)]
-        if not states:
-            raise ConfigError(
-                "at_size: a vision transformer reads its grid from its input; leave the call out"
-            )
-        for state in states:
+        for state in self._states.values():
             state.set_size(*_in_latents(self._model, "height, width", height, width))
 
-    @contextlib.contextmanager
-    def record(self) -> Iterator[dict[str, AnyRecord]]:
-        """Within the context, record the last plan of each merging block of the denoiser, by its path.
-
-        For a layer of a vision transformer, the record says which input tokens its output tokens stand for.
-        """
-        before = self._state.record
-        latest: dict[str, AnyRecord] = {}
-        self._state.record = latest
-        try:
-            yield latest
-        finally:
-            self._state.record = before
-
-
-class DiffusionPatch(Patch[Report, RecordedPlan]):
-    """The handle on a patched diffusion model; it reports on the ``denoiser`` among its models."""
-
-    def __init__(self, model: object, states: Mapping[nn.Module, ModelState], denoiser: Host) -> None:
-        super().__init__(model, states, states[denoiser.root])
-        self._denoiser = denoiser
-        self._default: DefaultMethod | None = self._state.default
-        # The latest report of each thread: what it is for, the report, and a note on its speed.
-        self._counted: PerThread[list[tuple[tuple[object, ...], Report, str | None]]] = PerThread(list)
-
-    @property
-    def config(self) -> ToMeConfig:
-        """The settings, see :attr:`Patch.config`."""
-        return self._state.config if self._default is None else self._in_force
-
-    def metadata(self) -> str:
-        """Return the settings as one line for the parameters of an image, see :meth:`Patch.metadata`."""
-        return to_metadata(self.config, self._state.method)
-
-    def record_steps(self, on: bool = True) -> None:
-        """Record what each denoising step does, see :meth:`Patch.record_steps`."""
-        state: ModelState = self._state
-        if state_of(self._denoiser.root) is not state:
-            gone = "this patch was removed, or another one took its place"
-            raise ConfigError(f"record_steps: {gone}; apply token merging again, and use its handle")
-        with changing([self._denoiser.root]):
-            state.recorder = StepRecorder() if on else None
-
-    @property
-    def steps(self) -> RunSteps:
-        """The steps of the last generation, see :attr:`Patch.steps`."""
-        recorder = self._state.recorder
-        if recorder is None:
-            raise ConfigError("steps: nothing was recorded; call patch.record_steps() before generating")
-        if recorder.last is None:
-            raise ConfigError(
-                "steps: no step was recorded yet; generate first. In a loop of your own, call "
-                "patch.at_step(i, steps) before each step. If the model is compiled, compile only its blocks"
-            )
-        rows = recorder.last.rows()
-        signs = self._signs_of_last_run(merges=any(row.merging_calls for row in rows))
-        # The last run may be one of another thread, whose plan has other steps.
-        for row in rows:
-            kind = KIND_OF_SIGN.get(signs.get(row.step, ""), StepKind.FULL)
-            if kind.value != row.step_kind:
-                return RunSteps(tuple(dataclasses.replace(row, sign="") for row in rows))
-        return RunSteps(tuple(dataclasses.replace(row, sign=signs.get(row.step, "")) for row in rows))
-
-    def _signs_of_last_run(self, merges: bool) -> dict[int, str]:
-        """Return the sign of each step in the plan of the last run, by the index of the step."""
-        run = self._state.last_run
-        if run is None or not run.steps:
-            return {}
-        plan = plan_generation(run.config, run.steps)
-        return dict(enumerate(signs_of(plan, merges, is_unet=bool(self._denoiser.deep_stages))))
-
-    def _report(
+    def report(
         self,
-        height: Given,
-        width: Given,
-        steps: Given,
-        guidance: Any,
-        batch: Given,
-        references: Sizes,
-        frames: Given,
+        height: int | None = None,
+        width: int | None = None,
+        steps: int | None = None,
+        *,
+        guidance: float | None = None,
+        batch: int | None = None,
+        references: Sequence[tuple[int, int]] | None = None,
+        frames: int | None = None,
+        **unknown: object,
     ) -> Report:
+        """Count what merging does to each block, and what it saves.
+
+        Arguments left out are those of the last run. Before the first run, they are the model's default size,
+        the batch of one image, and the default number of steps of the pipeline.
+
+        Operations are counted, not timed. A note names blocks whose merged attention would hardly be faster
+        than dense attention, by timings on a GPU that are made once.
+
+        Args:
+            height: height of the image in pixels, as in a call of the pipeline. For a model without its
+                pipeline, and where the scale of the VAE is unknown, it is that of the latents.
+            width: width of the image, in the unit of ``height``.
+            steps: number of denoising steps to average operations over, ≥ 1.
+            guidance: scale of classifier-free guidance, ≥ 0, on which the plan of the default method depends.
+            batch: batch size of a call of the model, ≥ 1. Guidance usually makes it 2 for one image.
+            references: (height, width) of each reference image that an editing model reads in the sequence
+                of the sample, in the unit of ``height``. Before the first run, the default is none.
+            frames: number of frames of a video, ≥ 1, as in a call of the pipeline. For a model without its
+                pipeline, and where the scale of the VAE over time is unknown, it is that of the latents.
+            unknown: arguments of other names, which are refused.
+
+        Raises:
+            ConfigError: a number is out of range, or the model has no default size and none is given.
+            NothingToMergeError: no token would merge at this size.
+            TypeError: there is no argument of a name that was given.
+        """
+        self._refuse_unknown(unknown, _OF_REPORT)
         run = self._state.last_run
         height, width = _in_latents(self._model, "height, width", height, width)
         if references is not None:
@@ -353,23 +299,13 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
                 report = dataclasses.replace(report, notes=(*report.notes, slower))
             counted[:] = [(key, report, slower)]
         report = counted[0][1]
-        default = self._default
-        if default is None:
+        if self._default is None:
             return report
         facts = self._facts_at(height, width, steps, guidance, frames)
-        error, why_none = self._closeness()
-        if run is None or config is not run.config:
-            error = None
-            near = expected(default.plan(facts).expected_error)
-            scale = "" if facts.guidance is None else f", guidance {facts.guidance:g}"
-            text = f"{CLOSENESS}, before a run{scale}: {near}"
-        elif error is not None:
-            text = f"{CLOSENESS}, from the last run: {error}"
-        else:
-            text = f"no estimate: {why_none}" if why_none else ""
-        if default.min_psnr is not None and not default.is_dense(facts):
-            text += f"\nmin_psnr {default.min_psnr:g}: {self._tolerated(default, facts, error, report)}"
-        return dataclasses.replace(report, estimated=text)
+        closeness = self._closeness() if run is not None and config is run.config else None
+        return dataclasses.replace(
+            report, estimated=estimate_in_report(self._default, facts, closeness, report)
+        )
 
     def _fewest_tokens(self, ratio: float) -> int:
         """Return the fewest tokens for which merged attention is faster, on the device of the denoiser."""
@@ -394,30 +330,35 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def _shown(self) -> str:
         """Return the lines that ``print`` shows of the handle."""
         report = None
-        notes = {"left alone": self._state.left_alone.note, "not reused": self._misfits()}
+        run = self._state.last_run
+        default = self._default
+        notes = {"left alone": self._state.left_alone.note, "not reused": misfits_of(run)}
         try:
             report = self.report()
             notes["hardly faster"] = self._counted.value[0][2] or ""
         except Exception as error:  # the rest can be told
             notes["not counted"] = why(error)
         pipe = self._model if getattr(self._model, "scheduler", None) is not None else None
-        why_gone = {None: "removed: the model is as before", self._state: ""}
-        run = self._state.last_run
-        facts = None
-        estimate, why_none = self._closeness()
         guidance = None if run is None else run.guidance
         if run is None:
             try:
                 guidance = default_guidance(pipe)
             except Exception as error:
                 notes["guidance"] = f"unknown: {why(error)}"
-        if report is not None and self._default is not None:
+        facts = None
+        if report is not None and default is not None:
             facts = self._facts_at(report.height, report.width, report.steps if run is None else run.steps)
+        closeness = self._closeness()
+        remarks = {"no estimate": closeness.why_none, CLOSENESS: str(closeness.estimate or "")}
         forecast = ""
-        if run is None and facts is not None and facts.follows_steps and self._default is not None:
-            forecast = str(expected(self._default.plan(facts).expected_error))
+        if default is not None and facts is not None:
+            is_left_alone = bool(self._state.left_alone.note)
+            remarks |= remarks_on(default, facts, report, run, closeness.estimate, is_left_alone)
+            if run is None and report is not None and report.speedup > 1:
+                forecast = forecast_of(default, facts)
+        why_gone = {None: "removed: the model is as before", self._state: ""}
         conditions = Conditions(
-            forecast=forecast if report is not None and report.speedup > 1 else "",
+            forecast=forecast,
             models=tuple(type(model).__name__ for model in self._states),
             method=self._state.method,
             denoiser=self._denoiser,
@@ -426,15 +367,9 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             guidance=guidance,
             merging_pays=facts is not None and merging_pays(facts),
             gone=why_gone.get(state_of(self._denoiser.root), "replaced by a later call"),
-            remarks={"no estimate": why_none, **self._remarks(facts, estimate, report), **notes},
+            remarks={**remarks, **notes},
         )
         return "\n".join(summary(self._in_force, conditions, report, run))
-
-    def _misfits(self) -> str:
-        """Return how many calls of the last run could use nothing that was cached, or an empty string."""
-        misfits = 0 if self._state.last_run is None else self._state.last_run.misfits
-        calls = f"{misfits} call{'s' if misfits > 1 else ''} reused nothing"
-        return f"{calls}, whose sample follows from none of the step before" if misfits else ""
 
     @property
     def _in_force(self) -> ToMeConfig:
@@ -444,73 +379,23 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
 
     @property
     def estimate(self) -> Estimate | None:
-        """How close the last image probably is to the dense one, or None, see :attr:`Patch.estimate`."""
-        return self._closeness()[0]
+        """How close the image of the last generation probably is to the dense one of the same seed.
 
-    def _closeness(self) -> tuple[Estimate | None, str]:
-        """Return the estimate of the last run, or None, and the reason why there is none, if there is one."""
-        run = self._state.last_run
-        if run is None or not run.steps:
-            return None, ""
-        if run.unseen:
-            return None, run.unseen
-        if run.kind_of_step and not run.ended:
-            return None, f"only {run.kinds.total()} of {run.steps} steps have run"
-        all_full = run.kinds == {StepKind.FULL: run.steps}
-        changes_nothing = not (run.config.merges or run.config.reuse.on)
-        if changes_nothing or (all_full and not run.merging_steps):
-            return Estimate(math.inf, 0.0), ""
-        if self._default is None:
-            return None, "only speedup= has one"
-        found = run.observe(self._estimate_of, run)
-        if found is not None:
-            return found, ""
-        return None, run.unseen or _NOT_FINITE
+        It comes from what the plan expects and from how wrong the forecasts of step reuse would have been in
+        the steps that knew the truth. Of a batch, the worst image counts. Reading it waits for the device.
+        Its ``psnr`` is infinite where nothing was skipped or merged. It is None before the first generation,
+        after one that was interrupted or whose latents were not finite, and where the settings are not those
+        of the default method. ``print(patch)`` says why.
+        """
+        return self._closeness().estimate
 
-    def _estimate_of(self, run: RunLog) -> Estimate | None:
-        facts = self._facts_at(run.height, run.width, run.steps)
-        return estimate_closeness(facts, run.config, observations_of([run]))
+    def _closeness(self) -> Closeness:
+        """Return how close the image of the last generation is, as far as it is known."""
+        return closeness_of(self._state.last_run, None if self._default is None else self._facts_of_run)
 
-    def _remarks(
-        self, facts: RunFacts | None, error: Estimate | None, report: Report | None
-    ) -> dict[str, str]:
-        """Return how close the image is, and what the default method added or did not reach, by heading."""
-        run = self._state.last_run
-        default = self._default
-        remarks = {CLOSENESS: str(error or "")}
-        if facts is not None and default is not None and facts.follows_steps:
-            told = default.shortfall(facts, closeness=run is None)  # a run has an estimate of its own
-            remarks["warning"] = "" if self._state.left_alone.note else told
-            if default.min_psnr is not None and report is not None and not default.is_dense(facts):
-                remarks[f"min_psnr {default.min_psnr:g}"] = self._tolerated(default, facts, error, report)
-            fewer = 0 if report is None else round(facts.steps / report.speedup)
-            if error and 1 < fewer < facts.steps and can_be_as_close(facts.steps):
-                same = f"{fewer} steps of the unchanged model take as long"
-                remarks["few steps"] = f"{same}, and can be as close; compare both"
-            elif error and error.psnr < _FAR:
-                remarks["for a closer image"] = "a lower speedup, or more steps"
-        return remarks
-
-    def _tolerated(
-        self, default: DefaultMethod, facts: RunFacts, error: Estimate | None, report: Report
-    ) -> str:
-        """Say what the tolerance of the default method adds to a run, or what it cost in the last one."""
-        plan = default.plan(facts)
-        wanted = default.min_psnr or 0.0
-        aim = f"{wanted + ESTIMATE['margin']:g} dB, to be safe"
-        if error is None:
-            adds = f"adds full steps until its estimate is {aim}, which costs speed"
-            if default.settings(facts) == default.change(plan.config):
-                return f"a run {adds}"
-            return f"a run begins slower than speedup={default.speedup:g}, and {adds}"
-        reached = "above" if error.psnr >= wanted else "below"
-        told = f"the estimate is {reached} {wanted:g} dB; the plan aims at {aim}."
-        ran = f"{report.speedup:.2f}×"
-        due = f"{plan.speedup:.2f}×"
-        if ran == due:
-            return f"{told} No step was added"
-        lower = "a lower speedup without min_psnr can be faster"
-        return f"{told} This cost speed: {ran} in place of {due}; {lower}"
+    def _facts_of_run(self, run: RunLog) -> RunFacts:
+        """Return the facts about the last generation."""
+        return self._facts_at(run.height, run.width, run.steps)
 
     def _pictures(self, pipe: Any) -> int | None:
         """Return how many images a call draws, or None if it is unknown."""
@@ -575,44 +460,3 @@ def _in_latents(model: object, name: str, *sides: Any) -> tuple[Any, ...]:
     if scale > 1 and any(integer(scale)(name, side) % scale for side in sides if side is not None):
         raise ConfigError(f"{name}: expected multiples of {scale} pixels, got {', '.join(map(str, sides))}")
     return tuple(side and side // scale if scale > 1 else side for side in sides)
-
-
-class EncoderPatch(Patch[ViTReport, RecordedTokens]):
-    """The handle on a patched vision transformer."""
-
-    def _report(
-        self,
-        height: Given,
-        width: Given,
-        steps: Given,
-        guidance: Any,
-        batch: Given,
-        references: Sizes,
-        frames: Given,
-    ) -> ViTReport:
-        for name, given in {
-            "steps": steps,
-            "guidance": guidance,
-            "references": references or None,
-            "frames": frames,
-        }.items():
-            if given is not None:
-                refused = f"a vision transformer has no {name}, got {short_repr(given)}"
-                raise ConfigError(f"{name}: {refused}; leave it out")
-        return predict_vit(self._model, self.config, height, width, 1 if batch is None else batch)
-
-    def __repr__(self) -> str:
-        models = " + ".join(type(model).__name__ for model in self._states)
-        title = f"tokenmerge in {models}: {self.config}"
-        try:
-            report = self.report()
-        except Exception as error:  # printing a handle never fails, whatever became of the model
-            return f"{title}\n  not counted: {why(error)}"
-        first = report.rows[0]
-        last = report.rows[-1]
-        return (
-            f"{title}\n"
-            f"  merging: {first.tokens} tokens in the first layer, {last.merged_tokens} after the last\n"
-            f"  counted at {report.width} × {report.height} px, batch {report.batch}: "
-            f"{saved(report.flops_dense, report.flops_merged)} of the operations saved"
-        )

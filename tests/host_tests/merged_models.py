@@ -68,7 +68,7 @@ class HostTests:
     def __init__(self, ratio: float | None, file: Path | None) -> None:
         self.ratio = ratio
         self.file = file
-        self.handles: list[Patch[Any, Any]] = []
+        self.handles: list[Patch] = []
         self.size: tuple[int, int] | None = None
         self.built = 0
         self.dense: list[str] = []

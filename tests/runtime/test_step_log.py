@@ -48,7 +48,7 @@ SETTINGS = {
 ALL = pytest.mark.parametrize("name", SETTINGS)
 
 
-def recording(pipe: Any, name: str) -> Patch[Any, Any]:
+def recording(pipe: Any, name: str) -> Patch:
     patch = apply_token_merging(pipe, SETTINGS[name])
     patch.record_steps()
     return patch
@@ -268,7 +268,7 @@ def test_a_vision_transformer_has_no_steps():
 def test_blocks_that_are_compiled_record_as_others_do_in_as_many_graphs(shared):
     family = FAMILIES["WanTransformer3DModel"]
 
-    def run(record: bool) -> tuple[int, Patch[Any, Any]]:
+    def run(record: bool) -> tuple[int, Patch]:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         model = model_of(family)

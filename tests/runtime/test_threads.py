@@ -29,7 +29,7 @@ from tokenmerge import (
     token_merging,
 )
 from tokenmerge.config import read_metadata
-from tokenmerge.handle import DiffusionPatch
+from tokenmerge.handle import Patch
 from tokenmerge.models.find import find_hosts
 from tokenmerge.runtime.memory.uses import Uses
 from tokenmerge.runtime.steps.pipeline import Pipeline
@@ -368,7 +368,7 @@ def test_what_another_thread_began_before_merging_was_applied_stays_dense(pipe, 
         hook = pipe.unet.mid_block.resnets[0].register_forward_pre_hook(apply_within)
         assert torch.equal(draw(pipe, 4), expected)
         hook.remove()
-        assert [type(one) for one in done] == [DiffusionPatch]
+        assert [type(one) for one in done] == [Patch]
         remove_token_merging(pipe)
 
 

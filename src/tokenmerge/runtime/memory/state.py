@@ -19,6 +19,7 @@ from tokenmerge.config.origin import RATIO, is_default, named
 from tokenmerge.models.base import Grid, Layer, Layout, ModelCall
 from tokenmerge.models.placement import Shard
 from tokenmerge.ops.plan import Plan
+from tokenmerge.plans.method import Method
 from tokenmerge.plans.tolerance import Tolerance
 from tokenmerge.runtime.memory.caches import BlockMerge, Cache, CallNumbers
 from tokenmerge.runtime.memory.run_log import RunLog, StepLog, StepRecorder
@@ -208,7 +209,8 @@ class ModelState:
     dense_if_too_small: bool = False  # samples with too few tokens run dense, with a warning
     told: set[str] = dataclasses.field(default_factory=set)  # warnings already given
     method: str = ""  # name of the settings, for messages; empty: the user gave them all
-    default: Any = None  # the DefaultMethod that chooses the settings of each generation; None: ``config``
+    # What chooses the settings of each generation, or None where all have those of ``config``.
+    default: Method | None = None
     parts: tuple[BlockState | LayerState | StageState, ...] = ()  # those that merge or are skipped
     blocks: Sequence[BlockState] = ()  # the blocks among them
     skips_blocks: bool = False  # some step skips blocks by themselves, and not whole stages

@@ -12,9 +12,7 @@ from torch import nn
 from tokenmerge.api import Patch, apply_token_merging, merge_in_hosts
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.handle import RecordedPlan
 from tokenmerge.models.find import find_hosts
-from tokenmerge.report import Report
 from tokenmerge_tools.pipelines.loading import denoiser_of
 from tokenmerge_tools.variants.generation import as_before
 
@@ -36,7 +34,7 @@ def tokenmerge(
     method: str = "",
     speedup: float | None = None,
     min_psnr: float | None = None,
-) -> Iterator[Patch[Report, RecordedPlan]]:
+) -> Iterator[Patch]:
     """Merge tokens with this package, at any size of the sample.
 
     With a speed-up, the default method plans each generation when it begins, in place of the configuration.

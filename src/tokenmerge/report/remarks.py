@@ -1,0 +1,97 @@
+"""Remarks on a generation: how close its image is, what the default method missed, and what to do."""
+
+from __future__ import annotations
+
+from tokenmerge.plans import Estimate, RunFacts
+from tokenmerge.plans.estimate import expected
+from tokenmerge.plans.few_steps import can_be_as_close
+from tokenmerge.plans.method import Method
+from tokenmerge.plans.policy import ESTIMATE
+from tokenmerge.report.closeness import Closeness
+from tokenmerge.report.prediction import Report
+from tokenmerge.report.summary import CLOSENESS
+from tokenmerge.runtime.memory.run_log import RunLog
+
+_FAR = 30  # dB to the dense image, below which many details differ, as in ``plans.estimate``
+
+
+def misfits_of(run: RunLog | None) -> str:
+    """Return how many calls of the last run could use nothing that was cached, or an empty string."""
+    if run is None or not run.misfits:
+        return ""
+    plural = "s" if run.misfits > 1 else ""
+    return f"{run.misfits} call{plural} reused nothing, whose sample follows from none of the step before"
+
+
+def forecast_of(method: Method, facts: RunFacts) -> str:
+    """Return how close an image is expected to be before the run, or an empty string if it is unknown."""
+    return str(expected(method.plan(facts).expected_error)) if facts.follows_steps else ""
+
+
+def estimate_in_report(method: Method, facts: RunFacts, closeness: Closeness | None, report: Report) -> str:
+    """Return the lines of a report on closeness. ``closeness`` is that of the last run, or None before it."""
+    estimate = None
+    if closeness is None:
+        near = expected(method.plan(facts).expected_error)
+        scale = "" if facts.guidance is None else f", guidance {facts.guidance:g}"
+        text = f"{CLOSENESS}, before a run{scale}: {near}"
+    elif closeness.estimate is not None:
+        estimate = closeness.estimate
+        text = f"{CLOSENESS}, from the last run: {estimate}"
+    else:
+        text = f"no estimate: {closeness.why_none}" if closeness.why_none else ""
+    if method.min_psnr is not None and not method.is_dense(facts):
+        text += f"\nmin_psnr {method.min_psnr:g}: {_tolerated(method, facts, estimate, report)}"
+    return text
+
+
+def remarks_on(
+    method: Method,
+    facts: RunFacts,
+    report: Report | None,
+    run: RunLog | None,
+    estimate: Estimate | None,
+    is_left_alone: bool,
+) -> dict[str, str]:
+    """Return what the default method added or did not reach, by heading.
+
+    A model that ``is_left_alone`` runs on all tokens, since other code looks into it. The remark on that code
+    takes the place of the warning.
+    """
+    if not facts.follows_steps:
+        return {}
+    remarks = {}
+    if not is_left_alone:
+        # A run has an estimate of its own.
+        remarks["warning"] = method.shortfall(facts, closeness=run is None)
+    if method.min_psnr is not None and report is not None and not method.is_dense(facts):
+        remarks[f"min_psnr {method.min_psnr:g}"] = _tolerated(method, facts, estimate, report)
+    if estimate is None:
+        return remarks
+    fewer = 0 if report is None else round(facts.steps / report.speedup)
+    if 1 < fewer < facts.steps and can_be_as_close(facts.steps):
+        same = f"{fewer} steps of the unchanged model take as long"
+        remarks["few steps"] = f"{same}, and can be as close; compare both"
+    elif estimate.psnr < _FAR:
+        remarks["for a closer image"] = "a lower speedup, or more steps"
+    return remarks
+
+
+def _tolerated(method: Method, facts: RunFacts, estimate: Estimate | None, report: Report) -> str:
+    """Return what the tolerance of the default method adds to a run, or what it cost in the last one."""
+    assert method.min_psnr is not None
+    wanted = method.min_psnr
+    aim = f"{wanted + ESTIMATE['margin']:g} dB, to be safe"
+    if estimate is None:
+        adds = f"adds full steps until its estimate is {aim}, which costs speed"
+        if method.settings(facts) == method.settings_without_tolerance(facts):
+            return f"a run {adds}"
+        return f"a run begins slower than speedup={method.speedup:g}, and {adds}"
+    reached = "above" if estimate.psnr >= wanted else "below"
+    told = f"the estimate is {reached} {wanted:g} dB; the plan aims at {aim}."
+    ran = f"{report.speedup:.2f}×"
+    due = f"{method.plan(facts).speedup:.2f}×"
+    if ran == due:
+        return f"{told} No step was added"
+    lower = "a lower speedup without min_psnr can be faster"
+    return f"{told} This cost speed: {ran} in place of {due}; {lower}"
