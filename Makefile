@@ -66,7 +66,7 @@ test-serving: $(SERVING)/ready
 # What depends on the version of PyTorch: patching, steps, compiling, exporting. The numbers of calls are those of the newest.
 test-oldest: $(OLDEST)/ready
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(OLDEST)/$(PROGRAMS)/python -m pytest --numprocesses auto --dist loadscope -m "not slow" \
-		--ignore tests/runtime/test_calls.py tests/test_api.py tests/test_default_method.py tests/runtime tests/integrations/export/test_arithmetic.py
+		tests/test_api.py tests/test_default_method.py tests/runtime tests/ops/export/test_arithmetic.py
 
 # Both distributions, each as an sdist and a wheel made from it. Nothing else may be in the folder.
 dist: $(RELEASE)/ready

@@ -21,8 +21,7 @@ MAY_IMPORT = {
     "text_table": "errors",
     "warn": "",
     "ops": "",
-    "integrations.export": "ops",
-    "merge": "errors ops integrations.export",
+    "merge": "errors ops",
     "config": "errors warn",
     "presets": "config",
     "integrations.portable": "config",
@@ -47,7 +46,7 @@ MAY_IMPORT = {
     "runtime.steps runtime.memory runtime.blocks default_method",
     "handle": "errors config models plans calibration runtime.steps runtime.memory runtime.patching report",
     "vit": "errors text_table ops config models runtime.steps runtime.memory runtime.patching report handle",
-    "api": "errors config presets models integrations.export runtime.steps runtime.memory runtime.patching "
+    "api": "errors config presets models runtime.steps runtime.memory runtime.patching "
     "default_method tuned_method ratio_method handle vit",
     "integrations.serving": "errors config api",
     "compat": "errors config presets api",

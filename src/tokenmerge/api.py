@@ -21,7 +21,6 @@ from tokenmerge.config.origin import RATIO
 from tokenmerge.default_method import DefaultMethod, check_min_psnr
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, nearest_of, short_repr
 from tokenmerge.handle import Handle, Patch
-from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import DENOISERS, find_hosts
 from tokenmerge.ratio_method import little_to_gain, settings_of_ratio

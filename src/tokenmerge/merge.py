@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tokenmerge.errors import ConfigError, short_repr
-from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
 from tokenmerge.ops.matching import bipartite_soft_matching
 from tokenmerge.ops.partition import partition_at, whole_cells
 from tokenmerge.ops.plan import make_plan

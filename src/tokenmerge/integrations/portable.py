@@ -73,7 +73,7 @@ def own_cell(grid: tuple[int, int], cell: tuple[int, int], tokens: np.ndarray) -
 
 
 def _hash(seed: int, step: int, place: np.ndarray) -> np.ndarray:
-    """Make 32-bit integers from three counters, as ``hash_of`` of ``tokenmerge.ops.arithmetic``."""
+    """Make 32-bit integers from three counters, as ``hash_of`` of ``tokenmerge.ops.pytorch_arithmetic``."""
     first = _avalanche(np.array(seed & _MASK32, dtype=np.int64))
     of_step = (step * 0x9E3779B4 + 1) & _MASK32
     return _avalanche(place.astype(np.int64) ^ first) * of_step & _MASK32

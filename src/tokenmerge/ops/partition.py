@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.ops.arithmetic import Draw, arithmetic
+from tokenmerge.ops.arithmetic import arithmetic
 from tokenmerge.ops.once import Device, first_rows, made_once, once
+from tokenmerge.ops.pytorch_arithmetic import Draw
 
 Sides = tuple[int, ...]  # of a grid or a cell, in tokens: (rows, columns), or (frames, rows, columns)
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
 from tokenmerge.ops.arithmetic import arithmetic
 
 

@@ -1,9 +1,8 @@
 """How exported and traced programs compute what their runtimes cannot compute as PyTorch does.
 
-Importing it is enough: :mod:`tokenmerge.ops` uses this arithmetic while a program is exported or traced.
-
-The hash of :mod:`tokenmerge.ops.arithmetic` is computed without numbers above 2²⁴, since some runtimes, such
-as OpenVINO's for CPUs, compute int64 in int32. So 32-bit integers are held as limbs of 11, 11 and 10 bits.
+The hash of :mod:`tokenmerge.ops.pytorch_arithmetic` is computed without numbers above 2²⁴, since some
+runtimes, such as OpenVINO's for CPUs, compute int64 in int32. So 32-bit integers are held as limbs of 11, 11
+and 10 bits.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tokenmerge.ops.arithmetic import FACTORS, STEP_FACTOR, Arithmetic, Draw, avalanche, use_in_exports
+from tokenmerge.ops.pytorch_arithmetic import FACTORS, STEP_FACTOR, Arithmetic, Draw, avalanche
 
 Limbs = tuple[Tensor, Tensor, Tensor]  # the lowest first
 
@@ -62,14 +61,14 @@ class ExportedArithmetic(Arithmetic):
 
 
 def hash_in_limbs(seed: int, step: Tensor, place: Tensor) -> Limbs:
-    """Return what :func:`tokenmerge.ops.arithmetic.hash_of` returns, in limbs."""
+    """Return what :func:`tokenmerge.ops.pytorch_arithmetic.hash_of` returns, in limbs."""
     of_place = _avalanche(_xor(_split(place), _split(avalanche(seed & 0xFFFFFFFF))))
     low, middle, high = _times(_split(step), _split(STEP_FACTOR))
     return _times(of_place, (low | 1, middle, high))
 
 
 def _avalanche(state: Limbs) -> Limbs:
-    """Return what :func:`tokenmerge.ops.arithmetic.avalanche` returns, in limbs."""
+    """Return what :func:`tokenmerge.ops.pytorch_arithmetic.avalanche` returns, in limbs."""
     for shift, factor in zip((16, 15), FACTORS, strict=True):
         state = _times(_xor_shifted(state, shift), _split(factor))
     return _xor_shifted(state, 16)
@@ -114,6 +113,3 @@ def _times(x: Limbs, factor: Limbs) -> Limbs:
     second = low * b + middle * a + (first >> _LIMB)
     third = low * c + middle * b + high * a + (second >> _LIMB)
     return first & _LOW, second & _LOW, third & _HIGH
-
-
-use_in_exports(ExportedArithmetic())

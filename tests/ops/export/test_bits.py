@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tokenmerge.integrations.export import ExportedArithmetic
 from tokenmerge.ops.arithmetic import arithmetic
+from tokenmerge.ops.exported_arithmetic import ExportedArithmetic
 
 
 def test_bits_found_by_arithmetic_are_those_in_memory():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmerge.integrations.export import hash_in_limbs
-from tokenmerge.ops.arithmetic import arithmetic, hash_of
+from tokenmerge.ops.arithmetic import arithmetic
+from tokenmerge.ops.exported_arithmetic import hash_in_limbs
 from tokenmerge.ops.partition import uniform_noise
+from tokenmerge.ops.pytorch_arithmetic import hash_of
 
 STEPS = (0, 1, 981, 0x447A0000, 2**31 - 1, -1, -(2**31))
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tokenmerge.integrations.export import ExportedArithmetic
 from tokenmerge.ops.arithmetic import arithmetic
+from tokenmerge.ops.exported_arithmetic import ExportedArithmetic
 
 
 class Choosing(torch.nn.Module):
