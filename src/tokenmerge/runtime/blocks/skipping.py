@@ -21,20 +21,24 @@ def stage_call(original: HostMethod) -> Callable:
         state: StageState | None = self.__dict__.get(STATE)
         if state is None or not state.model.context.decision.caches:
             return original.of(self)(*args, **kwargs)
-        context, skippable = state.model.context, state.threads.value.cache.skippable
-        call, decision = (context.call, 0), context.decision
-        distance = decision.finest if state.is_finest else decision.deep
+        context = state.model.context
+        thread = state.model.threads.value
+        skippable = state.threads.value.cache.skippable
+        call = (context.call, 0)
+        part = "finest" if state.is_finest else "deep"
+        distance = context.decision.finest if state.is_finest else context.decision.deep
         before = skippable.get(call)
+        residual = before if isinstance(before, Residual) else None
         if distance is not None and before is not None:
-            if state.is_last:
-                return extrapolated(before, [0.0], distance)[0]
+            if residual is not None:
+                return extrapolated(residual, [0.0], distance)[0]
             return tree_map(torch.zeros_like, before)  # read by modules that are skipped too
         result = original.of(self)(*args, **kwargs)
         if state.is_last:
-            state.model.threads.value.ran.add("finest" if state.is_finest else "deep")
+            thread.ran.add(part)
             added = result.clone()  # hosts change results in place
-            note_forecast(state.model.threads.value, "finest" if state.is_finest else "deep", before, added)
-            skippable[call] = updated(before, (added,))
+            note_forecast(thread, part, residual, added)
+            skippable[call] = updated(residual, (added,))
         elif before is None:
             skippable[call] = tree_map(lambda tensor: tensor.new_zeros(()).expand(tensor.shape), result)
         return result
@@ -44,6 +48,7 @@ def stage_call(original: HostMethod) -> Callable:
 
 def note_forecast(thread: ThreadState, part: str, before: Residual | None, truth: Tensor) -> None:
     """Note what a forecast would have missed of what a part has added."""
-    log, context = thread.memory.log, thread.context
+    log = thread.memory.log
+    context = thread.context
     if log is not None and not torch.compiler.is_compiling():
         log.observe(log.note_forecast, context.decision, context.guidance_copies, part, before, truth)

@@ -178,11 +178,12 @@ def call_in_stack(state: BlockState, call: HostCall, run: Run) -> Any:
     context, thread, block = state.model.context, state.model.threads.value, state.threads.value
     tokens, text = state.layout.tokens_of(call), call.argument("encoder_hidden_states")
     residuals, number = block.cache.skippable, state.call
-    known: StackResidual | None = residuals.get(number)
+    known = residuals.get(number)
+    assert known is None or isinstance(known, StackResidual)
     if context.decision.deep is not None and known is not None and state.caches_residuals:
         return _skipped(state, known, tokens, text, context.decision.deep)
     settings = _settings_of_merge(state, call)
-    stack: Stack | None = thread.stack
+    stack = running_stack(thread)
     if stack is None or not stack.continues_with(state, tokens, text, settings):
         tokens = plain(tokens)
         end_stack(thread)
@@ -205,12 +206,19 @@ def call_in_stack(state: BlockState, call: HostCall, run: Run) -> Any:
     return tuple(returned if index == place else value for index, value in enumerate(result))
 
 
+def running_stack(thread: ThreadState) -> Stack | None:
+    """Return the stack that runs in a thread, or None."""
+    stack = thread.stack
+    assert stack is None or isinstance(stack, Stack)
+    return stack
+
+
 def end_stack(thread: ThreadState) -> Tensor | None:
     """End the running stack, and cache what it added.
 
     Return its ordinary tokens, to which what merging loses is given back, or None where no stack runs.
     """
-    stack: Stack | None = thread.stack
+    stack = running_stack(thread)
     thread.stack = None
     if stack is None or stack.last is None:
         return None
@@ -248,7 +256,8 @@ def _begin(
 ) -> Stack:
     """Begin a stack at a block that is called with these ordinary tokens."""
     thread, context = state.model.threads.value, state.model.context
-    known: StackResidual | None = state.threads.value.cache.skippable.get(state.call)
+    known = state.threads.value.cache.skippable.get(state.call)
+    assert known is None or isinstance(known, StackResidual)
     made = StackResidual(residual=None if known is None else known.residual)
     plan, n, start_merged = None, tokens.shape[1], None
     if settings is not None:

@@ -18,8 +18,10 @@ from tokenmerge.ops.plan import Plan
 Tensors = tuple[Any, ...]
 
 _SHORTEST = 1e-8  # of a vector with a direction, as in torch.cosine_similarity
-# Numbers of an image that are multiplied in float32 at once, or more: there are at most so many pieces.
-_PIECE, _PIECES = 2**20, 16
+_PIECE = (
+    2**20
+)  # numbers of an image that are multiplied in float32 at once, unless that makes too many pieces
+_PIECES = 16  # at most
 # A call of a block, as two numbers. The first is that of the model's call in its step: pipelines make several
 # calls in a step, for prompts or tiles. The second is that of the block's call within it: FreeNoise calls a
 # block several times, for some frames after others.
@@ -30,14 +32,13 @@ CallNumbers = tuple[int, int]
 class Cache:
     """What one block, layer or stage caches between calls."""
 
-    plans: dict[CallNumbers, Plan] = dataclasses.field(
-        default_factory=dict
-    )  # blocks may share the dictionary
+    # Blocks may share the dictionary.
+    plans: dict[CallNumbers, Plan] = dataclasses.field(default_factory=dict)
     # What a block or layer added to each tensor of its result; None for those without image.
     residuals: dict[CallNumbers, Tensors] = dataclasses.field(default_factory=dict)
     # A StackResidual for each block of a stack. For a stage that steps skip, a Residual, or tensors without
     # memory in the shapes of a result that no running module reads.
-    skippable: dict[CallNumbers, Any] = dataclasses.field(default_factory=dict)
+    skippable: dict[CallNumbers, StackResidual | Residual | Tensors] = dataclasses.field(default_factory=dict)
     dense: bool = False  # a block or layer does not merge, since other people's code looks at it
 
 
@@ -71,12 +72,14 @@ class StackResidual:
 
 
 def updated(before: Residual | None, latest: Tensors, shard: Shard | None = None) -> Residual:
-    """Return the residual after a run that added ``latest``; ``shard``: the tokens that it is for."""
+    """Return the residual after a run that added ``latest`` to the tokens of a shard, or to all tokens."""
     if before is None or each(Tensor.size, latest) != each(Tensor.size, before.latest):
-        delta = then = each(torch.zeros_like, latest)
+        delta = each(torch.zeros_like, latest)
+        delta_before = delta
     else:
-        delta, then = each(torch.sub, latest, before.latest), before.delta
-    return Residual(latest, delta, each(partial(_agreement, shard), delta, then))
+        delta = each(torch.sub, latest, before.latest)
+        delta_before = before.delta
+    return Residual(latest, delta, each(partial(_agreement, shard), delta, delta_before))
 
 
 def extrapolated(residual: Residual, bases: Sequence[Any], distance: Tensor) -> Tensors:
@@ -96,7 +99,8 @@ def extrapolated(residual: Residual, bases: Sequence[Any], distance: Tensor) -> 
 
 def _agreement(shard: Shard | None, delta: Tensor, before: Tensor) -> Tensor:
     """Return how far each image's delta keeps its direction: the cosine, or 0 where it turns back."""
-    now, then = delta.flatten(1), before.flatten(1)
+    now = delta.flatten(1)
+    then = before.flatten(1)
     dtype = torch.promote_types(delta.dtype, torch.float32)
     # In half precision, a copy of all in float32 would take as much memory as the whole residual.
     size = now.shape[1] if delta.dtype == dtype else max(_PIECE, -(-now.shape[1] // _PIECES))
@@ -111,7 +115,12 @@ def _agreement(shard: Shard | None, delta: Tensor, before: Tensor) -> Tensor:
 
 
 def each(function: Callable[..., Any], *values: Sequence[Any]) -> Tensors:
-    """Apply a function to the first values of some sequences, then to the second, …; None stays None."""
-    return tuple(
-        None if any(one is None for one in ones) else function(*ones) for ones in zip(*values, strict=True)
-    )
+    """Apply a function to the first values of some sequences, then to the second, and so on.
+
+    Where one of the values is None, the result is None.
+    """
+    results = []
+    for ones in zip(*values, strict=True):
+        is_there = all(one is not None for one in ones)
+        results.append(function(*ones) if is_there else None)
+    return tuple(results)

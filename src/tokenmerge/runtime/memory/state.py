@@ -7,7 +7,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Collection, Hashable, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -166,6 +166,12 @@ def _drop(calls: Collection[int] | None, *dictionaries: dict[Any, Any]) -> None:
                 del cached[key]
 
 
+class RunningStack(Protocol):
+    """A stack of blocks that runs in a call, as :mod:`tokenmerge.runtime.blocks.stack` makes it."""
+
+    blocks: int  # that have run
+
+
 class ThreadState:
     """What belongs to a thread that calls a patched model, as its running call or the last one left it."""
 
@@ -180,7 +186,7 @@ class ThreadState:
         # By call and level, the tokens that the first block of the level was called with.
         self.spans: dict[tuple[int, int, int], Tensor] = {}
         self.numbers: dict[tuple[int, torch.device], Tensor] = {}  # see ``steps.step_tracker.step_seed``
-        self.stack: Any = None  # the tokenmerge.runtime.blocks.stack.Stack that runs; None: there is none
+        self.stack: RunningStack | None = None  # of blocks, if one runs
         self.ran: set[str] = set()  # parts of the model that the running call has run, "deep" and "finest"
 
 
