@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.ops.once import once
 from tokenmerge.ops.plan import Plan
 from tokenmerge.ops.sized_attention import Bias, attend_without_mask, choose_bias
@@ -158,7 +158,7 @@ def _pays(merging: TimedMerging, side: int, ratio: float) -> bool:
     config = ToMeConfig(ratio=ratio, planner="tiled")
     x = noise(batch, n, channels)
     change = run(x)
-    make_plan = partial(PLANNERS["tiled"], x, (1, side, side), int(n * ratio), config, step)
+    make_plan = partial(PLANNERS["tiled"], x, (1, side, side), config.removed_of(n), config, step)
     plan = make_plan()
     merged = plan.merge(x)
 
@@ -249,7 +249,8 @@ def _key(merging: TimedMerging, ratio: float) -> str:
     """Return all that a measurement depends on, as text."""
     device, dtype, scope, _, batch, channels, heads, blocks = merging
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    sizes = dict.fromkeys(merging.bias(side**2 - int(side**2 * ratio)).value for side in SIDES)
+    removed_of = MergeSettings(ratio=ratio).removed_of
+    sizes = dict.fromkeys(merging.bias(side**2 - removed_of(side**2)).value for side in SIDES)
     return (
         f"{device.type} {name}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}, "
         f"batch {batch}, {heads} × {channels // heads} channels, {blocks} blocks a plan, scope {scope}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any, TypeVar
 
@@ -102,17 +103,10 @@ def remove_patch(model: Model) -> Model:
     return model
 
 
-def apply_tome(
-    model: Model,
-    ratio: float = 0.5,
-    max_downsample: int = 1,
-    sx: int = 2,
-    sy: int = 2,
-    use_rand: bool = True,
-    merge_attn: bool = True,
-    merge_crossattn: bool = False,
-    merge_mlp: bool = False,
-) -> Model:
+_SIGNATURE = inspect.signature(apply_patch)
+
+
+def apply_tome(model: Model, *arguments: Any, **named: Any) -> Model:
     """Speed up a diffusion model in place, with the meaning of ppdiffusers' ``pipe.apply_tome``.
 
     The arguments, the result and the errors are those of :func:`apply_patch`, except for the highest ratio.
@@ -120,6 +114,11 @@ def apply_tome(
     Raises:
         ConfigError: the ratio is 1 − 1/(sx·sy) or more.
     """
-    ratio, sx, sy = map(_number, (ratio, sx, sy))
+    given = _SIGNATURE.bind(model, *arguments, **named)
+    given.apply_defaults()
+    ratio, sx, sy = (_number(given.arguments[name]) for name in ("ratio", "sx", "sy"))
     check_below_highest_ratio(ratio, sx, sy)
-    return apply_patch(model, ratio, max_downsample, sx, sy, use_rand, merge_attn, merge_crossattn, merge_mlp)
+    return apply_patch(*given.args)
+
+
+apply_tome.__signature__ = _SIGNATURE  # type: ignore[attr-defined]

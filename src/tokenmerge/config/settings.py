@@ -199,6 +199,14 @@ class MergeSettings(Value):
     threshold: float = 0.9
     proportional: bool = False
 
+    def removed_of(self, tokens: int) -> int:
+        """Return how many of so many tokens the ratio removes: ratio · n, rounded down.
+
+        >>> MergeSettings(ratio=0.3).removed_of(64)
+        19
+        """
+        return int(tokens * self.ratio)
+
     @property
     def merges(self) -> bool:
         """Whether any image of a sequence may merge."""

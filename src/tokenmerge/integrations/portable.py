@@ -100,7 +100,7 @@ def num_removed(grid: tuple[int, int], settings: MergeSettings) -> int:
     """Return the number of tokens removed: ratio · n, rounded down, but ``"uniform"`` removes each source."""
     n = grid[0] * grid[1]
     cells = (grid[0] // settings.sy) * (grid[1] // settings.sx)
-    r = int(n * settings.ratio) if cells and n >= settings.min_tokens else 0
+    r = settings.removed_of(n) if cells and n >= settings.min_tokens else 0
     return n - cells if r and settings.planner == "uniform" else r
 
 

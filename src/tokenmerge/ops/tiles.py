@@ -14,6 +14,10 @@ from tokenmerge.ops.once import WITHOUT_LAUNCHES, first_rows, made_once, once
 from tokenmerge.ops.partition import Sides, num_destinations, num_tokens, whole_cells, with_destinations
 from tokenmerge.ops.plan import MergePlan, make_plan, plan_of_rows
 
+# Sides of a tile in cells, by the number of axes of the grid: images have two, videos three. Each source is
+# compared with the destinations of a window twice as long: up to 32 × 32 cells, or 4 × 16 × 16 over time. So
+# planning is linear in the tokens.
+SIDES = {2: (16, 16), 3: (2, 8, 8)}
 # A grid, a cell and the sides of a box, as for :func:`tiled_matching`, and the number of sources.
 _Cut = tuple[Sides, Sides, Sides, int]
 

@@ -37,7 +37,7 @@ def num_removed(grid: Sequence[int], settings: MergeSettings) -> int:
     parts, part = split(grid, settings)
     if num_tokens(grid) < settings.min_tokens or not num_destinations(part, cell_of(part, settings)):
         return 0
-    return parts * int(num_tokens(part) * settings.ratio)
+    return parts * settings.removed_of(num_tokens(part))
 
 
 def split(grid: Sequence[int], settings: MergeSettings) -> tuple[int, Sides]:

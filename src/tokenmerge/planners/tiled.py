@@ -7,12 +7,8 @@ from torch import Tensor
 from tokenmerge.config import MergeSettings
 from tokenmerge.ops.partition import Sides
 from tokenmerge.ops.plan import Plan
-from tokenmerge.ops.tiles import tiled_plan
+from tokenmerge.ops.tiles import SIDES, tiled_plan
 from tokenmerge.planners.sequences import cell_of, partition
-
-# Sides of a tile in cells, for images and for videos. Each source is compared with the destinations of a
-# window twice as long: up to 32 × 32 cells, or 4 × 16 × 16 over time. So planning is linear in the tokens.
-SIDES = {2: (16, 16), 3: (2, 8, 8)}
 
 
 def plan_tiled(features: Tensor, grid: Sides, r: int, settings: MergeSettings, step: Tensor) -> Plan:

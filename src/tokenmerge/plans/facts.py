@@ -12,13 +12,10 @@ from typing import Any, Literal, NamedTuple
 from tokenmerge.config import ToMeConfig
 from tokenmerge.models.base import Host
 from tokenmerge.models.work import Part, PlanningWork, Share, Work, work_of
-from tokenmerge.ops.tiles import boxes_along, window_of
+from tokenmerge.ops.tiles import SIDES, boxes_along, window_of
 from tokenmerge.plans import policy
 
 ModelClass = Literal["unet", "transformer", "other"]
-# The longest side of a box of cells whose tokens are compared with those of a window around it, as in the
-# planner "tiled".
-_BOX = 16
 _DENSE = ToMeConfig(ratio=0.0)
 
 
@@ -183,7 +180,7 @@ def _merges(facts: RunFacts, merging: ToMeConfig, own: Share | PlanningWork) -> 
 
 def _of_share(facts: RunFacts, merging: ToMeConfig, share: Share) -> float:
     tokens = facts.tokens(share.level)
-    removed = int(tokens * merging.ratio) if _merges(facts, merging, share) else 0
+    removed = merging.removed_of(tokens) if _merges(facts, merging, share) else 0
     return share.amount.at(tokens - removed)
 
 
@@ -194,23 +191,23 @@ def _of_plan(facts: RunFacts, merging: ToMeConfig, plan: PlanningWork) -> float:
     frames, rows, columns = facts.grid
     cells_down = -(-rows // plan.level) // merging.sy
     cells_across = -(-columns // plan.level) // merging.sx
-    pairs = frames * _compared(cells_down) * _compared(cells_across)
+    side_down, side_across = SIDES[2]
+    pairs = frames * _compared(cells_down, side_down) * _compared(cells_across, side_across)
     plans = 1 if merging.merge_sharing.blocks else plan.blocks
     return float(plans * (merging.sx * merging.sy - 1) * pairs * plan.channels)
 
 
-def _compared(cells: int) -> int:
+def _compared(cells: int, side: int) -> int:
     """Return the number of pairs of cells that are compared along an axis.
 
-    The cells of each box are compared with those of the window around it.
+    The cells of each box, of at most ``side`` cells, are compared with those of the window around it. On an
+    accelerator, smaller boxes and windows are filled up to the size of the largest ones.
 
-    On an accelerator, smaller boxes and windows are filled up to the size of the largest ones.
-
-    >>> _compared(12), _compared(16), _compared(24), _compared(64)
-    (144, 256, 480, 2048)
+    >>> [_compared(cells, 16) for cells in (12, 16, 24, 64)]
+    [144, 256, 480, 2048]
     """
-    boxes = boxes_along(cells, _BOX)
-    windows = [window_of(box, cells, _BOX) for box in boxes]
+    boxes = boxes_along(cells, side)
+    windows = [window_of(box, cells, side) for box in boxes]
     longest_box = max(end - start for start, end in boxes)
     longest_window = max(end - start for start, end in windows)
     return len(boxes) * longest_box * longest_window
