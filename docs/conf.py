@@ -73,21 +73,20 @@ def _link_to_files(app: Any, page: str, content: list[str]) -> None:
 
 # The pages hold no directives, so that they can be read on a code host too. These are added while the site is built.
 _CONTENTS = json.loads(Path(__file__).with_name("contents.json").read_text(encoding="utf-8"))
-# Pages that are a file of the repository as a whole, or have a part of one.
+# Pages that are a file of the repository.
 _FILES = {"changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md", "upgrading": "UPGRADING.md"}
-_INCLUDE = "```{{include}} ../{file}\n:relative-docs: docs/\n:relative-images:\n{more}```\n"
-_ARCHITECTURE = ":start-after: <!-- architecture -->\n:end-before: <!-- end of architecture -->\n"
-_INCLUDED = re.compile(r"<!-- included -->\n.*?<!-- end -->\n", flags=re.DOTALL)
+_INCLUDE = "```{{include}} ../{file}\n:relative-docs: docs/\n:relative-images:\n```\n"
 _DOCUMENTED = re.compile(r"<!-- documented -->\n(.*?)<!-- end -->\n", flags=re.DOTALL)
-_OBJECT = re.compile(r"- (function|class|module) `([\w.]+)`(?: and (its members|what is in it)|: (.*))?")
+_OBJECT = re.compile(
+    r"- (function|class|module) `([\w.]+)`(?: and (its members|all its members|what is in it)|: (.*))?"
+)
 
 
 def _add_directives(app: Any, page: str, content: list[str]) -> None:
     """Put the table of contents, included files and documented objects into a page."""
     if page in _FILES:
-        content[0] = _INCLUDE.format(file=_FILES[page], more="")
-    text = _INCLUDED.sub(_INCLUDE.format(file="CONTRIBUTING.md", more=_ARCHITECTURE), content[0])
-    text = _DOCUMENTED.sub(_documented, text)
+        content[0] = _INCLUDE.format(file=_FILES[page])
+    text = _DOCUMENTED.sub(_documented, content[0])
     for group in _CONTENTS.get(page, ()):
         caption = f":caption: {group['caption']}\n" if group["caption"] else ""
         pages = "\n".join(group["pages"])
@@ -106,6 +105,8 @@ def _documented(found: re.Match[str]) -> str:
         lines.append(f".. auto{kind}:: {path}")
         if members:
             lines.append("   :members:")
+        if members == "all its members":
+            lines.append("   :inherited-members:")
         if names:
             lines.append(f"   :members: {names.replace('`', '')}")
             lines.append("   :show-inheritance:")

@@ -242,6 +242,32 @@ def test_the_files_that_the_documents_link_to_are_there():
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+# A link to a file of Python, and behind it the names of what is defined there.
+_NAMED = re.compile(r"\]\(([\w./]+\.py)\):((?:,? `[\w.]+`)+)")
+
+
+def defined_in(file: Path) -> set[str]:
+    """The functions and classes of a file, and the methods of its classes, as ``Class.method``."""
+    found = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{own.name}" for own in node.body if isinstance(own, ast.FunctionDef)}
+    return found
+
+
+def test_the_functions_that_the_documents_name_are_there():
+    named = 0
+    for document in PRESENT:
+        for target, names in _NAMED.findall(document.read_text(encoding="utf-8")):
+            defined = defined_in(document.parent / target)
+            for name in _INLINE.findall(names):
+                named += 1
+                assert name in defined, f"{document.name}: {target} defines no {name}"
+    assert named > 40  # docs/architecture.md has a file and a function at each stop
+
+
 def test_every_method_is_described():
     methods = ROOT / "docs" / "methods"
     listed = (methods / "planners.md").read_text(encoding="utf-8")
