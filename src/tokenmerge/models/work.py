@@ -91,12 +91,10 @@ def work_of(host: Host, text: int | None = None) -> Work:
     """
     words = _words(host) if text is None else text
     found: dict[tuple[Part, int, Scopes], Amount] = defaultdict(Amount)
-    # The block that a module lies in, and its path there.
-    within = {
-        f"{block.path}.{inner}": (block, inner)
-        for block in host.blocks
-        for inner, _ in block.module.named_modules(remove_duplicate=False)
-    }
+    within = {}  # by the path of a module, the block that it lies in, and its path there
+    for owner in host.blocks:
+        for inner, _ in owner.module.named_modules(remove_duplicate=False):
+            within[f"{owner.path}.{inner}"] = (owner, inner)
     for path, module in host.root.named_modules(remove_duplicate=False):
         number = 0 if module._modules else _weights(module)
         if number == 0:
@@ -105,9 +103,9 @@ def work_of(host: Host, text: int | None = None) -> Work:
         level = block.level if block else _level_at(host, path)
         scopes = _scopes(block, inner.partition(".")[0] in _names(block, "attn1"))
         found[_part(host, path, block), level, scopes] += _of_weights(host, block, inner, number, words)
-    for block in host.blocks:
-        for amount, scopes in _attention(host, block, words):
-            found[_part(host, block.path, block), block.level, scopes] += amount
+    for owner in host.blocks:
+        for amount, scopes in _attention(host, owner, words):
+            found[_part(host, owner.path, owner), owner.level, scopes] += amount
     return Work(tuple(Share(*place, amount) for place, amount in found.items()), tuple(_plans(host)))
 
 
@@ -168,8 +166,10 @@ def _of_weights(host: Host, block: Block | None, inner: str, number: int, words:
 
 
 def _is_on_text(block: Block | None, inner: str) -> bool:
-    cross = tuple(f"{name}.{weights}" for name in _names(block, "attn2") for weights in ("to_k", "to_v"))
-    return any(name in inner for name in _ON_TEXT) or inner.startswith(cross)
+    if any(name in inner for name in _ON_TEXT):
+        return True
+    cross = [name for name in _names(block, "attn2") if inner.startswith(f"{name}.")]
+    return any(inner.startswith((f"{name}.to_k", f"{name}.to_v")) for name in cross)
 
 
 def _joins_text(host: Host, block: Block) -> bool:
@@ -208,5 +208,8 @@ def _plans(host: Host) -> Iterator[PlanningWork]:
     for blocks in found.values():
         scopes = Scopes().union(*(_scopes(block, bool(_names(block, "attn1"))) for block in blocks))
         parts = frozenset(_part(host, block.path, block) for block in blocks)
-        first = next((getattr(block.module, layer.name) for block in blocks for layer in block.layers), None)
-        yield PlanningWork(parts, blocks[0].level, _channels(first), scopes, len(blocks))
+        layers = []
+        for block in blocks:
+            layers += [getattr(block.module, layer.name) for layer in block.layers]
+        channels = _channels(layers[0]) if layers else 0
+        yield PlanningWork(parts, blocks[0].level, channels, scopes, len(blocks))

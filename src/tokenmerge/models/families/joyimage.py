@@ -52,7 +52,9 @@ def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     if not is_a(root, _PLUS):
         # Images [b, image, c, f, h, w] of one size, or one image [b, c, f, h, w].
         shape = arguments["hidden_states"].shape
-        return (in_tokens(shape[-3:], root.config),) * (shape[1] if len(shape) == 6 else 1)
+        images = shape[1] if len(shape) == 6 else 1
+        grid = in_tokens(shape[-3:], root.config)
+        return tuple(grid for _ in range(images))
     shapes = arguments["shape_list"]
     first, *others = (tuple((frames, rows, columns) for frames, rows, columns in own) for own in shapes)
     if any(own != first for own in others):
@@ -79,5 +81,5 @@ def _of_plus(root: Any, zeros: Blank, height: int, width: int, references: Sizes
     patches = sum(rows * columns for _, rows, columns in shapes)
     return {
         "hidden_states": zeros(patches, root.config.in_channels, *patch),
-        "shape_list": [shapes] * zeros.batch,
+        "shape_list": [shapes for _ in range(zeros.batch)],
     }

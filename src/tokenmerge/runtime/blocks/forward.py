@@ -65,13 +65,15 @@ def layer_call(original: HostMethod) -> Callable:
         if state is None or running is None or running.is_dense or state.threads.value.cache.dense:
             return original.of(self)(*args, **kwargs)
         call = HostCall(original.of(self), original.names(), args, kwargs)
-        settings, layer = running.settings, state.layer
+        settings = running.settings
+        layer = state.layer
         if not takes_part(layer, settings) or not _fits(call, layer, running):
             return call.result()
         weighs = settings.proportional and layer.kind == "attn1" and layer.own_keys
 
         def merged(plan: Plan) -> Any:
-            images, pictures = len(plan.keep), 1
+            images = len(plan.keep)
+            pictures = 1
             if not layer.layout.batched:
                 pictures = pictures_of(state.block.model.threads.value.context, images)
             with ProportionalAttention(plan, layer.layout, state.block) if weighs else nullcontext():
@@ -101,7 +103,9 @@ def takes_part(layer: Layer, settings: MergeSettings) -> bool:
 
 def _fits(call: HostCall, layer: Layer, running: BlockMerge) -> bool:
     """Return whether a layer is called with the tokens of the plan, and not with a part, as in chunks."""
-    tokens, images, n = call.argument(call.names[0]), running.images, running.tokens
+    tokens = call.argument(call.names[0])
+    images = running.images
+    n = running.tokens
     if running.settings.scope == "block" and running.plan is not None:
         images, n = running.plan.keep.shape
     return tokens.shape[0] == images and tokens.shape[1] >= n and not call.has(layer.layout.dense_if)
@@ -125,10 +129,12 @@ def _block(state: BlockState, call: HostCall) -> Any:
     try:
         if block.running is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             tokens = state.layout.tokens_of(call)  # with which gradient checkpointing runs it again
-            block.running = state.calls[tokens] = state.calls.get(tokens) or active_call(state, call)
+            block.running = state.calls.get(tokens) or active_call(state, call)
+            state.calls[tokens] = block.running
         elif block.running is None:
             block.running = active_call(state, call)
-        settings, running = block.running.settings, block.running
+        settings = block.running.settings
+        running = block.running
         layout = state.block_layout if settings.scope == "block" else None
         if layout is None or running.is_dense or running.merges_in_stack:
             return call.result()
@@ -152,7 +158,8 @@ def _exact_or_corrected(
     plan = running.plan
     if plan is not None and not block.model.threads.value.context.decision.corrects:
         return merged(plan)
-    residuals, number = state.threads.value.cache.residuals, block.call
+    residuals = state.threads.value.cache.residuals
+    number = block.call
     before = residuals.get(number)
     if plan is None:
         result = call.result()
@@ -208,7 +215,8 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
             try:
                 return call.result()
             finally:
-                block.running, block.counted = None, False
+                block.running = None
+                block.counted = False
 
         return with_caches(state, call, run_graph)
 

@@ -62,7 +62,8 @@ def merged_call(
     and are those of the merged token.
     """
     tokens = layout.tokens_of(call)
-    n, m = plan.inverse.shape[1], plan.keep.shape[1]
+    n = plan.inverse.shape[1]
+    m = plan.keep.shape[1]
     whole = _with_text(layout, plan, tokens.shape[1] - n)
     if whole is None:
         merged = image_replaced(layout, tokens, n, lambda image: combined(plan, image, combine))
@@ -104,7 +105,8 @@ def with_change(
     A ``correction`` R ``[b, n, c]`` is what they added to the image in the step before. It gives back
     R − U M R, which merging loses. M merges and U unmerges.
     """
-    n, m = plan.inverse.shape[1], plan.keep.shape[1]
+    n = plan.inverse.shape[1]
+    m = plan.keep.shape[1]
     image = layout.image(start, n)
     if correction is None:
         base = image
@@ -123,7 +125,8 @@ def keyed_call(attention: nn.Module, call: HostCall, state: LayerState, plan: Pl
             f"{state.path}: scope='keys' needs keys and values projected apart from the queries, and "
             "they are fused; call unfuse_qkv_projections(), or take scope='layers'"
         )
-    layout, keys = state.layer.layout, state.layer.keys
+    layout = state.layer.layout
+    keys = state.layer.keys
     assert keys is not None
     merged = combined(plan, layout.tokens_of(call), combine)
     return _following(call, layout, plan, combine).replaced(keys, merged).result()
@@ -216,7 +219,8 @@ def added_to_image(layout: Layout, result: Any, base: Tensor | float, n: int) ->
 def _following(call: HostCall, layout: Layout, plan: Plan, combine: str, pictures: int = 1) -> HostCall:
     """Return the call with the arguments that have an entry for each token cut down to the merged tokens."""
     for argument in layout.token_arguments:
-        value, element = call.argument(argument.name), argument.element
+        value = call.argument(argument.name)
+        element = argument.element
         if value is None:
             continue
         follow: Callable[..., Any]
@@ -285,7 +289,8 @@ def _at_kept_tokens(
             )
         index = once(plan.keep, ("entries", text, layout.text), partial(_entries, plan, text, layout))
         if argument.batched:
-            along, shape = [1] * value.ndim, list(value.shape)
+            along = [1] * value.ndim
+            shape = list(value.shape)
             along[0], along[axis] = index.shape
             shape[axis] = index.shape[1]
             value = value.gather(axis, index.view(along).expand(shape))

@@ -24,16 +24,20 @@ from tokenmerge.runtime.memory.state import BlockState, CallContext, RecordedPla
 
 def sequence_in(state: BlockState, settings: MergeSettings) -> TokenSequence:
     """Return the images in the tokens of a block: those of the sequence, or of this device's part."""
-    shard, sequence = state.model.threads.value.shard, sequence_of(state.grids, settings)
+    shard = state.model.threads.value.shard
+    sequence = sequence_of(state.grids, settings)
     return sequence if shard is None else sequence_of_part(sequence.pictures, shard.index, shard.parts)
 
 
 def active_call(state: BlockState, call: HostCall) -> BlockMerge:
     """Find out what the running call of a block merges, and refuse an input of fewer tokens than its grid."""
-    thread, settings, whole = state.model.threads.value, state.settings, state.block_layout
+    thread = state.model.threads.value
+    settings = state.settings
+    whole = state.block_layout
     if not state.merges or (settings.scope == "block" and (whole is None or call.has(whole.dense_if))):
         return BlockMerge(settings)
-    x, sequence = state.layout.tokens_of(call), sequence_in(state, settings)
+    x = state.layout.tokens_of(call)
+    sequence = sequence_in(state, settings)
     if x.shape[1] < sequence.tokens:
         shown = " + ".join(" × ".join(map(str, picture.grid)) for picture in sequence.pictures)
         raise UnsupportedModelError(
@@ -52,13 +56,19 @@ def active_call(state: BlockState, call: HostCall) -> BlockMerge:
 
 def _plan_of(state: BlockState, sequence: TokenSequence, call: HostCall, x: Tensor) -> Plan:
     """Return the plan for a block's input ``x``, of which some tokens merge: a cached one, or a new one."""
-    model, block, layout, n = state.model, state.threads.value, state.layout, sequence.tokens
-    context, start = model.threads.value.context, layout.start_of(call, n) if layout.padding else None
-    plans, number = block.cache.plans, (context.plan_call, block.number)
+    model = state.model
+    block = state.threads.value
+    layout = state.layout
+    n = sequence.tokens
+    context = model.threads.value.context
+    start = layout.start_of(call, n) if layout.padding else None
+    plans = block.cache.plans
+    number = (context.plan_call, block.number)
     plan = plans.get(number) if context.caches_plans else None
     if plan is None or plan.inverse.shape != (x.shape[0], n):
         with torch.no_grad():  # gradient checkpointing does not plan again, and must save as many tensors
-            features, settings = layout.image(x, n, start), context.settings[state.level]
+            features = layout.image(x, n, start)
+            settings = context.settings[state.level]
             if settings.features in CACHED_FEATURES:
                 features = _compared(state, settings.features, x, features, start)
             plan = _new_plan(state, settings.planner, sequence, features)
@@ -70,7 +80,8 @@ def _plan_of(state: BlockState, sequence: TokenSequence, call: HostCall, x: Tens
 
 def note_plan(state: BlockState, settings: MergeSettings) -> None:
     """Note the plan by which a block runs on merged tokens, which the first block of its stack has made."""
-    context, block = state.model.context, state.threads.value
+    context = state.model.context
+    block = state.threads.value
     plan = block.cache.plans.get((context.plan_call, block.number))
     if plan is not None:
         _note(state, sequence_in(state, settings), plan)
@@ -82,14 +93,17 @@ def _note(state: BlockState, sequence: TokenSequence, plan: Plan) -> None:
     if model.record is not None:
         first, *others = (picture.grid for picture in sequence.pictures)
         model.record[state.path] = RecordedPlan(plan, first, tuple(others))
-    step_log, log = model.context.step_log, model.threads.value.memory.log
+    step_log = model.context.step_log
+    log = model.threads.value.memory.log
     if step_log is not None and log is not None and not torch.compiler.is_compiling():
         log.observe(step_log.note_plan, sequence.tokens, plan.keep.shape[1])
 
 
 def _new_plan(state: BlockState, planner: str, sequence: TokenSequence, features: Tensor) -> Plan:
     """Plan for the tokens of a block: once for the copies of a sample that guidance compares."""
-    context, images, repeats = state.model.threads.value.context, len(features), 1
+    context = state.model.threads.value.context
+    images = len(features)
+    repeats = 1
     compares = planner not in COMPARES_NOTHING
     if compares and context.copies_equal is not None and images % context.guidance_copies == 0:
         equal = context.copies_equal.to(features.device)
@@ -101,7 +115,8 @@ def _new_plan(state: BlockState, planner: str, sequence: TokenSequence, features
     if planner in GUIDED_PLANNERS and importance is None:
         planner = "tome"
     # The seed is on the sample's device; blocks of a model on several devices may be elsewhere.
-    seed, also = context.seed.to(features.device), () if importance is None else (importance,)
+    seed = context.seed.to(features.device)
+    also = () if importance is None else (importance,)
     plan = plan_pictures(PLANNERS[planner], features, sequence.pictures, seed, *also)
     return plan if repeats == 1 else plan.repeated(repeats)
 
@@ -116,8 +131,9 @@ def pictures_of(context: CallContext, images: int) -> int:
 
 
 def _importance(state: BlockState, features: Tensor) -> Tensor | None:
-    """Return how much guidance changed each token ``[b, n]`` in the last step; None: it is not known yet."""
-    change, shard = state.model.context.guidance_difference, state.model.threads.value.shard
+    """Return how much guidance changed each token ``[b, n]`` in the last step, or None before it is known."""
+    change = state.model.context.guidance_difference
+    shard = state.model.threads.value.shard
     if change is None:
         return None
     importance = importance_of_tokens(change, *state.grids)
@@ -141,7 +157,7 @@ def _compared(state: BlockState, features: str, x: Tensor, image: Tensor, start:
     """Return what planners compare: what was added in the step before, or the image where that is unknown.
 
     ``x`` ``[b, text + n + padding, c]`` is the input of a block, and ``image`` ``[b, n, c]`` the image in it,
-    which begins at ``start`` ``[b]``; None: where the layout says.
+    which begins at ``start`` ``[b]``, or where the layout says.
     """
     # Under gradients nothing is cached, and what was cached before is not used.
     if torch.compiler.is_compiling() or (state.level, features) not in state.model.context.caches_features:
@@ -164,7 +180,8 @@ def caches_residual(state: BlockState) -> bool:
 def with_cached_residual(state: BlockState, run: Callable[[HostCall], Any], call: HostCall) -> Any:
     """Return the result of a block, which ``run`` returns; cache what it adds to the image."""
     residuals = state.threads.value.cache.residuals
-    before, n = residuals.get(state.call), sequence_in(state, state.settings).tokens
+    before = residuals.get(state.call)
+    n = sequence_in(state, state.settings).tokens
     start = state.layout.start_of(call, n)
     image = state.layout.image(state.layout.tokens_of(call), n, start)
     result = run(call)

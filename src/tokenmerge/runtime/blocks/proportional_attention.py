@@ -88,7 +88,9 @@ class ProportionalAttention:
     """
 
     def __init__(self, plan: Plan, layout: Layout, block: BlockState) -> None:
-        self.sizes, self.layout, self.block = plan.sizes, layout, block
+        self.sizes = plan.sizes
+        self.layout = layout
+        self.block = block
         self._images_seen = 0
         self._around: ProportionalAttention | None = None
 
@@ -99,7 +101,8 @@ class ProportionalAttention:
 
     def attend_fused(self, attention: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
         """Return the result of PyTorch's attention, called with the arguments ``given`` and a bias."""
-        key, mask = given["key"], given.get("attn_mask")
+        key = given["key"]
+        mask = given.get("attn_mask")
         sizes = self._sizes_of(len(key), key.shape[-2])
         if sizes is None:
             return attention(**given)
@@ -114,7 +117,7 @@ class ProportionalAttention:
         """Return the result of a kernel that takes no mask, called with the arguments ``given``.
 
         ``query``, ``key`` and ``value`` are ``[b, n, heads, d]`` or ``[b · heads, n, d]``. The largest d that
-        the kernel takes with a ``scale`` is ``largest_head``; 0: it takes none.
+        the kernel takes with a ``scale`` is ``largest_head``, or 0 if it takes none.
         """
         sizes = self._sizes_of(*given["key"].shape[:2])
         if sizes is None:
@@ -128,9 +131,10 @@ class ProportionalAttention:
         return attend_by_values(call, query, key, value, sizes)
 
     def _sizes_of(self, batch: int, tokens: int) -> Tensor | None:
-        """``[batch, tokens]``: how often each key counts; None: these are not the keys of the plan."""
+        """Return how often each key counts, ``[batch, tokens]``, or None for other keys than the plan's."""
         images, m = self.sizes.shape
-        text, first = tokens - m, self._images_seen
+        text = tokens - m
+        first = self._images_seen
         seen = 1 if batch == 1 else images  # hosts whose texts differ in length attend image by image
         if text < 0 or batch % seen:
             return None
@@ -148,7 +152,8 @@ class ProportionalAttention:
 
     def __enter__(self) -> None:
         running = _of_thread.value
-        self._around, running.attention = running.attention, self
+        self._around = running.attention
+        running.attention = self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         _of_thread.value.attention = self._around

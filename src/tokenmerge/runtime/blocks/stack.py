@@ -175,9 +175,13 @@ def _settings_of_merge(state: BlockState, call: HostCall) -> MergeSettings | Non
 
 def call_in_stack(state: BlockState, call: HostCall, run: Run) -> Any:
     """Return the result of a block in a stack, which merges, is corrected and is skipped as one."""
-    context, thread, block = state.model.context, state.model.threads.value, state.threads.value
-    tokens, text = state.layout.tokens_of(call), call.argument("encoder_hidden_states")
-    residuals, number = block.cache.skippable, state.call
+    context = state.model.context
+    thread = state.model.threads.value
+    block = state.threads.value
+    tokens = state.layout.tokens_of(call)
+    text = call.argument("encoder_hidden_states")
+    residuals = block.cache.skippable
+    number = state.call
     known = residuals.get(number)
     assert known is None or isinstance(known, StackResidual)
     if context.decision.deep is not None and known is not None and state.caches_residuals:
@@ -188,15 +192,20 @@ def call_in_stack(state: BlockState, call: HostCall, run: Run) -> Any:
         tokens = plain(tokens)
         end_stack(thread)
         stack = _begin(state, _with_tokens(state, call, tokens), tokens, text, settings)
-    made = residuals[number] = stack.made if stack.blocks == 0 else StackResidual()
+    made = stack.made if stack.blocks == 0 else StackResidual()
+    residuals[number] = made
     try:
         result = run(_prepared(state, stack, call))
     finally:
         block.running = None
     place = state.image_place
-    image, other = (result, None) if isinstance(result, Tensor) else (result[place], result[1 - place])
-    made.single, made.no_text = isinstance(result, Tensor), other is None
-    stack.value, stack.last, stack.blocks = image, state, stack.blocks + 1
+    image = result if isinstance(result, Tensor) else result[place]
+    other = None if isinstance(result, Tensor) else result[1 - place]
+    made.single = isinstance(result, Tensor)
+    made.no_text = other is None
+    stack.value = image
+    stack.last = state
+    stack.blocks += 1
     if other is not None:
         stack.text_value = other
     ends = state.is_last or state.is_read_between or state.path in thread.memory.read_between
@@ -222,7 +231,8 @@ def end_stack(thread: ThreadState) -> Tensor | None:
     thread.stack = None
     if stack is None or stack.last is None:
         return None
-    decision, layout = stack.first.model.context.decision, stack.layout
+    decision = stack.first.model.context.decision
+    layout = stack.layout
     known = stack.before.residual if stack.before is not None else None
     # After a change of what belongs to the stack, what it added before is for other blocks.
     if known is not None and (stack.before is None or stack.before.blocks != stack.blocks):
@@ -255,11 +265,14 @@ def _begin(
     state: BlockState, call: HostCall, tokens: Tensor, text: Any, settings: MergeSettings | None
 ) -> Stack:
     """Begin a stack at a block that is called with these ordinary tokens."""
-    thread, context = state.model.threads.value, state.model.context
+    thread = state.model.threads.value
+    context = state.model.context
     known = state.threads.value.cache.skippable.get(state.call)
     assert known is None or isinstance(known, StackResidual)
     made = StackResidual(residual=None if known is None else known.residual)
-    plan, n, start_merged = None, tokens.shape[1], None
+    plan = None
+    n = tokens.shape[1]
+    start_merged = None
     if settings is not None:
         running = active_call(state, call)
         plan = running.plan
@@ -280,7 +293,8 @@ def _begin(
 
 def _prepared(state: BlockState, stack: Stack, call: HostCall) -> HostCall:
     """Return the call of a block with the tokens of its stack, and note for its layers what merges."""
-    block, layout = state.threads.value, state.block_layout or state.layout
+    block = state.threads.value
+    layout = state.block_layout or state.layout
     known = _from_the_stack(call, layout, stack)
     if stack.settings is None or stack.plan is None:
         if stack.settings is not None:
@@ -331,7 +345,8 @@ def _skipped(state: BlockState, known: StackResidual, tokens: Any, text: Any, di
 
 def _note_level(stack: Stack, tokens: Tensor, added: Tensor) -> None:
     """Note what all blocks of a level added to the image, if this stack has the last of them."""
-    thread, last = stack.thread, stack.last
+    thread = stack.thread
+    last = stack.last
     assert last is not None
     place = (*stack.number, last.level)
     start = thread.spans.get(place)

@@ -51,7 +51,7 @@ class LeftAlone(NamedTuple):
 
     config: ToMeConfig = ToMeConfig()
     dense: frozenset[str] = frozenset()  # paths of blocks and layers that do not merge
-    note: str = ""  # says so in a line; empty: nothing changes
+    note: str = ""  # says so in a line; it is empty where nothing changes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,10 +73,10 @@ class CallContext:
     has_stacks: bool = False  # blocks merge once for a stack of them, or what a stack adds is cached
     decision: Decision = dataclasses.field(default_factory=Decision)
     guidance_copies: int = 1  # how many times the batch holds each sample, for as many prompts
-    # In a graph and on accelerators, whether it does hold equal samples; None: it does.
+    # In a graph and on accelerators, whether it does hold equal samples. Elsewhere it does, and this is None.
     copies_equal: Tensor | None = None
-    guidance_difference: Tensor | None = None  # what it changed in the last step's result; None: unknown
-    step_log: StepLog | None = None  # where blocks note what they merge; None: nobody asked for it
+    guidance_difference: Tensor | None = None  # what it changed in the last step's result
+    step_log: StepLog | None = None  # where blocks note what they merge, if somebody asked for it
 
 
 class Memory:
@@ -128,7 +128,7 @@ class Memory:
             self.log.drop_tensors()
 
     def forget(self, calls: Collection[int] | None = None) -> None:
-        """Drop all that is cached of the calls with some numbers; None: of all calls."""
+        """Drop all that is cached of the calls with some numbers, or of all calls."""
         self.tracker.forget(range(sys.maxsize) if calls is None else calls)
         if self.log is not None:
             _drop(calls, self.log.outputs)
@@ -137,13 +137,13 @@ class Memory:
         self.forget_results(calls)
 
     def forget_results(self, calls: Collection[int] | None) -> None:
-        """Drop the cached results of the calls with some numbers; None: of all calls."""
+        """Drop the cached results of the calls with some numbers, or of all calls."""
         _drop(calls, self.model_residuals)
         for cache in self.caches:
             _drop(calls, cache.residuals, cache.skippable)
 
     def forget_plans(self, calls: Collection[int] | None) -> None:
-        """Drop the plans of the calls with some numbers; None: of all calls."""
+        """Drop the plans of the calls with some numbers, or of all calls."""
         _drop(calls, *(cache.plans for cache in self.caches))
 
 
@@ -180,7 +180,9 @@ class ThreadState:
         # this thread has patched the model: others may be in the middle of a call.
         self.context = context
         self.grid = Grid()  # the model's finest token grid
-        self.shard: Shard | None = None  # of the sequence, that this process has; None: all of it
+        self.shard: Shard | None = (
+            None  # the part of the sequence that this process has, or None if it has all
+        )
         self.own_memory = Memory(groups)  # what is cached where settings do not follow the steps
         self.memory = Memory(())  # what the call caches
         # By call and level, the tokens that the first block of the level was called with.
@@ -214,7 +216,7 @@ class ModelState:
     pipeline: Pipeline
     dense_if_too_small: bool = False  # samples with too few tokens run dense, with a warning
     told: set[str] = dataclasses.field(default_factory=set)  # warnings already given
-    method: str = ""  # name of the settings, for messages; empty: the user gave them all
+    method: str = ""  # name of the settings, for messages, unless the user gave them all
     # What chooses the settings of each generation, or None where all have those of ``config``.
     default: Method | None = None
     parts: tuple[BlockState | LayerState | StageState, ...] = ()  # those that merge or are skipped
@@ -324,14 +326,14 @@ class BlockState:
     model: ModelState
     path: str
     level: int
-    grid: PerThread[Grid] | None  # noted by the module around it; None: that of the model
+    grid: PerThread[Grid] | None  # noted by the module around it, or None if it is that of the model
     layout: Layout
     block_layout: Layout | None
     merges: bool  # something of it merges at some step
     caches_residuals: bool  # it is skipped on some steps by itself, and not with its whole stage
     plans_first: bool  # it is the first of the blocks that share plans
     is_first: bool  # of its level
-    is_last: bool  # likewise
+    is_last: bool  # of its level
     is_read_between: bool  # more than the next block reads its result, as in a ControlNet
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
     # What its calls merged, by its input, for gradient checkpointing, which runs them again.
@@ -377,7 +379,7 @@ class StageState:
     path: str
     is_finest: bool  # it is at the finest level
     is_last: bool  # the modules that do run read its result
-    grid: PerThread[Grid] | None  # None: it has no blocks
+    grid: PerThread[Grid] | None  # None if it has no blocks
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
 
 

@@ -40,7 +40,8 @@ def mark_in(frame: FrameType) -> MarkRef:
     variables = frame.f_locals
     mark = variables.get(MARK)
     if mark is None:
-        mark = variables[MARK] = Mark()
+        mark = Mark()
+        variables[MARK] = mark
     return weakref.ref(mark)
 
 
@@ -48,13 +49,13 @@ def mark_in(frame: FrameType) -> MarkRef:
 class RunningGeneration:
     """A generation that a thread runs, from its first call of the model on."""
 
-    generation: weakref.ref[Generation] | None  # None: its steps are unknown
-    mark: MarkRef | None  # of the call of its pipeline; None: it is a loop of another kind
+    generation: weakref.ref[Generation] | None  # None if its steps are unknown
+    mark: MarkRef | None  # of the call of its pipeline, or None in a loop of another kind
     is_over: bool = False
     index: int = -1  # of the latest step
     is_last: bool = False  # whether that is the last one
     calls: int = 0  # of the model in this step so far
-    calls_before: int = 0  # likewise, in the step before
+    calls_before: int = 0  # of the model in the step before
 
     @property
     def runs(self) -> bool:
@@ -69,7 +70,8 @@ class RunningGeneration:
         if step is None:
             return
         if step.index != self.index:
-            self.index, self.is_last = step.index, step.index >= step.total - 1
+            self.index = step.index
+            self.is_last = step.index >= step.total - 1
             self.calls_before = self.calls
             self.calls = 0
         self.calls += 1
@@ -143,7 +145,8 @@ class Uses:
         ``pipe`` is the pipeline on the call stack, or None. As another generation begins in this thread,
         those of loops are over, and those of pipelines whose call has ended. Return the latter.
         """
-        use, ended = self._own.value, []
+        use = self._own.value
+        ended = []
         generation = None if step is None else step.generation
         running = next((one for one in use.generations if _is_of(one, generation)), None)
         if running is None:

@@ -23,15 +23,19 @@ from tokenmerge.runtime.steps.scheduler import DenoisingStep
 
 def phases_at(config: ToMeConfig, *levels: int) -> Phases:
     """Return what holds at some levels in each phase."""
-    return tuple((level, phase.at_level(level)) for level in levels for phase in config.phases())
+    found = []
+    for level in levels:
+        found += [(level, phase.at_level(level)) for phase in config.phases()]
+    return tuple(found)
 
 
 def merges_tokens(phases: Phases, *grids: GridShape) -> bool:
     """Return whether a call with these finest grids of (frames, rows, columns) has tokens to merge."""
-    return any(
-        sequence_of([(f, -(-h // level), -(-w // level)) for f, h, w in grids], settings).removed > 0
-        for level, settings in phases
-    )
+    for level, settings in phases:
+        grids_of_level = [(f, -(-h // level), -(-w // level)) for f, h, w in grids]
+        if sequence_of(grids_of_level, settings).removed > 0:
+            return True
+    return False
 
 
 def check_grid(phases: Phases, *grids: GridShape, method: str = "") -> None:
@@ -50,7 +54,9 @@ def check_grid(phases: Phases, *grids: GridShape, method: str = "") -> None:
             "and there is none in the sequence; raise ratio to merge the image that is being made"
         )
     frames, rows, columns = grids[0]
-    sides = (frames, -(-rows // level), -(-columns // level))[frames == 1 :]
+    sides = [-(-rows // level), -(-columns // level)]
+    if frames > 1:
+        sides.insert(0, frames)
     over_time = f" × st={settings.st}" if settings.st > 1 else ""
     cells = f"cells of sy={settings.sy} × sx={settings.sx}{over_time}"
     fewest = f" and min_tokens={settings.min_tokens}" if settings.min_tokens else ""
@@ -65,7 +71,9 @@ def check_grid(phases: Phases, *grids: GridShape, method: str = "") -> None:
 
 def check_call(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Refuse a call that does not fit the settings, and leave its finest token grids to the blocks."""
-    thread, call, compiling = state.threads.value, state.call, torch.compiler.is_compiling()
+    thread = state.threads.value
+    call = state.call
+    compiling = torch.compiler.is_compiling()
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise UnsupportedModelError(
             f"{type(root).__name__}: torch.jit.trace, which torch.onnx.export(dynamo=False) and "
@@ -128,9 +136,11 @@ def _check_shard(state: ModelState, root: nn.Module, shard: Shard, grids: Sequen
 
 def refuse_training(config: ToMeConfig, method: str) -> None:
     """Refuse settings that cache results between steps, in a call under gradients."""
-    given, off = config.reuse.given, "reuse.every=1"
+    given = config.reuse.given
+    off = "reuse.every=1"
     if not config.reuse.on:
-        given, off = f"correction.every={config.correction.every}", "correction.every=0"
+        given = f"correction.every={config.correction.every}"
+        off = "correction.every=0"
     if config.reuse.on or config.correction.on:
         raise ConfigError(
             f"{named(method, given)} caches results of one step for the next and is for generation: call "
@@ -142,7 +152,8 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
     """Warn about a generation that is dense: too few steps to merge or to skip, and too few tokens."""
     if state.default is not None:  # it says how much of a speed-up it can reach
         return
-    steps, grids = step.steps, state.threads.value.grid.shapes
+    steps = step.steps
+    grids = state.threads.value.grid.shapes
     counted = f"{steps} step{'s' if steps > 1 else ''}"
     of_steps = [rule for rule in config.rules if rule.of_steps]
     each = (config.at_step(index, steps) for index in range(steps))

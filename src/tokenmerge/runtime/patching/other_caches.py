@@ -49,7 +49,8 @@ def refuse_other_forward(root: nn.Module, config: ToMeConfig, method: str) -> No
     other = _other_forward(root) if config.reuse.on else None
     if other is None:
         return
-    name, function = type(root).__name__, function_of(other)
+    name = type(root).__name__
+    function = function_of(other)
     again = f"set {name}.forward to what it was"
     if vars(root).get("forward") is other:
         again = "del model.forward"
@@ -61,7 +62,7 @@ def refuse_other_forward(root: nn.Module, config: ToMeConfig, method: str) -> No
 
 
 def _other_forward(root: nn.Module) -> Any:
-    """Return what runs instead of the forward of a model; None: there is no such thing."""
+    """Return what runs instead of the forward of a model, or None if nothing does."""
     for forward in _forwards(root):
         package = _module_of(forward).partition(".")[0]
         if package in _CACHES or not (package in PACKAGES or _holds_forward(root, forward, _DEPTH)):
@@ -75,7 +76,8 @@ def _forwards(root: nn.Module) -> Iterator[Any]:
     holders = [own, *map(vars, getattr(own.get("_diffusers_hook"), "_fn_refs", ()))]
     for holder in holders:
         for name in ("forward", "_old_forward", "original_forward"):
-            if callable(forward := holder.get(name)):
+            forward = holder.get(name)
+            if callable(forward):
                 yield forward
     yield type(root).forward
 
@@ -106,15 +108,15 @@ def _holds_forward(root: nn.Module, code: Any, depth: int) -> bool:
 def _held_by(root: nn.Module, code: Any) -> list[Any]:
     """Return what a function or another object holds, by which it could call the forward of a model."""
     if isinstance(code, MethodType):
-        return [code.__func__, *([] if code.__self__ is root else [code.__self__])]
+        return [code.__func__] if code.__self__ is root else [code.__func__, code.__self__]
     if isinstance(code, functools.partial):
         return [code.func, *code.args, *code.keywords.values()]
     if isinstance(code, FunctionType):
         cells = [_content(cell) for cell in code.__closure__ or ()]
         names = code.__code__.co_names
-        named = [
-            holder[name] for holder in (code.__globals__, vars(root)) for name in names if name in holder
-        ]
+        named = []
+        for holder in (code.__globals__, vars(root)):
+            named += [holder[name] for name in names if name in holder]
         if "forward" in names:  # of the class, as in Model.forward(self, …), which a method on a model hides
             named.append(type(root).forward)
         return [*cells, *(code.__defaults__ or ()), *(code.__kwdefaults__ or {}).values(), *named]

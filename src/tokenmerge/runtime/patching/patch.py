@@ -96,9 +96,12 @@ def why_nothing_merges(host: Host, config: ToMeConfig) -> str:
             f"scope={config.scope!r} needs; take scope='layers'"
         )
     wanted = " or ".join(KINDS[kind] for kind in config.merged_layers)
-    reasons = dict.fromkeys(
-        b.dense[kind] for b in host.blocks for kind in config.merged_layers if kind in b.dense
-    )
+    reasons = []
+    for block in host.blocks:
+        for kind in config.merged_layers:
+            reason = block.dense.get(kind)
+            if reason is not None and reason not in reasons:
+                reasons.append(reason)
     return (
         f"nothing to merge: no transformer block of {name} has {wanted} that can merge; set merge_attn, "
         f"merge_crossattn or merge_mlp{''.join(f' ({reason})' for reason in reasons)}"
@@ -118,7 +121,8 @@ def hosts_that_merge(
     for what each model was made for. A denoiser, or a ControlNet without one, that would merge nothing is
     refused.
     """
-    merging, left_dense = [], []
+    merging = []
+    left_dense = []
     for host in hosts:
         try:
             check_host(host, config, (size or host.sample_size) if check_size else None, method)
@@ -151,7 +155,9 @@ def check_host(
         )
     if size is not None and not config.reuse.on:
         # Settings for reference images are for calls that have some.
-        grids = [host.grid_at(*size)] * (2 if host.takes_references else 1)
+        grids = [host.grid_at(*size)]
+        if host.takes_references:
+            grids.append(host.grid_at(*size))
         check_grid(phases_at(config, *sorted({block.level for block, _ in parts})), *grids, method=method)
     for block, layers in blocks_to_change(host, config):
         check_swappable(block.module, block.path, block.method)
@@ -168,12 +174,13 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
     blocks = [block for block, _ in changed]
     merging = [merges(block, config) for block in blocks]
     # Blocks that are only skipped have no plans, nor have layers and stages.
-    plan_groups = [
-        None if not plans else block.plan_group if config.merge_sharing.blocks else block.path
-        for block, plans in zip(blocks, merging, strict=True)
-    ]
+    plan_groups = []
+    for block, plans in zip(blocks, merging, strict=True):
+        own_group = block.plan_group if config.merge_sharing.blocks else block.path
+        plan_groups.append(own_group if plans else None)
     others = sum(len(layers) for _, layers in changed) + len(skipped)
-    groups = (*plan_groups, *[None] * others)
+    without_plans = [None] * others
+    groups = (*plan_groups, *without_plans)
     levels = [block.level if plans else None for block, plans in zip(blocks, merging, strict=True)]
     phases = phases_at(config, *sorted({block.level for block in blocks}))
     state = ModelState(config, host.call, phases, groups, pipeline, **facts)
@@ -245,7 +252,8 @@ def restore(root: nn.Module) -> None:
     """Give every module of a model back what it had; a model that is not patched stays as it is."""
     for module in modules_in(root):
         if STATE in module.__dict__:
-            if isinstance(state := module.__dict__[STATE], ModelState):  # a handle may still hold it
+            state = module.__dict__[STATE]
+            if isinstance(state, ModelState):  # a handle may still hold it
                 state.forget()
                 leave_kernels(state)
             undo(module)

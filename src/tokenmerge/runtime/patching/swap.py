@@ -52,7 +52,8 @@ def _swapped_class(base: type, method: str, call: MakeMethod) -> Any:
     if call is block_call:
         setattr(swapped, COMPILED, compiled_block(original.names))
     # Tell diffusers' block caches, which look blocks up by exact class, what they know of the original.
-    if (hooks := sys.modules.get("diffusers.hooks._helpers")) is not None:
+    hooks = sys.modules.get("diffusers.hooks._helpers")
+    if hooks is not None:
         with contextlib.suppress(ValueError):  # blocks of this class cannot be cached
             known = hooks.TransformerBlockRegistry.get(base)
             hooks.TransformerBlockRegistry.register(swapped, copy.copy(known))

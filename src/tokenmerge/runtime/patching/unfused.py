@@ -19,11 +19,11 @@ from tokenmerge.runtime.patching.watched import meets, watchers_in
 def why_tokens_count_once(
     state: ModelState, root: nn.Module, pipe: object, config: ToMeConfig, grids: Grids | None = None
 ) -> str:
-    """Return why merged tokens count once with settings that leave it open; empty: they do not.
+    """Return why merged tokens count once with settings that leave it open, or an empty string.
 
     Attention processors may have been set since the model was patched. Only layers matter in which tokens
     merge, and count as often as the tokens that they stand for. ``grids`` are the finest token grids of the
-    next call; None: unknown.
+    next call, or None if they are unknown.
     """
     if not state.may_count_once:
         return ""

@@ -35,10 +35,17 @@ _STORES = {
 
 def watchers_in(root: nn.Module) -> dict[str, Any]:
     """Return the class or function that looks at a module, by the path of the module in its model."""
-    found = {module: code for module in modules_in(root)[1:] if (code := _watcher_of(module)) is not None}
-    watchers = {}
-    for path, module in root.named_modules() if found else ():
-        if (code := found.get(module)) is not None:
+    found = {}
+    for module in modules_in(root)[1:]:
+        code = _watcher_of(module)
+        if code is not None:
+            found[module] = code
+    watchers: dict[str, Any] = {}
+    if not found:
+        return watchers
+    for path, module in root.named_modules():
+        code = found.get(module)
+        if code is not None:
             stored = _STORES.get(code.__qualname__)  # stores are in all attention, and read in some
             if stored is None or path.rpartition(".")[2] in stored:
                 watchers[path] = code
@@ -46,7 +53,7 @@ def watchers_in(root: nn.Module) -> dict[str, Any]:
 
 
 def _watcher_of(module: nn.Module) -> Any:
-    """Return the class or function that looks at a module; None: there is none."""
+    """Return the class or function that looks at a module, or None if there is none."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for hook in hooks.values():
             if getattr(hook, "__self__", None) is not module and not _only_computes(hook):
@@ -73,11 +80,13 @@ def look(
 ) -> LeftAlone:
     """Find the code that looks at what a model would merge or skip in a generation, and say so once.
 
-    ``pipe`` runs, or was patched, and ``grids`` are the finest token grids of the next call; None: unknown.
+    ``pipe`` runs, or was patched. ``grids`` are the finest token grids of the next call, if they are known.
     """
-    if not (found := watchers_in(root)):
+    found = watchers_in(root)
+    if not found:
         return LeftAlone(config)
-    merged, skipped = set(_merged_parts(state, config, grids)), dict(_skipped_parts(state, config))
+    merged = set(_merged_parts(state, config, grids))
+    skipped = dict(_skipped_parts(state, config))
     seen = {path: code for path, code in found.items() if meets(path, {*merged, *skipped})}
     if not seen:
         return LeftAlone(config)
@@ -87,8 +96,11 @@ def look(
     name = type(root).__name__
     if not is_default(state.method):
         _refuse_what_a_pipeline_reads(seen, root, pipe)
-        kinds = ["token"] * any(meets(path, merged) for path in seen)
-        kinds += [f"step ({config.reuse.given})"] * any(meets(path, skipped) for path in seen)
+        kinds = []
+        if any(meets(path, merged) for path in seen):
+            kinds.append("token")
+        if any(meets(path, skipped) for path in seen):
+            kinds.append(f"step ({config.reuse.given})")
         state.warn_once(
             f"{name}: {who} may not see every {' and every '.join(kinds)}; the default method leaves alone "
             "what such code looks at: apply_token_merging(pipe, speedup=2.0)"

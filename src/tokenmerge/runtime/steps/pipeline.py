@@ -93,13 +93,13 @@ class Pipeline:
     def note_patched(self) -> None:
         """Note that this thread patches the models of the pipeline now."""
         self._patched_in = threading.get_ident()
-        self._timesteps_then = [
-            weakref.ref(timesteps)
-            # A copy, since another thread that runs the pipeline sets attributes.
-            for name, value in getattr(self.given(), "__dict__", {}).copy().items()
-            if name.endswith("scheduler")
-            and isinstance(timesteps := getattr(value, "timesteps", None), Tensor)
-        ]
+        self._timesteps_then = []
+        # A copy, since another thread that runs the pipeline sets attributes.
+        attributes = getattr(self.given(), "__dict__", {}).copy()
+        for name, value in attributes.items():
+            timesteps = getattr(value, "timesteps", None)
+            if name.endswith("scheduler") and isinstance(timesteps, Tensor):
+                self._timesteps_then.append(weakref.ref(timesteps))
 
     def began_before(self, scheduler: Any, timestep: Tensor | float) -> bool:
         """Return whether a generation began before another thread patched the model that is called."""
@@ -155,7 +155,7 @@ def default_steps(pipe: object) -> int | None:
 
 
 def latent_scale(pipe: object) -> int | None:
-    """Return how many pixels wide a position of a pipeline's latents is; None: unknown."""
+    """Return how many pixels wide a position of a pipeline's latents is, or None if it is unknown."""
     names = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
     return next((int(getattr(pipe, name)) for name in names if getattr(pipe, name, None)), None)
 
@@ -168,14 +168,14 @@ def latent_frames(pipe: object, frames: int) -> int:
 
 
 def default_guidance(pipe: object) -> float | None:
-    """Return the scale of classifier-free guidance that a pipeline takes by itself; None: unknown."""
+    """Return the scale of classifier-free guidance that a pipeline takes by itself, if it is known."""
     if getattr(pipe, "guider", None) is not None or not hasattr(type(pipe), "do_classifier_free_guidance"):
         return guidance_scale(pipe)
     return _number(_default_of(pipe, "guidance_scale"))
 
 
 def _default_of(pipe: object, name: str) -> object:
-    """Return the default of a pipeline's argument; None: there is no such argument."""
+    """Return the default of a pipeline's argument, or None if there is no such argument."""
     return getattr(inspect.signature(pipe).parameters.get(name), "default", None) if callable(pipe) else None
 
 
@@ -184,7 +184,7 @@ def _number(value: object) -> float | None:
 
 
 def is_guided(pipe: Any) -> bool | None:
-    """Return whether a pipeline guides without a classifier in the running generation; None: unknown.
+    """Return whether a pipeline guides without a classifier in the running generation, if it is known.
 
     Stable Video Diffusion guides each frame by a scale of its own, in a tensor. To see whether it guides
     waits for the device, once for each tensor.
@@ -210,12 +210,13 @@ def guidance_copies(pipe: Any) -> int:
 
 
 def guidance_scale(pipe: Any) -> float | None:
-    """Return the scale of classifier-free guidance in the running generation; 1: none; None: unknown.
+    """Return the scale of classifier-free guidance in the running generation, 1 without guidance.
 
     Pipelines with ``true_cfg_scale``, such as FLUX's, do not tell the running one. The default is taken then.
-    Their ``guidance_scale`` is an input of the model.
+    Their ``guidance_scale`` is an input of the model. Where no scale is known, the result is None.
     """
-    if (guider := getattr(pipe, "guider", None)) is not None:
+    guider = getattr(pipe, "guider", None)
+    if guider is not None:
         if not getattr(guider, "_enabled", True):
             return 1.0
         # Its highest scale, from the unguided result on. The original formula counts from the guided result,
@@ -231,7 +232,7 @@ def guidance_scale(pipe: Any) -> float | None:
 
 
 def running_pipeline() -> Any:
-    """Return the innermost pipeline on the call stack of this thread; None: there is none."""
+    """Return the innermost pipeline on the call stack of this thread, or None."""
     frame = None if torch.compiler.is_compiling() else sys._getframe(1)  # no graph can read a call stack
     while frame is not None:  # without a call for each frame, since every call of a model searches
         if frame.f_code.co_varnames[:1] == ("self",):
