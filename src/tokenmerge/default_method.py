@@ -26,7 +26,6 @@ from tokenmerge.runtime.steps.scheduler import next_schedule
 
 __all__ = ["DefaultMethod", "default_guidance", "default_steps", "settings_for"]
 
-_ENOUGH = 0.99  # share of the wanted speed-up that a plan must reach, or there is a warning
 _STEPS = 20  # of a generation whose number of steps is unknown
 _SIDE = 64  # of latents whose size is unknown
 Change = Callable[[ToMeConfig], ToMeConfig]
@@ -150,7 +149,7 @@ class DefaultMethod:
         """
         asked = f"speedup={self.speedup:g}{under}"
         fastest = plan_for(facts, math.inf)
-        if fastest.speedup >= _ENOUGH * self.speedup:
+        if fastest.speedup + ROUNDING >= self.speedup:
             expected_error = self.plan(facts).expected_error
             differs = looks(psnr_of(expected_error)) == looks(0) and facts.follows_steps
             differs = differs and self.min_psnr is None

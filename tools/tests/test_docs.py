@@ -30,6 +30,7 @@ from tokenmerge.planners import PLANNERS
 from tokenmerge.plans import few_steps, pays_from
 from tokenmerge.plans.estimate import BEFORE_A_RUN
 from tokenmerge.plans.generation import plan_generation
+from tokenmerge.report import summary
 from tokenmerge.report.notes import signs_of
 from tokenmerge_tools import demo
 from tokenmerge_tools.evaluate.metrics import parse_metrics
@@ -266,6 +267,16 @@ def test_the_functions_that_the_documents_name_are_there():
                 named += 1
                 assert name in defined, f"{document.name}: {target} defines no {name}"
     assert named > 40  # docs/architecture.md has a file and a function at each stop
+
+
+def test_the_least_that_is_told_by_the_clock_is_the_lowest_median_of_the_gpus():
+    """It is that at ``speedup=2.0``, of all models on both cards."""
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    tables = [table for table in page.split("\n\n") if "| `speedup=1.5` | `2` |" in table]
+    rows = [line.split("|") for table in tables for line in table.splitlines() if " steps | " in line]
+    medians = [float(re.match(r" ([\d.]+)×", row[4])[1]) for row in rows]
+    assert len(medians) == 14
+    assert pytest.approx(min(medians) / 2) == summary._LEAST_BY_THE_CLOCK
 
 
 def test_every_method_is_described():
