@@ -102,7 +102,10 @@ class ToMeConfig(MergeSettings):
     @functools.lru_cache(maxsize=256)  # noqa: B019
     def phases(self) -> tuple[ToMeConfig, ...]:
         """Return the settings of every phase, from the first step on: rules begin and end between phases."""
-        starts = {0.0, *(share for rule in self.rules for share in (rule.start, rule.until))} - {1}
+        starts = {0.0}
+        for rule in self.rules:
+            starts |= {rule.start, rule.until}
+        starts.discard(1.0)  # the end
 
         def phase(done: float) -> ToMeConfig:
             return _at_time(self, lambda rule: rule.start <= done < rule.until)
@@ -185,7 +188,9 @@ class ToMeConfig(MergeSettings):
             part, _, field = name.rpartition(".")
             parts.setdefault(part, {})[field] = value
         own = parts.pop("", {})
-        return cls(**{**own, **{name: PARTS[name](**fields) for name, fields in parts.items()}})
+        for name, fields in parts.items():
+            own[name] = PARTS[name](**fields)
+        return cls(**own)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -159,9 +159,13 @@ def _cut(sides: Sequence[int], start: int, stop: int) -> list[Sides]:
     last = stop // inner
     if first > last:
         return [(1, *end) for end in _cut(sides[1:], start - last * inner, stop - last * inner)]
-    head = _cut(sides[1:], start - (first - 1) * inner, inner) if start % inner else []
-    whole = [(last - first, *sides[1:])] if first < last else []
-    return [*((1, *end) for end in head), *whole, *((1, *end) for end in _cut(sides[1:], 0, stop % inner))]
+    pieces: list[Sides] = []
+    if start % inner:
+        pieces += [(1, *end) for end in _cut(sides[1:], start - (first - 1) * inner, inner)]
+    if first < last:
+        pieces.append((last - first, *sides[1:]))
+    pieces += [(1, *end) for end in _cut(sides[1:], 0, stop % inner)]
+    return pieces
 
 
 def _removing(pieces: TokenSequence, wanted: int) -> Iterator[Picture]:
@@ -194,11 +198,11 @@ def plan_pictures(
         (picture,) = pictures
         return planner(features, picture.grid, picture.r, picture.settings, step, *importance)
     lengths = [num_tokens(picture.grid) for picture in pictures]
-    of_pictures = zip(*(values.split(lengths, dim=1) for values in (features, *importance)), strict=True)
-    plans = [
-        planner(own_features, grid, r, settings, step, *own_importance) if r else None
-        for (own_features, *own_importance), (grid, settings, r) in zip(of_pictures, pictures, strict=True)
-    ]
+    parts = [values.split(lengths, dim=1) for values in (features, *importance)]
+    plans = []
+    for place, (grid, settings, r) in enumerate(pictures):
+        own_features, *own_importance = (of_pictures[place] for of_pictures in parts)
+        plans.append(planner(own_features, grid, r, settings, step, *own_importance) if r else None)
     return join_plans(plans, lengths)
 
 
