@@ -103,9 +103,9 @@ class Handle(Generic[AnyReport, AnyRecord]):
 
 
 class Patch(Handle[Report, RecordedPlan]):
-    """A handle on a patched diffusion model: reports what merging does, sets steps and sizes, and removes it.
+    """A handle on a patched diffusion model, which reports what merging does and removes the patch.
 
-    It reports on the ``denoiser`` among the models.
+    In a loop of your own, it is told the steps and the size. It reports on the ``denoiser`` among the models.
     """
 
     def __init__(self, model: object, states: Mapping[nn.Module, ModelState], denoiser: Host) -> None:

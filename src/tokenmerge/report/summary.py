@@ -17,8 +17,9 @@ from tokenmerge.report.prediction import Report, saved
 from tokenmerge.runtime.memory.run_log import RunLog, StepRow
 from tokenmerge.text_table import Tabled, TextTable
 
-# The lowest speed-up by the clock that is told, as a share of that by operations. It is the lowest median at
-# 2× by operations: 1.7×, of SD 1.5 at 768 px on an H100 (benchmarks/gpu_h100*.jsonl, in a table of docs/gpu.md).
+# The lowest speed-up by the clock that is told, as a share of that by operations. It is that of the lowest
+# median at 2× by operations, which is 1.7× for SD 1.5 at 768 px on an H100 (benchmarks/gpu_h100*.jsonl, in a
+# table of docs/gpu.md).
 _LEAST_BY_THE_CLOCK = 0.85
 _WORTH_TELLING = 1.05  # the lowest speed-up by operations of which one decimal shows more than 1.0×
 CLOSENESS = "closeness to dense"  # the heading of what is known of it

@@ -57,7 +57,8 @@ class EncoderPatch(Handle[ViTReport, RecordedTokens]):
         """
         for name in ("steps", "guidance", "references", "frames"):
             given = unknown.pop(name, None)
-            if given is not None and given != ():
+            is_given = bool(given) if name == "references" else given is not None
+            if is_given:
                 refused = f"a vision transformer has no {name}, got {short_repr(given)}"
                 raise ConfigError(f"{name}: {refused}; leave it out")
         self._refuse_unknown(unknown, _OF_REPORT)
