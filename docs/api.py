@@ -18,7 +18,8 @@ PAGE = Path(__file__).parent / "api.md"
 _LIST = re.compile(r"(<!-- signatures: [^\n]*-->\n```text\n).*?(```\n<!-- end -->)", flags=re.DOTALL)
 # A line of a list of documented objects, as docs/conf.py reads it.
 _OBJECT = re.compile(
-    r"^- (function|class|module) `([\w.]+)`( and (?:its members|what is in it))?(?:: (.*))?$", re.MULTILINE
+    r"^- (function|class|module) `([\w.]+)`( and (?:its members|all its members|what is in it))?(?:: (.*))?$",
+    re.MULTILINE,
 )
 
 

@@ -124,25 +124,14 @@ class Report(Tabled):
 
     def _table(self) -> TextTable:
         header = ("block" if self.rows else "", *_COLUMNS[1:])
-        lines = [
-            (
-                row.path if " + " not in self.model else f"{row.model}: {row.path}",
-                str(row.level),
-                " + ".join(" × ".join(map(str, grid)) for grid in (row.grid, *row.references)),
-                f"{row.tokens} → {row.merged_tokens}",
-                row.layers,
-                *gflops(row.flops_dense, row.flops_merged),
-            )
-            for row in self.joined_rows()
-        ]
+        lines = [self._line(row) for row in self.joined_rows()]
         if self.rows:
             dense = sum(row.flops_dense for row in self.rows)
             merged = sum(row.flops_merged for row in self.rows)
             others = gflops(self.flops_dense - dense, self.flops_merged - merged)
             lines.append(("all other layers, in steps that run them", "", "", "", "", *others))
-        lines += [
-            (name, "", "", "", "", *gflops(self.flops_dense, flops)) for name, flops in self._totals().items()
-        ]
+        for name, flops in self._totals().items():
+            lines.append((name, "", "", "", "", *gflops(self.flops_dense, flops)))
 
         levels_differ = any(row.level > 1 for row in self.rows)
         shown = ["block"]
@@ -165,6 +154,14 @@ class Report(Tabled):
             counted += " (with guidance, one image is two samples)"
         notes.append(counted)
         return TextTable(self._title(), cells, notes)
+
+    def _line(self, row: Row) -> tuple[str, ...]:
+        """Return the cells of a block in the table."""
+        grids = [" × ".join(map(str, grid)) for grid in (row.grid, *row.references)]
+        path = f"{row.model}: {row.path}" if " + " in self.model else row.path
+        operations = gflops(row.flops_dense, row.flops_merged)
+        tokens = f"{row.tokens} → {row.merged_tokens}"
+        return path, str(row.level), " + ".join(grids), tokens, row.layers, *operations
 
     def _totals(self) -> dict[str, int]:
         """Return the operations of the whole model with merging, by the heading of a row of the table."""

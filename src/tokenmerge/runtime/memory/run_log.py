@@ -52,7 +52,8 @@ class AddedNoise:
 
     def note(self, levels: NoiseLevels, sample: Tensor, picture: Tensor, index: int) -> None:
         """Note the sample that the model gets in a step, and the image that it predicts from it."""
-        before, self.before = self.before, None
+        before = self.before
+        self.before = None
         if self.kept is not None:
             return
         sample = levels.scaled(sample, index)
@@ -76,18 +77,19 @@ class RunLog:
     batch: int
     grids: Grids  # of the sample and its reference images; there are none where nothing reads them
     patch: int  # latent positions on a side of a token
-    steps: int | None  # None: unknown, as in the next two fields
+    # None where it is unknown, as in the next two fields.
+    steps: int | None
     guidance: float | None = None
     levels: NoiseLevels | None = None
     schedule: Schedule = Schedule()
-    sample: Tensor | None = None  # of the running call; None: it is no tensor
+    sample: Tensor | None = None  # of the running call, if it is a tensor
     # Of the running call: part, steps since it ran, and for each sample the length of error over change.
     missed: list[tuple[str, int, Tensor]] = dataclasses.field(default_factory=list)
     # By call in its step and part: when that last ran.
     outputs: dict[tuple[int, str], Tensor] = dataclasses.field(default_factory=dict)
     errors: list[ForecastError] = dataclasses.field(default_factory=list)
     noise: AddedNoise = dataclasses.field(default_factory=AddedNoise)
-    last: Tensor | None = None  # the sum of the model's last output; None: not yet, or it is no tensor
+    last: Tensor | None = None  # the sum of the model's last output, if it is a tensor
     # Empty if the settings do not follow the steps.
     kind_of_step: dict[int, StepKind] = dataclasses.field(default_factory=dict)
     merging_steps: set[int] = dataclasses.field(default_factory=set)
@@ -95,17 +97,16 @@ class RunLog:
     seconds: float = 0.0  # to the end of the last call, whose operations an accelerator may still run
     # In the last step of the generation, the logs of all its models. As its call ends, they have ended.
     ending: Sequence[RunLog] = ()
-    ended: bool = (
-        False  # the last step of the generation ran, in this model or in another one of the pipeline
-    )
-    unseen: str = ""  # why the generation is observed no longer; empty: it is
+    # The last step of the generation ran, in this model or in another one of the pipeline.
+    ended: bool = False
+    unseen: str = ""  # why the generation is observed no longer, or empty where it is observed
 
     def __post_init__(self) -> None:
         self.began = time.perf_counter()
         sizes = [(rows * self.patch, columns * self.patch) for _, rows, columns in self.grids]
         size: tuple[int | None, int | None] = sizes[0] if sizes else (None, None)
         self.height, self.width = size  # of the sample (for latent diffusion, of the latents)
-        self.references = tuple(sizes[1:])  # likewise, of each reference image
+        self.references = tuple(sizes[1:])  # of each reference image
         self.frames = self.grids[0][0] if self.grids else None  # of the sample's token grid
 
     def observe(self, look: Callable[..., Result], *given: Any) -> Result | None:
@@ -125,7 +126,8 @@ class RunLog:
     def give_up(self, error: Exception) -> None:
         """Note why the generation is observed no longer, and drop what was kept to compare."""
         self.unseen = f"observing the generation failed: {type(error).__name__}: {why(error)}"
-        self.sample = self.last = None
+        self.sample = None
+        self.last = None
         self.noise = AddedNoise()
         for kept in (self.missed, self.outputs, self.errors):
             kept.clear()
@@ -176,8 +178,10 @@ class RunLog:
 
     def note_output(self, decision: Decision, copies: int, tracker: StepTracker, result: Any) -> None:
         """Compare the model's result with those of earlier steps."""
-        missed, self.missed = self.missed, []
-        sample, self.sample = self.sample, None
+        missed = self.missed
+        self.missed = []
+        sample = self.sample
+        self.sample = None
         output = result if isinstance(result, Tensor) else result[0]
         if sample is None or not isinstance(output, Tensor) or sample.ndim != output.ndim:
             return  # such as a sample of token ids
@@ -185,13 +189,18 @@ class RunLog:
             self.last = output.detach().sum(dtype=torch.float32)
         if self.noise.kept is not None and decision.deep is not None and decision.finest is not None:
             return  # a step that skips all parts
-        sample, output = sample.detach(), output.detach()
+        sample = sample.detach()
+        output = output.detach()
         if _is_guided(sample, self.guidance, copies):
-            sample, output = sample.chunk(copies)[0], _guided(output, self.guidance, copies)
+            sample = sample.chunk(copies)[0]
+            output = _guided(output, self.guidance, copies)
         # Some models get more than the sample, or return more.
         common = tuple(slice(min(sizes)) for sizes in zip(sample.shape, output.shape, strict=True))
-        sample, output = sample[common], output[common]
-        index, levels, weight = tracker.index, self.levels, 1.0
+        sample = sample[common]
+        output = output[common]
+        index = tracker.index
+        levels = self.levels
+        weight = 1.0
         if levels is not None:
             weight = levels.weight(index)
             if tracker.call == 0 and self.noise.kept is None:
@@ -218,7 +227,8 @@ class RunLog:
 def observations_of(logs: Sequence[RunLog]) -> Observations:
     """Return what a generation's logs show of its error, the largest of a batch. It waits for the device."""
     errors = [error for log in logs for error in log.errors]
-    measured = [log.noise for log in logs if log.noise.kept is not None][:1]
+    measured = [log.noise for log in logs if log.noise.kept is not None]
+    del measured[1:]  # once for the generation
     lasts = [log.last for log in logs if log.last is not None]
     tensors: list[Any] = [
         *(error.error.max() for error in errors),

@@ -115,7 +115,8 @@ class Memory:
         """
         if self._thread is not None and self._thread() is thread:
             return
-        own, all_memories = weakref.ref(self), weakref.ref(memories)
+        own = weakref.ref(self)
+        all_memories = weakref.ref(memories)
         self._generation = living = weakref.ref(generation, lambda _: _close(own()))
         self._thread = weakref.ref(thread, lambda _: _close(own(), all_memories(), living()))
 

@@ -73,17 +73,19 @@ class SampleTracker:
         """Note a call whose sample cannot be found again."""
         self.repeated = False  # the running call is on the sample of the one before it
         self.result: Tensor | None = None  # of the call before it, where guidance is compared
-        # The sample, its version and its step; None: nobody can see whether another call is on it.
+        # The sample, its version and its step, or None if nobody can see whether another call is on it.
         self.last: tuple[weakref.ref[Tensor], int | None, Tensor] | None = None
 
     def begin_call(self, sample: Tensor, step: Tensor, gone: Callable[[object], None]) -> None:
         """Note a call; ``gone`` is called when its sample is freed, which pipelines do after the step."""
-        version, self.repeated = version_of(sample), False
+        version = version_of(sample)
+        self.repeated = False
         if self.last is not None:
             last, known, step_then = self.last
             self.repeated = last() is sample and known == version and same_step(step_then, step)
         if not self.repeated:
-            self.last, self.result = (weakref.ref(sample, gone), version, step), None
+            self.last = (weakref.ref(sample, gone), version, step)
+            self.result = None
 
 
 class StepTracker:
@@ -96,8 +98,10 @@ class StepTracker:
 
     def __init__(self) -> None:
         self.index = -1  # of the running step; −1 before the first
-        self.done = self.steps = 0  # steps of the generation before it, and all of them
-        self.call = self.plan_call = 0  # the running call, and the one whose plans it uses
+        self.done = 0  # steps of the generation before it
+        self.steps = 0  # of the generation
+        self.call = 0  # the running call
+        self.plan_call = 0  # the one whose plans it uses
         self.is_last = False
         self.numbers = CallNumbers()
         # What a call leaves for the same call of later steps, by its number and a name.
@@ -108,7 +112,9 @@ class StepTracker:
         """Note the step of a call. As it begins, return the calls that the step before did not make."""
         if step.index == self.index:
             return []
-        self.index, self.done, self.steps = step.index, step.done, step.steps
+        self.index = step.index
+        self.done = step.done
+        self.steps = step.steps
         self.is_last = step.index >= step.total - 1
         return self.numbers.begin_step()
 
@@ -165,7 +171,7 @@ class StepTracker:
         return bool(answer)
 
     def extrapolation(self, part: str, runs: bool, shape: Shape, holds: bool = True) -> Tensor | None:
-        """Return how far the running call extrapolates a part of the model; None: the part should run.
+        """Return how far the running call extrapolates a part of the model, or None if the part should run.
 
         A part that ``holds`` can be skipped after a single run, with a distance of 0: it takes two runs to
         know how its residual changes.
@@ -189,8 +195,8 @@ class StepTracker:
     def forecast(self, part: str, shape: Shape) -> tuple[float, int] | None:
         """Return how far an extrapolation has to reach, and the steps since the part ran.
 
-        The first is these steps divided by the interval between the last two runs. None: the part has not run
-        twice with this shape.
+        The first is these steps divided by the interval between the last two runs. The result is None if the
+        part has not run twice with this shape.
         """
         before, last, seen = self.noted.get((self.call, part), (None, 0, None))
         if before is None or seen != shape:
@@ -207,7 +213,8 @@ class Decision:
     merging: Merging = Merging.MERGES
     caches: bool = False  # what runs is cached, for steps that skip it
     corrects: bool = False  # some step of the generation measures the error of merging
-    # How far blocks or deep stages are extrapolated; None: they run. A tensor, so that one graph fits all.
+    # How far blocks or deep stages are extrapolated, or None if they run. It is a tensor, so that one graph
+    # fits all distances.
     deep: Tensor | None = None
     finest: Tensor | None = None  # the same for the finest level of a UNet
     # By StepTracker.forecast, of "deep" and "finest", whether they run or not.
