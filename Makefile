@@ -43,7 +43,7 @@ test: $(VENV)/tested
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --durations 15
 
 test-slow: $(VENV)/tested
 	$(PYTEST) -m slow --durations 15
