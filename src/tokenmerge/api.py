@@ -23,6 +23,7 @@ from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModel
 from tokenmerge.handle import Handle, Patch
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import DENOISERS, find_hosts
+from tokenmerge.models.undescribed import refusal
 from tokenmerge.ratio_method import little_to_gain, settings_of_ratio
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.patching.patch import (
@@ -228,6 +229,8 @@ def _not_a_config(config: object) -> ConfigError:
 def _of_ratio(model: object, ratio: float) -> _Asked:
     """Return the settings that a ratio asks for: token merging alone."""
     hosts = hosts_of(model)
+    if any(host.unmerged for host in hosts):
+        raise UnsupportedModelError(next(refusal(host) for host in hosts if host.unmerged))
     share = as_number(ratio)
     if share is not None and share >= 1:
         raise ConfigError(
@@ -242,6 +245,8 @@ def _of_speedup(model: object, speedup: float, min_psnr: float | None) -> _Asked
     hosts = hosts_of(model)
     default = DefaultMethod.of(model, hosts, speedup, min_psnr)
     follows = default.facts.follows_steps and default.speedup > 1
+    if not follows and default.speedup > 1 and any(host.unmerged for host in hosts):
+        raise UnsupportedModelError(next(refusal(host) for host in hosts if host.unmerged))
     if not follows and default.speedup > 1 and not default.widest.merges:
         raise NothingToMergeError(
             "nothing to merge: a model alone has no steps to skip, and merging its tokens would save no time "

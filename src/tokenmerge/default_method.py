@@ -161,7 +161,9 @@ class DefaultMethod:
                 f"{asked}: closeness to dense before the run: {expected(expected_error)}; take a lower "
                 "speed-up, or more steps"
             )
-        where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''} on {_size(facts.grid)} tokens"
+        where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''}"
+        if facts.work.levels:
+            where += f" on {_size(facts.grid)} tokens"
         if fastest.speedup < 1 + ROUNDING:
             return (
                 f"{asked}: nothing can be saved {where}, so this generation is dense; take more steps or a "
@@ -190,7 +192,7 @@ class DefaultMethod:
         skips = self.facts.can_skip
         return dataclasses.replace(
             plain,
-            ratio=0.5,
+            ratio=0.5 if self.facts.work.levels else 0.0,
             min_tokens=min(plain.min_tokens, fewest_that_merge(self.facts)),
             scope="layers",
             proportional=self.facts.proportional,

@@ -16,11 +16,13 @@ from tokenmerge.config import ToMeConfig, to_metadata
 from tokenmerge.config.checks import check_counts, integer, number, optional
 from tokenmerge.errors import ConfigError, nearest_of, short_repr, why
 from tokenmerge.models.base import Host
+from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.plans import Estimate, RunFacts, fewest_at
 from tokenmerge.plans.choose import merging_pays
 from tokenmerge.plans.generation import StepKind, plan_generation
 from tokenmerge.plans.method import Method
+from tokenmerge.report.by_weights import count_by_weights
 from tokenmerge.report.closeness import Closeness, closeness_of
 from tokenmerge.report.notes import KIND_OF_SIGN, signs_of
 from tokenmerge.report.prediction import Report, hardly_faster, predict
@@ -290,10 +292,15 @@ class Patch(Handle[Report, RecordedPlan]):
         if config.proportional and why_tokens_count_once(self._state, root, self._model, config):
             config = dataclasses.replace(config, proportional=False)
         dense = {root: state.left_alone.dense for root, state in self._states.items()}
-        key = height, width, frames, batch, steps, guidance, config, references, tuple(dense.values())
+        cached = sum(state.cached_bytes for state in self._states.values())
+        key = height, width, frames, batch, steps, guidance, config, references, tuple(dense.values()), cached
         counted = self._counted.value
         if not counted or counted[0][0] != key:
-            report = predict(self._model, config, height, width, batch, steps, references, dense, frames)
+            if self._denoiser.unmerged:
+                hosts = find_hosts(self._model)
+                report = count_by_weights(hosts, config, batch, steps, cached)
+            else:
+                report = predict(self._model, config, height, width, batch, steps, references, dense, frames)
             slower = hardly_faster(report, partial(self._fewest_tokens, config.ratio))
             if slower is not None:
                 report = dataclasses.replace(report, notes=(*report.notes, slower))

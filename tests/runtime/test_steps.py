@@ -588,16 +588,21 @@ def test_corrections_run_beside_a_cache():
 def test_caches_that_count_calls_are_refused(first, cache, hook):
     family = FAMILIES["FluxTransformer2DModel"]
     model, arguments = model_of(family), family.inputs(1, 8, 8)
+    config = ToMeConfig(ratio=0.5, scope="block", reuse=StepReuse(every=2))
+    refused = pytest.raises(UnsupportedModelError, match=rf"{hook} keeps.*disable_cache\(\)")
     if first == "cache":
         model.enable_cache(cache)
-    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, scope="block", reuse=StepReuse(every=2)))
+        with refused:
+            apply_token_merging(model, config)
+        model.disable_cache()
+    patch = apply_token_merging(model, config)
+    patch.at_step(0, 4)
     if first == "patch":
         model.enable_cache(cache)
-    patch.at_step(0, 4)
-    for _ in range(2):  # until it is gone
-        with pytest.raises(UnsupportedModelError, match=rf"{hook} keeps.*disable_cache\(\)"):
-            call(model, arguments)
-    model.disable_cache()
+        for _ in range(2):  # until it is gone
+            with refused:
+                call(model, arguments)
+        model.disable_cache()
     assert torch.isfinite(call(model, arguments)).all()
 
 

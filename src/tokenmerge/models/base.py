@@ -218,6 +218,10 @@ class ModelCall:
     # (root, sample) → the part of the sample that is the same for all prompts of guidance.
     latents: Callable[[Any, Any], Any] = _all_of_it
     patch: int = 1  # side of the square of latent positions that makes one token
+    described: bool = True  # a family describes its blocks; of other models no token grid is read
+    # (arguments of a call) → whether it fills a cache for later calls, so that it runs dense, or None if no
+    # call does.
+    fills_cache: Callable[[Arguments], bool] | None = None
     parameters: tuple[str, ...] = ()  # names of all arguments, in order
 
 
@@ -239,6 +243,10 @@ class Host(ModelCall):
     # Paths and levels of the stages of a UNet, in the order in which they run; empty if none can be skipped.
     # All but the first and the last are deep. The layers behind them read the result of the last one alone.
     stages: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # Of a model whose blocks are not described, the paths of the modules that are skipped together, in the
+    # order in which they run. An empty path is the model itself.
+    span: tuple[str, ...] = ()
+    unmerged: str = ""  # class and reason, "class: reason", if no token merges in it
     # Names of parameters that stay on the CPU in the copy without weights that counts FLOPs, because the
     # model uses their device in a way that the meta device does not support.
     on_cpu: tuple[str, ...] = ()
@@ -262,7 +270,7 @@ class Host(ModelCall):
     @property
     def can_skip(self) -> bool:
         """Whether step reuse can skip parts of it: stages of a UNet, or whole blocks."""
-        return bool(self.stages) or any(block.skippable for block in self.blocks)
+        return bool(self.stages or self.span) or any(block.skippable for block in self.blocks)
 
     def grid_at(self, height: int, width: int, frames: int | None = None) -> GridShape:
         """Return the finest token grid for a height and width of the sample.

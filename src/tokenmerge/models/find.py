@@ -12,9 +12,8 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models import families
+from tokenmerge.models import families, undescribed
 from tokenmerge.models.base import Host, is_a, is_called
-from tokenmerge.models.unsupported import REASONS
 
 FAMILIES = tuple(
     importlib.import_module(f"{families.__name__}.{module.name}")
@@ -39,29 +38,51 @@ def find_hosts(model: object) -> tuple[Host, ...]:
     It may be compiled, or wrapped for data-parallel training.
 
     Raises:
-        UnsupportedModelError: it has no supported model, or one that is known to be unsupported.
+        UnsupportedModelError: it has no supported model.
     """
-    _refuse(model)
     modules = list(parts(model))
     hosts: dict[int, Host] = {}
+    caller = _other_caller(model, modules)
     for part in modules:
-        _refuse(part)
-        for family in FAMILIES:
-            if id(part) not in hosts and knows(family, part):
-                hosts[id(part)] = family.describe(part)
+        if id(part) not in hosts:
+            hosts.update((id(part), host) for host in _hosts_in(part, caller))
     if not hosts:
-        raise UnsupportedModelError(_no_host(model, modules))
+        hosts = {id(host.root): host for host in _of_unknown_class(model)}
+    if not hosts:
+        why = next(filter(None, map(undescribed.why_dense, modules)), "")
+        raise UnsupportedModelError(why or _no_host(model, modules))
     return tuple(hosts.values())
 
 
-def _refuse(part: Any) -> None:
-    for cls in type(part).__mro__:
-        reason = REASONS.get(cls.__name__)
-        if reason is not None:
-            raise UnsupportedModelError(
-                f"tokens cannot be merged in {cls.__name__} yet: {reason}; run it without token merging, or "
-                "take a model that docs/supported-models.md lists"
-            )
+def _hosts_in(part: nn.Module, caller: object) -> Iterator[Host]:
+    """Yield the description of a denoiser or ControlNet, unless it runs dense; of other modules none."""
+    if undescribed.reason_of(part):
+        skipping = undescribed.skipping_of(part)
+        if skipping is None or not skipping.dense:
+            yield undescribed.describe(part)
+        return
+    family = next((family for family in FAMILIES if knows(family, part)), None)
+    if family is None:
+        return
+    yield family.describe(part) if caller is None else undescribed.as_whole(part, caller)
+
+
+def _other_caller(model: object, modules: list[nn.Module]) -> object:
+    """Return the pipeline or ControlNet that calls a described model in a way that its blocks cannot follow.
+
+    It is None if there is no such pipeline or ControlNet.
+    """
+    callers = [model, *(part for part in modules if is_called(part, "ControlNet"))]
+    return next((own for own in callers if undescribed.reason_of(own)), None)
+
+
+def _of_unknown_class(pipe: object) -> Iterator[Host]:
+    """Yield the denoisers of diffusers in a pipeline that nobody has looked at."""
+    for name in DENOISERS if hasattr(pipe, "scheduler") else ():
+        own = getattr(pipe, name, None)
+        for part in parts(own) if isinstance(own, nn.Module) else ():
+            if undescribed.is_of_diffusers(part) and not undescribed.reason_of(part):
+                yield undescribed.describe(part)
 
 
 def _no_host(model: object, modules: list[nn.Module]) -> str:

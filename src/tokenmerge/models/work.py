@@ -89,6 +89,8 @@ def work_of(host: Host, text: int | None = None) -> Work:
 
     ``text`` is the number of text tokens of a call, or None for as many as the family's example has.
     """
+    if host.span:
+        return _work_of_span(host)
     words = _words(host) if text is None else text
     found: dict[tuple[Part, int, Scopes], Amount] = defaultdict(Amount)
     within = {}  # by the path of a module, the block that it lies in, and its path there
@@ -107,6 +109,20 @@ def work_of(host: Host, text: int | None = None) -> Work:
         for amount, scopes in _attention(host, owner, words):
             found[_part(host, owner.path, owner), owner.level, scopes] += amount
     return Work(tuple(Share(*place, amount) for place, amount in found.items()), tuple(_plans(host)))
+
+
+def _work_of_span(host: Host) -> Work:
+    """Compute how the work is shared between what is skipped and the rest, by the weights alone.
+
+    How many tokens there are is unknown. Attention, which is not counted, would add to what is skipped.
+    """
+    paths = tuple(f"{path}." if path else "" for path in host.span)
+    shares = {"always": 0, "blocks": 0}
+    for path, module in host.root.named_modules(remove_duplicate=False):
+        number = 0 if module._modules else _weights(module)
+        shares["blocks" if f"{path}.".startswith(paths) else "always"] += number
+    parts: tuple[Part, ...] = ("always", "blocks")
+    return Work(tuple(Share(part, 1, Scopes(), Amount(fixed=shares[part])) for part in parts if shares[part]))
 
 
 def _words(host: Host) -> int:

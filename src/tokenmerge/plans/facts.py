@@ -15,7 +15,7 @@ from tokenmerge.models.work import Part, PlanningWork, Share, Work, work_of
 from tokenmerge.ops.tiles import SIDES, boxes_along, window_of
 from tokenmerge.plans import policy
 
-ModelClass = Literal["unet", "transformer", "other"]
+ModelClass = Literal["unet", "transformer", "output", "other"]
 _DENSE = ToMeConfig(ratio=0.0)
 
 
@@ -59,7 +59,8 @@ class RunFacts:
     """The facts about one generation. They hold from its first step to its last."""
 
     # A UNet whose deep stages can be skipped, a transformer whose blocks can run on merged tokens as a whole,
-    # or another model, which gets the most careful row of the policy.
+    # a model of which nothing but the output is known, or another model, which gets the most careful row of
+    # the policy.
     model: ModelClass
     work: Work
     grid: tuple[int, int, int]  # frames, rows and columns of the finest token grid at this size
@@ -87,7 +88,7 @@ class RunFacts:
 
 def facts_of(host: Host, grid: tuple[int, int, int], steps: int, **more: Any) -> RunFacts:
     """Return the facts about a generation with a denoiser. ``more`` are other fields of :class:`RunFacts`."""
-    whole = all(block.block_layout is not None for block in host.blocks)
+    whole = bool(host.blocks) and all(block.block_layout is not None for block in host.blocks)
     attends = any(layer.kind == "attn1" for block in host.blocks for layer in block.layers)
     facts = {"can_skip": host.can_skip, "whole_blocks": whole, "layers": attends, **more}
     return RunFacts(_model_class(host, whole), work_of(host), grid, steps, **facts)
@@ -96,6 +97,8 @@ def facts_of(host: Host, grid: tuple[int, int, int], steps: int, **more: Any) ->
 def _model_class(host: Host, whole_blocks: bool) -> ModelClass:
     if host.deep_stages:
         return "unet"
+    if host.span == ("",):
+        return "output"
     if whole_blocks and all(block.level == 1 for block in host.blocks):
         return "transformer"
     return "other"

@@ -47,8 +47,9 @@ class Report(Tabled):
 
     Attributes:
         model: class of the model, or several classes joined by ``+`` if ControlNets merge too.
-        height: height of the sample (for latent diffusion, of the latents).
-        width: width of the sample.
+        height: height of the sample (for latent diffusion, of the latents), or 0 if the call of the model is
+            not described. Then operations are those of the weights for one token.
+        width: width of the sample, or 0.
         batch: batch size of the call. Classifier-free guidance makes it 2 for one image.
         rows: one row for each block that merges.
         flops_dense: operations of the whole model without merging.
@@ -152,7 +153,8 @@ class Report(Tabled):
         counted = f"GFLOPs: of one call of the model, on a batch of {self.batch}"
         if self.batch % 2 == 0:
             counted += " (with guidance, one image is two samples)"
-        notes.append(counted)
+        if self.height:
+            notes.append(counted)
         return TextTable(self._title(), cells, notes)
 
     def _line(self, row: Row) -> tuple[str, ...]:
@@ -189,6 +191,8 @@ class Report(Tabled):
         if self.steps:
             size += f", {self.steps} steps"
         share = f"{saved(self.flops_dense, self.flops)} of the operations saved"
+        if not self.height:
+            size = f"{self.steps} steps" if self.steps else "one call"
         lines = [f"{self.model}: {size}", f"by operations: {self.speedup:.2f}× ({share})"]
         if self.estimated:
             lines.append(self.estimated)

@@ -12,6 +12,7 @@ from tokenmerge.config.checks import MOST_STEPS
 from tokenmerge.config.origin import RATIO, is_default
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import dtype_of
+from tokenmerge.models.undescribed import skipped_parts
 from tokenmerge.report.notes import legend
 from tokenmerge.report.prediction import Report, saved
 from tokenmerge.runtime.memory.run_log import RunLog, StepRow
@@ -64,6 +65,8 @@ def summary(
         example = f"with the pipeline's defaults ({_setting(conditions, report, report.steps)})"
         if is_default(conditions.method):  # other sizes and steps have other plans
             lines.append(f"  no run yet; {example}: {_expected_gain(conditions, report)}")
+            if conditions.denoiser.unmerged:
+                return [*lines, *remarks, *_without_merging(conditions.denoiser)]
             return [*lines, "  for your size: print(patch.report(height=…, width=…, steps=…))", *remarks]
         lines.append(f"  no run yet; {example}:")
     if report is not None:
@@ -79,8 +82,17 @@ def summary(
     if report is not None:
         dtype = str(dtype_of(conditions.denoiser.root)).removeprefix("torch.")
         kept = f"{in_words(report.kept_bytes)} ({dtype})" if report.kept_bytes else "none"
-        lines += [f"  merging: {_merging(config, conditions, report)}", f"  cache between steps: {kept}"]
+        if conditions.denoiser.unmerged:
+            lines += _without_merging(conditions.denoiser)
+        else:
+            lines.append(f"  merging: {_merging(config, conditions, report)}")
+        lines.append(f"  cache between steps: {kept}")
     return lines
+
+
+def _without_merging(denoiser: Host) -> list[str]:
+    """Return the lines on a model in which no token merges: what steps skip, and why nothing merges."""
+    return [f"  skipped: {skipped_parts(denoiser)}", f"  merging: none in {denoiser.unmerged}"]
 
 
 def _expected_gain(conditions: Conditions, report: Report) -> str:
@@ -140,7 +152,7 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
 def _setting(conditions: Conditions, of: Report | RunLog, steps: int | None, done: int | None = None) -> str:
     """Return the size, the steps and the guidance of a run. ``done`` steps ran, or all if it is None."""
     words = []
-    if of.height is not None and of.width is not None:
+    if of.height and of.width:
         if conditions.scale:
             words.append(f"{of.width * conditions.scale} × {of.height * conditions.scale} px")
         else:

@@ -220,6 +220,15 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
 
         return with_caches(state, call, run_graph)
 
+    return compiled_attribute(call_graph)
+
+
+def compiled_attribute(call_graph: Callable[..., Any]) -> property:
+    """Return the attribute in which a compiled module has its graph, which ``call_graph`` calls.
+
+    That function gets the module, the graph, and the arguments of the call.
+    """
+
     def get(self: nn.Module) -> Callable | None:
         graph = self.__dict__.get(COMPILED)
         return None if graph is None else functools.partial(call_graph, self, graph)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec
 
 from tokenmerge.config import MergeSettings
 from tokenmerge.models.placement import Shard
@@ -38,7 +39,10 @@ class Cache:
     residuals: dict[CallNumbers, Tensors] = dataclasses.field(default_factory=dict)
     # A StackResidual for each block of a stack. For a stage that steps skip, a Residual, or tensors without
     # memory in the shapes of a result that no running module reads.
-    skippable: dict[CallNumbers, StackResidual | Residual | Tensors] = dataclasses.field(default_factory=dict)
+    # So for a module of a span, of which the last one has a SpanResult.
+    skippable: dict[CallNumbers, StackResidual | SpanResult | Residual | Tensors] = dataclasses.field(
+        default_factory=dict
+    )
     dense: bool = False  # a block or layer does not merge, since other people's code looks at it
 
 
@@ -69,6 +73,23 @@ class StackResidual:
     blocks: int = 0  # in the first block, the number of blocks of the stack; 0 where it was interrupted
     single: bool = True  # the block returned one tensor, and not a pair
     no_text: bool = True  # what it returned has no text
+
+
+@dataclasses.dataclass(eq=False)
+class SpanResult:
+    """What the last module returned in the step that last ran it."""
+
+    structure: TreeSpec
+    leaves: list[Any]  # of the result; None in the place of a tensor that is extrapolated
+    places: tuple[int, ...]  # of these tensors among the leaves
+    shapes: tuple[torch.Size, ...]  # of these tensors
+    bases: tuple[int | None, ...]  # for each, the index of the input that it is added to; None: there is none
+    residual: Residual  # a tensor for each place, with the samples along its first axis
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of what is cached."""
+        return sum(tensor.nbytes for tensor in (*self.residual.latest, *self.residual.delta))
 
 
 def updated(before: Residual | None, latest: Tensors, shard: Shard | None = None) -> Residual:

@@ -63,6 +63,7 @@ class CallContext:
 
     settings: Mapping[int, MergeSettings]  # of the running step, by level
     seed: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))  # of draws
+    samples: int = 1  # in its batch
     call: int = 0  # its number, that of the call of the step before that it continues
     beside: bool = False  # it belongs to no step: it is dense, and nothing of it is kept
     plan_call: int = 0  # that of the call whose plans this one uses
@@ -188,6 +189,8 @@ class ThreadState:
         self.memory = Memory(())  # what the call caches
         # By call and level, the tokens that the first block of the level was called with.
         self.spans: dict[tuple[int, int, int], Tensor] = {}
+        # By call of a span, see ``blocks.span``: what its first module was called with.
+        self.inputs: dict[CallNumbers, Any] = {}
         self.numbers: dict[tuple[int, torch.device], Tensor] = {}  # see ``steps.step_tracker.step_seed``
         self.stack: RunningStack | None = None  # of blocks, if one runs
         self.ran: set[str] = set()  # parts of the model that the running call has run, "deep" and "finest"
@@ -220,7 +223,8 @@ class ModelState:
     method: str = ""  # name of the settings, for messages, unless the user gave them all
     # What chooses the settings of each generation, or None where all have those of ``config``.
     default: Method | None = None
-    parts: tuple[BlockState | LayerState | StageState, ...] = ()  # those that merge or are skipped
+    # Those that merge or are skipped.
+    parts: tuple[BlockState | LayerState | StageState | SpanState, ...] = ()
     blocks: Sequence[BlockState] = ()  # the blocks among them
     skips_blocks: bool = False  # some step skips blocks by themselves, and not whole stages
     skippable: frozenset[str] = frozenset()  # the parts that some step skips, of "deep" and "finest"
@@ -229,6 +233,7 @@ class ModelState:
     given_grid: Grid | None = None  # the model's finest token grid in the next calls, where the user gave it
     record: dict[str, RecordedPlan] | None = None  # where each block leaves its latest plan, by its path
     recorder: StepRecorder | None = None
+    cached_bytes: int = 0  # of a model without described blocks, what its last run cached between steps
     uses: Uses = dataclasses.field(default_factory=Uses)  # the threads that run it
     runs: Latest[RunLog | None] = dataclasses.field(default_factory=lambda: Latest(None))
     # Since a generation last began, or since patching.
@@ -246,8 +251,10 @@ class ModelState:
         # Whether any plan depends on the step: what it draws, or what it compares.
         fixed = [own.seed is None and own.planner in COMPARES_NOTHING for _, own in self.phases]
         self.numbers_steps = self.follows_steps or not all(fixed)
-        # Whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
-        self.merges = reuse.on or any(own.merges for _, own in self.phases)
+        # Whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed,
+        # nor for a model whose blocks are not described.
+        reads_grid = reuse.on and self.call.described
+        self.merges = reads_grid or any(own.merges for _, own in self.phases)
         before = CallContext(self.settings, blocks_are_dense=True)
         self._new_thread = functools.partial(ThreadState, before, self.groups)
         self.threads = PerThread(self._new_thread)
@@ -303,6 +310,7 @@ class ModelState:
         thread = self.threads.value
         thread.stack = None  # of a call that was interrupted
         thread.spans.clear()
+        thread.inputs.clear()
         thread.ran.clear()
         for part in self.parts:
             part.threads.value.number = -1
@@ -381,6 +389,17 @@ class StageState:
     is_finest: bool  # it is at the finest level
     is_last: bool  # the modules that do run read its result
     grid: PerThread[Grid] | None  # None if it has no blocks
+    threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SpanState:
+    """A module that is skipped together with others, in a model without described blocks, or that model."""
+
+    model: ModelState
+    path: str  # empty: the model itself
+    is_first: bool  # it runs first of them, and is not the model itself
+    is_last: bool  # the modules that do run read its result
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
 
 

@@ -47,6 +47,7 @@ def context_of(facts: CallFacts, memory: Memory, config: ToMeConfig) -> CallCont
     return CallContext(
         settings=settings,
         seed=facts.seed,
+        samples=len(facts.sample),
         call=tracker.call,
         plan_call=tracker.plan_call,
         caches_plans=caches_plans,

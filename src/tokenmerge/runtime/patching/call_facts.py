@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from tokenmerge.config.origin import instead
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.ops.once import first_numbers
 from tokenmerge.runtime.memory.state import Memory, ModelState
 from tokenmerge.runtime.steps.callbacks import calls_back, has_callback
-from tokenmerge.runtime.steps.calls import Given, conditions_in, detail_of
+from tokenmerge.runtime.steps.calls import Given, Shape, conditions_in, detail_of
 from tokenmerge.runtime.steps.pipeline import running_pipeline
 from tokenmerge.runtime.steps.scheduler import (
     DenoisingStep,
@@ -42,7 +43,7 @@ class CallFacts(NamedTuple):
     pipe: Any  # the pipeline of the call, with its scheduler, or None if it is unknown
     scheduler: Any
     step: DenoisingStep | None  # None where the settings do not follow the steps
-    shape: tuple[int, ...]  # of the inputs; what is cached for one shape does not fit another
+    shape: Shape  # of the inputs; what is cached for one shape does not fit another
     given: Given | None  # by which the call is recognised, where it had to be known already
 
 
@@ -59,6 +60,8 @@ def facts_of_call(state: ModelState, root: nn.Module, arguments: Mapping[str, An
     step = None
     if state.follows_steps:
         _refuse_one_graph(state)
+        if state.call.fills_cache is not None and state.call.fills_cache(arguments):
+            return None
         if not state.pipeline.step_is_given and calls_back(running):
             return None
         step = state.pipeline.step(scheduler, timestep, pipe is running, running)
@@ -66,7 +69,10 @@ def facts_of_call(state: ModelState, root: nn.Module, arguments: Mapping[str, An
             return None
         if step is None:
             raise _unknown_step(state)
-    shape = _shape_of(arguments, sample, with_text=state.follows_steps)
+    if state.call.described:
+        shape = _shape_of(arguments, sample, with_text=state.follows_steps)
+    else:
+        shape = _shapes_in(arguments)
     facts = CallFacts(
         state, root, arguments, sample, timestep, seed, running, pipe, scheduler, step, shape, given=None
     )
@@ -90,7 +96,7 @@ def given_of(facts: CallFacts, memory: Memory) -> Given:
     compares = not waits or memory.tracker.numbers.has_tiles or has_callback(facts.pipe)
     return Given(
         facts.shape,
-        conditions_in(facts.arguments),
+        conditions_in({name: own for name, own in facts.arguments.items() if own is not sample}),
         weakref.ref(sample) if isinstance(sample, Tensor) else None,
         detail_of(sample) if compares else None,
         waits,
@@ -110,14 +116,19 @@ def _seed_of(state: ModelState, timestep: Any, device: torch.device) -> Tensor:
     return first_numbers(1, device)[0]  # without a launch
 
 
-def _shape_of(arguments: Mapping[str, Any], sample: Any, with_text: bool) -> tuple[int, ...]:
+def _shape_of(arguments: Mapping[str, Any], sample: Any, with_text: bool) -> Shape:
     """Return the shape of the inputs of a call: of its sample, and of its text where that counts."""
-    shape: tuple[int, ...] = (len(sample), *sample[0].shape)
+    shape = (len(sample), *sample[0].shape)
     text = arguments.get("encoder_hidden_states")
     if with_text and isinstance(text, Tensor):
         # Joint blocks change it too, and its length may differ at the next step.
         return (*shape, *text.shape)
     return shape
+
+
+def _shapes_in(arguments: Mapping[str, Any]) -> Shape:
+    """Return the shapes of all inputs of a call, of which nobody knows what they change in a result."""
+    return tuple(leaf.shape for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, Tensor))
 
 
 def _refuse_one_graph(state: ModelState) -> None:

@@ -13,18 +13,28 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.config.origin import instead, named
+from tokenmerge.config.origin import instead, is_default, named
 from tokenmerge.errors import ModelInUseError, NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import KINDS, Block, Grid, Host, Layer, modules_in
 from tokenmerge.models.placement import shard_of
+from tokenmerge.models.undescribed import refusal
 from tokenmerge.runtime.blocks.forward import block_call, layer_call, takes_part
 from tokenmerge.runtime.blocks.proportional_attention import leave_kernels, reach_kernels
 from tokenmerge.runtime.blocks.skipping import stage_call
-from tokenmerge.runtime.memory.state import STATE, BlockState, CallContext, LayerState, ModelState, StageState
+from tokenmerge.runtime.blocks.span import span_call
+from tokenmerge.runtime.memory.state import (
+    STATE,
+    BlockState,
+    CallContext,
+    LayerState,
+    ModelState,
+    SpanState,
+    StageState,
+)
 from tokenmerge.runtime.memory.uses import CHANGES
 from tokenmerge.runtime.patching.call_checks import check_grid, phases_at
 from tokenmerge.runtime.patching.hooks import after_model, before_blocks, before_model
-from tokenmerge.runtime.patching.other_caches import refuse_other_forward
+from tokenmerge.runtime.patching.other_caches import refuse_other_caches
 from tokenmerge.runtime.patching.swap import add_hook, check_swappable, swap, undo
 from tokenmerge.runtime.steps.pipeline import PerThread, Pipeline
 
@@ -80,6 +90,12 @@ def skipped_parts(host: Host, config: ToMeConfig) -> Iterator[tuple[str, bool, b
         yield from ((path, False, path == host.deep_stages[-1]) for path in host.deep_stages)
     if config.reuse.skips_finest:
         yield from ((path, True, path == host.shallow_stages[-1]) for path in host.shallow_stages)
+
+
+def skipped_modules(host: Host, config: ToMeConfig) -> Iterator[tuple[str, bool, bool]]:
+    """Yield the modules that some steps skip together: path, whether first, whether last."""
+    for path in host.span if config.reuse.on else ():
+        yield path, path == host.span[0] != "", path == host.span[-1]
 
 
 def why_nothing_merges(host: Host, config: ToMeConfig) -> str:
@@ -143,10 +159,13 @@ def check_host(
     method: str = "",
 ) -> None:
     """Refuse a host that would not merge, or not at this size of the sample, before anything is changed."""
+    if host.unmerged:
+        _check_unmerged(host, config, method)
+        return
     parts = parts_to_merge(host, config)
     if not parts:
         raise NothingToMergeError(why_nothing_merges(host, config))
-    refuse_other_forward(host.root, config, method)
+    refuse_other_caches(host.root, config, method)
     shard_of(host.root)  # raises where merging does not fit how its tokens are split between devices
     if config.reuse.on and not (host.can_skip or host.controlnet):
         raise UnsupportedModelError(
@@ -167,10 +186,22 @@ def check_host(
         check_swappable(host.root.get_submodule(path), path, "forward")
 
 
+def _check_unmerged(host: Host, config: ToMeConfig, method: str) -> None:
+    """Refuse settings that merge tokens in a host in which none can merge, or that skip nothing of it."""
+    is_dense = is_default(method) and not config.merges  # with a speed-up of 1
+    if config.merges or not (config.reuse.on or is_dense):
+        raise UnsupportedModelError(refusal(host))
+    refuse_other_caches(host.root, config, method)
+    shard_of(host.root)
+    for path, _, _ in skipped_modules(host, config):
+        check_swappable(host.root.get_submodule(path), path or type(host.root).__name__, "forward")
+
+
 def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) -> ModelState:
     """Return the state of a host that :func:`check_host` accepts, with further ``facts`` of a ModelState."""
     changed = blocks_to_change(host, config)
     skipped = list(skipped_parts(host, config))
+    modules = list(skipped_modules(host, config))
     blocks = [block for block, _ in changed]
     merging = [merges(block, config) for block in blocks]
     # Blocks that are only skipped have no plans, nor have layers and stages.
@@ -178,7 +209,7 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
     for block, plans in zip(blocks, merging, strict=True):
         own_group = block.plan_group if config.merge_sharing.blocks else block.path
         plan_groups.append(own_group if plans else None)
-    others = sum(len(layers) for _, layers in changed) + len(skipped)
+    others = sum(len(layers) for _, layers in changed) + len(skipped) + len(modules)
     without_plans = [None] * others
     groups = (*plan_groups, *without_plans)
     levels = [block.level if plans else None for block, plans in zip(blocks, merging, strict=True)]
@@ -207,12 +238,14 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
         *block_states,
         *[LayerState(block, f"{block.path}.{layer.name}", layer) for block, layer in layers],
         *[StageState(state, *stage, grids.get(host.root.get_submodule(stage[0]))) for stage in skipped],
+        *[SpanState(state, *module) for module in modules],
     )
     state.blocks = block_states
     state.shares_positions = any(not layer.layout.batched for _, layer in layers)
     state.skips_blocks = any(block.caches_residuals for block in block_states)
     finest = {part.is_finest for part in state.parts if isinstance(part, StageState)}
-    skippable = {"deep": state.skips_blocks or False in finest, "finest": True in finest}
+    skips_deep = state.skips_blocks or False in finest or bool(modules)
+    skippable = {"deep": skips_deep, "finest": True in finest}
     state.skippable = frozenset(name for name, is_skipped in skippable.items() if is_skipped)
     pipeline.states.append(state)
     return state
@@ -227,6 +260,9 @@ def patch_host(host: Host, state: ModelState) -> None:
             swap(block.module, block.method, block_call, part)
             if block.grid is not None and part.grid is not block.grid.__dict__.get(STATE):
                 add_hook(block.grid, before_blocks, part.grid)
+        elif isinstance(part, SpanState):
+            # A model keeps its own state, which has this part.
+            swap(host.root.get_submodule(part.path), "forward", span_call, part if part.path else state)
         else:
             call = layer_call if isinstance(part, LayerState) else stage_call
             swap(host.root.get_submodule(part.path), "forward", call, part)

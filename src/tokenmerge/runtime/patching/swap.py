@@ -20,6 +20,7 @@ from torch import nn
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostMethod, host_method
 from tokenmerge.runtime.blocks.forward import COMPILED, block_call, compiled_block
+from tokenmerge.runtime.blocks.span import compiled_span, span_call
 from tokenmerge.runtime.memory.state import STATE
 
 # Attributes of a module in which accelerate and diffusers keep its ``forward``, or what keeps it.
@@ -51,6 +52,8 @@ def _swapped_class(base: type, method: str, call: MakeMethod) -> Any:
     setattr(swapped, method, function)
     if call is block_call:
         setattr(swapped, COMPILED, compiled_block(original.names))
+    if call is span_call:
+        setattr(swapped, COMPILED, compiled_span())
     # Tell diffusers' block caches, which look blocks up by exact class, what they know of the original.
     hooks = sys.modules.get("diffusers.hooks._helpers")
     if hooks is not None:

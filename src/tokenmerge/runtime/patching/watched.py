@@ -19,8 +19,17 @@ from tokenmerge.config.origin import is_default
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Grids, modules_in
 from tokenmerge.runtime.blocks.forward import takes_part
-from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState, LeftAlone, ModelState, StageState
+from tokenmerge.runtime.memory.state import (
+    STATE,
+    BlockState,
+    LayerState,
+    LeftAlone,
+    ModelState,
+    SpanState,
+    StageState,
+)
 from tokenmerge.runtime.patching.call_checks import merges_tokens, phases_at
+from tokenmerge.runtime.patching.other_patches import refuse_other_patches
 
 # Processors and hooks of these packages compute a result, and keep nothing of what they see …
 PACKAGES = ("accelerate", "diffusers", "peft", "tokenmerge", "torch")
@@ -82,6 +91,7 @@ def look(
 
     ``pipe`` runs, or was patched. ``grids`` are the finest token grids of the next call, if they are known.
     """
+    refuse_other_patches(root)
     found = watchers_in(root)
     if not found:
         return LeftAlone(config)
@@ -134,7 +144,7 @@ def _refuse_what_a_pipeline_reads(seen: Mapping[str, Any], root: nn.Module, pipe
 def _merged_parts(state: ModelState, config: ToMeConfig, grids: Grids | None) -> Iterator[str]:
     """Yield the paths of the blocks that merge as a whole, and of the layers that merge in others."""
     for part in state.parts:
-        if isinstance(part, StageState):
+        if isinstance(part, StageState | SpanState):
             continue
         for level, own in phases_at(config, (part.block if isinstance(part, LayerState) else part).level):
             if isinstance(part, LayerState):
@@ -152,6 +162,8 @@ def _skipped_parts(state: ModelState, config: ToMeConfig) -> Iterator[tuple[str,
             yield part.path, False
         elif isinstance(part, StageState) and (config.reuse.skips_finest or not part.is_finest):
             yield part.path, part.is_finest
+        elif isinstance(part, SpanState):
+            yield part.path, False
 
 
 def _without_skips(config: ToMeConfig, skipped: dict[str, bool], found: Collection[str]) -> ToMeConfig:
@@ -171,7 +183,9 @@ def meets(path: str, others: Collection[str]) -> bool:
     >>> [meets(path, ["blocks.1"]) for path in ("blocks.1.attn", "blocks.1", "blocks", "blocks.10")]
     [True, True, True, False]
     """
-    return any(f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.") for other in others)
+    # An empty path is that of the model itself.
+    own = f"{path}." if path else ""
+    return any(f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(own) for other in others)
 
 
 def _only_computes(code: Any) -> bool:

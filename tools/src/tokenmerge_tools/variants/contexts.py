@@ -57,7 +57,8 @@ def tomesd(pipe_or_model: Any, config: ToMeConfig) -> Iterator[None]:
     settings = {name: own for name, own in config.to_dict().items() if name in {*TOMESD_SETTINGS} - {"seed"}}
     finest = 1
     with contextlib.suppress(UnsupportedModelError):  # tomesd may know the model
-        finest = min(block.level for host in find_hosts(model) for block in host.blocks)  # 2 in SDXL
+        levels = (block.level for host in find_hosts(model) for block in host.blocks)
+        finest = min(levels, default=1)  # 2 in SDXL
     settings |= {"use_rand": config.seed is not None, "max_downsample": max(finest, config.max_downsample)}
     with as_before(model):  # tomesd leaves attributes on the modules when it is removed
         try:

@@ -1,0 +1,752 @@
+"""A tiny random model of each class whose blocks no family describes, with a call of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tests.models.family import noise, seeded
+from torch import Tensor
+
+Inputs = Callable[[int], dict[str, Any]]  # (batch) → the arguments of a call
+
+# By class, the arguments with which the smallest model is built.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "AceStepTransformer1DModel": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "in_channels": 24,
+        "audio_acoustic_hidden_dim": 8,
+        "sliding_window": 16,
+    },
+    "AnyFlowTransformer3DModel": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 16,
+        "ffn_dim": 32,
+        "num_layers": 2,
+        "rope_max_seq_len": 32,
+        "gate_value": 0.25,
+        "deltatime_type": "r",
+    },
+    "BriaFibo2Transformer2DModel": {
+        "in_channels": 4,
+        "dim": 24,
+        "n_layers": 3,
+        "n_refiner_layers": 1,
+        "n_heads": 2,
+        "cap_feat_dim": 16,
+        "injection_layer_ids": (1,),
+        "perceiver_num_layers": 1,
+        "min_num_gist_tokens": 4,
+        "max_num_gist_tokens": 8,
+        "gist_step": 4,
+        "gist_min_text_len": 4,
+        "gist_max_text_len": 16,
+        "axes_dims": (4, 4, 4),
+        "axes_lens": (64, 32, 32),
+    },
+    "Cosmos3OmniTransformer": {
+        "head_dim": 6,
+        "hidden_act": "relu2",
+        "hidden_size": 12,
+        "intermediate_size": 24,
+        "latent_channel": 2,
+        "latent_patch_size": 1,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 1,
+        "patch_latent_dim": 2,
+        "qk_norm_for_text": False,
+        "rope_axes_dim": [1, 1, 1],
+        "rope_theta": 1e8,
+        "vocab_size": 32,
+    },
+    "ErnieImageTransformer2DModel": {
+        "hidden_size": 16,
+        "num_attention_heads": 1,
+        "num_layers": 2,
+        "ffn_hidden_size": 16,
+        "in_channels": 4,
+        "out_channels": 4,
+        "patch_size": 1,
+        "text_in_dim": 16,
+        "rope_axes_dim": (8, 4, 4),
+    },
+    "Flux3Transformer2DModel": {
+        "in_channels": 4,
+        "cond_in_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 16,
+        "axes_dims_rope": (2, 2, 2, 2),
+    },
+    "GlmImageTransformer2DModel": {
+        "patch_size": 2,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "text_embed_dim": 32,
+        "time_embed_dim": 16,
+        "condition_dim": 8,
+        "prior_vq_quantizer_codebook_size": 64,
+    },
+    "HeliosTransformer3DModel": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 16,
+        "ffn_dim": 32,
+        "num_layers": 2,
+        "rope_dim": (4, 4, 4),
+        "has_multi_term_memory_patch": True,
+        "guidance_cross_attn": True,
+        "zero_history_timestep": True,
+    },
+    "HiDreamImageTransformer2DModel": {
+        "patch_size": 2,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "attention_head_dim": 8,
+        "num_attention_heads": 4,
+        "caption_channels": [8, 4],
+        "text_emb_dim": 8,
+        "num_routed_experts": 2,
+        "num_activated_experts": 2,
+        "axes_dims_rope": (4, 2, 2),
+        "max_resolution": (32, 32),
+        "llama_layers": (0, 1),
+        "force_inference_output": True,
+    },
+    "HunyuanVideoFramepackTransformer3DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 10,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "num_refiner_layers": 1,
+        "text_embed_dim": 16,
+        "pooled_projection_dim": 8,
+        "rope_axes_dim": (2, 4, 4),
+        "has_image_proj": True,
+        "image_proj_dim": 16,
+        "has_clean_x_embedder": True,
+    },
+    "Ideogram4Transformer2DModel": {
+        "in_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "adaln_dim": 16,
+        "llm_features_dim": 12,
+        "rope_theta": 10_000,
+        "mrope_section": (2, 1, 1),
+    },
+    "Kandinsky6SRTransformer3DModel": {
+        "in_visual_dim": 2,
+        "out_visual_dim": 4,
+        "time_dim": 16,
+        "model_dim": 24,
+        "ff_dim": 32,
+        "num_visual_blocks": 2,
+        "axes_dims": (4, 4, 4),
+        "nabla_window": (3, 3, 3),
+    },
+    "Kandinsky6Transformer3DModel": {
+        "in_visual_dim": 4,
+        "out_visual_dim": 4,
+        "in_text_dim": 16,
+        "in_text_dim2": 8,
+        "time_dim": 16,
+        "model_dim": 24,
+        "ff_dim": 32,
+        "num_text_blocks": 1,
+        "num_visual_blocks": 2,
+        "axes_dims": (4, 4, 4),
+        "visual_cond": False,
+        "in_audio_dim": 4,
+        "out_audio_dim": 4,
+        "model_dim_a": 24,
+        "time_dim_a": 16,
+        "ff_dim_a": 32,
+        "axes_dims_a": (4, 4, 4),
+    },
+    "Kandinsky3UNet": {
+        "time_embedding_dim": 16,
+        "groups": 4,
+        "attention_head_dim": 8,
+        "layers_per_block": 2,
+        "block_out_channels": (16, 16, 16, 16),
+        "cross_attention_dim": 16,
+        "encoder_hid_dim": 16,
+    },
+    "Krea2Transformer2DModel": {
+        "in_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 32,
+        "timestep_embed_dim": 8,
+        "text_hidden_dim": 16,
+        "num_text_layers": 2,
+        "text_num_attention_heads": 2,
+        "text_num_key_value_heads": 1,
+        "text_intermediate_size": 16,
+        "num_layerwise_text_blocks": 1,
+        "num_refiner_text_blocks": 1,
+        "axes_dims_rope": (4, 2, 2),
+        "rope_theta": 1000.0,
+    },
+    "LTX2VideoTransformer3DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "cross_attention_dim": 16,
+        "audio_in_channels": 4,
+        "audio_out_channels": 4,
+        "audio_num_attention_heads": 2,
+        "audio_attention_head_dim": 4,
+        "audio_cross_attention_dim": 8,
+        "num_layers": 2,
+        "caption_channels": 16,
+        "rope_double_precision": False,
+    },
+    "LongCatAudioDiTTransformer": {
+        "dit_dim": 64,
+        "dit_depth": 2,
+        "dit_heads": 4,
+        "dit_text_dim": 32,
+        "latent_dim": 8,
+        "text_conv": False,
+    },
+    "LuminaNextDiT2DModel": {
+        "sample_size": 16,
+        "in_channels": 4,
+        "hidden_size": 24,
+        "num_layers": 2,
+        "num_attention_heads": 3,
+        "num_kv_heads": 1,
+        "multiple_of": 16,
+        "learn_sigma": False,
+        "cross_attention_dim": 32,
+    },
+    "MiniMaxH3Transformer3DModel": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "hidden_size": 24,
+        "num_layers": 2,
+        "num_refiner_layers": 1,
+        "ffn_dim": 32,
+        "in_channels": 4,
+        "audio_in_channels": 6,
+        "patch_size": (1, 2, 2),
+        "text_dim": 8,
+        "freq_dim": 8,
+        "time_embed_hidden_dim": 24,
+        "time_embed_dim": 16,
+        "rope_freq_dim": 2,
+    },
+    "MiniMaxMusic3Transformer1DModel": {
+        "in_channels": 8,
+        "condition_dim": 16,
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "ff_inner_dim": 32,
+        "rotary_dim": 4,
+        "fourier_embedding_dim": 8,
+    },
+    "MotifVideoTransformer3DModel": {
+        "in_channels": 9,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "num_layers": 1,
+        "num_single_layers": 3,
+        "num_decoder_layers": 1,
+        "patch_size": 1,
+        "text_embed_dim": 16,
+        "image_embed_dim": 4,
+        "rope_axes_dim": (4, 4, 4),
+    },
+    "NucleusMoEImageTransformer2DModel": {
+        "in_channels": 16,
+        "out_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 16,
+        "axes_dims_rope": (8, 4, 4),
+        "moe_enabled": False,
+        "capacity_factors": [8.0, 8.0],
+    },
+    "OmniGenTransformer2DModel": {
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 32,
+        "num_layers": 2,
+        "pad_token_id": 0,
+        "vocab_size": 100,
+        "in_channels": 4,
+        "time_step_dim": 4,
+        "rope_scaling": {"long_factor": [1, 2], "short_factor": [1, 2]},
+    },
+    "QwenImage21Transformer2DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "context_in_dim": 16,
+        "axes_dims_rope": (4, 2, 2),
+        "causal_condition": False,
+    },
+    "SanaVideoTransformer3DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "num_layers": 2,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 12,
+        "cross_attention_dim": 24,
+        "caption_channels": 16,
+        "sample_size": 8,
+        "qk_norm": "rms_norm_across_heads",
+        "rope_max_seq_len": 32,
+    },
+    "StableAudio3DiTModel": {
+        "io_channels": 8,
+        "patch_size": 1,
+        "embed_dim": 32,
+        "depth": 2,
+        "num_heads": 4,
+        "cond_token_dim": 16,
+        "global_cond_dim": 12,
+        "local_add_cond_dim": 5,
+        "timestep_features_dim": 16,
+        "ff_mult": 2,
+        "num_memory_tokens": 3,
+        "use_differential_attention": False,
+    },
+    "StableAudioDiTModel": {
+        "sample_size": 8,
+        "in_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 8,
+        "num_attention_heads": 4,
+        "num_key_value_attention_heads": 2,
+        "out_channels": 4,
+        "cross_attention_dim": 16,
+        "time_proj_dim": 16,
+        "global_states_input_dim": 12,
+        "cross_attention_input_dim": 16,
+    },
+    "StableCascadeUNet": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "timestep_ratio_embedding_dim": 8,
+        "conditioning_dim": 16,
+        "block_out_channels": (8, 16),
+        "num_attention_heads": (1, 2),
+        "down_num_layers_per_block": (1, 1),
+        "up_num_layers_per_block": (1, 1),
+        "clip_text_pooled_in_channels": 16,
+        "timestep_conditioning_type": ("sca",),
+    },
+    "T5FilmDecoder": {
+        "input_dims": 8,
+        "targets_length": 16,
+        "d_model": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "d_kv": 8,
+        "d_ff": 32,
+    },
+    "UniDiffuserModel": {
+        "text_dim": 8,
+        "clip_img_dim": 8,
+        "num_text_tokens": 6,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "norm_num_groups": 4,
+        "sample_size": 8,
+        "patch_size": 2,
+        "activation_fn": "gelu",
+        "num_embeds_ada_norm": 1000,
+        "norm_type": "unidiffuser",
+        "block_type": "unidiffuser",
+        "use_timestep_embedding": False,
+    },
+    "WanAnimate2Transformer3DModel": {
+        "text_len": 16,
+        "in_dim": 36,
+        "dim": 32,
+        "ffn_dim": 32,
+        "freq_dim": 16,
+        "text_dim": 32,
+        "out_dim": 16,
+        "num_heads": 2,
+        "num_layers": 2,
+        "use_img_emb": True,
+    },
+}
+CONFIGS["AnyFlowFARTransformer3DModel"] = {
+    **CONFIGS["AnyFlowTransformer3DModel"],
+    "compressed_patch_size": (1, 4, 4),
+    "full_chunk_limit": 3,
+}
+TEXT = 6
+
+
+def steps(batch: int, value: float = 500.0) -> Tensor:
+    return torch.full((batch,), value)
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape)
+
+
+def _anyflow(batch: int) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(batch, 2, 4, 8, 8),
+        "timestep": steps(batch)[:, None].expand(batch, 2),
+        "r_timestep": steps(batch, 250.0)[:, None].expand(batch, 2),
+        "encoder_hidden_states": noise(batch, TEXT, 16),
+    }
+
+
+def _cosmos3(batch: int) -> dict[str, Any]:
+    places = torch.arange(2, 18)
+    return {
+        "input_ids": torch.tensor([1, 2]),
+        "text_indexes": torch.tensor([0, 1]),
+        "position_ids": torch.arange(18).expand(3, 18),
+        "und_len": 2,
+        "sequence_length": 18,
+        "vision_tokens": [noise(1, 2, 1, 4, 4)],
+        "vision_token_shapes": [(1, 4, 4)],
+        "vision_sequence_indexes": places,
+        "vision_mse_loss_indexes": places,
+        "vision_timesteps": steps(16),
+        "vision_noisy_frame_indexes": [torch.tensor([0])],
+    }
+
+
+def _framepack(batch: int) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(batch, 4, 3, 4, 4),
+        "timestep": steps(batch),
+        "encoder_hidden_states": noise(batch, TEXT, 16),
+        "pooled_projections": noise(batch, 8),
+        "encoder_attention_mask": ones(batch, TEXT),
+        "guidance": steps(batch),
+        "image_embeds": noise(batch, TEXT, 16),
+        "indices_latents": ones(3),
+        "latents_clean": noise(batch, 4, 2, 4, 4),
+        "indices_latents_clean": ones(2),
+        "latents_history_2x": noise(batch, 4, 2, 4, 4),
+        "indices_latents_history_2x": ones(2),
+        "latents_history_4x": noise(batch, 4, 8, 4, 4),
+        "indices_latents_history_4x": ones(8),
+    }
+
+
+def _helios(batch: int) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(batch, 4, 2, 8, 8),
+        "timestep": steps(batch).long(),
+        "encoder_hidden_states": noise(batch, TEXT, 16),
+        "indices_hidden_states": ones(batch, 2),
+        "indices_latents_history_short": ones(batch, 1),
+        "indices_latents_history_mid": ones(batch, 1),
+        "indices_latents_history_long": ones(batch, 4),
+        "latents_history_short": noise(batch, 4, 1, 8, 8),
+        "latents_history_mid": noise(batch, 4, 1, 8, 8),
+        "latents_history_long": noise(batch, 4, 4, 8, 8),
+    }
+
+
+def _ideogram(batch: int) -> dict[str, Any]:
+    from diffusers.models.transformers import transformer_ideogram4 as host
+
+    positions = torch.arange(8)[:, None].expand(8, 3).clone()
+    positions[4:] += host.IMAGE_POSITION_OFFSET
+    kinds = torch.tensor([host.LLM_TOKEN_INDICATOR] * 4 + [host.OUTPUT_IMAGE_INDICATOR] * 4)
+    return {
+        "hidden_states": noise(batch, 8, 4),
+        "encoder_hidden_states": noise(batch, 8, 12),
+        "timestep": steps(batch, 0.5),
+        "position_ids": positions.expand(batch, 8, 3),
+        "segment_ids": torch.ones(batch, 8, dtype=torch.long),
+        "indicator": kinds.expand(batch, 8),
+    }
+
+
+def _krea(batch: int) -> dict[str, Any]:
+    positions = torch.zeros(TEXT + 16, 3)
+    positions[TEXT:, 1] = torch.arange(4).repeat_interleave(4)
+    positions[TEXT:, 2] = torch.arange(4).repeat(4)
+    return {
+        "hidden_states": noise(batch, 16, 4),
+        "encoder_hidden_states": noise(batch, TEXT, 2, 16),
+        "timestep": steps(batch, 0.5),
+        "position_ids": positions,
+        "encoder_attention_mask": torch.ones(batch, TEXT, dtype=torch.bool),
+    }
+
+
+def _minimax_h3(batch: int) -> dict[str, Any]:
+    kinds = torch.tensor([1] * 4 + [2] * 6 + [0] * 8)  # text, sound, video
+    return {
+        "hidden_states": noise(batch, 8, 16),
+        "audio_hidden_states": noise(batch, 6, 6),
+        "encoder_hidden_states": noise(batch, 4, 8),
+        "timestep": torch.tensor([0.7, 0.3]),
+        "timestep_indices": (kinds == 2).long(),
+        "token_tags": kinds,
+        "position_ids": torch.arange(18.0)[:, None].expand(18, 3).clone(),
+        "video_indices": torch.arange(10, 18),
+        "audio_indices": torch.arange(4, 10),
+        "text_indices": torch.arange(4),
+    }
+
+
+def _omnigen(batch: int) -> dict[str, Any]:
+    tokens = TEXT + 1 + 16
+    return {
+        "hidden_states": noise(batch, 4, 8, 8),
+        "timestep": steps(batch, 0.5),
+        "input_ids": torch.arange(TEXT).expand(batch, TEXT).clone(),
+        "input_img_latents": [],
+        "input_image_sizes": {},
+        "attention_mask": ones(batch, tokens, tokens),
+        "position_ids": torch.arange(tokens).expand(batch, tokens).clone(),
+    }
+
+
+def _t5(batch: int) -> dict[str, Any]:
+    return {
+        "encodings_and_masks": [(noise(batch, TEXT, 16), ones(batch, TEXT))],
+        "decoder_input_tokens": noise(batch, 16, 8),
+        "decoder_noise_time": steps(batch, 0.5),
+    }
+
+
+def _wan_animate(batch: int) -> dict[str, Any]:
+    from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
+
+    return {
+        "hidden_states": [noise(16, 2, 4, 4)],
+        "timestep": steps(1),
+        "encoder_hidden_states": [noise(8, 32)],
+        "condition_latents": [noise(20, 2, 4, 4)],
+        "encoder_hidden_states_image": noise(1, 4, 1280),
+        "kv_cache": WanAnimate2KVCache(2),
+        "kv_cache_mode": "extract",
+        "seq_len": 8,
+        "offset_grid_sizes": torch.tensor([[2, 2, 2]]),
+    }
+
+
+INPUTS: dict[str, Inputs] = {
+    "AceStepTransformer1DModel": lambda b: {
+        "hidden_states": noise(b, 8, 8),
+        "timestep": steps(b, 0.5),
+        "timestep_r": steps(b, 0.25),
+        "encoder_hidden_states": noise(b, TEXT, 32),
+        "context_latents": noise(b, 8, 16),
+    },
+    "AnyFlowTransformer3DModel": _anyflow,
+    "AnyFlowFARTransformer3DModel": lambda b: {**_anyflow(b), "chunk_partition": [1, 1]},
+    "BriaFibo2Transformer2DModel": lambda b: {
+        "hidden_states": noise(b, 4, 8, 8),
+        "timestep": steps(b, 0.5),
+        "encoder_hidden_states": noise(b, 2, TEXT, 16),
+    },
+    "Cosmos3OmniTransformer": _cosmos3,
+    "ErnieImageTransformer2DModel": lambda b: {
+        "hidden_states": noise(b, 4, 4, 4),
+        "timestep": steps(b),
+        "text_bth": noise(b, TEXT, 16),
+        "text_lens": torch.full((b,), TEXT),
+    },
+    "Flux3Transformer2DModel": lambda b: {
+        "hidden_states": noise(b, 16, 4),
+        "encoder_hidden_states": noise(b, TEXT, 16),
+        "timestep": steps(b, 0.5),
+        "img_ids": torch.arange(16.0)[:, None].expand(16, 4),
+        "txt_ids": torch.zeros(TEXT, 4),
+    },
+    "GlmImageTransformer2DModel": lambda b: {
+        "hidden_states": noise(b, 4, 8, 8),
+        "encoder_hidden_states": noise(b, TEXT, 32),
+        "prior_token_id": torch.arange(16).expand(b, 16),
+        "prior_token_drop": torch.zeros(b, 16, dtype=torch.bool),
+        "timestep": steps(b),
+        "target_size": torch.full((b, 2), 8.0),
+        "crop_coords": torch.zeros(b, 2),
+    },
+    "HeliosTransformer3DModel": _helios,
+    "HiDreamImageTransformer2DModel": lambda b: {
+        "hidden_states": noise(b, 4, 8, 8),
+        "timesteps": steps(b),
+        "encoder_hidden_states_t5": noise(b, TEXT, 8),
+        "encoder_hidden_states_llama3": noise(2, b, TEXT, 4),
+        "pooled_embeds": noise(b, 8),
+    },
+    "HunyuanVideoFramepackTransformer3DModel": _framepack,
+    "Ideogram4Transformer2DModel": _ideogram,
+    "Kandinsky6SRTransformer3DModel": lambda b: {"hidden_states": noise(b, 1, 8, 8, 5), "timestep": steps(b)},
+    "Kandinsky6Transformer3DModel": lambda b: {
+        "hidden_states": noise(b, 1, 8, 8, 4),
+        "encoder_hidden_states": noise(b, TEXT, 16),
+        "pooled_projections": noise(b, 8),
+        "timestep": steps(b),
+        "audio_hidden_states": noise(b, 5, 4),
+    },
+    "Kandinsky3UNet": lambda b: {
+        "sample": noise(b, 4, 8, 8),
+        "timestep": steps(b),
+        "encoder_hidden_states": noise(b, TEXT, 16),
+        "encoder_attention_mask": ones(b, TEXT),
+    },
+    "Krea2Transformer2DModel": _krea,
+    "LTX2VideoTransformer3DModel": lambda b: {
+        "hidden_states": noise(b, 32, 4),
+        "audio_hidden_states": noise(b, 9, 4),
+        "encoder_hidden_states": noise(b, TEXT, 16),
+        "audio_encoder_hidden_states": noise(b, TEXT, 16),
+        "timestep": steps(b),
+        "encoder_attention_mask": ones(b, TEXT).bool(),
+        "num_frames": 2,
+        "height": 4,
+        "width": 4,
+        "audio_num_frames": 9,
+        "fps": 25.0,
+    },
+    "LongCatAudioDiTTransformer": lambda b: {
+        "hidden_states": noise(b, 16, 8),
+        "encoder_hidden_states": noise(b, TEXT, 32),
+        "encoder_attention_mask": ones(b, TEXT).bool(),
+        "attention_mask": ones(b, 16).bool(),
+        "timestep": steps(b, 0.5),
+    },
+    "LuminaNextDiT2DModel": lambda b: {
+        "hidden_states": noise(b, 4, 16, 16),
+        "encoder_hidden_states": noise(b, TEXT, 32),
+        "timestep": steps(b, 0.5),
+        "encoder_mask": ones(b, TEXT),
+        "image_rotary_emb": noise(384, 384, 4),
+        "cross_attention_kwargs": {},
+    },
+    "MiniMaxH3Transformer3DModel": _minimax_h3,
+    "MiniMaxMusic3Transformer1DModel": lambda b: {
+        "hidden_states": noise(b, 8, 24),
+        "encoder_hidden_states": noise(b, 24, 16),
+        "timestep": steps(b, 0.5),
+    },
+    "MotifVideoTransformer3DModel": lambda b: {
+        "hidden_states": noise(b, 9, 2, 4, 4),
+        "encoder_hidden_states": noise(b, TEXT, 16),
+        "timestep": steps(b),
+    },
+    "NucleusMoEImageTransformer2DModel": lambda b: {
+        "hidden_states": noise(b, 16, 16),
+        "encoder_hidden_states": noise(b, TEXT, 16),
+        "encoder_hidden_states_mask": torch.ones(b, TEXT, dtype=torch.long),
+        "timestep": steps(b, 0.5),
+        "img_shapes": [(1, 4, 4)] * b,
+    },
+    "OmniGenTransformer2DModel": _omnigen,
+    "QwenImage21Transformer2DModel": lambda b: {
+        "hidden_states": noise(b, 16, 4),
+        "encoder_hidden_states": noise(b, TEXT, 16),
+        "encoder_hidden_states_mask": ones(b, TEXT).bool(),
+        "timestep": steps(b, 0.5),
+        "img_shapes": [[(1, 4, 4)]] * b,
+        "img_mask": torch.tensor([[False] * TEXT + [True] * 4] * b),  # a slot stands for 2 × 2 tokens
+    },
+    "SanaVideoTransformer3DModel": lambda b: {
+        "hidden_states": noise(b, 4, 2, 8, 8),
+        "encoder_hidden_states": noise(b, TEXT, 16),
+        "timestep": steps(b),
+    },
+    "StableAudio3DiTModel": lambda b: {
+        "hidden_states": noise(b, 8, 16),
+        "timestep": steps(b, 0.5),
+        "encoder_hidden_states": noise(b, TEXT, 16),
+        "global_hidden_states": noise(b, 12),
+    },
+    "StableAudioDiTModel": lambda b: {
+        "hidden_states": noise(b, 4, 8),
+        "timestep": steps(b),
+        "encoder_hidden_states": noise(b, TEXT, 16),
+        "global_hidden_states": noise(b, 1, 12),
+        "rotary_embedding": (noise(9, 4), noise(9, 4)),
+    },
+    "StableCascadeUNet": lambda b: {
+        "sample": noise(b, 4, 8, 8),
+        "timestep_ratio": steps(b, 0.5),
+        "clip_text_pooled": noise(b, 1, 16),
+    },
+    "T5FilmDecoder": _t5,
+    "UniDiffuserModel": lambda b: {
+        "latent_image_embeds": noise(b, 4, 8, 8),
+        "image_embeds": noise(b, 1, 8),
+        "prompt_embeds": noise(b, 6, 8),
+        "timestep_img": steps(b).long(),
+        "timestep_text": steps(b).long(),
+    },
+    "WanAnimate2Transformer3DModel": _wan_animate,
+}
+# Models of which no small one is built here, each with the reason.
+NOT_BUILT = {
+    "RFD4ProteinaTransformer": "it runs dense, and its call needs the features of a protein",
+    "SanaWMLTX2RefinerTransformer3DModel": "it runs dense",
+    "SanaWMTransformer3DModel": "its blocks need the path of a camera, in 48 channels for each pixel",
+    "UNetFlatConditionModel": "diffusers no longer has the class",
+    "ZImageControlNetModel": "it runs dense",
+}
+# Pipelines, whose models a family describes.
+PIPELINES = ("Flux2KleinKVPipeline", "ZImageOmniPipeline")
+
+
+@functools.cache
+def class_of(name: str) -> Any:
+    """The class of a model in diffusers."""
+    import diffusers
+
+    if name == "UniDiffuserModel":
+        from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UniDiffuserModel
+
+        return UniDiffuserModel
+    return getattr(diffusers, name, None) or getattr(diffusers.models, name)
+
+
+def build(name: str) -> Any:
+    """A small model of a class, with seeded random weights, in evaluation mode."""
+    return seeded(class_of(name)(**CONFIGS[name]))
