@@ -48,7 +48,8 @@ def calls_back(running: Any) -> bool:
             callbacks = [variables[name] for name in _CALLBACKS if name in variables]
             if callbacks:
                 return called is not None and any(_is_call_of(callback, called) for callback in callbacks)
-        frame, called = frame.f_back, frame
+        called = frame
+        frame = frame.f_back
     return False
 
 
@@ -58,7 +59,8 @@ def _is_call_of(function: Any, frame: FrameType) -> bool:
         function = function.func
     owner = getattr(function, "__self__", None)
     if not hasattr(function, "__code__"):
-        function, owner = type(function).__call__, function
+        owner = function
+        function = type(function).__call__
     code = getattr(function, "__code__", None)
     variables = frame.f_locals
     if code is not frame.f_code:

@@ -54,18 +54,20 @@ class Condition:
     """A tensor that says what an image should show, as a call was given it."""
 
     tensor: Tensor
-    version: int | None  # how often it had been changed; None: nobody counts
+    version: int | None  # how often it had been changed, or None if nobody counts
 
     def is_same(self, other: Condition) -> bool:
         """Return whether two conditions are one tensor, or the same part of one, found without its values."""
         if self.version != other.version:
             return False
-        one, two = self.tensor, other.tensor
+        one = self.tensor
+        two = other.tensor
         return one is two or (_place(one) is not None and _place(one) == _place(two))
 
     def equals(self, before: Condition) -> bool:
         """Return whether an earlier condition has the same values; on a device, this waits for it."""
-        one, two = self.tensor, before.tensor
+        one = self.tensor
+        two = before.tensor
         if before.version != version_of(two):  # its values are gone: nothing tells them apart
             return True
         same = one.shape == two.shape and one.dtype == two.dtype and one.device == two.device
@@ -73,7 +75,7 @@ class Condition:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...] | None:
-    """Return where a tensor lies in memory, and how; None: it does not say."""
+    """Return where a tensor lies in memory, and how, or None if it does not say."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         return None
     memory = tensor.untyped_storage().data_ptr()
@@ -86,8 +88,8 @@ class Given:
 
     shape: Shape = ()
     conditions: Mapping[str, Condition] = dataclasses.field(default_factory=dict)
-    sample: weakref.ref[Tensor] | None = None  # None: it is no tensor
-    detail: Tensor | None = None  # of the sample, by :func:`detail_of`; None: it is not compared
+    sample: weakref.ref[Tensor] | None = None  # None if it is no tensor
+    detail: Tensor | None = None  # of the sample, by :func:`detail_of`, if it is compared
     waits: bool = False  # whether comparing values waits for a device
 
     def has_same_conditions(self, other: Given) -> bool:
@@ -130,7 +132,7 @@ def _tensors_in(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
 
 
 def detail_of(sample: Tensor | Sequence[Tensor]) -> Tensor | None:
-    """Return the fine detail of each image at some positions: ``[b, positions]``; None: there is none.
+    """Return the fine detail of each image at some positions, ``[b, positions]``, or None.
 
     It is how neighbours differ along the last two axes, which takes away what is smooth. On a device, this
     waits for it.
@@ -157,7 +159,7 @@ def continued(
     adds_noise: bool,
     outputs: Sequence[Sequence[Tensor]] = (),
 ) -> int | None:
-    """Return which of some samples of the step before became a sample; None: none of them.
+    """Return which of some samples of the step before became a sample, or None.
 
     The arguments are the details of the sample and of those before, in the order in which they are expected,
     and for each of these the details of what the model returned for it, as far as they are known.
@@ -238,7 +240,8 @@ def is_made_of(now: Tensor | None, calls: Sequence[tuple[Tensor, Tensor]]) -> bo
 
 def _left_of(now: Tensor, others: Sequence[Tensor]) -> float:
     """Return the share of a detail that no sum of some others explains."""
-    columns, now = torch.stack(list(others), dim=1).double(), now.double()
+    columns = torch.stack(list(others), dim=1).double()
+    now = now.double()
     if not (columns.isfinite().all() and now.isfinite().all()):
         return 1.0
     left = now - columns @ torch.linalg.lstsq(columns, now.unsqueeze(1)).solution.squeeze(1)
@@ -287,13 +290,14 @@ class CallNumbers:
         """Begin a call, and return its number."""
         number = self._continued(given, adds_noise)
         if number is None:
-            number, self._next = self._next, self._next + 1
+            number = self._next
+            self._next += 1
         self.made.append(number)
         self._given[number] = given
         return number
 
     def _continued(self, given: Given, adds_noise: bool) -> int | None:
-        """Return the number of the call of the step before that a call continues; None: there is none."""
+        """Return the number of the call of the step before that a call continues, or None."""
         numbers = [number for number in self._before if number not in self.made]
         known = {number: self._given[number] for number in numbers}
         numbers = [number for number in numbers if known[number].shape == given.shape]
@@ -320,7 +324,8 @@ class CallNumbers:
 
     def note_result(self, number: int, result: Any) -> None:
         """Note what the model returned in the running call, if samples are compared."""
-        given, output = self._given.get(number), result if isinstance(result, Tensor) else result[0]
+        given = self._given.get(number)
+        output = result if isinstance(result, Tensor) else result[0]
         self._outputs.pop(number, None)
         if given is not None and given.detail is not None and isinstance(output, Tensor | list | tuple):
             detail = detail_of(output)

@@ -67,7 +67,7 @@ class DenoisingStep:
 
 
 def scheduler_of(pipe: Any, timestep: Tensor | float) -> Any:
-    """Return the scheduler of a pipeline that a timestep is from; None: it has none."""
+    """Return the scheduler of a pipeline that a timestep is from, or None."""
     # Some pipelines have an ``inverse_scheduler`` too, which turns an image into noise.
     # A copy, since another thread that runs the pipeline sets attributes.
     for name, value in getattr(pipe, "__dict__", {}).copy().items():
@@ -81,9 +81,10 @@ def row_of_frames(pipe: Any) -> tuple[int, int] | None:
 
     Diffusion forcing denoises later frames with a delay, so that it takes more iterations than its scheduler
     has steps. Such a pipeline tells the timesteps of its frames, which are a row of a matrix, and the number
-    of rows. None: all frames have one timestep.
+    of rows. The result is None where all frames have one timestep.
     """
-    row, rows = getattr(pipe, "current_timestep", None), getattr(pipe, "num_timesteps", None)
+    row = getattr(pipe, "current_timestep", None)
+    rows = getattr(pipe, "num_timesteps", None)
     if not isinstance(row, Tensor) or row.ndim != 1 or not isinstance(rows, int):
         return None
     index, within = divmod(int(row.storage_offset()), len(row))
@@ -96,7 +97,7 @@ def step_of(
     runs_here: bool = True,
     row: tuple[int, int] | None = None,
 ) -> DenoisingStep | None:
-    """Return the step that a scheduler of diffusers is at; None: it does not say.
+    """Return the step that a scheduler of diffusers is at, or None if it does not say.
 
     The timestep that the model is called with is for schedulers that do not count their steps. Unless a
     pipeline with this scheduler ``runs_here``, a generation of another thread is refused. The ``row`` is that
@@ -289,8 +290,11 @@ def _offset(timestep: object, timesteps: object) -> int | None:
     one = timestep.numel() == 1 or (timestep.numel() > 1 and not any(timestep.stride()))
     if not one or timestep.is_meta or timestep.dtype != timesteps.dtype:
         return None
-    memory, stride = timesteps.untyped_storage().data_ptr(), timesteps.stride(0)
-    if not memory or timestep.untyped_storage().data_ptr() != memory or stride < 1:  # 0: it has no address
+    memory = timesteps.untyped_storage().data_ptr()
+    stride = timesteps.stride(0)
+    if (
+        not memory or timestep.untyped_storage().data_ptr() != memory or stride < 1
+    ):  # a tensor without memory has the address 0
         return None
     place, between = divmod(int(timestep.storage_offset() - timesteps.storage_offset()), stride)
     return place if not between and 0 <= place < len(timesteps) else None
@@ -324,7 +328,7 @@ def _read(timestep: Tensor | float, timesteps: Any) -> tuple[float, Tensor]:
 
 
 def _place(timestep: float, scheduled: Tensor, made: int) -> int | None:
-    """Return the index of the timestep that a model is called with; None: it is in another unit.
+    """Return the index of the timestep that a model is called with, or None in another unit.
 
     ``made`` is the number of steps made so far. PNDM counts them, and some of its timesteps are equal.
     """
