@@ -49,6 +49,6 @@ def test_a_swapped_class_that_keeps_the_one_before_is_refused_in_any_model():
         "Faster", (type(block),), {"_parent": type(block), "__module__": "faster.patching"}
     )
     with pytest.raises(
-        UnsupportedModelError, match="transformer_blocks.1: faster.patching .* Faster .*to its _parent"
+        UnsupportedModelError, match=r"transformer_blocks.1: faster.patching .* Faster .*to its _parent"
     ):
         apply_token_merging(model, ToMeConfig(ratio=0.5))
