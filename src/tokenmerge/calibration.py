@@ -79,7 +79,7 @@ def fewest_tokens(*merging: TimedMerging) -> tuple[FewestTokens, ...]:
     that file to measure again. It holds for three months, because the device may have been busy with
     something else. If merging paid on no grid, it holds for a week.
     """
-    return tuple(FewestTokens(own.scope, *found) for own in merging for found in _fewest_by_ratio(own))
+    return tuple(FewestTokens(timed.scope, *found) for timed in merging for found in _fewest_by_ratio(timed))
 
 
 def _fewest_by_ratio(merging: TimedMerging) -> Sequence[tuple[float, int]]:

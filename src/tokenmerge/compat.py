@@ -63,7 +63,7 @@ def apply_patch(
         ratio = highest
     deepest = as_number(max_downsample)
     # The deepest level that merges, or 0 if there is none, or None if ``max_downsample`` is no number.
-    level = None if deepest is None else max((own for own in (1, 2, 4, 8) if own <= deepest), default=0)
+    level = None if deepest is None else max((one for one in (1, 2, 4, 8) if one <= deepest), default=0)
     config = presets.tomesd(
         ratio,
         max_downsample=max_downsample if level is None else max(level, 1),

@@ -253,5 +253,5 @@ def allows_proportional(pipe_or_model: object, hosts: Sequence[Host]) -> bool:
     """Return whether proportional attention is possible in every block, with its present processor."""
     blocks = (block for host in hosts for block in host.blocks)
     layers = ((getattr(block.module, layer.name), layer) for block in blocks for layer in block.layers)
-    own = (module for module, layer in layers if layer.kind == "attn1" and layer.own_keys)
-    return not splits_attention(pipe_or_model) and all(map(is_fused, own))
+    attention = (module for module, layer in layers if layer.kind == "attn1" and layer.own_keys)
+    return not splits_attention(pipe_or_model) and all(map(is_fused, attention))

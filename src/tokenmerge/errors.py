@@ -70,7 +70,7 @@ def nearest_of(name: str, known: Collection[str]) -> str:
 
     It is empty if there is no such name.
     """
-    within = [own for own in known if own in name]  # such as "steps" in "num_inference_steps"
+    within = [one for one in known if one in name]  # such as "steps" in "num_inference_steps"
     near = difflib.get_close_matches(name, [*known], 1) or within
     return f"; did you mean {near[0]!r}?" if near else ""
 

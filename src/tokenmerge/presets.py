@@ -163,5 +163,5 @@ def sito(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     )
 
 
-def _preset(changes: dict[str, Any], **own: Any) -> ToMeConfig:
-    return ToMeConfig.from_dict({**parts.flat(own), **parts.flat(changes)})
+def _preset(changes: dict[str, Any], **defaults: Any) -> ToMeConfig:
+    return ToMeConfig.from_dict({**parts.flat(defaults), **parts.flat(changes)})

@@ -37,8 +37,8 @@ class Value:
 def unchecked(value: V, **fields: Any) -> V:
     """Copy a value with other fields that were checked before; ``dataclasses.replace`` checks again."""
     made = copy.copy(value)
-    for name, own in fields.items():
-        object.__setattr__(made, name, own)
+    for name, field_value in fields.items():
+        object.__setattr__(made, name, field_value)
     return made
 
 

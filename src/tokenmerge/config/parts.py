@@ -263,7 +263,9 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
         part = PARTS.get(name)
         fields = vars(value) if part and isinstance(value, part) else value
         nests = part is not None and isinstance(fields, Mapping)
-        given = {f"{name}.{field}": own for field, own in fields.items()} if nests else {name: value}
+        given = {name: value}
+        if nests:
+            given = {f"{name}.{field}": field_value for field, field_value in fields.items()}
         for dotted in given:
             if dotted in found:
                 raise ConfigError(f"{dotted}: given twice, by its name and in {name}; pass it once")

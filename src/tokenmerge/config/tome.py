@@ -155,7 +155,7 @@ class ToMeConfig(MergeSettings):
         """Return the settings as plain values, with the parts nested."""
         parts = {name: dataclasses.asdict(getattr(self, name)) for name in PARTS}
         for part in parts.values():
-            part |= {name: list(own) for name, own in part.items() if isinstance(own, tuple)}
+            part |= {name: list(value) for name, value in part.items() if isinstance(value, tuple)}
         return {**vars(self), **parts, "rules": [rule.to_dict() for rule in self.rules]}
 
     def changed(self) -> dict[str, Any]:
@@ -164,9 +164,9 @@ class ToMeConfig(MergeSettings):
         >>> ToMeConfig(reuse=StepReuse(every=2)).changed()
         {'ratio': 0.5, 'reuse.every': 2}
         """
-        own = flat(self.to_dict())
+        settings = flat(self.to_dict())
         defaults = flat(ToMeConfig().to_dict())
-        return {name: value for name, value in own.items() if name == "ratio" or value != defaults[name]}
+        return {name: value for name, value in settings.items() if name == "ratio" or value != defaults[name]}
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> ToMeConfig:
@@ -203,7 +203,8 @@ def _at_time(config: ToMeConfig, holds: Callable[[Rule], bool]) -> ToMeConfig:
     changes: dict[str, Any] = {}
     of_levels: list[Rule] = []
     for rule in reversed([rule for rule in config.rules if holds(rule)]):
-        own = {name: value for name, value in rule.changes.items() if name not in changes}  # later ones win
+        # Later rules win.
+        remaining = {name: value for name, value in rule.changes.items() if name not in changes}
         if rule.level is None:
             changes |= own
         elif own:

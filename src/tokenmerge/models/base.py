@@ -278,8 +278,8 @@ class Host(ModelCall):
         The ``frames`` are those of the grid. Without them, and in a model of images, they are those that
         the model was made for.
         """
-        own = self.frames if frames is None or not self.patch_frames else frames
-        return own, -(-height // self.patch), -(-width // self.patch)
+        grid_frames = self.frames if frames is None or not self.patch_frames else frames
+        return grid_frames, -(-height // self.patch), -(-width // self.patch)
 
     @property
     def usual_batch(self) -> int:

@@ -91,8 +91,8 @@ def listed(root: nn.Module, name: str, layers: tuple[Layer, ...], **facts: Any) 
 
 
 def _block(path: str, module: Any, layers: Iterable[Layer], **facts: Any) -> Block:
-    own = tuple(layer for layer in layers if getattr(module, layer.name, None) is not None)
-    return Block(path, module, own, **facts)
+    present = tuple(layer for layer in layers if getattr(module, layer.name, None) is not None)
+    return Block(path, module, present, **facts)
 
 
 FUSED_MLP = "single-stream blocks project attention and MLP together; merge_mlp leaves their MLP dense"
@@ -190,17 +190,17 @@ def transformer_host(
     controlnet = is_called(root, "ControlNet")
 
     def example(root: Any, zeros: Blank, height: int, width: int, *references: Any) -> dict[str, Any]:
-        own = others(root, zeros, height, width, *references) if others else {}
+        further = others(root, zeros, height, width, *references) if others else {}
         usual: dict[str, Any] = {}
         for name in (sample, "controlnet_cond") if controlnet else (sample,):
-            if name not in own:
+            if name not in further:
                 frames = (zeros.frames,) if is_video else ()
                 usual[name] = zeros(root.config.in_channels, *frames, height, width)
         if text is not None:
             usual["encoder_hidden_states"] = zeros(*text)
             if text_mask is not None:
                 usual[text_mask] = zeros.full_mask(text[0])
-        return {**usual, **own}
+        return {**usual, **further}
 
     return Host(
         root=root,

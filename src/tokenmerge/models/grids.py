@@ -128,9 +128,9 @@ def _read(ids: Tensor) -> Grids:
         other = (values[:, 0] != values[0, 0]) | (values[:, 1:] == values[0, 1:]).all(dim=1)
         other[0] = False
         tokens = int(other.int().argmax()) or len(values)
-        own = values[:tokens, 1:]
+        places = values[:tokens, 1:]
         values = values[tokens:]
-        rows, columns = (int(side) for side in own.amax(0) - own.amin(0) + 1)
+        rows, columns = (int(side) for side in places.amax(0) - places.amin(0) + 1)
         if rows * columns != tokens:
             return ()
         grids.append((1, rows, columns))

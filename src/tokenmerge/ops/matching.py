@@ -115,11 +115,11 @@ def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor
     >>> own_cell((3, 4), (2, 2), torch.tensor([0, 3, 6, 11])).tolist()
     [0, 1, 1, 1]
     """
-    own = torch.zeros_like(tokens)
+    cells = torch.zeros_like(tokens)
     for axis, (side, stride) in enumerate(zip(grid, cell, strict=True)):
         place = tokens // num_tokens(grid[axis + 1 :]) % side // stride
-        own = own * (side // stride) + place.clamp(max=side // stride - 1)
-    return own
+        cells = cells * (side // stride) + place.clamp(max=side // stride - 1)
+    return cells
 
 
 def largest_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,8 +151,8 @@ def features_if_shared(features: Tensor, parts: int, shared: Tensor) -> Tensor:
     ``[parts * b, n, c]`` → ``[parts * b, n, parts * c]``. The boolean tensor is not read, since a compiled
     graph cannot branch on a value.
     """
-    own = _own_channels(parts, features.shape[0] // parts, features.shape[2], features.device)
-    return shared_features(features, parts).repeat(parts, 1, 1) * (own | shared)
+    own_channels = _own_channels(parts, features.shape[0] // parts, features.shape[2], features.device)
+    return shared_features(features, parts).repeat(parts, 1, 1) * (own_channels | shared)
 
 
 @made_once

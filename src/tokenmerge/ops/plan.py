@@ -142,13 +142,13 @@ class MergePlan(NamedTuple):
         device = self.keep.device
         # Each image moves behind the text of those before it and its own.
         shift = first_rows(b, before, before, device)
-        own = self.shifted(shift, shift)
+        shifted = self.shifted(shift, shift)
         tokens = first_numbers(b * (before + n), device).view(b, -1)[:, :before]
         merged = first_numbers(b * (before + m), device).view(b, -1)[:, :before]
-        keep = torch.cat([tokens, own.keep], dim=1)
-        inverse = torch.cat([merged, own.inverse], dim=1)
-        sizes = torch.cat([ones(b, before, device), own.sizes], dim=1)
-        return MergePlan(keep, own.sources, own.targets, inverse, sizes, own.weights)
+        keep = torch.cat([tokens, shifted.keep], dim=1)
+        inverse = torch.cat([merged, shifted.inverse], dim=1)
+        sizes = torch.cat([ones(b, before, device), shifted.sizes], dim=1)
+        return MergePlan(keep, shifted.sources, shifted.targets, inverse, sizes, shifted.weights)
 
     def within(self, start: Tensor, total: int) -> MergePlan:
         """Return the plan for sequences of ``total`` tokens that contain the n tokens of this plan in a row.
@@ -157,7 +157,7 @@ class MergePlan(NamedTuple):
         """
         b, n = self.inverse.shape
         start = start.unsqueeze(1)
-        own = self.in_images().shifted(start, total - n)
+        inner = self.in_images().shifted(start, total - n)
         # In the merged sequence, the tokens outside the n come first, and then the merged ones.
         others = torch.arange(total - n, device=start.device).expand(b, -1)
         behind = others >= start
@@ -165,11 +165,11 @@ class MergePlan(NamedTuple):
         inverse = torch.empty(b, total, dtype=torch.int64, device=start.device).scatter(
             1,
             torch.cat([beside, start + torch.arange(n, device=start.device)], dim=1),
-            torch.cat([others, own.inverse], dim=1),
+            torch.cat([others, inner.inverse], dim=1),
         )
-        keep = torch.cat([beside, own.keep], dim=1)
-        sizes = torch.cat([torch.ones_like(others, dtype=own.sizes.dtype), own.sizes], dim=1)
-        return MergePlan(keep, own.sources, own.targets, inverse, sizes, own.weights).in_batch()
+        keep = torch.cat([beside, inner.keep], dim=1)
+        sizes = torch.cat([torch.ones_like(others, dtype=inner.sizes.dtype), inner.sizes], dim=1)
+        return MergePlan(keep, inner.sources, inner.targets, inverse, sizes, inner.weights).in_batch()
 
 
 # A plan of either kind: each token merges into one other, or is shared out over several.
@@ -244,14 +244,14 @@ def join_plans(plans: Sequence[Plan | None], lengths: Sequence[int]) -> Plan:
     runs: list[MergePlan] = []  # with indices that start at 0 in each image
     for plan, length in zip(plans, lengths, strict=True):
         if isinstance(plan, MergePlan):
-            own = plan.in_images().shifted(n, m)
+            part = plan.in_images().shifted(n, m)
         else:
             rows = torch.arange(length, device=none.device).expand(b, -1)
             sizes = torch.ones(b, length, device=none.device)
-            own = MergePlan(rows + n, none, none, rows + m, sizes, no_weights)
-        runs.append(own)
+            part = MergePlan(rows + n, none, none, rows + m, sizes, no_weights)
+        runs.append(part)
         n += length
-        m += own.keep.shape[1]
+        m += part.keep.shape[1]
     fields: list[Any] = [
         None if values[0] is None else torch.cat(values, dim=1) for values in zip(*runs, strict=True)
     ]

@@ -160,7 +160,7 @@ def attend_by_groups(
     """
     order, groups, counts = once(sizes, "groups", lambda: _groups(sizes))
     if counts is None:
-        each = once(sizes, "images", lambda: [own.clone() for own in sizes.split(1)])
+        each = once(sizes, "images", lambda: [of_image.clone() for of_image in sizes.split(1)])
         images = zip(query.split(1), key.split(1), value.split(1), each, strict=True)
         return torch.cat([attend_by_groups(*image, scale=scale) for image in images])
     place = order[:, None, :, None].expand(key.shape)

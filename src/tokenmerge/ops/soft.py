@@ -102,7 +102,7 @@ class SoftPlan(NamedTuple):
         _, t, k, p = self.shares.shape
         n = self.inverse.shape[1]
         start = start.unsqueeze(1)
-        own, own_places, own_slots = _alone(total - n, t, self.shares)
+        alone, own_places, own_slots = _alone(total - n, t, self.shares)
         others = torch.arange(total - n, device=start.device)
         behind = others >= start
         beside = others + n * behind
@@ -110,7 +110,7 @@ class SoftPlan(NamedTuple):
         tokens = torch.cat([beside, start + torch.arange(n, device=start.device)], dim=1)
         return _in_rows(
             keep=torch.cat([beside, self.kept() + start], dim=1),
-            shares=torch.cat([self.shares, own], dim=1),
+            shares=torch.cat([self.shares, alone], dim=1),
             places=torch.empty_like(places).scatter(1, tokens, places),
             slots=torch.cat([own_slots, self.slots % (t * k)], dim=1),
         )

@@ -104,8 +104,8 @@ def sequence_of(grids: Sequence[tuple[int, int, int]], settings: MergeSettings) 
     of_references = dataclasses.replace(settings, ratio=ratio)
     pictures = []
     for place, grid in enumerate(grids):
-        own = settings if place == 0 else of_references
-        pictures.append(Picture(grid, own, num_removed(grid, own)))
+        of_image = settings if place == 0 else of_references
+        pictures.append(Picture(grid, of_image, num_removed(grid, of_image)))
     return TokenSequence.of(pictures)
 
 
@@ -178,10 +178,10 @@ def _removing(pieces: TokenSequence, wanted: int) -> Iterator[Picture]:
     done = 0
     for grid, settings, r in pieces.pictures:
         end += r
-        own = end * wanted // removed - done if removed else 0
-        done += own
+        here = end * wanted // removed - done if removed else 0
+        done += here
         frames, _ = split(grid, settings)
-        each, more = divmod(own, frames)
+        each, more = divmod(here, frames)
         for count, r_of_frame in ((more, each + 1), (frames - more, each)):
             if count:
                 yield Picture((grid[0] * count // frames, *grid[1:]), settings, count * r_of_frame)

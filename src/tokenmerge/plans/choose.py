@@ -108,14 +108,14 @@ def _expected_errors(facts: RunFacts) -> policy.ExpectedErrors:
 
 def _mixes(facts: RunFacts, merging: ToMeConfig | None) -> Iterator[_Mix]:
     counts = _counts(facts)
-    skipping = {own: skipping_error_of(facts, _runs(facts, *own)) for own in counts}
-    for own in _mergings(facts) if merging is None else [merging]:
-        costs = costs_of(facts, own)
+    skipping = {numbers: skipping_error_of(facts, _runs(facts, *numbers)) for numbers in counts}
+    for merging_settings in _mergings(facts) if merging is None else [merging]:
+        costs = costs_of(facts, merging_settings)
         full_counts = {full for full, _ in counts}
-        merged = {full: _merging_error(facts, own, full) for full in full_counts}
+        merged = {full: _merging_error(facts, merging_settings, full) for full in full_counts}
         for full, finest in counts:
             expected_error = skipping[full, finest] + merged[full]
-            yield _Mix(own, full, finest, costs.speedup(full, finest), expected_error)
+            yield _Mix(merging_settings, full, finest, costs.speedup(full, finest), expected_error)
 
 
 def merging_pays(facts: RunFacts) -> bool:
@@ -125,7 +125,7 @@ def merging_pays(facts: RunFacts) -> bool:
 
 def fewest_that_merge(facts: RunFacts) -> int:
     """Return the fewest tokens of a grid that merges with some scope and some ratio."""
-    every = (facts.min_tokens(*own) for own in itertools.product(scopes_of(facts), _RATIOS))
+    every = (facts.min_tokens(*pair) for pair in itertools.product(scopes_of(facts), _RATIOS))
     return min(every, default=policy.fewest_tokens(facts.model))
 
 
@@ -180,7 +180,7 @@ def _counts(facts: RunFacts) -> Sequence[tuple[int, int]]:
     stride = math.ceil((steps - _FEWEST) / _MOST_COUNTS)
     counts = [*range(_FEWEST, steps, stride), steps]
     finest = counts if "finest" in parts else [steps]
-    return [(full, own) for own in finest for full in counts if full <= own]
+    return [(full, with_finest) for with_finest in finest for full in counts if full <= with_finest]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -44,7 +44,7 @@ def fewest_at(found: Iterable[FewestTokens], scope: str, ratio: float) -> int:
 
     Below all timed ratios they are those of the lowest one, and 0 for a scope that was not timed.
     """
-    of_scope = sorted((own.ratio, own.tokens) for own in found if own.scope == scope)
+    of_scope = sorted((one.ratio, one.tokens) for one in found if one.scope == scope)
     below = [tokens for timed, tokens in of_scope if timed <= ratio]
     if below:
         return below[-1]
@@ -173,12 +173,12 @@ def _of_call(facts: RunFacts, merging: ToMeConfig, parts: Set[Part]) -> float:
     return sum(shares) + sum(plans)
 
 
-def _merges(facts: RunFacts, merging: ToMeConfig, own: Share | PlanningWork) -> bool:
-    if not merging.ratio or merging.scope not in own.scopes:
+def _merges(facts: RunFacts, merging: ToMeConfig, work: Share | PlanningWork) -> bool:
+    if not merging.ratio or merging.scope not in work.scopes:
         return False
     finest = min(facts.work.levels, default=1)  # it merges whatever ``max_downsample`` is
     deepest = max(merging.max_downsample, finest)
-    return own.level <= deepest and facts.tokens(own.level) >= merging.min_tokens
+    return work.level <= deepest and facts.tokens(work.level) >= merging.min_tokens
 
 
 def _of_share(facts: RunFacts, merging: ToMeConfig, share: Share) -> float:

@@ -77,8 +77,8 @@ def plan_generation(config: ToMeConfig, steps: int) -> GenerationPlan:
     full = 0
     finest = 0
     merged = 0  # full steps whose settings merge
-    for index, own in enumerate(settings):
-        caches = skips and own.reuse.on
+    for index, step_settings in enumerate(settings):
+        caches = skips and step_settings.reuse.on
         kind = StepKind.FULL
         if caches and index not in reuse.full and full >= fewest_deep:
             at_finest = index in reuse.finest or finest < fewest_finest
@@ -87,9 +87,9 @@ def plan_generation(config: ToMeConfig, steps: int) -> GenerationPlan:
             full += 1
         if caches and kind is not StepKind.SKIPPED:
             finest += 1
-        merging = Merging.MERGES if own.merges else Merging.DENSE
+        merging = Merging.MERGES if step_settings.merges else Merging.DENSE
         if_due = None
-        if config.correction.on and own.merges:
+        if config.correction.on and step_settings.merges:
             corrects_next = index + 1 < steps and settings[index + 1].merges
             if_due = Merging.MEASURES if corrects_next else Merging.DENSE
             if steps == 1:  # there is no step to correct

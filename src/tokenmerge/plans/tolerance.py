@@ -42,8 +42,8 @@ class Tolerance:
         close = (plan for plan in reversed(plans) if self._keeps(psnr_of(plan.expected_error)))
         first = next(close, plans[0])
         merging = dataclasses.replace(first.config, reuse=StepReuse())
-        own = [plan for plan in plans_of(facts, merging) if plan.speedup <= wanted.speedup]
-        self._plans = [change(plan.config) for plan in reversed(own)]
+        same_merging = [plan for plan in plans_of(facts, merging) if plan.speedup <= wanted.speedup]
+        self._plans = [change(plan.config) for plan in reversed(same_merging)]
         self._seen = 0
         self.config = change(first.config)
 

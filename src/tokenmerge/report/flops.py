@@ -111,8 +111,8 @@ def count_flops(root: nn.Module, arguments: dict[str, Any]) -> dict[str, int]:
         hooks.callback(register_module_forward_pre_hook(functools.partial(note, -1)).remove)
         hooks.callback(register_module_forward_hook(functools.partial(note, 1)).remove)
         root(**arguments)
-    own = {f"{type(root).__name__}.{path}": module for path, module in root.named_modules()}
-    return {path.removesuffix("."): counts[module] for path, module in own.items() if module in counts}
+    modules = {f"{type(root).__name__}.{path}": module for path, module in root.named_modules()}
+    return {path.removesuffix("."): counts[module] for path, module in modules.items() if module in counts}
 
 
 class _Counting(TorchDispatchMode):

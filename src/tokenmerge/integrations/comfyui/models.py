@@ -197,14 +197,14 @@ def _work_of_unet(stages: Sequence[Stage], blocks: Sequence[MergingBlock], cut: 
 
     shares: list[Share] = []
     for way, number, module, level in stages:
-        own = [block for block in blocks if block.key[:2] == (way, number)]
-        shares += _shares(module, own, level, "layers", part(way, number), part(way, number))
+        of_stage = [block for block in blocks if block.key[:2] == (way, number)]
+        shares += _shares(module, of_stage, level, "layers", part(way, number), part(way, number))
     groups: dict[tuple[str, int], list[MergingBlock]] = defaultdict(
         list
     )  # the blocks of a group can share a plan
     for block in blocks:
         groups[block.key[0], block.level].append(block)
-    plans = (_plan(own, "layers", {part(*block.key[:2]) for block in own}) for own in groups.values())
+    plans = (_plan(group, "layers", {part(*block.key[:2]) for block in group}) for group in groups.values())
     return Work(tuple(shares), tuple(plans))
 
 

@@ -141,9 +141,9 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
         blocks = [block for block in target.blocks if block.level == level]
         grid = (frames, -(-rows // level), -(-columns // level))
         phases = [phase.at_level(level) for phase in config.phases()]
-        own = max(phases, key=lambda phase: phase.ratio)
+        most = max(phases, key=lambda phase: phase.ratio)
         n = num_tokens(grid)
-        r = num_removed(grid, own) if level <= settings.deepest_level else 0
+        r = num_removed(grid, most) if level <= settings.deepest_level else 0
         where = f"{len(blocks)} blocks" if len(blocks) > 1 else f"{len(blocks)} block"
         if target.is_unet:
             where = f"level {level}: {where}"
@@ -151,7 +151,7 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
             lines.append(f"{where} dense, {n} tokens")
             continue
         lines.append(f"{where} merged, {n} → {n - r} tokens{unless}")
-        own_dense, own_merged = _operations(blocks, own, n, n - r)
+        own_dense, own_merged = _operations(blocks, most, n, n - r)
         dense += own_dense
         merged += own_merged
     if dense:
@@ -200,12 +200,12 @@ def _operations(
     dense = 0.0
     merged = 0.0
     for block in blocks:
-        own = Amount() if layers and not settings.merge_attn else block.amount
+        amount = Amount() if layers and not settings.merge_attn else block.amount
         cross = block.module.attn2 if layers and settings.merge_crossattn else None
         if cross is not None:
-            own += Amount(per_token=weights_of(cross.to_q) + weights_of(cross.to_out))
-        dense += own.at(n)
-        merged += own.per_token * (rows + m) / 2 + own.per_pair * rows * m
+            amount += Amount(per_token=weights_of(cross.to_q) + weights_of(cross.to_out))
+        dense += amount.at(n)
+        merged += amount.per_token * (rows + m) / 2 + amount.per_pair * rows * m
     return dense, merged
 
 

@@ -95,7 +95,7 @@ class Settings:
         if attention:
             notes.append(f"Self-attention that {attention} replaced stays dense.")
         blocks = replaced.get("dit", {})
-        later = _nodes_of(blocks[own.key] for own in target.blocks if own.key in blocks)
+        later = _nodes_of(blocks[block.key] for block in target.blocks if block.key in blocks)
         if later:
             notes.append(
                 f"Blocks that {later} replaced after Token Merging may not merge; place Token Merging "

@@ -56,8 +56,8 @@ def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
         grid = in_tokens(shape[-3:], root.config)
         return tuple(grid for _ in range(images))
     shapes = arguments["shape_list"]
-    first, *others = (tuple((frames, rows, columns) for frames, rows, columns in own) for own in shapes)
-    if any(own != first for own in others):
+    first, *others = (tuple((frames, rows, columns) for frames, rows, columns in shape) for shape in shapes)
+    if any(shape != first for shape in others):
         raise UnsupportedModelError(
             f"shape_list: expected images of the same sizes in each sample, got {shapes}; generate such "
             "samples one at a time"

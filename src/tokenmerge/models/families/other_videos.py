@@ -136,4 +136,4 @@ CLASSES = tuple(_DESCRIBE)
 
 def describe(root: Any) -> Host:
     """Find the blocks of a model, by the name of its class."""
-    return next(own for name, own in _DESCRIBE.items() if is_a(root, name))(root)
+    return next(described_by for name, described_by in _DESCRIBE.items() if is_a(root, name))(root)

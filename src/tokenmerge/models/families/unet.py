@@ -30,9 +30,10 @@ _TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "DreamL
 
 
 def describe(root: Any) -> Host:
-    """Find the blocks of a UNet or a ControlNet; of one for video, the spatial blocks."""
+    """Find the blocks of a UNet or a ControlNet, or the spatial blocks of one for video."""
     special = {_XS: _example_of_xs, _AUDIO: _example_with_sound, _STABLE_VIDEO: _example_of_stable_video}
     examples = special | dict.fromkeys(_VIDEO, _example_of_video)
+    example = next((make for name, make in examples.items() if is_a(root, name)), _example)
     stages = list(_stages_of(root))
     blocks = tuple(blocks_within(root, stages, *_TRANSFORMERS))
     if not blocks:
@@ -48,7 +49,7 @@ def describe(root: Any) -> Host:
         latents=_latents,
         sample_size=(size, size) if isinstance(size, int) else size and tuple(size),
         controlnet=is_a(root, *_CONTROLNETS, _SPARSECTRL),
-        example=example_of(root, next((own for name, own in examples.items() if is_a(root, name)), _example)),
+        example=example_of(root, example),
         stages={path: level for path, _, level in stages} if can_skip else {},
     )
 
