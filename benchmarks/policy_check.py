@@ -125,7 +125,8 @@ class Planner:
         facts = self.facts(scene)
         for aim, noisy in itertools.product(aims, (False, True)):
             plan = plan_for(dataclasses.replace(facts, schedule=Schedule(adds_noise=noisy)), aim)
-            method = "plan for schedulers that add noise" if noisy else "plan of the others"
+            # The record says "solvers" for schedulers.
+            method = "plan for solvers that add noise" if noisy else "plan of the others"
             about = {"aim": aim, "method": method, "counted": round(plan.speedup, 3)}
             yield {**dataclasses.asdict(scene), **about, "settings": plan.config.changed()}, plan.config
 

@@ -25,6 +25,7 @@ from tests.models.tiny import FAMILIES
 import tokenmerge
 from tokenmerge import ConfigError, ToMeConfig, presets
 from tokenmerge.config import SETTINGS, save_config
+from tokenmerge.config.former import FORMER_PARTS
 from tokenmerge.default_method import settings_for
 from tokenmerge.planners import PLANNERS
 from tokenmerge.plans import few_steps, pays_from
@@ -479,7 +480,7 @@ def test_the_table_of_solvers_that_add_noise_says_what_its_record_says():
                 for line in found
                 if (line["size"], line["aim"], line["method"]) == (size, aim, method)
             ]
-            for method in ("plan of the others", "plan for schedulers that add noise")
+            for method in ("plan of the others", "plan for solvers that add noise")
         )
         means = [f"{sum(own) / len(own):.1f} dB" for own in (usual, noisy)]
         assert f"| {size} × {size} | {aim}× | {means[0]} | {means[1]} |" in page
@@ -529,8 +530,8 @@ def test_readme_says_what_a_plan_of_stable_diffusion_xl_looks_like():
         )
     config = settings_for(unet, 2.0, 128, 128, 30, 5.0, follows_steps=True)
     signs = signs_of(plan_generation(config, 30), config.merges, is_unet=True)
-    assert set(signs) == {"D", "f"}
-    assert "and tokens merge. Without merging they are marked `D`." in README
+    assert set(signs) == {"D", "s"}
+    assert "and tokens merge. Without merging they are marked `D`. Shallow steps, marked `s`," in README
 
 
 def test_the_page_of_the_third_model_says_what_its_record_says():
@@ -631,7 +632,8 @@ def test_the_picture_of_the_demo_is_what_it_draws_today(monkeypatch):
     loaded = StableDiffusionPipeline.from_pretrained(demo.path(said["model"]))
     width, height = (side // loaded.vae_scale_factor for side in said["size"])
     config = settings_for(loaded, 2.0, height, width, said["steps"])
-    assert said["config"] == json.loads(json.dumps(config.to_dict()))
+    drawn_with = {FORMER_PARTS.get(name, name): value for name, value in said["config"].items()}
+    assert drawn_with == json.loads(json.dumps(config.to_dict()))
 
 
 @pytest.mark.usefixtures("large_grids_alone")
@@ -653,7 +655,9 @@ def test_no_document_names_what_is_gone(document):
         r"reuse\.(ends|spacing|start|span|shallow_from|shallow_until)\b",
         r"by_guidance",
         r"apply_token_merging\(\s*\w+,\s*[\d.]+\s*[,)]",
-        r"\bfull steps?\b",
+        r"\bcomplete steps?\b",
+        r"\breused steps?\b",
+        r"\bcounted speed",
         r"\bdense steps?\b",  # full steps run the whole model; dense is the unchanged model
     ):
         assert not re.search(gone, text), gone

@@ -206,9 +206,9 @@ def _at_time(config: ToMeConfig, holds: Callable[[Rule], bool]) -> ToMeConfig:
         # Later rules win.
         remaining = {name: value for name, value in rule.changes.items() if name not in changes}
         if rule.level is None:
-            changes |= own
-        elif own:
-            of_levels.append(unchecked(rule, start=0.0, until=1.0, changes=own))
+            changes |= remaining
+        elif remaining:
+            of_levels.append(unchecked(rule, start=0.0, until=1.0, changes=remaining))
     if REUSE_EVERY in changes:
         changes["reuse"] = unchecked(config.reuse, every=changes.pop(REUSE_EVERY))
     return unchecked(config, **changes, rules=tuple(reversed(of_levels)))
