@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.models.family import TEXT, WORDS, Family, noise
+from tests.models.family import TEXT, WORDS, Family, noise, text_masks
 
 FRAMES = 3
 PATCHED = {
@@ -166,6 +166,33 @@ def _hunyuan_controlnet_inputs(batch: int, rows: int, columns: int) -> dict[str,
     return {**_hunyuan_inputs(batch, rows, columns), "controlnet_cond": _latents(batch, rows, columns)}
 
 
+def _lumina_next() -> Any:
+    from diffusers import LuminaNextDiT2DModel
+
+    return LuminaNextDiT2DModel(
+        sample_size=16,
+        hidden_size=32,
+        num_layers=2,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        multiple_of=8,
+        cross_attention_dim=TEXT,
+    )
+
+
+def _lumina_next_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    from diffusers.models.embeddings import get_2d_rotary_pos_embed_lumina
+
+    return {
+        "hidden_states": _latents(batch, rows, columns),
+        "timestep": torch.full((batch,), 0.5),
+        "encoder_hidden_states": noise(batch, WORDS, TEXT),
+        "encoder_mask": text_masks(batch),
+        "image_rotary_emb": get_2d_rotary_pos_embed_lumina(8, 48, 48),
+        "cross_attention_kwargs": {},
+    }
+
+
 SANA = {
     **PATCHED,
     "patch_size": 1,
@@ -218,6 +245,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "HunyuanDiT2DModel": Family(_hunyuan, _hunyuan_inputs),
     "HunyuanDiT2DControlNetModel": Family(_hunyuan_controlnet, _hunyuan_controlnet_inputs),
+    "LuminaNextDiT2DModel": Family(_lumina_next, _lumina_next_inputs),
     "SanaTransformer2DModel": Family(_sana, _sana_inputs),
     "SanaControlNetModel": Family(_sana_controlnet, _sana_controlnet_inputs),
 }

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from tests.models.family import TEXT, WORDS, Family, noise
+from tests.models.family import TEXT, WORDS, Family, noise, text_masks
 from torch import Tensor
 
 # Four heads of eight channels, rotary positions of three axes.
@@ -26,11 +26,6 @@ def positions(rows: int, columns: int, axes: int = 3) -> Tensor:
     ids = torch.zeros(rows, columns, axes)
     ids[..., 1], ids[..., 2] = torch.arange(rows)[:, None], torch.arange(columns)
     return ids.view(-1, axes)
-
-
-def text_masks(batch: int, words: int = WORDS) -> Tensor:
-    """Texts of different length: the first image has all words, each further one two fewer."""
-    return torch.stack([torch.arange(words) < words - 2 * i for i in range(batch)])
 
 
 def _flux(name: str, **settings: Any) -> Any:

@@ -25,6 +25,7 @@ class Family:
         merge: settings besides the ratio that it needs to merge, such as ``max_downsample``.
         attention: names of the sub-layers whose calls must get fewer tokens.
         square: whether the model itself only takes square images.
+        side: the only side of its grid that it takes, or None.
         multiple: the sides of its grid must be multiples of this.
         mixes: whether the model itself lets the images of a batch see each other.
         checkpoints: whether its own gradient checkpointing works, if it claims to have one.
@@ -36,12 +37,15 @@ class Family:
     merge: dict[str, Any] = dataclasses.field(default_factory=dict)
     attention: tuple[str, ...] = ("attn1",)
     square: bool = False
+    side: int | None = None
     multiple: int = 1
     mixes: bool = False
     checkpoints: bool = True
 
     def fitting(self, grid: tuple[int, int]) -> tuple[int, int]:
         """This grid, with its sides rounded up to a size that the model takes."""
+        if self.side is not None:
+            return self.side, self.side
         rows, columns = (-(-side // self.multiple) * self.multiple for side in grid)
         return rows, rows if self.square else columns
 
@@ -63,3 +67,8 @@ def noise(batch: int, *shape: int) -> Tensor:
     return torch.stack(
         [torch.randn(*shape, generator=torch.Generator().manual_seed(i)) for i in range(batch)]
     )
+
+
+def text_masks(batch: int, words: int = WORDS) -> Tensor:
+    """Texts of different length: the first image has all words, each further one two fewer."""
+    return torch.stack([torch.arange(words) < words - 2 * i for i in range(batch)])

@@ -46,12 +46,16 @@ class Watched:
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[tuple[list[Tensor], list[Tensor]]] = []
-        for module in dict.fromkeys(block.module for block in find_hosts(model)[0].blocks):
+        blocks = find_hosts(model)[0].blocks
+        self.sequence_first = {block.module for block in blocks if block.layout.sequence_first}
+        for module in dict.fromkeys(block.module for block in blocks):
             module.register_forward_hook(self._note, with_kwargs=True)
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         given = tensors([*args, *kwargs.values()])
         made = [result] if isinstance(result, Tensor) else tensors(result)
+        if module in self.sequence_first:
+            given, made = ([x.transpose(0, 1) for x in own] for own in (given, made))
         self.calls.append(([x.clone() for x in given], [y.clone() for y in made]))
 
 

@@ -52,7 +52,7 @@ def samples(family: Family, dtype: torch.dtype = torch.float32) -> list[dict[str
 
     def moved(name: str, value: Any) -> Any:
         is_sample = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 2
-        stays = any(word in name for word in ("text", "encoder", "embed", "rotary", "ids"))
+        stays = any(word in name for word in ("text", "encoder", "embed", "rotary", "ids", "coords"))
         if not is_sample or stays:
             return value
         return value + 0.05 * torch.randn(value.shape, generator=generator, dtype=dtype)
@@ -104,15 +104,18 @@ def test_a_stack_is_what_its_blocks_are_one_by_one(family, kind, monkeypatch):
 
 # How many stacks a model has, by the beginning of its class; 1 is the default. The others add a control, a
 # face or motion between blocks, run blocks over other axes, put text and image into one sequence, or have a
-# list of blocks for the image alone before the others. FIBO joins another text embedding for each block.
+# list of blocks for the image alone before the others. FIBO and HiDream join another text embedding for each
+# block. UniDiffuser joins tokens of an earlier block between two.
 _STACKS_OF = {
     "AuraFlow": 2,
     "BriaFibo": None,
     "Chroma": 2,
     "Flux2": 2,
+    "HiDream": None,
     "Latte": None,
     "Lumina2": 2,
     "UVit": 3,
+    "UniDiffuser": None,
     "WanAnimate": None,
     "WanVACE": None,
     "ZImage": 2,

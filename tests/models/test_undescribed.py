@@ -152,11 +152,9 @@ def test_the_handle_says_what_is_skipped_and_why_nothing_merges(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["Krea2Transformer2DModel", "UniDiffuserModel", "ErnieImageTransformer2DModel"]
+    "name", ["BriaFibo2Transformer2DModel", "StableCascadeUNet", "MotifVideoTransformer3DModel"]
 )
 def test_a_sample_alone_has_the_result_that_it_has_in_a_batch(name):
-    if name in DESCRIBED:
-        pytest.skip("a family describes it")
     model = build(name)
     results = []
     for batch in (2, 1):

@@ -20,10 +20,12 @@ from tokenmerge.ops.plan import Plan, make_plan
 from tokenmerge.planners import PLANNERS
 from tokenmerge.runtime.blocks.merged_call import combined, merged_call
 
-# Sana's MLP convolves the whole token grid. A block that replaces tokens counts those of the first frame.
+# The MLPs of Sana and SANA-Video convolve the whole token grid. A block that replaces tokens counts those of
+# the first frame.
 NEED_THE_GRID = (
     "SanaTransformer2DModel",
     "SanaControlNetModel",
+    "SanaVideoTransformer3DModel",
     "HunyuanVideoTransformer3DModel from an image",
 )
 WHOLE = tuple(name for name in FAMILIES if name not in NEED_THE_GRID)

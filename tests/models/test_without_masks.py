@@ -22,7 +22,7 @@ from torch.testing import assert_close
 from tokenmerge import ToMeConfig, apply_token_merging
 
 # Models with linear attention, which has no weights that a size could multiply.
-LINEAR = ("SanaTransformer2DModel", "SanaControlNetModel")
+LINEAR = ("SanaTransformer2DModel", "SanaControlNetModel", "SanaVideoTransformer3DModel")
 # Models that call PyTorch's attention themselves, whatever back-end is set. It takes a mask.
 NEVER_REACHED = {
     "AllegroTransformer3DModel",
@@ -38,11 +38,14 @@ NEVER_REACHED = {
     "ControlNetUnionModel",
     "DiTTransformer2DModel",
     "EasyAnimateTransformer3DModel",
+    "HiDreamImageTransformer2DModel",
+    "HiDreamImageTransformer2DModel, padded",
     "HunyuanDiT2DControlNetModel",
     "HunyuanDiT2DModel",
     "I2VGenXLUNet",
     "LatteTransformer3DModel",
     "Lumina2Transformer2DModel",
+    "LuminaNextDiT2DModel",
     "MochiTransformer3DModel",
     "PixArtTransformer2DModel",
     "PixArtTransformer2DModel, size conditions",
@@ -60,6 +63,7 @@ NEVER_REACHED = {
     "UNetMotionModel",
     "UNetMotionModel, FreeNoise",
     "UNetSpatioTemporalConditionModel",
+    "UniDiffuserModel",
     "UVit2DModel",
     "UVit2DModel, downsampling",
 }

@@ -36,6 +36,9 @@ OTHERS = (
     "CosmosTransformer3DModel",
     "AllegroTransformer3DModel",
     "WanVACETransformer3DModel",
+    "Ideogram4Transformer2DModel",
+    "ErnieImageTransformer2DModel",
+    "HiDreamImageTransformer2DModel",
 )
 MERGING = ToMeConfig(ratio=0.5, max_downsample=8, planner="tiled", merge_sharing=MergeSharing(blocks=True))
 SETTINGS = {

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from tests.models import basic_dits, dits, unets, videos
+from tests.models import basic_dits, dits, sequences, unets, videos
 from tests.models.family import TEXT, WORDS, Family, noise, seeded
 
 from tokenmerge.models.find import find_hosts
@@ -104,6 +104,7 @@ FAMILIES: dict[str, Family] = {
     **unets.FAMILIES,
     **basic_dits.FAMILIES,
     **dits.FAMILIES,
+    **sequences.FAMILIES,
     **videos.FAMILIES,
 }
 

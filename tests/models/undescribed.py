@@ -70,17 +70,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e8,
         "vocab_size": 32,
     },
-    "ErnieImageTransformer2DModel": {
-        "hidden_size": 16,
-        "num_attention_heads": 1,
-        "num_layers": 2,
-        "ffn_hidden_size": 16,
-        "in_channels": 4,
-        "out_channels": 4,
-        "patch_size": 1,
-        "text_in_dim": 16,
-        "rope_axes_dim": (8, 4, 4),
-    },
     "Flux3Transformer2DModel": {
         "in_channels": 4,
         "cond_in_channels": 4,
@@ -116,23 +105,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "guidance_cross_attn": True,
         "zero_history_timestep": True,
     },
-    "HiDreamImageTransformer2DModel": {
-        "patch_size": 2,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "attention_head_dim": 8,
-        "num_attention_heads": 4,
-        "caption_channels": [8, 4],
-        "text_emb_dim": 8,
-        "num_routed_experts": 2,
-        "num_activated_experts": 2,
-        "axes_dims_rope": (4, 2, 2),
-        "max_resolution": (32, 32),
-        "llama_layers": (0, 1),
-        "force_inference_output": True,
-    },
     "HunyuanVideoFramepackTransformer3DModel": {
         "in_channels": 4,
         "out_channels": 4,
@@ -147,17 +119,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "has_image_proj": True,
         "image_proj_dim": 16,
         "has_clean_x_embedder": True,
-    },
-    "Ideogram4Transformer2DModel": {
-        "in_channels": 4,
-        "num_layers": 2,
-        "attention_head_dim": 8,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "adaln_dim": 16,
-        "llm_features_dim": 12,
-        "rope_theta": 10_000,
-        "mrope_section": (2, 1, 1),
     },
     "Kandinsky6SRTransformer3DModel": {
         "in_visual_dim": 2,
@@ -197,39 +158,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "cross_attention_dim": 16,
         "encoder_hid_dim": 16,
     },
-    "Krea2Transformer2DModel": {
-        "in_channels": 4,
-        "num_layers": 2,
-        "attention_head_dim": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 32,
-        "timestep_embed_dim": 8,
-        "text_hidden_dim": 16,
-        "num_text_layers": 2,
-        "text_num_attention_heads": 2,
-        "text_num_key_value_heads": 1,
-        "text_intermediate_size": 16,
-        "num_layerwise_text_blocks": 1,
-        "num_refiner_text_blocks": 1,
-        "axes_dims_rope": (4, 2, 2),
-        "rope_theta": 1000.0,
-    },
-    "LTX2VideoTransformer3DModel": {
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 2,
-        "attention_head_dim": 8,
-        "cross_attention_dim": 16,
-        "audio_in_channels": 4,
-        "audio_out_channels": 4,
-        "audio_num_attention_heads": 2,
-        "audio_attention_head_dim": 4,
-        "audio_cross_attention_dim": 8,
-        "num_layers": 2,
-        "caption_channels": 16,
-        "rope_double_precision": False,
-    },
     "LongCatAudioDiTTransformer": {
         "dit_dim": 64,
         "dit_depth": 2,
@@ -237,17 +165,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "dit_text_dim": 32,
         "latent_dim": 8,
         "text_conv": False,
-    },
-    "LuminaNextDiT2DModel": {
-        "sample_size": 16,
-        "in_channels": 4,
-        "hidden_size": 24,
-        "num_layers": 2,
-        "num_attention_heads": 3,
-        "num_kv_heads": 1,
-        "multiple_of": 16,
-        "learn_sigma": False,
-        "cross_attention_dim": 32,
     },
     "MiniMaxH3Transformer3DModel": {
         "num_attention_heads": 2,
@@ -311,30 +228,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "time_step_dim": 4,
         "rope_scaling": {"long_factor": [1, 2], "short_factor": [1, 2]},
     },
-    "QwenImage21Transformer2DModel": {
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 2,
-        "attention_head_dim": 8,
-        "num_attention_heads": 2,
-        "context_in_dim": 16,
-        "axes_dims_rope": (4, 2, 2),
-        "causal_condition": False,
-    },
-    "SanaVideoTransformer3DModel": {
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "num_layers": 2,
-        "num_cross_attention_heads": 2,
-        "cross_attention_head_dim": 12,
-        "cross_attention_dim": 24,
-        "caption_channels": 16,
-        "sample_size": 8,
-        "qk_norm": "rms_norm_across_heads",
-        "rope_max_seq_len": 32,
-    },
     "StableAudio3DiTModel": {
         "io_channels": 8,
         "patch_size": 1,
@@ -382,24 +275,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_heads": 2,
         "d_kv": 8,
         "d_ff": 32,
-    },
-    "UniDiffuserModel": {
-        "text_dim": 8,
-        "clip_img_dim": 8,
-        "num_text_tokens": 6,
-        "num_attention_heads": 2,
-        "attention_head_dim": 8,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 2,
-        "norm_num_groups": 4,
-        "sample_size": 8,
-        "patch_size": 2,
-        "activation_fn": "gelu",
-        "num_embeds_ada_norm": 1000,
-        "norm_type": "unidiffuser",
-        "block_type": "unidiffuser",
-        "use_timestep_embedding": False,
     },
     "WanAnimate2Transformer3DModel": {
         "text_len": 16,
@@ -490,35 +365,6 @@ def _helios(batch: int) -> dict[str, Any]:
     }
 
 
-def _ideogram(batch: int) -> dict[str, Any]:
-    from diffusers.models.transformers import transformer_ideogram4 as host
-
-    positions = torch.arange(8)[:, None].expand(8, 3).clone()
-    positions[4:] += host.IMAGE_POSITION_OFFSET
-    kinds = torch.tensor([host.LLM_TOKEN_INDICATOR] * 4 + [host.OUTPUT_IMAGE_INDICATOR] * 4)
-    return {
-        "hidden_states": noise(batch, 8, 4),
-        "encoder_hidden_states": noise(batch, 8, 12),
-        "timestep": steps(batch, 0.5),
-        "position_ids": positions.expand(batch, 8, 3),
-        "segment_ids": torch.ones(batch, 8, dtype=torch.long),
-        "indicator": kinds.expand(batch, 8),
-    }
-
-
-def _krea(batch: int) -> dict[str, Any]:
-    positions = torch.zeros(TEXT + 16, 3)
-    positions[TEXT:, 1] = torch.arange(4).repeat_interleave(4)
-    positions[TEXT:, 2] = torch.arange(4).repeat(4)
-    return {
-        "hidden_states": noise(batch, 16, 4),
-        "encoder_hidden_states": noise(batch, TEXT, 2, 16),
-        "timestep": steps(batch, 0.5),
-        "position_ids": positions,
-        "encoder_attention_mask": torch.ones(batch, TEXT, dtype=torch.bool),
-    }
-
-
 def _minimax_h3(batch: int) -> dict[str, Any]:
     kinds = torch.tensor([1] * 4 + [2] * 6 + [0] * 8)  # text, sound, video
     return {
@@ -588,12 +434,6 @@ INPUTS: dict[str, Inputs] = {
         "encoder_hidden_states": noise(b, 2, TEXT, 16),
     },
     "Cosmos3OmniTransformer": _cosmos3,
-    "ErnieImageTransformer2DModel": lambda b: {
-        "hidden_states": noise(b, 4, 4, 4),
-        "timestep": steps(b),
-        "text_bth": noise(b, TEXT, 16),
-        "text_lens": torch.full((b,), TEXT),
-    },
     "Flux3Transformer2DModel": lambda b: {
         "hidden_states": noise(b, 16, 4),
         "encoder_hidden_states": noise(b, TEXT, 16),
@@ -611,15 +451,7 @@ INPUTS: dict[str, Inputs] = {
         "crop_coords": torch.zeros(b, 2),
     },
     "HeliosTransformer3DModel": _helios,
-    "HiDreamImageTransformer2DModel": lambda b: {
-        "hidden_states": noise(b, 4, 8, 8),
-        "timesteps": steps(b),
-        "encoder_hidden_states_t5": noise(b, TEXT, 8),
-        "encoder_hidden_states_llama3": noise(2, b, TEXT, 4),
-        "pooled_embeds": noise(b, 8),
-    },
     "HunyuanVideoFramepackTransformer3DModel": _framepack,
-    "Ideogram4Transformer2DModel": _ideogram,
     "Kandinsky6SRTransformer3DModel": lambda b: {"hidden_states": noise(b, 1, 8, 8, 5), "timestep": steps(b)},
     "Kandinsky6Transformer3DModel": lambda b: {
         "hidden_states": noise(b, 1, 8, 8, 4),
@@ -634,34 +466,12 @@ INPUTS: dict[str, Inputs] = {
         "encoder_hidden_states": noise(b, TEXT, 16),
         "encoder_attention_mask": ones(b, TEXT),
     },
-    "Krea2Transformer2DModel": _krea,
-    "LTX2VideoTransformer3DModel": lambda b: {
-        "hidden_states": noise(b, 32, 4),
-        "audio_hidden_states": noise(b, 9, 4),
-        "encoder_hidden_states": noise(b, TEXT, 16),
-        "audio_encoder_hidden_states": noise(b, TEXT, 16),
-        "timestep": steps(b),
-        "encoder_attention_mask": ones(b, TEXT).bool(),
-        "num_frames": 2,
-        "height": 4,
-        "width": 4,
-        "audio_num_frames": 9,
-        "fps": 25.0,
-    },
     "LongCatAudioDiTTransformer": lambda b: {
         "hidden_states": noise(b, 16, 8),
         "encoder_hidden_states": noise(b, TEXT, 32),
         "encoder_attention_mask": ones(b, TEXT).bool(),
         "attention_mask": ones(b, 16).bool(),
         "timestep": steps(b, 0.5),
-    },
-    "LuminaNextDiT2DModel": lambda b: {
-        "hidden_states": noise(b, 4, 16, 16),
-        "encoder_hidden_states": noise(b, TEXT, 32),
-        "timestep": steps(b, 0.5),
-        "encoder_mask": ones(b, TEXT),
-        "image_rotary_emb": noise(384, 384, 4),
-        "cross_attention_kwargs": {},
     },
     "MiniMaxH3Transformer3DModel": _minimax_h3,
     "MiniMaxMusic3Transformer1DModel": lambda b: {
@@ -682,19 +492,6 @@ INPUTS: dict[str, Inputs] = {
         "img_shapes": [(1, 4, 4)] * b,
     },
     "OmniGenTransformer2DModel": _omnigen,
-    "QwenImage21Transformer2DModel": lambda b: {
-        "hidden_states": noise(b, 16, 4),
-        "encoder_hidden_states": noise(b, TEXT, 16),
-        "encoder_hidden_states_mask": ones(b, TEXT).bool(),
-        "timestep": steps(b, 0.5),
-        "img_shapes": [[(1, 4, 4)]] * b,
-        "img_mask": torch.tensor([[False] * TEXT + [True] * 4] * b),  # a slot stands for 2 × 2 tokens
-    },
-    "SanaVideoTransformer3DModel": lambda b: {
-        "hidden_states": noise(b, 4, 2, 8, 8),
-        "encoder_hidden_states": noise(b, TEXT, 16),
-        "timestep": steps(b),
-    },
     "StableAudio3DiTModel": lambda b: {
         "hidden_states": noise(b, 8, 16),
         "timestep": steps(b, 0.5),
@@ -714,13 +511,6 @@ INPUTS: dict[str, Inputs] = {
         "clip_text_pooled": noise(b, 1, 16),
     },
     "T5FilmDecoder": _t5,
-    "UniDiffuserModel": lambda b: {
-        "latent_image_embeds": noise(b, 4, 8, 8),
-        "image_embeds": noise(b, 1, 8),
-        "prompt_embeds": noise(b, 6, 8),
-        "timestep_img": steps(b).long(),
-        "timestep_text": steps(b).long(),
-    },
     "WanAnimate2Transformer3DModel": _wan_animate,
 }
 # Models of which no small one is built here, each with the reason.
@@ -740,10 +530,6 @@ def class_of(name: str) -> Any:
     """The class of a model in diffusers."""
     import diffusers
 
-    if name == "UniDiffuserModel":
-        from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UniDiffuserModel
-
-        return UniDiffuserModel
     return getattr(diffusers, name, None) or getattr(diffusers.models, name)
 
 

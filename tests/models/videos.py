@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.models.dits import HEADS, text_masks
-from tests.models.family import TEXT, WORDS, Family, noise
+from tests.models.dits import HEADS
+from tests.models.family import TEXT, WORDS, Family, noise, text_masks
 
 FRAMES = 3
+SOUND = 5  # latent frames of sound
 WAN = {
     "patch_size": (1, 2, 2),
     "num_attention_heads": 2,
@@ -275,6 +276,85 @@ def _ltx_from_a_picture(batch: int, rows: int, columns: int) -> dict[str, Any]:
     }
 
 
+def _ltx2(**settings: Any) -> Any:
+    from diffusers import LTX2VideoTransformer3DModel
+
+    return LTX2VideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=4,
+        attention_head_dim=12,
+        cross_attention_dim=48,
+        audio_in_channels=4,
+        audio_out_channels=4,
+        audio_num_attention_heads=4,
+        audio_attention_head_dim=8,
+        audio_cross_attention_dim=32,
+        num_layers=2,
+        caption_channels=TEXT,
+        **settings,
+    )
+
+
+def _ltx2_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    return {
+        **_ltx_inputs(batch, rows, columns),
+        "audio_hidden_states": noise(batch, SOUND, 4),
+        "audio_encoder_hidden_states": noise(batch, WORDS, TEXT).flip(1),
+        "audio_encoder_attention_mask": text_masks(batch),
+        "audio_num_frames": SOUND,
+        "sigma": torch.full((batch,), 500.0),
+    }
+
+
+def _ltx2_with_keyframes(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    """Tokens of a given frame behind those of the video, which know their place; some hardly attend to it.
+
+    The text is projected already.
+    """
+    inputs = _ltx2_inputs(batch, rows, columns)
+    sides = [torch.arange(float(side)) for side in (FRAMES, rows, columns)]
+    video = torch.cartesian_prod(*sides).T
+    frame = video[:, : rows * columns].clone()
+    frame[0] = 0.5
+    starts = torch.cat([video, frame], dim=1)
+    tokens = starts.shape[1]
+    times = torch.full((batch, tokens), 500.0)
+    times[:, video.shape[1] :] = 0
+    mask = torch.ones(batch, tokens, tokens)
+    mask[:, : rows * columns, video.shape[1] :] = 0.5
+    return {
+        **inputs,
+        "hidden_states": noise(batch, tokens, 4),
+        "encoder_hidden_states": noise(batch, WORDS, 48),
+        "audio_encoder_hidden_states": noise(batch, WORDS, 32),
+        "timestep": times,
+        "audio_timestep": torch.full((batch,), 500.0),
+        "video_coords": torch.stack([starts, starts + 1], dim=-1).repeat(batch, 1, 1, 1),
+        "video_self_attention_mask": mask,
+    }
+
+
+def _sana_video() -> Any:
+    from diffusers import SanaVideoTransformer3DModel
+
+    return SanaVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=12,
+        num_layers=2,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=12,
+        cross_attention_dim=24,
+        caption_channels=TEXT,
+    )
+
+
+def _sana_video_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    return {**_inputs(batch, rows, columns), "encoder_attention_mask": text_masks(batch)}
+
+
 def _cosmos(**more: Any) -> Any:
     from diffusers import CosmosTransformer3DModel
 
@@ -398,6 +478,21 @@ FAMILIES: dict[str, Family] = {
     "MochiTransformer3DModel": Family(_mochi, _mochi_inputs, **VIDEO),
     "LTXVideoTransformer3DModel": Family(_ltx, _ltx_inputs, **VIDEO),
     "LTXVideoTransformer3DModel from an image": Family(_ltx, _ltx_from_a_picture, **VIDEO),
+    "LTX2VideoTransformer3DModel": Family(_ltx2, _ltx2_inputs, **VIDEO),
+    "LTX2VideoTransformer3DModel with a keyframe": Family(
+        lambda: _ltx2(
+            rope_type="split",
+            cross_attn_mod=True,
+            audio_cross_attn_mod=True,
+            gated_attn=True,
+            audio_gated_attn=True,
+            use_prompt_embeddings=False,
+            perturbed_attn=True,
+        ),
+        _ltx2_with_keyframes,
+        **VIDEO,
+    ),
+    "SanaVideoTransformer3DModel": Family(_sana_video, _sana_video_inputs, **VIDEO),
     "CosmosTransformer3DModel": Family(_cosmos, _cosmos_inputs, **VIDEO),
     "CosmosTransformer3DModel with a ControlNet": Family(
         lambda: _cosmos(controlnet_block_every_n=1), _cosmos_controlled_inputs, **VIDEO

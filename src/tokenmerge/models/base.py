@@ -81,6 +81,8 @@ class TokenArgument:
     # The first axis is the batch (length 1: the same for all images). If it is not, and the images of a batch
     # have plans of their own, the host's attention is called for one image after the other.
     batched: bool = False
+    # Its entries are the same for all tokens of the image, so that only their number follows these.
+    alike: bool = False
     # Index of the element of a tuple, or key of the value of a dictionary, that has the entries. It is None
     # if the argument itself has them.
     element: int | str | None = None
@@ -113,11 +115,18 @@ class Layout:
     # further entries for each token.
     outputs: tuple[int, ...] = (0,)
     dense_if: tuple[str, ...] = ()  # arguments that only fit the whole grid: a call with one stays dense
-    batched: bool = dataclasses.field(init=False, default=True)  # all token arguments have a batch axis
+    # Arguments that hold the whole batch, so that a call with one cannot be made for one image after the
+    # other: it stays dense where that is needed.
+    dense_by_image: tuple[str, ...] = ()
+    # Whether the first axis of the tokens is the sequence, and the second one the batch.
+    sequence_first: bool = False
+    # Whether one call is enough for a batch whose images have plans of their own.
+    batched: bool = dataclasses.field(init=False, default=True)
 
     def __post_init__(self) -> None:
         # It is no property, since each call of a layer asks.
-        object.__setattr__(self, "batched", all(argument.batched for argument in self.token_arguments))
+        same = all(argument.batched or argument.alike for argument in self.token_arguments)
+        object.__setattr__(self, "batched", same)
 
     def tokens_of(self, call: HostCall) -> Tensor:
         """Return the tokens of a call."""
@@ -171,9 +180,11 @@ class Block:
     layout: Layout = PLAIN  # of its call, as far as the layers need it, and where the image is in the result
     block_layout: Layout | None = None  # of its call if it can run on merged tokens from start to end
     # Whether step reuse can skip it, because it returns as many tokens as it gets, alone or beside those of
-    # the text in its argument ``encoder_hidden_states``. A block that needs the whole grid cannot merge, and
-    # can be skipped.
+    # its argument ``beside``. A block that needs the whole grid cannot merge, and can be skipped.
     skippable: bool = True
+    # The argument with further tokens that it may return beside those of the image: of the text, or of sound.
+    beside: str = "encoder_hidden_states"
+    is_read_between: bool = False  # more than the next block reads its tokens, as by a skip connection
     method: str = "forward"  # the method that gradient checkpointing recomputes, or "_forward"
     # The module whose first argument [b, c, h, w] has the block's token grid, n = h·w, or None if the grid is
     # the model's.
@@ -247,6 +258,14 @@ class Host(ModelCall):
     # order in which they run. An empty path is the model itself.
     span: tuple[str, ...] = ()
     unmerged: str = ""  # class and reason, "class: reason", if no token merges in it
+    # Text tokens of a usual call, with others that share attention with the image, such as those of sound.
+    # None stands for those of the argument ``encoder_hidden_states``.
+    words: int | None = None
+    # By a part of the path of modules, how often each works on a token: less than once, such as an expert, or
+    # more often.
+    shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    # Changes a copy without weights that counts FLOPs, if the model reads values of its tokens, or None.
+    without_values: Callable[[Any], None] | None = None
     # Names of parameters that stay on the CPU in the copy without weights that counts FLOPs, because the
     # model uses their device in a way that the meta device does not support.
     on_cpu: tuple[str, ...] = ()

@@ -84,13 +84,35 @@ def example_of(
     return arguments
 
 
-def listed(root: nn.Module, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:
-    """Describe the blocks of one module list, each with the layers that it has and further facts."""
-    blocks: Any = root.get_submodule(name)
-    return tuple(_block(f"{name}.{i}", block, layers, **facts) for i, block in enumerate(blocks))
+def position_ids(root: Any, sizes: Sizes, axes: int = 3) -> Tensor:
+    """Make position ids ``[n, axes]`` of images in a row: number, row, column, zeros for each token.
+
+    A token is made of 2 × 2 latent positions.
+    """
+    pictures = []
+    for number, (height, width) in enumerate(sizes):
+        ids = torch.zeros(height // 2, width // 2, axes, device=device_of_values(root))
+        ids[..., 0] = number
+        ids[..., 1] += torch.arange(height // 2, device=ids.device)[:, None]
+        ids[..., 2] += torch.arange(width // 2, device=ids.device)
+        pictures.append(ids.view(-1, axes))
+    return torch.cat(pictures)
 
 
-def _block(path: str, module: Any, layers: Iterable[Layer], **facts: Any) -> Block:
+def listed(
+    root: nn.Module, name: str, layers: tuple[Layer, ...], inside: str = "", **facts: Any
+) -> tuple[Block, ...]:
+    """Describe the blocks of one module list, each with the layers that it has and further facts.
+
+    If ``inside`` is given, the blocks are in an attribute of the modules of the list.
+    """
+    entries: Any = root.get_submodule(name)
+    paths = [f"{name}.{i}.{inside}".removesuffix(".") for i in range(len(entries))]
+    return tuple(described(path, root.get_submodule(path), layers, **facts) for path in paths)
+
+
+def described(path: str, module: Any, layers: Iterable[Layer], **facts: Any) -> Block:
+    """Describe one block, with those of the layers that it has and further facts."""
     present = tuple(layer for layer in layers if getattr(module, layer.name, None) is not None)
     return Block(path, module, present, **facts)
 
@@ -150,7 +172,7 @@ def _basic_block(path: str, module: Any, context: str, facts: dict[str, Any]) ->
     chunked = bool(getattr(module, "_chunk_size", None))
     if not chunked:
         layers.append(Layer("ff", "ff"))
-    return _block(
+    return described(
         path,
         module,
         layers,

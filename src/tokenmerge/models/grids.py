@@ -42,44 +42,53 @@ def video_grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     return (in_tokens(arguments["hidden_states"].shape[2:], root.config),)
 
 
-def grids_of_ids(root: Any, arguments: Arguments, last: Grid) -> Grids:
-    """Return the token grids of the images that the argument ``img_ids`` describes.
+def grids_of_ids(root: Any, arguments: Arguments, last: Grid, name: str = "img_ids", text: int = 0) -> Grids:
+    """Return the token grids of the images that an argument ``name`` describes.
 
-    ``img_ids`` are ``[n, d]`` or ``[b, n, d]``: for each of the n tokens of ``hidden_states`` the number of
-    its image, its row, its column, and further columns that depend on the model. The image being made is
-    first, and reference images follow it. While torch.compile traces the model, the ids have no values, and
-    ``last`` is used, if it has as many tokens. A grid that the user gave is also used where the ids are not
-    those of images in a row. Otherwise an UnsupportedModelError is raised.
+    Its ids are ``[text + n, d]`` or ``[b, text + n, d]``: for each of the n tokens of ``hidden_states`` the
+    number of its image, its row, its column, and further columns that depend on the model. Those of ``text``
+    tokens precede them. The image being made is first, and reference images follow it. While torch.compile
+    traces the model, the ids have no values, and ``last`` is used, if it has as many tokens. A grid that the
+    user gave is also used where the ids are not those of images in a row. Otherwise an UnsupportedModelError
+    is raised.
     """
-    ids = arguments["img_ids"]
+    ids = arguments[name]
     tokens = arguments["hidden_states"].shape[1]
     if torch.compiler.is_compiling():
-        if sum(map(num_tokens, last.shapes)) != tokens:
-            known = "given to patch.at_size(height, width)" if last.given else "of its last call"
-            shown = " + ".join(f"{rows} × {columns}" for _, rows, columns in last.shapes)
-            raise UnsupportedModelError(
-                f"the token grid cannot be read from img_ids while the whole model is compiled, and {tokens} "
-                f"tokens are not the {shown} {known}; call patch.at_size(height, "
-                "width) with the size of the latents first, call the model once before it is compiled, or "
-                "compile its blocks only: transformer.compile_repeated_blocks()"
-            )
-        return last.shapes
+        return known_grids(last, name, tokens)
 
     def read() -> Grids:
-        return _read(ids[0] if ids.ndim == 3 else ids)
+        return grids_of_rows((ids[0] if ids.ndim == 3 else ids)[text:])
 
     # Reading waits for the device, and pipelines pass the same tensor at each step. On the meta device there
     # are no values to read.
-    pictures = () if ids.is_meta else once(ids, "grids", read)
+    pictures = () if ids.is_meta else once(ids, ("grids", text), read)
     if sum(map(num_tokens, pictures)) == tokens:
         return pictures
     if last.given and sum(map(num_tokens, last.shapes)) == tokens:
         return last.shapes
     raise UnsupportedModelError(
-        f"img_ids: expected one image of {tokens} tokens, as in hidden_states, or several images one "
+        f"{name}: expected one image of {tokens} tokens, as in hidden_states, or several images one "
         f"after another, got ids of shape {tuple(ids.shape)} "
         f"{'without values, on the meta device' if ids.is_meta else 'that do not describe such images'}; "
         "call remove_token_merging(pipe) first, or patch.at_size(height, width) if it is one image"
+    )
+
+
+def known_grids(last: Grid, name: str, tokens: int) -> Grids:
+    """Return the grids of the last call for ``tokens`` tokens, where the values of ``name`` are unknown.
+
+    An UnsupportedModelError is raised if they have another number of tokens.
+    """
+    if sum(map(num_tokens, last.shapes)) == tokens:
+        return last.shapes
+    known = "given to patch.at_size(height, width)" if last.given else "of its last call"
+    shown = " + ".join(f"{rows} × {columns}" for _, rows, columns in last.shapes)
+    raise UnsupportedModelError(
+        f"the token grid cannot be read from {name} while the whole model is compiled, and {tokens} "
+        f"tokens are not the {shown} {known}; call patch.at_size(height, "
+        "width) with the size of the latents first, call the model once before it is compiled, or "
+        "compile its blocks only: transformer.compile_repeated_blocks()"
     )
 
 
@@ -115,7 +124,7 @@ def _read_coordinates(values: Tensor) -> Grids:
     return ((len(times) - first, rows, columns),) if torch.equal(found, torch.stack(regular)) else ()
 
 
-def _read(ids: Tensor) -> Grids:
+def grids_of_rows(ids: Tensor) -> Grids:
     """Return the grids of the images whose positions follow one another, or none if the ids are others.
 
     An image ends where the number of the image changes, or where its first row and column come again.

@@ -74,35 +74,25 @@ SKIPPING: Mapping[str, Skipping] = {
     "AnyFlowTransformer3DModel": _BLOCKS,
     "BriaFibo2Transformer2DModel": _LAYERS,
     "Cosmos3OmniTransformer": Skipping(("layers",), sample="vision_tokens", timestep="vision_timesteps"),
-    "ErnieImageTransformer2DModel": _LAYERS,
     "Flux2KleinKVPipeline": Skipping(fills_cache=_mode("cached")),
     "Flux3Transformer2DModel": Skipping(
         ("txt_mode_blocks", "mode_blocks.image", "mode_blocks.image_cond", "single_transformer_blocks")
     ),
     "GlmImageTransformer2DModel": dataclasses.replace(_TRANSFORMER_BLOCKS, fills_cache=_glm_fills),
     "HeliosTransformer3DModel": _BLOCKS,
-    "HiDreamImageTransformer2DModel": Skipping(("double_stream_blocks", "single_stream_blocks")),
     "HunyuanVideoFramepackTransformer3DModel": _BOTH,
-    "Ideogram4Transformer2DModel": _LAYERS,
     "Kandinsky6SRTransformer3DModel": Skipping(("visual_transformer_blocks",)),
     "Kandinsky6Transformer3DModel": Skipping(("visual_transformer_blocks",)),
     "Kandinsky3UNet": _WHOLE,
-    "Krea2Transformer2DModel": _TRANSFORMER_BLOCKS,
-    "LTX2VideoTransformer3DModel": _TRANSFORMER_BLOCKS,
     "LongCatAudioDiTTransformer": _BLOCKS,
-    "LuminaNextDiT2DModel": _LAYERS,
     "MiniMaxH3Transformer3DModel": _TRANSFORMER_BLOCKS,
     "MiniMaxMusic3Transformer1DModel": _TRANSFORMER_BLOCKS,
     "MotifVideoTransformer3DModel": _BOTH,
     "NucleusMoEImageTransformer2DModel": _TRANSFORMER_BLOCKS,
     "OmniGenTransformer2DModel": _LAYERS,
-    "QwenImage21Transformer2DModel": dataclasses.replace(
-        _TRANSFORMER_BLOCKS, fills_cache=_mode("read", "cached")
-    ),
     "RFD4ProteinaTransformer": Skipping(
         dense="its pipeline follows two schedulers, and how often a call repeats its layers changes by step"
     ),
-    "SanaVideoTransformer3DModel": _TRANSFORMER_BLOCKS,
     "SanaWMLTX2RefinerTransformer3DModel": Skipping(
         dense="it runs three steps for each part of a video, in a loop without a scheduler, and fills a "
         "cache between them"
@@ -113,7 +103,6 @@ SKIPPING: Mapping[str, Skipping] = {
     "StableCascadeUNet": _WHOLE,
     "T5FilmDecoder": Skipping(("decoders",), sample="decoder_input_tokens", timestep="decoder_noise_time"),
     "UNetFlatConditionModel": _WHOLE,
-    "UniDiffuserModel": _WHOLE,
     "WanAnimate2Transformer3DModel": dataclasses.replace(_BLOCKS, fills_cache=_mode("cached")),
     "ZImageOmniPipeline": _WHOLE,
     "ZImageControlNetModel": Skipping(dense="it runs blocks of the transformer that it controls"),

@@ -19,7 +19,8 @@ Scopes = frozenset[str]  # the scopes of token merging that merge something: "la
 
 # Parts of names of modules that work once for each sample, and on the text. The first match counts.
 _ONCE = ("norm", "mod", "adaln", "time", "temb", "add_embedding", "pooled", "guidance", "class_emb", "label")
-_ON_TEXT = ("context", "caption", "text", "txt", "add_", "encoder_hid")
+# The text's own layers of HiDream end with "_t". Sound has about as few tokens as the text.
+_ON_TEXT = ("context", "caption", "text", "txt", "add_", "encoder_hid", "_t.", "audio_attn", "audio_ff")
 _TEXT_ARGUMENTS = ("encoder_hidden_states", "context")
 
 
@@ -126,6 +127,8 @@ def _work_of_span(host: Host) -> Work:
 
 
 def _words(host: Host) -> int:
+    if host.words is not None:
+        return host.words
     arguments = host.example(*(host.sample_size or (16, 16)), 1)
     found = (arguments[name] for name in _TEXT_ARGUMENTS if getattr(arguments.get(name), "ndim", 0) >= 3)
     return next((value.shape[-2] for value in found), 0)
@@ -172,7 +175,8 @@ def _scopes(block: Block | None, attends: bool) -> Scopes:
     return frozenset(scope for scope, merges in merged.items() if merges)
 
 
-def _of_weights(host: Host, block: Block | None, inner: str, number: int, words: int) -> Amount:
+def _of_weights(host: Host, block: Block | None, inner: str, weights: int, words: int) -> Amount:
+    number = weights * next((share for part, share in host.shares.items() if part in inner), 1.0)
     if any(name in inner for name in _ONCE):
         return Amount(fixed=number)
     if _is_on_text(block, inner):
@@ -182,7 +186,7 @@ def _of_weights(host: Host, block: Block | None, inner: str, number: int, words:
 
 
 def _is_on_text(block: Block | None, inner: str) -> bool:
-    if any(name in inner for name in _ON_TEXT):
+    if any(name in f"{inner}." for name in _ON_TEXT):
         return True
     cross = [name for name in _names(block, "attn2") if inner.startswith(f"{name}.")]
     return any(inner.startswith((f"{name}.to_k", f"{name}.to_v")) for name in cross)

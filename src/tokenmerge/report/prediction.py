@@ -369,6 +369,8 @@ def _predict_host(
     whole = type(host.root).__name__
     try:
         plain = weightless(host.root, host.on_cpu)
+        if host.without_values is not None:
+            host.without_values(plain)
     except Exception as error:  # of weights that another library keeps in its own way
         raise ConfigError(
             f"operations of {whole} cannot be counted, since it cannot be copied without its weights "

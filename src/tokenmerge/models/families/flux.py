@@ -9,12 +9,9 @@ from dataclasses import replace
 from inspect import signature
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import POSITIONS, Arguments, Grid, Grids, Host, Layer, Layout, TokenArgument, is_a
-from tokenmerge.models.family import FUSED_MLP, Blank, Sizes, device_of_values, listed, transformer_host
+from tokenmerge.models.family import FUSED_MLP, Blank, Sizes, listed, position_ids, transformer_host
 from tokenmerge.models.grids import grids_of_ids
 
 _SECOND = "Flux2Transformer2DModel"
@@ -80,24 +77,9 @@ def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     return grids_of_ids(root, arguments, last)
 
 
-def _ids(root: Any, sizes: Sizes, axes: int) -> Tensor:
-    """Make position ids ``[n, axes]`` of images in a row: number, row, column, zeros for each token.
-
-    A token is made of 2 × 2 latent positions.
-    """
-    pictures = []
-    for number, (height, width) in enumerate(sizes):
-        ids = torch.zeros(height // 2, width // 2, axes, device=device_of_values(root))
-        ids[..., 0] = number
-        ids[..., 1] += torch.arange(height // 2, device=ids.device)[:, None]
-        ids[..., 2] += torch.arange(width // 2, device=ids.device)
-        pictures.append(ids.view(-1, axes))
-    return torch.cat(pictures)
-
-
 def _others(root: Any, zeros: Blank, height: int, width: int, references: Sizes = ()) -> dict[str, Any]:
     config = root.config
-    ids = _ids(root, [(height, width), *references], axes=4 if is_a(root, _SECOND) else 3)
+    ids = position_ids(root, [(height, width), *references], axes=4 if is_a(root, _SECOND) else 3)
     tokens = zeros(len(ids), config.in_channels)
     arguments: dict[str, Any] = {
         "hidden_states": tokens,

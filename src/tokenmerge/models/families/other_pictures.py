@@ -1,12 +1,18 @@
-"""Other transformers: AuraFlow, CogView, DiT, Hunyuan-DiT, Latte, Lumina-Image 2.0, PixArt, PRX and Sana."""
+"""Other transformers: AuraFlow, CogView, DiT, Hunyuan-DiT, Latte, Lumina, PixArt, PRX and Sana.
+
+Of Lumina there are Lumina-Next and Lumina-Image 2.0.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import (
+    KEY_MASK,
     OWN_POSITIONS,
     PLAIN,
     POSITIONS,
@@ -129,6 +135,40 @@ def _lumina(root: Any) -> Host:
     return transformer_host(root, (*refining, *joint), text=text, text_mask="encoder_attention_mask")
 
 
+# Lumina-Next has self- and cross-attention, whose heads are joined behind both. Rotary positions are [1, n,
+# d], for the whole batch.
+_NEXT_QUERIES = TokenArgument("query_rotary_emb", axes=(1,), batched=True)
+_NEXT_KEYS = replace(_NEXT_QUERIES, name="key_rotary_emb")
+_NEXT_ATTENTION = Layout(
+    token_arguments=(_NEXT_QUERIES, _NEXT_KEYS, KEY_MASK), same_as_tokens="encoder_hidden_states"
+)
+_NEXT_CROSS = Layout(token_arguments=(_NEXT_QUERIES,))
+_NEXT_BLOCK = Layout(token_arguments=(OWN_POSITIONS, KEY_MASK))
+_NEXT = (
+    Layer("attn1", "attn1", _NEXT_ATTENTION),
+    Layer("attn2", "attn2", _NEXT_CROSS),
+    Layer("ff", "feed_forward"),
+)
+_NEXT_SCALE = "its pipeline scales attention by the logarithm of the number of tokens, which merging lowers"
+_NEXT_SIDE = 384  # of the table of positions that its pipeline makes
+_NEXT_WORDS = 256
+
+
+def _lumina_next(root: Any) -> Host:
+    blocks = listed(root, "layers", _NEXT, block_layout=_NEXT_BLOCK)
+    return transformer_host(root, blocks, _lumina_next_others, limits=(_NEXT_SCALE,))
+
+
+def _lumina_next_others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
+    table = torch.zeros(_NEXT_SIDE, _NEXT_SIDE, root.head_dim // 2, dtype=torch.complex64)
+    return {
+        "encoder_hidden_states": zeros(_NEXT_WORDS, root.config.cross_attention_dim),
+        "encoder_mask": zeros.full_mask(_NEXT_WORDS),
+        "image_rotary_emb": table.to(zeros().device),
+        "cross_attention_kwargs": {},
+    }
+
+
 # In PRX the image attends to itself and to the text. Rotary positions are [b, 1, n, d / 2, 2, 2].
 _PRX_POSITIONS = TokenArgument("image_rotary_emb", axes=(2,), batched=True)
 _PRX_BLOCK = Layout(token_arguments=(_PRX_POSITIONS,))  # its mask covers the text only
@@ -161,6 +201,7 @@ _DESCRIBE = {
     "HunyuanDiT2DControlNetModel": _hunyuan_dit,
     "LatteTransformer3DModel": _basic_dit,
     "Lumina2Transformer2DModel": _lumina,
+    "LuminaNextDiT2DModel": _lumina_next,
     "PixArtTransformer2DModel": _basic_dit,
     "PRXTransformer2DModel": _prx,
     "SanaTransformer2DModel": _sana,

@@ -1,4 +1,4 @@
-"""Other transformers for video: Allegro, Cosmos Predict, EasyAnimate, Mochi 1."""
+"""Other transformers for video: Allegro, Cosmos Predict, EasyAnimate, Mochi 1, SANA-Video."""
 
 from __future__ import annotations
 
@@ -125,11 +125,31 @@ def _mochi(root: Any) -> Host:
     )
 
 
+# SANA-Video has self- and cross-attention. Rotary positions are broadcast over the batch.
+_SANA_ATTENTION = Layout(token_arguments=(TokenArgument("rotary_emb", axes=(1,), batched=True),))
+_SANA = (Layer("attn1", "attn1", _SANA_ATTENTION), Layer("attn2", "attn2"))
+_CONVOLUTIONS = "the MLP of SANA-Video convolves the whole token grid; merge_mlp leaves it dense"
+_LITTLE_TO_GAIN = "the attention of SANA-Video is linear in the number of tokens, so merging gains little"
+
+
+def _sana(root: Any) -> Host:
+    return transformer_host(
+        root,
+        listed(root, "transformer_blocks", _SANA, dense={"ff": _CONVOLUTIONS}),
+        text=(300, root.config.caption_channels),
+        text_mask="encoder_attention_mask",
+        sample_size=(60, 104),
+        latent_frames=21,  # 81 frames of video
+        limits=(_LITTLE_TO_GAIN,),
+    )
+
+
 _DESCRIBE = {
     "AllegroTransformer3DModel": _allegro,
     "CosmosTransformer3DModel": _cosmos,
     "EasyAnimateTransformer3DModel": _easyanimate,
     "MochiTransformer3DModel": _mochi,
+    "SanaVideoTransformer3DModel": _sana,
 }
 CLASSES = tuple(_DESCRIBE)
 

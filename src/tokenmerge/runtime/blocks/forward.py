@@ -23,8 +23,15 @@ from tokenmerge.runtime.blocks.merged_call import (
     merged_call,
     result_by_image,
 )
-from tokenmerge.runtime.blocks.planning import active_call, caches_residual, pictures_of, with_cached_residual
+from tokenmerge.runtime.blocks.planning import (
+    active_call,
+    caches_residual,
+    pictures_of,
+    stays_dense,
+    with_cached_residual,
+)
 from tokenmerge.runtime.blocks.proportional_attention import ProportionalAttention
+from tokenmerge.runtime.blocks.sequence_first import batch_first
 from tokenmerge.runtime.blocks.stack import call_in_stack, is_in_stack
 from tokenmerge.runtime.memory.caches import BlockMerge
 from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState
@@ -49,9 +56,10 @@ def block_call(original: HostMethod) -> Callable:
             count_call(state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         # A block that is compiled alone is in its stack outside its graph.
-        if generates and (state.model.context.has_stacks or state.model.caches_results):
-            return with_caches(state, call, _block)
-        return _block(state, call)
+        caches = generates and (state.model.context.has_stacks or state.model.caches_results)
+        if state.layout.sequence_first:
+            return batch_first(state.layout, call, functools.partial(_run_block, state, caches))
+        return _run_block(state, caches, call)
 
     return forward
 
@@ -65,29 +73,36 @@ def layer_call(original: HostMethod) -> Callable:
         if state is None or running is None or running.is_dense or state.threads.value.cache.dense:
             return original.of(self)(*args, **kwargs)
         call = HostCall(original.of(self), original.names(), args, kwargs)
-        settings = running.settings
-        layer = state.layer
-        if not takes_part(layer, settings) or not _fits(call, layer, running):
-            return call.result()
-        weighs = settings.proportional and layer.kind == "attn1" and layer.own_keys
-
-        def merged(plan: Plan) -> Any:
-            images = len(plan.keep)
-            pictures = 1
-            if not layer.layout.batched:
-                pictures = pictures_of(state.block.model.threads.value.context, images)
-            with ProportionalAttention(plan, layer.layout, state.block) if weighs else nullcontext():
-                if settings.scope == "block":
-                    return call.result() if pictures == 1 else result_by_image(call, images)
-                if settings.scope == "keys":
-                    return keyed_call(self, call, state, plan, settings.combine)
-                return merged_call(call, layer.layout, plan, settings.combine, pictures)
-
-        if settings.scope == "block":
-            return call.result() if running.plan is None else merged(running.plan)
-        return _exact_or_corrected(state, running, call, layer.layout, merged)
+        if state.layer.layout.sequence_first:
+            return batch_first(state.layer.layout, call, functools.partial(_layer, self, state, running))
+        return _layer(self, state, running, call)
 
     return forward
+
+
+def _layer(module: nn.Module, state: LayerState, running: BlockMerge, call: HostCall) -> Any:
+    """Return the result of a layer in a block that merges."""
+    settings = running.settings
+    layer = state.layer
+    if not takes_part(layer, settings) or not _fits(call, state, running):
+        return call.result()
+    weighs = settings.proportional and layer.kind == "attn1" and layer.own_keys
+
+    def merged(plan: Plan) -> Any:
+        images = len(plan.keep)
+        pictures = 1
+        if not layer.layout.batched:
+            pictures = pictures_of(state.block.model.threads.value.context, images)
+        with ProportionalAttention(plan, layer.layout, state.block) if weighs else nullcontext():
+            if settings.scope == "block":
+                return call.result() if pictures == 1 else result_by_image(call, images)
+            if settings.scope == "keys":
+                return keyed_call(module, call, state, plan, settings.combine)
+            return merged_call(call, layer.layout, plan, settings.combine, pictures)
+
+    if settings.scope == "block":
+        return call.result() if running.plan is None else merged(running.plan)
+    return _exact_or_corrected(state, running, call, layer.layout, merged)
 
 
 def takes_part(layer: Layer, settings: MergeSettings) -> bool:
@@ -101,14 +116,15 @@ def takes_part(layer: Layer, settings: MergeSettings) -> bool:
     return layer.kind in settings.merged_layers
 
 
-def _fits(call: HostCall, layer: Layer, running: BlockMerge) -> bool:
+def _fits(call: HostCall, state: LayerState, running: BlockMerge) -> bool:
     """Return whether a layer is called with the tokens of the plan, and not with a part, as in chunks."""
     tokens = call.argument(call.names[0])
     images = running.images
     n = running.tokens
     if running.settings.scope == "block" and running.plan is not None:
         images, n = running.plan.keep.shape
-    return tokens.shape[0] == images and tokens.shape[1] >= n and not call.has(layer.layout.dense_if)
+    fits = tokens.shape[0] == images and tokens.shape[1] >= n
+    return fits and not stays_dense(state.block, state.layer.layout, call)
 
 
 def with_caches(state: BlockState, call: HostCall, run: Callable[[BlockState, HostCall], Any]) -> Any:
@@ -122,6 +138,11 @@ def with_caches(state: BlockState, call: HostCall, run: Callable[[BlockState, Ho
     if state.model.context.has_stacks and is_in_stack(state):
         return call_in_stack(state, call, own)
     return own(call)
+
+
+def _run_block(state: BlockState, caches: bool, call: HostCall) -> Any:
+    """Return the result of a block; with ``caches`` as a part of its stack."""
+    return with_caches(state, call, _block) if caches else _block(state, call)
 
 
 def _block(state: BlockState, call: HostCall) -> Any:
@@ -218,6 +239,8 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
                 block.running = None
                 block.counted = False
 
+        if state.layout.sequence_first:
+            return batch_first(state.layout, call, functools.partial(with_caches, state, run=run_graph))
         return with_caches(state, call, run_graph)
 
     return compiled_attribute(call_graph)

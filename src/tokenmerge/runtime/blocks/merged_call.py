@@ -189,7 +189,7 @@ def add_lost(layout: Layout, plan: Plan, result: Any, residuals: Tensors, combin
     n = plan.inverse.shape[1]
 
     def add(value: Tensor, residual: Tensor) -> Tensor:
-        image = layout.image(residual, n)
+        image = layout.image(residual, n).flatten(2)
         lost = image - plan.unmerge(combined(plan, image, combine))
         return image_replaced(layout, value, n, lambda tokens: tokens + lost)
 
@@ -250,6 +250,8 @@ def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan, p
         return type(value)([_followed(part, argument, layout, plan, pictures) for part in value])
     if value is None or argument.ndim not in (None, value.ndim):
         return value
+    if argument.alike:
+        return _fewer_entries(value, argument, layout, plan)
     # In a graph each block has its own; others may change unseen, or each result has its gradient.
     changes = torch.compiler.is_compiling() or value.is_inference() or value.requires_grad
     made = []
@@ -262,6 +264,15 @@ def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan, p
             # both.
             made.append(once(plan.keep, (id(value), id(argument), id(layout), picture), follow, value))
     return made[0] if len(made) == 1 else OfPictures(tuple(made))
+
+
+def _fewer_entries(value: Tensor, argument: TokenArgument, layout: Layout, plan: Plan) -> Tensor:
+    """Return as many entries as there are merged tokens and text, where those of the image are alike."""
+    fewer = plan.inverse.shape[1] - plan.keep.shape[1]
+    for axis in argument.axes:
+        start = fewer if layout.text == "last" else 0
+        value = value.narrow(axis, start, value.shape[axis] - fewer)
+    return value
 
 
 def _at_kept_tokens(
@@ -311,6 +322,8 @@ def _entries(plan: Plan, text: int, layout: Layout) -> Tensor:
 
 def image_replaced(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a sequence whose n image tokens are changed, and whose text stays as it is."""
+    if x.ndim > 3:  # attention that does not join its heads
+        return image_replaced(layout, x.flatten(2), n, change).unflatten(2, x.shape[2:])
     text = x.shape[1] - n
     if text == 0:
         return change(x)

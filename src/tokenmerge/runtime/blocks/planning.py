@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenmerge.config import CACHED_FEATURES, COMPARES_NOTHING, GUIDED_PLANNERS, MergeSettings
 from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.models.base import Layout
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops.matching import features_if_shared, shared_features
 from tokenmerge.ops.plan import Plan
@@ -29,12 +30,21 @@ def sequence_in(state: BlockState, settings: MergeSettings) -> TokenSequence:
     return sequence if shard is None else sequence_of_part(sequence.pictures, shard.index, shard.parts)
 
 
+def stays_dense(state: BlockState, layout: Layout, call: HostCall) -> bool:
+    """Return whether an argument of a call keeps it from merging."""
+    if call.has(layout.dense_if):
+        return True
+    if layout.batched or not call.has(layout.dense_by_image):
+        return False
+    return pictures_of(state.model.threads.value.context, len(layout.tokens_of(call))) > 1
+
+
 def active_call(state: BlockState, call: HostCall) -> BlockMerge:
     """Find out what the running call of a block merges, and refuse an input of fewer tokens than its grid."""
     thread = state.model.threads.value
     settings = state.settings
     whole = state.block_layout
-    if not state.merges or (settings.scope == "block" and (whole is None or call.has(whole.dense_if))):
+    if not state.merges or (settings.scope == "block" and (whole is None or stays_dense(state, whole, call))):
         return BlockMerge(settings)
     x = state.layout.tokens_of(call)
     sequence = sequence_in(state, settings)

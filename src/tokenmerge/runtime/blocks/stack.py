@@ -27,7 +27,7 @@ from tokenmerge.models.call import HostCall
 from tokenmerge.ops.plan import Plan
 from tokenmerge.runtime.blocks.lazy_tokens import LazyTokens, plain
 from tokenmerge.runtime.blocks.merged_call import merged_tokens, with_change, with_merged_tokens
-from tokenmerge.runtime.blocks.planning import active_call, note_plan, pictures_of, sequence_in
+from tokenmerge.runtime.blocks.planning import active_call, note_plan, pictures_of, sequence_in, stays_dense
 from tokenmerge.runtime.blocks.skipping import note_forecast
 from tokenmerge.runtime.memory.caches import (
     BlockMerge,
@@ -168,7 +168,7 @@ def _settings_of_merge(state: BlockState, call: HostCall) -> MergeSettings | Non
         return None
     if len(state.block_layout.outputs) > 1:  # what else it returns for each token is for somebody else
         return None
-    if call.has(state.block_layout.dense_if) or not sequence_in(state, settings).removed:
+    if stays_dense(state, state.block_layout, call) or not sequence_in(state, settings).removed:
         return None
     return settings
 
@@ -179,7 +179,7 @@ def call_in_stack(state: BlockState, call: HostCall, run: Run) -> Any:
     thread = state.model.threads.value
     block = state.threads.value
     tokens = state.layout.tokens_of(call)
-    text = call.argument("encoder_hidden_states")
+    text = call.argument(state.beside)
     residuals = block.cache.skippable
     number = state.call
     known = residuals.get(number)

@@ -338,6 +338,7 @@ class BlockState:
     grid: PerThread[Grid] | None  # noted by the module around it, or None if it is that of the model
     layout: Layout
     block_layout: Layout | None
+    beside: str
     merges: bool  # something of it merges at some step
     caches_residuals: bool  # it is skipped on some steps by itself, and not with its whole stage
     plans_first: bool  # it is the first of the blocks that share plans

@@ -224,12 +224,13 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
             None if block.grid is None else grids[block.grid],
             block.layout,
             block.block_layout,
+            block.beside,
             merges=merging[place],
             caches_residuals=skips(host, block, config),
             plans_first=merging[place] and plan_groups[place] not in plan_groups[:place],
             is_first=merging[place] and block.level not in levels[:place],
             is_last=merging[place] and block.level not in levels[place + 1 :],
-            is_read_between=host.controlnet,
+            is_read_between=host.controlnet or block.is_read_between,
         )
         for place, block in enumerate(blocks)
     ]
