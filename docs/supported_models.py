@@ -1,6 +1,7 @@
 """Write docs/supported-models.md and its tables from the families' own records and the checks that each passes.
 
-python docs/supported_models.py          # runs the checks of every family, some minutes
+python docs/supported_models.py                  # runs the checks of every family, some minutes
+python docs/supported_models.py -k "Krea2"       # runs those of some, and keeps the numbers of the others
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -26,25 +28,24 @@ These diffusion models work. [Vision transformers](vision-transformers.md) have 
 | kind | for example | class by class |
 |---|---|---|
 | UNets | Stable Diffusion 1.x and 2.x, SDXL, their ControlNets, AnimateDiff, Stable Video Diffusion, and CompVis-style checkpoints | [UNets](models/unets.md) |
-| transformers for images | SD3 and 3.5, FLUX.1 and .2, Qwen-Image, PixArt, Lumina 2, Z-Image, Chroma, AuraFlow, Sana, and their ControlNets | [images](models/pictures.md) |
-| transformers for [video](video.md) | Wan, HunyuanVideo, CogVideoX, Mochi, LTX, Cosmos, Kandinsky 5 | [video](models/video.md) |
+| transformers for images | SD3 and 3.5, FLUX.1 and .2, Qwen-Image and 2.1, Krea 2, HiDream, Ideogram 4, ERNIE-Image, PixArt, Lumina, Z-Image, Chroma, AuraFlow, Sana, and their ControlNets | [images](models/pictures.md) |
+| transformers for [video](video.md) | Wan, HunyuanVideo, CogVideoX, Mochi, LTX and LTX-2, Cosmos, Kandinsky 5, SANA-Video | [video](models/video.md) |
 | transformers that edit images, with [reference images](reference-pictures.md) | FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit and Layered, JoyImage-Edit, LongCat-Image-Edit, FIBO Edit | [images](models/pictures.md) |
 
-Some classes are [refused by name](#refused-by-name), with the reason. In any other model in which nothing would merge, you get
-an error too. [Choosing settings](choosing-settings.md) says which other tools merging works with, and [adding a model](adding-a-model.md)
+In some classes no token merges, and [step reuse alone](#step-reuse-alone) speeds them up. A few run dense, with the reason. [Choosing settings](choosing-settings.md) says which other tools merging works with, and [adding a model](adding-a-model.md)
 says how to add one.
 
 The tables have these columns:
 
-- **merges**: the parts of a transformer block that can run on merged tokens. Each part can merge on its own
+- **merging**: the parts of a transformer block that can run on merged tokens. Each part can merge on its own
   (`scope="layers"`, chosen by `merge_attn`, `merge_crossattn`, `merge_mlp`). *Whole block* means that all parts can merge
-  at once (`scope="block"`). *Keys* means that keys and values of attention can merge alone (`scope="keys"`).
-- **plan**: *per image* means that each image of a batch merges by itself. *Shared by the batch* means that all merge alike, since
-  the position tables of the model have no batch axis. The image that such a model makes from a seed then depends on the others in
-  its batch.
-- **checks**: how many tests pass, on tiny random models of diffusers' own classes. With ratio 0 the output is bit-equal. If tokens
-  are only reordered, it is equal up to rounding, so every position, mask and condition follows its token. Nothing stays after
-  removal. Any size and batch works, and so do copies, pickles and gradients.
+  at once (`scope="block"`). *Keys* means that keys and values of attention can merge alone (`scope="keys"`). *Image by image*
+  means that attention is called for one image of a batch after the other, since the position tables have no batch axis.
+- **step reuse**: what some steps of the default method skip. *Blocks* means all transformer blocks, *stages* the deep stages of
+  a UNet and its finest level.
+- **tested with**: the version of diffusers, and how many tests pass on tiny random models of its classes. With ratio 0 the
+  output is bit-equal. If tokens are only reordered, it is equal up to rounding, so every position, mask and condition follows
+  its token. Nothing stays after removal. Any size and batch works, and so do copies, pickles and gradients.
 
 `python docs/supported_models.py` writes these pages from `src/tokenmerge/models/families/` and from a run of `tests/models/`.
 """
@@ -56,12 +57,13 @@ GROUPS = {
 }
 ABOVE = "[Supported models](../supported-models.md) says what the columns mean.\n"
 REFUSED = """
-## Refused by name
+## Step reuse alone
 
-`apply_token_merging` raises `UnsupportedModelError` for these, with the reason:
+No token merges in these. A `ratio=` is refused with the reason; `speedup=` on the pipeline skips what the third column says. A
+*list of blocks* is skipped as a whole, and what it adds is extrapolated. With *whole output*, the output of the model is.
 
-| class | why |
-|---|---|
+| class | why no token merges | step reuse | tested with |
+|---|---|---|---|
 """
 
 
@@ -82,8 +84,8 @@ def families() -> list[tuple[str, str, list[str]]]:
     return found
 
 
-def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
-    """One line of a table."""
+def row(key: str, checks: tuple[int, int] | None, release: str) -> str:
+    """One line of a table; ``checks`` is None where they have not been counted yet."""
     from tests.models.tiny import FAMILIES
 
     from tokenmerge.models.base import KINDS
@@ -96,13 +98,35 @@ def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
     merges = [name for kind, name in KINDS.items() if kind in kinds]
     merges += ["whole block"] if any(block.block_layout for block in blocks) else []
     merges += ["keys"] if any(layer.keys for block in blocks for layer in block.layers) else []
-    plan = "per image" if all(block.batched for block in blocks) else "shared by the batch"
+    merges += [] if all(block.batched for block in blocks) else ["image by image"]
     limits = dict.fromkeys(
         [reason for block in blocks for reason in block.dense.values()]
         + [limit for host in hosts for limit in host.limits]
     )
-    passed = "" if checks is None else "{} of {}".format(*checks[key])
-    return f"| `{key}` | {', '.join(merges)} | {plan} | {passed} | {'; '.join(limits)} |"
+    skips = "stages" if any(host.stages for host in hosts) else "blocks"
+    skips = skips if any(host.can_skip for host in hosts) else "none"
+    tested = release if checks is None else f"{release}: {checks[0]} of {checks[1]}"
+    return f"| `{key}` | {', '.join(merges)} | {skips} | {tested} | {'; '.join(limits)} |"
+
+
+def row_alone(name: str, release: str) -> str:
+    """One line of the table of classes in which no token merges."""
+    from tests.models.undescribed import NOT_BUILT
+
+    from tokenmerge.models.undescribed import SKIPPING
+    from tokenmerge.models.unsupported import REASONS
+
+    skipping = SKIPPING[name]
+    skips = f"none: {skipping.dense}" if skipping.dense else skipping.way
+    tested = f"not: {NOT_BUILT[name]}" if name in NOT_BUILT else release
+    return f"| `{name}` | {REASONS[name]} | {skips} | {tested} |"
+
+
+def known_checks() -> dict[str, tuple[int, int]]:
+    """Return the numbers of checks that the pages have, by the key of a tiny model."""
+    text = "".join(path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md"))
+    found = re.findall(r"^\| `([^`]+)` .*?(\d+) of (\d+) \|", text, re.MULTILINE)
+    return {key: (int(passed), int(number)) for key, passed, number in found}
 
 
 def group_of(keys: list[str]) -> str:
@@ -116,8 +140,8 @@ def group_of(keys: list[str]) -> str:
     return "pictures" if any("Transformer" in name or "DiT" in name for name in roots) else "unets"
 
 
-def pages(checks: dict[str, tuple[int, int]] | None) -> dict[Path, str]:
-    """Return the text of each page; without ``checks`` their column is empty."""
+def pages(checks: dict[str, tuple[int, int]], release: str) -> dict[Path, str]:
+    """Return the text of each page, with the checks of each tiny model, under a release of diffusers."""
     from tokenmerge.models.unsupported import REASONS
 
     parts = {group: [title, "", ABOVE] for group, title in GROUPS.items()}
@@ -127,14 +151,14 @@ def pages(checks: dict[str, tuple[int, int]] | None) -> dict[Path, str]:
         if about:
             own.append(f"{about[0].upper()}{about[1:]}.\n")
         if keys:
-            own += ["| model | merges | plan | checks | limits |", "|---|---|---|---|---|"]
-            own += [row(key, checks) for key in keys]
+            own += ["| model | merging | step reuse | tested with | limits |", "|---|---|---|---|---|"]
+            own += [row(key, checks.get(key), release) for key in keys]
         else:
             own.append(
                 "No class of diffusers: [tests/test_api.py](../../tests/test_api.py) checks it on a UNet of the same "
                 "structure."
             )
-    refused = "\n".join(f"| `{model}` | {reason} |" for model, reason in sorted(REASONS.items()))
+    refused = "\n".join(row_alone(name, release) for name in sorted(REASONS))
     made = {FOLDER / f"{group}.md": "\n".join(own) + "\n" for group, own in parts.items()}
     return {PAGE: HEAD + REFUSED + refused + "\n", **made}
 
@@ -160,9 +184,11 @@ class Outcomes:
 def main() -> None:
     """Run the checks and write the page."""
     outcomes = Outcomes()
-    status = pytest.main(["-q", "--numprocesses", "auto", str(ROOT / "tests" / "models")], plugins=[outcomes])
+    arguments = sys.argv[1:] or ["--numprocesses", "auto"]
+    status = pytest.main(["-q", *arguments, str(ROOT / "tests" / "models")], plugins=[outcomes])
     FOLDER.mkdir(exist_ok=True)
-    for path, text in pages({key: (a, b) for key, (a, b) in outcomes.counts.items()}).items():
+    counts = known_checks() | {key: (a, b) for key, (a, b) in outcomes.counts.items()}
+    for path, text in pages(counts, f"diffusers {diffusers.__version__}").items():
         path.write_text(text, encoding="utf-8")
     sys.exit(status)
 
