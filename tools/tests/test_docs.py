@@ -334,6 +334,18 @@ def test_the_page_on_merging_once_says_what_its_records_say(monkeypatch):
     assert "\n".join(policy["table_of_stacks"](policy["read"](ROOT / "benchmarks/stacks_cpu.jsonl"))) in page
 
 
+def test_the_page_on_step_reuse_says_how_close_the_whole_output_is(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # for what its scripts import from each other
+    page = (ROOT / "docs/methods/when.md").read_text(encoding="utf-8")
+    whole = runpy.run_path(str(ROOT / "benchmarks" / "whole_output.py"))
+    lines = whole["read"](ROOT / "benchmarks/whole_output_cpu.jsonl")
+    assert "\n".join(whole["table_of"](lines)) in page
+    assert f"[{len(lines)} images]" in page
+    times = whole["factor_of"](lines)
+    assert f"at most {times:g} times" in page
+    assert times <= 1  # by the policy, such a model has the expected error of a transformer's blocks
+
+
 def test_the_page_of_rivals_says_what_its_record_says():
     written = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))
     assert written["tables"]() == written["TABLES"].read_text(encoding="utf-8")
