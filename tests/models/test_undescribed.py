@@ -22,6 +22,7 @@ from tokenmerge.models.find import FAMILIES, find_hosts
 from tokenmerge.models.undescribed import SKIPPING
 from tokenmerge.models.unsupported import REASONS
 from tokenmerge.plans.generation import StepKind, plan_generation
+from tokenmerge.runtime.blocks.span import _by_sample, _in_shape
 
 STEPS = 6
 REUSE = ToMeConfig(ratio=0, reuse=StepReuse(every=2))  # steps 0, 1, 3 and 5 are full
@@ -168,6 +169,19 @@ def test_a_sample_alone_has_the_result_that_it_has_in_a_batch(name):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("shape", "first"), [((2, 5, 3), 2), ((5, 2, 3), 2), ((6, 3), 2), ((2,), 2), ((5, 3), 1)]
+)
+def test_the_samples_of_a_tensor_are_found_along_its_first_axes(shape, first):
+    """As sequences before batches, and frames folded into the batch, of two samples."""
+    tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    found = _by_sample(tensor, 2)
+    assert len(found) == first
+    if shape == (5, 2, 3):
+        assert torch.equal(found[1], tensor[:, 1])
+    assert torch.equal(_in_shape(found, tensor.shape, 2), tensor)
+
+
 def forecast(outputs: list[Tensor]) -> Tensor:
     """The linear forecast of the next of three outputs, damped where they turn, for each sample."""
     first, second, third = (one.flatten(1) for one in outputs)
@@ -242,7 +256,7 @@ def test_blocks_that_are_compiled_alone_are_skipped():
 
 def test_a_change_of_shapes_begins_anew():
     """Also of an argument that is not the sample: after it, two steps run everything."""
-    name = "LongCatAudioDiTTransformer"
+    name = "T5FilmDecoder"
     model = build(name)
     inside = skipped_modules(model)
     patch = apply_token_merging(model, REUSE)
@@ -251,8 +265,8 @@ def test_a_change_of_shapes_begins_anew():
         patch.at_step(step, STEPS)
         arguments = INPUTS[name](2)
         if step >= 2:
-            arguments["encoder_hidden_states"] = arguments["encoder_hidden_states"][:, 1:]
-            arguments["encoder_attention_mask"] = arguments["encoder_attention_mask"][:, 1:]
+            ((notes, mask),) = arguments["encodings_and_masks"]
+            arguments["encodings_and_masks"] = [(notes[:, 1:], mask[:, 1:])]
         with called() as found:
             model(**arguments)
         ran.append(bool(found & inside))
