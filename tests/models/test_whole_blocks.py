@@ -172,6 +172,11 @@ IMAGE = ROWS * COLUMNS
         # Texts of one length need no mask.
         ("Lumina2Transformer2DModel without a mask", "layers.1", "attn", [WORDS] * 2, IMAGE),
         ("ZImageTransformer2DModel", "layers.1", "attention", [0, 0], IMAGE),
+        ("Krea2Transformer2DModel", "transformer_blocks.1", "attn", [WORDS] * 2, IMAGE),
+        ("Ideogram4Transformer2DModel", "layers.1", "attention", [WORDS] * 2, IMAGE),
+        ("ErnieImageTransformer2DModel", "layers.1", "self_attention", [0, 0], IMAGE),
+        ("HiDreamImageTransformer2DModel", "single_stream_blocks.1.block", "attn1", [0, 0], IMAGE),
+        ("LTX2VideoTransformer3DModel with a keyframe", "transformer_blocks.1", "attn1", [0, 0], 3 * IMAGE),
         ("Flux2Transformer2DModel", "single_transformer_blocks.1", "attn", [WORDS] * 2, IMAGE),
         ("BriaFiboTransformer2DModel", "single_transformer_blocks.1", "attn", [WORDS] * 2, IMAGE),
         (

@@ -319,7 +319,7 @@ def _ltx2_with_keyframes(batch: int, rows: int, columns: int) -> dict[str, Any]:
     frame[0] = 0.5
     starts = torch.cat([video, frame], dim=1)
     tokens = starts.shape[1]
-    times = torch.full((batch, tokens), 500.0)
+    times = torch.linspace(400, 500, tokens).repeat(batch, 1)
     times[:, video.shape[1] :] = 0
     mask = torch.ones(batch, tokens, tokens)
     mask[:, : rows * columns, video.shape[1] :] = 0.5
