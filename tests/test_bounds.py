@@ -12,11 +12,10 @@ import pytest
 from diffusers import DDIMScheduler
 from tests.models.tiny import FAMILIES
 from tests.plans.test_choose import facts
+from tests.tuned import tuned
 
-from tokenmerge import ConfigError, StepReuse, ToMeConfig, apply_token_merging
-from tokenmerge.config import FoundFor
+from tokenmerge import ConfigError, ToMeConfig, apply_token_merging
 from tokenmerge.config.checks import MOST_STEPS
-from tokenmerge.config.json_file import SavedSettings, plan_content
 from tokenmerge.errors import TokenMergingError
 from tokenmerge.plans import plan_for
 
@@ -27,22 +26,24 @@ def pipeline(denoiser: Any = None) -> Any:
     return SimpleNamespace(unet=denoiser or hosts.unet(), scheduler=DDIMScheduler())
 
 
-def plan_file(folder: Any, **changes: Any) -> str:
-    saved = SavedSettings(
-        ToMeConfig(ratio=0, reuse=StepReuse(every=2)), FoundFor("UNet2DConditionModel", 16, 16, 20), 2.0
-    )
-    content = plan_content(saved)
-    for name, value in changes.items():
-        content["plan" if name == "rules" or "reuse" in name else "for"][name] = value
-    path = folder / "plan.json"
+def file_of_tune(folder: Any, **changes: Any) -> str:
+    content = tuned().content()
+    content["for"] |= changes
+    path = folder / "tuned.json"
     path.write_text(json.dumps(content))
     return str(path)
 
 
+def file_of_settings(folder: Any, **settings: Any) -> str:
+    path = folder / "settings.json"
+    path.write_text(json.dumps({"version": 1, "settings": settings}))
+    return str(path)
+
+
 @pytest.mark.parametrize("steps", [2**62, 100_000, MOST_STEPS + 1])
-def test_a_plan_for_too_many_steps_is_refused(tmp_path, steps):
+def test_a_file_of_tune_for_too_many_steps_is_refused(tmp_path, steps):
     with pytest.raises(ConfigError, match=rf"for.steps: expected an integer ≥ 1 and ≤ 5,000, got {steps}"):
-        apply_token_merging(pipeline(), plan_file(tmp_path, steps=steps))
+        apply_token_merging(pipeline(), file_of_tune(tmp_path, steps=steps))
 
 
 def test_so_are_such_arguments():
@@ -56,13 +57,13 @@ def test_so_are_such_arguments():
 def test_too_many_rules_are_refused(tmp_path, changes):
     rules = [{**changes, "ratio": 0.25}] * 101
     with pytest.raises(ConfigError, match="rules: expected at most 100 rules, got 101"):
-        apply_token_merging(pipeline(), plan_file(tmp_path, rules=rules))
+        apply_token_merging(pipeline(), file_of_settings(tmp_path, rules=rules))
 
 
 def test_too_many_places_are_refused(tmp_path):
     places = [i / 20_000 for i in range(20_000)]
     with pytest.raises(ConfigError, match=r"reuse.full_steps: expected at most 5,000 places, got 20,000"):
-        apply_token_merging(pipeline(), plan_file(tmp_path, **{"reuse.full_steps": places}))
+        apply_token_merging(pipeline(), file_of_settings(tmp_path, **{"reuse.full_steps": places}))
 
 
 def test_as_many_rules_as_allowed_are_checked_in_a_short_time():

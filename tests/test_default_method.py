@@ -15,6 +15,7 @@ from diffusers import DDIMScheduler
 from tests.kernels import backend
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
+from tests.tuned import tuned, tuned_file
 from torch import nn
 
 from tokenmerge import (
@@ -28,12 +29,12 @@ from tokenmerge import (
     calibration,
     token_merging,
 )
-from tokenmerge.config import FoundFor, SavedSettings, dense_outside, read_metadata
+from tokenmerge.config import dense_outside, read_metadata
 from tokenmerge.default_method import DefaultMethod, settings_for
 from tokenmerge.models.find import find_hosts
+from tokenmerge.models.weights import fingerprint
 from tokenmerge.planners import PLANNERS
 from tokenmerge.runtime.patching.patch import state_of
-from tokenmerge.tuned_method import TunedMethod
 
 
 @pytest.fixture
@@ -73,12 +74,47 @@ def test_a_number_alone_is_refused_with_both_lines():
         apply_token_merging(unet, True)  # type: ignore[call-overload]
 
 
-def test_a_plan_that_tune_found_runs_in_its_kind_of_generation():
+def test_a_file_of_tune_corrects_the_estimates_of_its_kind_of_generation(fast, tmp_path):
     pipe = pipeline(unet=hosts.unet())
-    saved = SavedSettings(ToMeConfig(ratio=0.3), FoundFor(type(pipe.unet).__name__, 16, 16, 20), 2.0)
-    method = TunedMethod.of_saved(pipe, find_hosts(pipe), saved)
-    assert method.settings(method.facts_at(steps=20)) == saved.config
-    assert method.settings(method.facts_at(steps=10)) != saved.config
+    plain = apply_token_merging(pipe, speedup=1.5)
+    run(pipe, 20)
+    before = plain.estimate
+    weights = fingerprint(pipe.unet)
+    file = tuned_file(tmp_path, tuned(1.5, 20, scheduler=type(pipe.scheduler).__name__, weights=weights))
+    patch = apply_token_merging(pipe, file)
+    assert str(patch).startswith(
+        "tokenmerge in UNet2DConditionModel: the default method, speedup=1.5 (tuned.json)"
+    )
+    run(pipe, 20)
+    assert patch.estimate.prompts == 6
+    assert patch.estimate.psnr == pytest.approx(before.psnr + 3.0, abs=0.2)  # that at 1.5, by operations
+    assert str(patch.estimate).endswith(", measured on this model with 6 prompts")
+    assert f"  closeness to dense: {patch.estimate}" in str(patch)
+    with pytest.warns(UserWarning, match="tokenmerge tune measured 20 steps, not 12: the estimate is that"):
+        run(pipe, 12)
+    assert str(patch.estimate).startswith("no estimate for this model; on small models")
+
+
+def test_other_weights_are_another_model(fast, tmp_path):
+    pipe = pipeline(unet=hosts.unet())
+    patch = apply_token_merging(pipe, tuned_file(tmp_path, tuned(1.5, 20, weights="another")))
+    with pytest.warns(
+        UserWarning, match="tokenmerge tune measured a UNet2DConditionModel with other weights"
+    ):
+        run(pipe, 20)
+    assert patch.estimate.prompts == 0
+
+
+def test_the_speed_of_a_file_can_be_replaced_and_a_tolerance_asked_for(fast, tmp_path):
+    pipe = pipeline(unet=hosts.unet())
+    file = tuned_file(tmp_path, tuned(1.5, 20))
+    patch = apply_token_merging(pipe, file, speedup=2.0, min_psnr=20)
+    assert "speedup=2, min_psnr=20 (tuned.json)" in str(patch).splitlines()[0]
+    run(pipe, 20)
+    # The margin follows from the spread: 1.40 for 9 of 10 with 8 degrees of freedom, times √(1 + 1/6).
+    assert f"aims at {20 + 1.397 * (7 / 6) ** 0.5:.3g} dB" in str(patch)
+    with pytest.raises(ConfigError, match="config, ratio: expected one of them"):
+        apply_token_merging(pipe, file, ratio=0.5)
 
 
 @pytest.mark.parametrize("speedup", [0.9, True, "2", float("nan"), float("inf"), torch.ones(2)])

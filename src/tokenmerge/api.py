@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import numbers
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, overload
 from torch import nn
 
 from tokenmerge import presets
-from tokenmerge.config import Rule, SavedSettings, ToMeConfig, dense_outside, load_settings
+from tokenmerge.config import Rule, ToMeConfig, Tuned, dense_outside, load_settings
 from tokenmerge.config.checks import as_number
 from tokenmerge.config.origin import RATIO
 from tokenmerge.default_method import DefaultMethod, check_min_psnr
@@ -100,14 +99,16 @@ def apply_token_merging(
             A model that is already patched gets the new settings.
         config: what to merge and how much. A string is the name of a preset of :mod:`tokenmerge.presets`,
             such as ``"toma"``, or the path of a ``.json`` file that :func:`tokenmerge.config.save_config` or
-            ``tokenmerge tune`` wrote. A plan of tune runs in generations of the model class, size, number of
-            steps, scheduler and guidance that it was found for. In others there is a warning, and the default
-            method runs with the same speed-up. If it is None, the default method or ``ratio`` holds.
+            ``tokenmerge tune`` wrote. That of tune holds a speed-up for the default method, and how far the
+            estimates were off: they are corrected in generations of the model, size, number of steps,
+            scheduler and guidance that it was measured on. In others there is a warning, and the estimates
+            are not corrected. If it is None, the default method or ``ratio`` holds.
         speedup: of the default method, the wanted speed-up by operations, ≥ 1: dense operations divided by
             those of the generation (default: 2.0). When a generation begins, settings are chosen that
             reach it at the actual size, number of steps and guidance, see
             :mod:`tokenmerge.default_method`. Raising it makes the image less like the dense one. The
-            speed-up by the clock is mostly lower, since other work takes time too.
+            speed-up by the clock is mostly lower, since other work takes time too. With a file of
+            ``tokenmerge tune``, it takes the place of the speed-up in the file.
         ratio: fraction of tokens that merge, 0 ≤ ratio ≤ 0.75, without step reuse. In the pipeline of a
             transformer, tokens merge before its first block and are unmerged after its last one; the first
             step runs on all tokens, and later ones get back what merging loses. In a UNet, and in a model
@@ -123,7 +124,8 @@ def apply_token_merging(
             than ``speedup`` plans where it has to, up to none. In a batch the worst image decides, so an
             image can depend on the others. Each full step waits once for the device. Raising it brings
             the image closer and saves less time. The estimate can be wrong, see
-            ``patch.estimate``. With None, no step is added.
+            ``patch.estimate``. With a file of ``tokenmerge tune``, it is corrected, and the margin follows
+            from what was measured. With None, no step is added.
         unknown: arguments of other names, which are refused.
 
     Returns:
@@ -177,6 +179,10 @@ def _asked(
     """Return the settings that the arguments of apply_token_merging ask for."""
     is_file = isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json"))
     is_name = isinstance(config, str) and not is_file
+    saved = load_settings(Path(str(config))) if is_file and ratio is None else None
+    if isinstance(saved, Tuned):
+        check_min_psnr("min_psnr", min_psnr)
+        return _of_tuned(model, saved, Path(str(config)).name, speedup, min_psnr)
     given: dict[str, object] = {}
     if config is not None and not (is_name and speedup is None):  # the name of a preset goes with a ratio
         given["config"] = config
@@ -185,9 +191,8 @@ def _asked(
     if ratio is not None:
         given["ratio"] = ratio
     _check_given(given, min_psnr, alone=config is None and ratio is None)
-    if is_file:
-        path = Path(str(config))
-        return _of_file(model, load_settings(path), path.name)
+    if saved is not None:
+        return _Asked(saved, Path(str(config)).name)
     if isinstance(config, ToMeConfig):
         return _Asked(config)
     if isinstance(config, str):
@@ -255,22 +260,18 @@ def _of_speedup(model: object, speedup: float, min_psnr: float | None) -> _Asked
     return _Asked(default.widest, default.name, hosts=hosts, default=default if follows else None)
 
 
-def _of_file(model: object, saved: SavedSettings, name: str) -> _Asked:
-    """Return the settings that a file asks for.
+def _of_tuned(
+    model: object, tuned: Tuned, name: str, speedup: float | None, min_psnr: float | None
+) -> _Asked:
+    """Return the settings for a file of ``tokenmerge tune``: the default method with its speed-up.
 
-    A plan of tune is followed in generations of a pipeline. A model alone gets its settings as they are.
+    A model alone has no steps, so nothing that was measured holds for it.
     """
-    found_for = saved.found_for
-    if found_for is None:
-        return _Asked(saved.config, name)
+    if getattr(model, "scheduler", None) is None:
+        return _of_speedup(model, tuned.speedup if speedup is None else speedup, min_psnr)
     hosts = hosts_of(model)
-    if getattr(model, "scheduler", None) is not None:
-        method = TunedMethod.of_saved(model, hosts, saved)
-        return _Asked(method.widest, name, hosts, method)
-    differences = found_for.differences(model=type(hosts[0].root).__name__)
-    if differences:
-        warnings.warn(found_for.warning(differences), stacklevel=4)
-    return _Asked(saved.config, name, hosts, check_size=False)  # they may be for a larger size
+    method = TunedMethod.of_tuned(model, hosts, tuned, speedup, min_psnr)
+    return _Asked(method.widest, f"{method.name} ({name})", hosts, method if method.speedup > 1 else None)
 
 
 def _with_rules(rules: tuple[Rule, ...], config: ToMeConfig) -> ToMeConfig:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenmerge.calibration import TimedMerging, fewest_tokens
-from tokenmerge.config import Correction, MergeSharing, Rule, StepReuse, ToMeConfig
+from tokenmerge.config import Correction, EstimateErrors, MergeSharing, Rule, StepReuse, ToMeConfig
 from tokenmerge.config.checks import at_least_1, check_counts, check_fields, number, optional
 from tokenmerge.config.origin import DEFAULT
 from tokenmerge.errors import ConfigError
@@ -16,9 +16,10 @@ from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.fused import is_fused, splits_attention
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
-from tokenmerge.plans import ROUNDING, RunFacts, Schedule, facts_of, plan_for
+from tokenmerge.plans import ROUNDING, Estimate, RunFacts, Schedule, facts_of, plan_for, speedup_of
 from tokenmerge.plans.choose import SpeedupPlan, fewest_that_merge, scopes_of
-from tokenmerge.plans.estimate import expected, looks, psnr_of
+from tokenmerge.plans.estimate import Observations, estimate_closeness, expected, looks, psnr_of
+from tokenmerge.plans.learned import corrected
 from tokenmerge.plans.tolerance import Tolerance
 from tokenmerge.runtime.memory.state import warn_caller
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
@@ -126,7 +127,27 @@ class DefaultMethod:
         """Return the object that changes the settings of a generation while it runs, or None without one."""
         if self.min_psnr is None or self.speedup == 1:  # a speed-up of 1 is dense in any case
             return None
-        return Tolerance(facts, self.speedup, self.min_psnr, self.change)
+        return Tolerance(facts, self.speedup, self.min_psnr, self.change, self.learned(facts))
+
+    def learned(self, facts: RunFacts) -> EstimateErrors | None:
+        """Return how far estimates of a generation are off, or None if it was not measured on this model."""
+        return None
+
+    def expected(self, facts: RunFacts, plan: SpeedupPlan | None = None) -> Estimate:
+        """Return how close an image is expected to be before its run. The plan is that for ``facts``."""
+        plan = plan or self.plan(facts)
+        learned = self.learned(facts)
+        if learned is None:
+            return expected(plan.expected_error)
+        return corrected(learned, psnr_of(plan.expected_error), plan.speedup, after=False)
+
+    def estimate(self, facts: RunFacts, config: ToMeConfig, observed: Observations) -> Estimate | None:
+        """Estimate how close an image is by what its run has shown, or return None if that is not finite."""
+        found = estimate_closeness(facts, config, observed)
+        learned = self.learned(facts)
+        if found is None or learned is None:
+            return found
+        return corrected(learned, found.psnr, speedup_of(facts, config), after=True)
 
     def plan(self, facts: RunFacts) -> SpeedupPlan:
         """Return the plan of one generation, before ``change``."""
@@ -152,15 +173,12 @@ class DefaultMethod:
         asked = f"speedup={self.speedup:g}{under}"
         fastest = plan_for(facts, math.inf)
         if fastest.speedup >= _ENOUGH * self.speedup:
-            expected_error = self.plan(facts).expected_error
-            differs = looks(psnr_of(expected_error)) == looks(0) and facts.follows_steps
+            near = self.expected(facts)
+            differs = looks(near.psnr) == looks(0) and facts.follows_steps
             differs = differs and self.min_psnr is None
             if not differs or not closeness:
                 return ""
-            return (
-                f"{asked}: closeness to dense before the run: {expected(expected_error)}; take a lower "
-                "speed-up, or more steps"
-            )
+            return f"{asked}: closeness to dense before the run: {near}; take a lower speed-up, or more steps"
         where = f"in {facts.steps} step{'s' if facts.steps > 1 else ''}"
         if facts.work.levels:
             where += f" on {_size(facts.grid)} tokens"
@@ -175,7 +193,7 @@ class DefaultMethod:
         )
         if not closeness:
             return told
-        return f"{told}. Closeness to dense before the run: {expected(fastest.expected_error)}"
+        return f"{told}. Closeness to dense before the run: {self.expected(facts, fastest)}"
 
     @property
     def name(self) -> str:

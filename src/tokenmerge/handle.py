@@ -28,7 +28,7 @@ from tokenmerge.report.notes import KIND_OF_SIGN, signs_of
 from tokenmerge.report.prediction import Report, hardly_faster, predict
 from tokenmerge.report.remarks import estimate_in_report, forecast_of, misfits_of, remarks_on
 from tokenmerge.report.summary import CLOSENESS, Conditions, RunSteps, summary
-from tokenmerge.runtime.memory.run_log import RunLog, StepRecorder
+from tokenmerge.runtime.memory.run_log import RunLog, StepRecorder, observations_of
 from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.patching.patch import changing, restore, state_of
 from tokenmerge.runtime.patching.unfused import why_tokens_count_once
@@ -398,11 +398,13 @@ class Patch(Handle[Report, RecordedPlan]):
 
     def _closeness(self) -> Closeness:
         """Return how close the image of the last generation is, as far as it is known."""
-        return closeness_of(self._state.last_run, None if self._default is None else self._facts_of_run)
+        return closeness_of(self._state.last_run, None if self._default is None else self._estimate_of)
 
-    def _facts_of_run(self, run: RunLog) -> RunFacts:
-        """Return the facts about the last generation."""
-        return self._facts_at(run.height, run.width, run.steps)
+    def _estimate_of(self, run: RunLog) -> Estimate | None:
+        """Return the estimate of the last generation, or None if its errors are not finite."""
+        assert self._default is not None
+        facts = self._facts_at(run.height, run.width, run.steps)
+        return self._default.estimate(facts, run.config, observations_of([run]))
 
     def _pictures(self, pipe: Any) -> int | None:
         """Return how many images a call draws, or None if it is unknown."""

@@ -1,6 +1,6 @@
-"""The default method with a plan that ``tokenmerge tune`` found.
+"""The default method with what ``tokenmerge tune`` measured on the model.
 
-The plan holds in generations of the kind that it was found for. In others, the default method chooses.
+It corrects the estimates of generations of the kind that was measured.
 """
 
 from __future__ import annotations
@@ -9,55 +9,75 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from tokenmerge.config import FoundFor, SavedSettings, ToMeConfig
+from tokenmerge.config import EstimateErrors, FoundFor, Tuned
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.models.base import Host
+from tokenmerge.models.weights import fingerprint
 from tokenmerge.plans import RunFacts
-from tokenmerge.plans.choose import SpeedupPlan
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TunedMethod(DefaultMethod):
-    """The default method with a plan that ``tokenmerge tune`` found. Its ``facts`` are those of the plan."""
+    """The default method with what ``tokenmerge tune`` measured on the model.
 
-    found: ToMeConfig  # the settings of the plan
+    Its ``facts`` are those of the generations that were measured.
+    """
+
+    errors: EstimateErrors  # how far the estimates were off
     found_for: FoundFor
     model: str  # class of the pipeline's denoiser
-    # Its scheduler is read when a generation begins. A copy has None, and compares no scheduler.
-    pipe: Any
+    weights: str | None  # their fingerprint when the method was made, or None if they cannot be read
+    pipe: (
+        Any  # its scheduler is read when a generation begins, or None in a copy, which compares no scheduler
+    )
 
     @classmethod
-    def of_saved(cls, pipe: object, hosts: Sequence[Host], saved: SavedSettings) -> TunedMethod:
-        """Return the method for a plan of ``tokenmerge tune`` and the models of a pipeline."""
-        assert saved.speedup is not None
-        assert saved.found_for is not None
+    def of_tuned(
+        cls,
+        pipe: object,
+        hosts: Sequence[Host],
+        tuned: Tuned,
+        speedup: float | None = None,
+        min_psnr: float | None = None,
+    ) -> TunedMethod:
+        """Return the method for a pipeline. A ``speedup`` takes the place of that in the file."""
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
-        default = DefaultMethod.of(pipe, hosts, saved.speedup)
-        found_for = saved.found_for
+        default = DefaultMethod.of(pipe, hosts, tuned.speedup if speedup is None else speedup, min_psnr)
+        found_for = tuned.found_for
         grid = denoiser.grid_at(found_for.height, found_for.width)
-        facts = dataclasses.replace(default.facts, grid=grid, steps=found_for.steps)
-        model = type(denoiser.root).__name__
-        return cls(default.speedup, facts, found=saved.config, found_for=found_for, model=model, pipe=pipe)
+        return cls(
+            default.speedup,
+            dataclasses.replace(default.facts, grid=grid, steps=found_for.steps),
+            min_psnr=min_psnr,
+            errors=tuned.errors,
+            found_for=found_for,
+            model=type(denoiser.root).__name__,
+            weights=fingerprint(denoiser.root),
+            pipe=pipe,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "pipe": None}
 
     def differences(self, facts: RunFacts) -> list[str]:
-        """Return how a generation differs from those of the plan. Unknown guidance is not compared."""
+        """Return how a generation differs from those that were measured. What is unknown is not compared."""
         scheduler = None if self.pipe is None else type(self.pipe.scheduler).__name__
-        differences = self.found_for.differences(self.model, None, facts.steps, scheduler, facts.guidance)
+        differences = self.found_for.differences(
+            self.model, None, facts.steps, scheduler, facts.guidance, self.weights
+        )
         if facts.grid != self.facts.grid:
             scale = self.found_for.height // self.facts.grid[1]
             size = facts.grid[1] * scale, facts.grid[2] * scale
             differences += self.found_for.differences(size=size) or ["another number of frames"]
         return differences
 
-    def plan(self, facts: RunFacts) -> SpeedupPlan:
-        """Return the plan that was found, or that of the default method in another kind of generation."""
-        plan = super().plan(facts)
-        return plan if self.differences(facts) else dataclasses.replace(plan, config=self.found)
+    def learned(self, facts: RunFacts) -> EstimateErrors | None:
+        """Return how far estimates are off, or None for generations of another kind."""
+        return None if self.differences(facts) else self.errors
 
     def shortfall(self, facts: RunFacts, closeness: bool = True) -> str:
-        """Return a warning if the generation differs from those of the plan, or an empty string."""
+        """Return a warning if the generation is of another kind, or misses its speed-up or its closeness."""
+        told = super().shortfall(facts, closeness)
         differences = self.differences(facts)
-        return self.found_for.warning(differences, self.speedup) if differences else ""
+        other_kind = self.found_for.warning(differences) if differences else ""
+        return "; ".join(filter(None, (other_kind, told)))

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import inspect
-import json
 import pickle
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 import tokenmerge
 from tokenmerge import ConfigError, MergeSharing, ToMeConfig, config, presets
-from tokenmerge.config import FoundFor, load_settings
+from tokenmerge.config import FoundFor
 
 KEPT = ToMeConfig(merge_sharing=MergeSharing(every=3))
 
@@ -73,16 +72,3 @@ def test_the_solver_of_a_search_is_its_scheduler():
     assert found == FoundFor("UNet2DConditionModel", 64, 64, 20, "DDIMScheduler")
     with pytest.warns(DeprecationWarning, match="FoundFor.scheduler"):
         assert found.solver == found.scheduler == "DDIMScheduler"
-
-
-def test_a_file_of_tune_with_the_former_names_is_read(tmp_path):
-    size = {"height": 16, "width": 16}
-    found_for = {"model": "UNet2DConditionModel", **size, "steps": 8, "solver": "DDIMScheduler"}
-    content = {"version": 2, "speedup": 2.0, "plan": {"plans.every": 3}, "for": found_for}
-    file = tmp_path / "tuned.json"
-    file.write_text(json.dumps(content), encoding="utf-8")
-    with pytest.warns(DeprecationWarning, match="is deprecated; take") as warned:
-        saved = load_settings(file)
-    assert saved.config == KEPT
-    assert saved.found_for.scheduler == "DDIMScheduler"
-    assert {str(one.message).partition(" ")[0] for one in warned} == {"plans.every", "solver"}

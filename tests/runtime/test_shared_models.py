@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import pickle
 import re
 import threading
@@ -28,6 +27,7 @@ from diffusers import (
     StableDiffusionXLPipeline,
 )
 from tests.runtime.test_steps_in_pipelines import draw
+from tests.tuned import ERRORS, tuned, tuned_file
 
 from tokenmerge import (
     ConfigError,
@@ -41,8 +41,6 @@ from tokenmerge import (
     remove_token_merging,
     token_merging,
 )
-from tokenmerge.config import FoundFor, SavedSettings
-from tokenmerge.config.json_file import plan_content
 from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge.tuned_method import TunedMethod
 from tokenmerge_tools.pipelines.loading import shared_copy
@@ -287,14 +285,11 @@ def test_a_model_pickled_before_or_after_a_generation_draws_the_same(pipe, asked
         assert torch.equal(draw(pipe, 12, guidance_scale=7.5), expected)
 
 
-def test_a_model_with_a_plan_of_tune_can_be_pickled(pipe, tmp_path):
-    tuned = FoundFor("UNet2DConditionModel", 16, 16, 12, "DDIMScheduler", 7.5)
-    content = plan_content(SavedSettings(config("reused"), tuned, 1.5))
-    (tmp_path / "tuned.json").write_text(json.dumps(content))
-    apply_token_merging(pipe, tmp_path / "tuned.json")
+def test_a_model_with_a_file_of_tune_can_be_pickled(pipe, tmp_path):
+    apply_token_merging(pipe, tuned_file(tmp_path, tuned(1.5, 12)))
     copied = pickle.loads(pickle.dumps(pipe.unet))
     assert type(state_of(copied).default) is TunedMethod
-    assert state_of(copied).default.found == config("reused")
+    assert state_of(copied).default.errors == ERRORS
 
 
 # --- settings of each thread's own ----------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from tokenmerge import ConfigError, ToMeConfig, ViTConfig, apply_token_merging
-from tokenmerge.config import read_metadata
+from tokenmerge.config import read_metadata, save_config
 from tokenmerge.plans.generation import StepKind
 from tokenmerge.runtime.memory.run_log import ForecastError, RunLog, observations_of
 from tokenmerge.runtime.patching.patch import state_of
@@ -261,7 +261,9 @@ def test_other_values_are_refused(value):
 @pytest.mark.parametrize(
     ("config", "ratio"), [(None, 0.5), (ToMeConfig(), None), ("toma", None), ("toma", 0.5), ("a.json", None)]
 )
-def test_only_the_default_method_has_steps_to_spend(config, ratio):
+def test_only_the_default_method_has_steps_to_spend(config, ratio, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_config(ToMeConfig(), "a.json")
     with pytest.raises(ConfigError, match=r"min_psnr: only the default .* speedup=2.0, min_psnr=35\)"):
         apply_token_merging(Unet(), config, ratio=ratio, min_psnr=35)
 

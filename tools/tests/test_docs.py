@@ -21,10 +21,11 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2D
 from PIL import Image
 from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
+from tests.tuned import tuned, tuned_file
 
 import tokenmerge
-from tokenmerge import ConfigError, ToMeConfig, presets
-from tokenmerge.config import SETTINGS, save_config
+from tokenmerge import ConfigError, presets
+from tokenmerge.config import SETTINGS
 from tokenmerge.config.former import FORMER_PARTS
 from tokenmerge.default_method import settings_for
 from tokenmerge.planners import PLANNERS
@@ -46,7 +47,7 @@ WITH_PYTHON = {
     "docs/quickstart.md": 5,
     "docs/index.md": 1,
     "docs/serving.md": 2,
-    "docs/tune.md": 1,
+    "docs/tune.md": 2,
     "docs/video.md": 1,
     "docs/vision-transformers.md": 2,
     "docs/web-uis.md": 4,
@@ -84,7 +85,7 @@ def code(language: str, document: Path) -> list[str]:
 def test_the_python_of_the_documents_runs(document, snippet, pipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
-    save_config(ToMeConfig(ratio=0.5), tmp_path / "outputs" / "tuned.json")  # what tune writes
+    tuned_file(tmp_path / "outputs", tuned())
     pretrained = SimpleNamespace(
         to=lambda device: pipe
     )  # README loads Stable Diffusion XL, which is not here

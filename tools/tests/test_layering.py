@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "reporting": "files records variants",
     "generate": "files failures machine timing closeness sheets pipelines variants drawing",
     "evaluate": "files failures machine closeness sheets demo pipelines records variants drawing",
-    "tune": "files failures closeness pipelines records variants drawing reporting evaluate",
+    "tune": "files failures pipelines records variants drawing reporting evaluate sheets",
     "play": "failures method_spec closeness sheets demo pipelines variants drawing",
     "export": "files failures machine method_spec pipelines",
     "cli": (

@@ -10,11 +10,8 @@ Imports only ``errors`` and ``warn``, and no torch.
 from typing import Any
 
 from tokenmerge.config.json_file import (
-    FoundFor,
-    SavedSettings,
     load_config,
     load_settings,
-    plan_content,
     read_metadata,
     save_config,
     to_metadata,
@@ -34,6 +31,7 @@ from tokenmerge.config.settings import (
     highest_ratio,
 )
 from tokenmerge.config.tome import SETTINGS, ToMeConfig
+from tokenmerge.config.tuned import EstimateErrors, FoundFor, OffAtSpeed, Tuned
 from tokenmerge.warn import warn_renamed
 
 __all__ = [
@@ -46,13 +44,15 @@ __all__ = [
     "SETTINGS",
     "SOFT_PLANNERS",
     "Correction",
+    "EstimateErrors",
     "FoundFor",
     "MergeSettings",
     "MergeSharing",
+    "OffAtSpeed",
     "Rule",
-    "SavedSettings",
     "StepReuse",
     "ToMeConfig",
+    "Tuned",
     "check_below_highest_ratio",
     "check_known",
     "dense_outside",
@@ -60,7 +60,6 @@ __all__ = [
     "highest_ratio",
     "load_config",
     "load_settings",
-    "plan_content",
     "read_metadata",
     "save_config",
     "to_metadata",

@@ -15,6 +15,7 @@ from tokenmerge.plans.policy import ESTIMATE
 _LEAST = 1e-7  # a squared error that nobody sees
 _TINY = 1e-6  # keeps divisions by a noise of zero finite
 _UNSEEN_PSNR = 10  # dB, below which a number says no more than that the image is another one
+MOST_PSNR = 70.0  # dB of an image whose error nobody sees, by _LEAST
 BEFORE_A_RUN = 12  # dB to either side of what is expected: 9 of 10 images, benchmarks/estimate.py --table
 _LOOKS = (  # from so many dB to the dense image on
     (40, "hard to tell apart"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import EstimateErrors, ToMeConfig
 from tokenmerge.models.base import GridShape
 from tokenmerge.plans.choose import SpeedupPlan
+from tokenmerge.plans.estimate import Estimate, Observations
 from tokenmerge.plans.facts import RunFacts, Schedule
 from tokenmerge.plans.tolerance import Tolerance
 
@@ -46,6 +47,15 @@ class Method(Protocol):
 
     def plan(self, facts: RunFacts) -> SpeedupPlan:
         """Return the plan of one generation."""
+
+    def learned(self, facts: RunFacts) -> EstimateErrors | None:
+        """Return how far estimates of a generation are off, or None if it was not measured on this model."""
+
+    def expected(self, facts: RunFacts) -> Estimate:
+        """Return how close an image is expected to be before its run."""
+
+    def estimate(self, facts: RunFacts, config: ToMeConfig, observed: Observations) -> Estimate | None:
+        """Estimate how close an image is by what its run has shown, or return None if that is not finite."""
 
     def is_dense(self, facts: RunFacts) -> bool:
         """Return whether a generation begins with settings that merge and skip nothing."""

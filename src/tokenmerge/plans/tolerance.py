@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from tokenmerge.config import Rule, StepReuse, ToMeConfig
-from tokenmerge.plans.choose import plan_for, plans_of
+from tokenmerge.config import EstimateErrors, Rule, StepReuse, ToMeConfig
+from tokenmerge.plans.choose import SpeedupPlan, plan_for, plans_of
 from tokenmerge.plans.estimate import Observations, estimate_closeness, psnr_of
 from tokenmerge.plans.facts import RunFacts, speedup_of
-from tokenmerge.plans.policy import ESTIMATE
+from tokenmerge.plans.learned import corrected, margin_of
 
 _ROUNDING = 1e-9  # by which equal speed-ups may differ
 
@@ -26,20 +26,27 @@ class Tolerance:
     runs, :meth:`follow` changes which of the remaining steps are full. It never skips more than the plan
     of the wanted speed-up does.
 
-    ``change`` changes settings after they were chosen. ``config`` are those of the generation, with the
-    full steps so far and those that are planned.
+    ``change`` changes settings after they were chosen. ``learned`` says how far estimates are off on this
+    model, if it was measured. ``config`` are the settings of the generation, with the full steps so far and
+    those that are planned.
     """
 
     def __init__(
-        self, facts: RunFacts, speedup: float, min_psnr: float, change: Callable[[ToMeConfig], ToMeConfig]
+        self,
+        facts: RunFacts,
+        speedup: float,
+        min_psnr: float,
+        change: Callable[[ToMeConfig], ToMeConfig],
+        learned: EstimateErrors | None = None,
     ) -> None:
         self._facts = facts
         self._min_psnr = min_psnr
+        self._learned = learned
         wanted = plan_for(facts, speedup)
         self._speedup = wanted.speedup
         self._full = len(wanted.config.reuse.steps_of(facts.steps).full)
         plans = [plan for plan in plans_of(facts) if plan.speedup <= wanted.speedup]
-        close = (plan for plan in reversed(plans) if self._keeps(psnr_of(plan.expected_error)))
+        close = (plan for plan in reversed(plans) if self._is_close(plan))
         first = next(close, plans[0])
         merging = dataclasses.replace(first.config, reuse=StepReuse())
         same_merging = [plan for plan in plans_of(facts, merging) if plan.speedup <= wanted.speedup]
@@ -72,9 +79,11 @@ class Tolerance:
         for config in self._plans:
             config = self._joined(config.reuse, done)
             fits = len(config.reuse.steps_of(self._facts.steps).full) >= self._full
-            fits = fits and speedup_of(self._facts, config) <= self._speedup + _ROUNDING
-            estimate = estimate_closeness(self._facts, config, observed) if fits else None
-            if estimate is not None and self._keeps(estimate.psnr):
+            speedup = speedup_of(self._facts, config)
+            if not fits or speedup > self._speedup + _ROUNDING:
+                continue
+            estimate = estimate_closeness(self._facts, config, observed)
+            if estimate is not None and self._keeps(estimate.psnr, speedup, after=True):
                 yield config
 
     def _dense(self, done: int) -> ToMeConfig:
@@ -105,6 +114,12 @@ class Tolerance:
         )
         return dataclasses.replace(self.config, reuse=reuse)
 
-    def _keeps(self, psnr: float) -> bool:
-        """Return whether so much is expected that the image probably reaches the tolerance."""
-        return psnr - ESTIMATE["margin"] >= self._min_psnr
+    def _is_close(self, plan: SpeedupPlan) -> bool:
+        """Return whether a plan is expected to reach the tolerance, before anything has run."""
+        return self._keeps(psnr_of(plan.expected_error), plan.speedup, after=False)
+
+    def _keeps(self, psnr: float, speedup: float, after: bool) -> bool:
+        """Return whether so much is expected at a speed-up that the image probably reaches the tolerance."""
+        if self._learned is not None:
+            psnr = corrected(self._learned, psnr, speedup, after).psnr
+        return psnr - margin_of(self._learned, after) >= self._min_psnr

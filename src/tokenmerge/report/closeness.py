@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tokenmerge.plans import Estimate, RunFacts
-from tokenmerge.plans.estimate import estimate_closeness
+from tokenmerge.plans import Estimate
 from tokenmerge.plans.generation import StepKind
-from tokenmerge.runtime.memory.run_log import RunLog, observations_of
+from tokenmerge.runtime.memory.run_log import RunLog
 
 _NOT_FINITE = "the latents had numbers that are infinite, or no numbers (NaN)"
-FactsOfRun = Callable[[RunLog], RunFacts]
+EstimateOfRun = Callable[[RunLog], Estimate | None]
 
 
 class Closeness(NamedTuple):
@@ -22,10 +21,11 @@ class Closeness(NamedTuple):
     why_none: str = ""  # empty where there is an estimate, and before the first generation
 
 
-def closeness_of(run: RunLog | None, facts_of: FactsOfRun | None) -> Closeness:
+def closeness_of(run: RunLog | None, estimate_of: EstimateOfRun | None) -> Closeness:
     """Return how close the image of the last generation is, as far as it is known.
 
-    ``facts_of`` returns the facts about a generation of the default method. It is None for other settings.
+    ``estimate_of`` returns the estimate of a generation of the default method, or None if its errors are not
+    finite. It is None for other settings.
     """
     if run is None or not run.steps:
         return Closeness()
@@ -37,14 +37,9 @@ def closeness_of(run: RunLog | None, facts_of: FactsOfRun | None) -> Closeness:
     changes_nothing = not (run.config.merges or run.config.reuse.on)
     if changes_nothing or (all_full and not run.merging_steps):
         return Closeness(Estimate(math.inf, 0.0))
-    if facts_of is None:
+    if estimate_of is None:
         return Closeness(why_none="only speedup= has one")
-    found = run.observe(_estimate_of, run, facts_of)
+    found = run.observe(estimate_of, run)
     if found is None:
         return Closeness(why_none=run.unseen or _NOT_FINITE)
     return Closeness(found)
-
-
-def _estimate_of(run: RunLog, facts_of: FactsOfRun) -> Estimate | None:
-    """Return the estimate of a generation of the default method, or None if its errors are not finite."""
-    return estimate_closeness(facts_of(run), run.config, observations_of([run]))

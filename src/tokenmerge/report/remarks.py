@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from tokenmerge.plans import Estimate, RunFacts
-from tokenmerge.plans.estimate import expected
 from tokenmerge.plans.few_steps import can_be_as_close
+from tokenmerge.plans.learned import margin_of
 from tokenmerge.plans.method import Method
-from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.report.closeness import Closeness
 from tokenmerge.report.prediction import Report
 from tokenmerge.report.summary import CLOSENESS
@@ -25,14 +24,14 @@ def misfits_of(run: RunLog | None) -> str:
 
 def forecast_of(method: Method, facts: RunFacts) -> str:
     """Return how close an image is expected to be before the run, or an empty string if it is unknown."""
-    return str(expected(method.plan(facts).expected_error)) if facts.follows_steps else ""
+    return str(method.expected(facts)) if facts.follows_steps else ""
 
 
 def estimate_in_report(method: Method, facts: RunFacts, closeness: Closeness | None, report: Report) -> str:
     """Return the lines of a report on closeness. ``closeness`` is that of the last run, or None before it."""
     estimate = None
     if closeness is None:
-        near = expected(method.plan(facts).expected_error)
+        near = method.expected(facts)
         scale = "" if facts.guidance is None else f", guidance {facts.guidance:g}"
         text = f"{CLOSENESS}, before a run{scale}: {near}"
     elif closeness.estimate is not None:
@@ -81,7 +80,8 @@ def _tolerated(method: Method, facts: RunFacts, estimate: Estimate | None, repor
     """Return what the tolerance of the default method adds to a run, or what it cost in the last one."""
     assert method.min_psnr is not None
     wanted = method.min_psnr
-    aim = f"{wanted + ESTIMATE['margin']:g} dB, to be safe"
+    margin = margin_of(method.learned(facts), after=True)
+    aim = f"{wanted + margin:.3g} dB, to be safe"
     if estimate is None:
         adds = f"adds full steps until its estimate is {aim}, which costs speed"
         if method.settings(facts) == method.settings_without_tolerance(facts):

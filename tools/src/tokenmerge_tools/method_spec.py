@@ -75,6 +75,11 @@ class MethodSpec:
         return float(self.changes.get("speedup", DEFAULT_SPEEDUP))
 
     @property
+    def tuned_file(self) -> str | None:
+        """The file of ``tokenmerge tune`` that corrects the estimates, or None without one."""
+        return self.source if self.is_default_method and self.source.endswith(".json") else None
+
+    @property
     def title(self) -> str:
         """What was asked for, in a few words."""
         if self.source:

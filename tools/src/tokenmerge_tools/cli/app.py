@@ -91,8 +91,8 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
         "evaluate --model owner/name --prompts classes.txt --metric fid --reference ./imagenet-val",
     ),
     tune: (
-        "tune --speedup 2 --size 256 --steps 20",
-        "tune --model owner/name --prompts prompts.txt --speedup 1.5 --within 30min",
+        "tune --min-psnr 35 --size 256 --steps 20",
+        "tune --model owner/name --prompts prompts.txt --speedup 2",
         "generate 'a castle' --settings outputs/tuned.json",
     ),
     export: (

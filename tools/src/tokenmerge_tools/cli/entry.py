@@ -24,8 +24,8 @@ _INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line with these arguments, or those of the process, and return the exit code.
 
-    It is 0 for success, 2 for an error that the user can fix, 3 if ``tune`` cannot reach the
-    speed-up, 130 after Ctrl-C.
+    It is 0 for success, 2 for an error that the user can fix, 3 if ``tune`` cannot reach its
+    goal, 130 after Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # replace characters that the terminal cannot show

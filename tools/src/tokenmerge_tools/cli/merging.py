@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from tokenmerge.config import load_settings
+from tokenmerge.config import Tuned, load_settings
 from tokenmerge.default_method import default_guidance
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.cli import terminal
@@ -29,23 +29,23 @@ def spec_of_file(
     scheduler: str | None = None,
     guidance: float | None = None,
 ) -> MethodSpec:
-    """Return the settings in a file, with changes.
+    """Return the settings in a file, with changes, or the default method for a file of ``tokenmerge tune``.
 
-    If they were found for another kind of generation, a note says so, and the default method takes their
-    place. A scheduler or guidance of None is the model's own.
+    If that was measured on another kind of generation, a note says so. A scheduler or guidance of None is the
+    model's own.
     """
     quiet_libraries("--settings")
     try:
         saved = load_settings(file)
     except ConfigError as error:
         raise ConfigError(f"settings: {error}") from error
-    if saved.found_for is not None:
+    also = f" and {', '.join(changes)}" if changes else ""
+    if isinstance(saved, Tuned):
         known = _of_model(model, parse_size(size) if isinstance(size, str) else size, scheduler, guidance)
         if found := saved.found_for.differences(steps=steps, **known):
-            terminal.say(f"note: {file}: {saved.found_for.warning(found, saved.speedup)}")
-            return MethodSpec(AUTO, {**changes, SPEEDUP: saved.speedup})
-    also = f" and {', '.join(changes)}" if changes else ""
-    return MethodSpec("tome", {**saved.config.changed(), **changes}, f"{file}{also}")
+            terminal.say(f"note: {file}: {saved.found_for.warning(found)}")
+        return MethodSpec(AUTO, {SPEEDUP: saved.speedup, **changes}, f"{file}{also}")
+    return MethodSpec("tome", {**saved.changed(), **changes}, f"{file}{also}")
 
 
 def _of_model(

@@ -165,6 +165,9 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
             lines.append(f"  Closeness:   {line.removeprefix(_CLOSENESS)}{found}")
         if line.startswith(("  warning", "  min_psnr")):
             lines.append(line)
+    if options.min_psnr is not None and options.merging.tuned_file is None:
+        measure = f"tokenmerge tune --model {options.model} --min-psnr {options.min_psnr:g}"
+        lines.append(f"  How far off? {measure} measures it on this model")
     example = '  Your model:  tokenmerge generate "a castle" --model owner/name'
     lines.append("")
     if options.model in demo.NAMES:

@@ -233,7 +233,7 @@ class _Generating:
         result.write()
         method = f"{DEFAULT} {merging.speedup:g}" if merging.needs_model else ""
         speedup = merging.speedup if merging.is_default_method else None
-        asked = {"speedup": speedup, "min_psnr": options.min_psnr}
+        asked: dict[str, Any] = {"speedup": speedup, "min_psnr": options.min_psnr, "file": merging.tuned_file}
         apply = partial(contexts.tokenmerge, config=result.config, method=method, **asked)
         with self.studio as studio:
             patch = studio.add("tokenmerge", apply)

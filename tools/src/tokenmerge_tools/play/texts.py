@@ -114,7 +114,7 @@ def python_lines(options: GenerateOptions) -> str:
 
 
 def tune_command(trial: Trial) -> str:
-    """Return the command that measures the speed of a trial, and searches for a closer plan.
+    """Return the command that measures the speed of a trial on several prompts.
 
     If merging was hardly faster in it, the command asks for a speed-up of 1.5.
     """

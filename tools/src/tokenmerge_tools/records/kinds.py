@@ -248,13 +248,12 @@ class SampleRecord(_OfVariant):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneRecord(Record):
-    """One measurement of a search.
+    """One measurement of ``tokenmerge tune``.
 
-    ``conditions`` is a key of everything that it depends on, except the plan and the item. It is about a
-    ``"plan"``: the closeness of its final latents; a ``"look"``: one timed image; ``"dense"``: the seconds
-    of a dense image; or ``"facts"``: what was measured to plan as the default method does. The item is the
-    number of the prompt and seed, −1 for a record that is not of an image. Records about ``"settings"`` and
-    ``"counted"`` are of searches before November 2026.
+    ``conditions`` is a key of everything that it depends on, except the variant and the item. It is about an
+    ``"image"``: its seconds, its closeness, and the estimate after its run; or ``"facts"``: what was measured
+    to plan as the default method does. The item is the number of the prompt and seed, −1 for a record that
+    is not of an image. Other records are of searches for a plan, before December 2026.
     """
 
     KIND: ClassVar[str] = "tune"
@@ -274,7 +273,12 @@ class TuneRecord(Record):
     def _parse(cls, values: dict[str, Any]) -> dict[str, Any]:
         integer()("item", values["item"])
         found = values["values"]
-        if values["about"] == "look":
+        if values["about"] == "image":
+            _times([found["seconds"]])
+            numbers = [*dict(found.get("metrics", {})).values(), found.get("after") or 0.0]
+            if not all(isfinite(float(value)) for value in numbers):
+                raise ValueError(f"expected finite numbers, got {numbers}")
+        elif values["about"] == "look":
             _times(found[name] for name in ("seconds", "dense_seconds", "cost"))
             metrics = [float(value) for value in dict(found["metrics"]).values()]
             if not all(map(isfinite, metrics)):

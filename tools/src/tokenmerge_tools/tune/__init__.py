@@ -1,8 +1,7 @@
-"""``tokenmerge tune``: finds a closer generation plan than the rule's at the same speed, on one's own model.
+"""``tokenmerge tune``: finds the right speed for one's own model, and how far the estimates are off there.
 
-It begins with the plan of the default method. :mod:`~tokenmerge_tools.tune.search` compares its neighbours,
-which :mod:`~tokenmerge_tools.tune.plans` makes at no lower counted speed, by the error of the final latents.
-The best plan and the rule's then draw prompts that were kept back, in timed calls beside dense and fewer
-steps. The search is a pure function of the measurements, so a run that was killed continues where
-it stopped.
+It draws a few prompts dense, and then with the default method at a few speeds, which
+:mod:`~tokenmerge_tools.tune.speeds` chooses by bisection. Each speed is drawn beside fewer steps of the same
+time. Every image has a record, and the result follows from the records alone, so a run that was killed
+continues where it stopped.
 """

@@ -3,56 +3,70 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from tokenmerge.config.checks import integer, number, one_of
-from tokenmerge.errors import ConfigError, short_repr
+from tokenmerge.config.checks import integer, number, optional
+from tokenmerge.default_method import check_min_psnr
+from tokenmerge.errors import ConfigError
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
-from tokenmerge_tools.evaluate.metrics import PICTURE_METRICS
 from tokenmerge_tools.evaluate.prompts import PROMPTS_HELP
 from tokenmerge_tools.pipelines.options import PipelineOptions, option
 
-_UNITS = {"s": 1, "min": 60, "h": 3600}
-_search = partial(option, "Search")
+_USUAL_PSNR = 35.0  # dB, at which small details differ
+_FEWEST = 4  # prompts
+_goal = partial(option, "Goal")
+_check_speedup = optional(number("a number above 1, the speed of dense, such as 2", lambda speed: speed > 1))
+_check_lpips = optional(number("a number above 0 and below 1, such as 0.1", lambda value: 0 < value < 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneOptions(PipelineOptions):
-    """What to find a plan for, and how many seconds to search, those of earlier runs included."""
+    """What to find the speed for, or which speed to measure."""
 
-    speedup: Annotated[
-        float, _search("Speed-up to reach: dense operations, divided by those of the plan.", parser="number")
-    ] = 2.0
-    within: float = 600.0
-    prompts: Annotated[Path | None, _search(PROMPTS_HELP)] = None
-    metric: Annotated[
-        str | None,
-        _search(
-            f"Closeness metric of the check: {', '.join(PICTURE_METRICS)}. NAME=NETWORK uses the network in "
-            "a folder or with a hub id. Default: psnr."
+    min_psnr: Annotated[
+        float | None,
+        _goal(
+            "PSNR to dense in dB that 9 of 10 prompts shall keep. With no goal at all, it is 35.",
+            parser="number",
         ),
     ] = None
+    lpips: Annotated[
+        float | None,
+        _goal("LPIPS to dense that 9 of 10 prompts shall not exceed, such as 0.1.", parser="number"),
+    ] = None
+    speedup: Annotated[
+        float | None,
+        _goal("Measure this speed-up in place of finding one: how close is it?", parser="number"),
+    ] = None
+    prompts: Annotated[Path | None, option("Prompts", PROMPTS_HELP)] = None
     items: Annotated[
         int,
-        _search("Number of prompts: two thirds for the search, the others for the check.", parser="integer"),
-    ] = 12
+        option(
+            "Prompts",
+            "Number of prompts to draw. More make the answer surer. If the file has fewer, each is drawn "
+            "with several seeds.",
+            parser="integer",
+        ),
+    ] = 6
     out: Annotated[
-        Path, option(None, "File for the plan. Records and images go beside it.", "--out", "-o")
+        Path, option(None, "File for the result. Records and images go beside it.", "--out", "-o")
     ] = Path("outputs/tuned.json")
 
     def __post_init__(self) -> None:
-        number("a number above 1, the speed of dense, such as 2", lambda speedup: speedup > 1)(
-            "speedup", self.speedup
-        )
-        one_of(PICTURE_METRICS)("metric", self.metric_name)
+        check_min_psnr("min-psnr", self.min_psnr)
+        _check_lpips("lpips", self.lpips)
+        _check_speedup("speedup", self.speedup)
+        goals = {"min-psnr": self.min_psnr, "lpips": self.lpips, "speedup": self.speedup}
+        given = [name for name, value in goals.items() if value is not None]
+        if len(given) > 1:
+            raise ConfigError(
+                f"{', '.join(given)}: expected one goal, got {len(given)}; leave out the others"
+            )
         if self.out.suffix != ".json":
             raise ConfigError(f"out: expected a file ending in .json, got {self.out}")
-        if not self.within > 0:
-            raise ConfigError(f"within: expected a duration above 0 seconds, got {self.within:g}")
-        integer(4)("items", self.items)
+        integer(_FEWEST)("items", self.items)
         if self.steps < 2:
             raise ConfigError(
                 f"steps: expected at least 2, got {self.steps}; with one step, nothing is left to reuse"
@@ -60,19 +74,28 @@ class TuneOptions(PipelineOptions):
         self.evaluation()
 
     @property
-    def metric_name(self) -> str:
-        """The name of the metric, without its network."""
-        return (self.metric or "psnr").partition("=")[0]
+    def metric(self) -> str:
+        """The name of the metric that the goal is about."""
+        return "psnr" if self.lpips is None else "lpips"
 
     @property
-    def checked(self) -> int:
-        """How many items are kept back for the check, the last ones."""
-        return max(2, self.items // 3)
+    def goal(self) -> float | None:
+        """The closeness that 9 of 10 prompts shall keep, or None if a speed is measured."""
+        if self.speedup is not None:
+            return None
+        if self.lpips is not None:
+            return self.lpips
+        return _USUAL_PSNR if self.min_psnr is None else self.min_psnr
 
     @property
     def records(self) -> Path:
         """The file with every measurement."""
         return self.out.with_suffix(".jsonl")
+
+    @property
+    def strip(self) -> Path:
+        """The file with the images side by side."""
+        return self.out.with_suffix(".png")
 
     def evaluation(self, prompts: int | None = None) -> EvaluateOptions:
         """Return the options of ``tokenmerge evaluate`` for drawing the same images.
@@ -86,18 +109,6 @@ class TuneOptions(PipelineOptions):
             seeds=1 if prompts is None else -(-self.items // prompts),
             variants=(),
             batch=1,
-            metrics=() if self.metric_name in ("psnr", "ssim") else (self.metric or "",),
+            metrics=() if self.metric == "psnr" else (self.metric,),
             out=self.records,
         )
-
-
-def parse_seconds(text: str) -> float:
-    """Read a duration.
-
-    >>> parse_seconds("10min"), parse_seconds("90s"), parse_seconds("1.5h")
-    (600.0, 90.0, 5400.0)
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
-    if found is None or float(found[1]) == 0:
-        raise ConfigError(f"within: expected a duration such as 90s, 10min or 1h, got {short_repr(text)}")
-    return float(found[1]) * _UNITS[found[2]]

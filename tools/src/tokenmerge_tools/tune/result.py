@@ -1,110 +1,129 @@
-"""The output of a search: the file with the plan, and a table."""
+"""The output of ``tokenmerge tune``: its file, a table, a strip of images, and the answer in a sentence."""
 
 from __future__ import annotations
 
-import math
+from functools import partial
 
-from tokenmerge.config import SavedSettings, plan_content
-from tokenmerge.report.notes import SIGNS
-from tokenmerge_tools.files import write_json
+from tokenmerge_tools.files import write_atomically, write_json
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER
 from tokenmerge_tools.reporting.tables import Table, TableRow, times
-from tokenmerge_tools.tune.rounds import estimates
-from tokenmerge_tools.tune.runner import Search
+from tokenmerge_tools.sheets import Row, sheet
+from tokenmerge_tools.tune.runner import Tuning, variant_of
+from tokenmerge_tools.tune.speeds import Closeness
+from tokenmerge_tools.variants.variant import DENSE, Variant
+
+_ROWS_OF_THE_STRIP = 3  # prompts
+_UNITS = {"psnr": " dB", "lpips": ""}
+_FORMATS = {"psnr": ".1f", "lpips": ".3f"}
 
 
-def write_result(search: Search) -> None:
-    """Write the file with the plan."""
-    saved = SavedSettings(search.chosen.config, search.found_for, search.options.speedup)
-    rows = {}
-    for name, one in estimates(search.looks).items():
-        rows[name] = {
-            "prompts": one.looks,
-            "speedup": one.speedup,
-            search.options.metric_name: one.value,
-            "error": None if math.isinf(one.error) else one.error,
-        }
-    found = search.gain
-    measured = {
-        "plan": search.chosen.name,
-        "default": search.rule.name,
-        "gain": None if found is None else found[0],
-        "tried": search.tried,
-        "complete": search.complete,
-        "conditions": dict(search.evaluation.store.conditions),
-        "pictures": rows,
-    }
-    write_json(search.options.out, {**plan_content(saved), "measured": measured})
-
-
-def verdict(search: Search) -> str:
-    """Return what was found, as sentences."""
-    wanted = f"speedup={search.options.speedup:g}"
-    metric = search.options.metric_name
-    said = []
-    if not search.reaches:
-        said.append(f"{wanted} cannot be reached here: at most {times(search.counted[0])}, by operations.")
-    if search.best == search.rule:
-        if not search.was_search:
-            plans = "plan was" if search.tried == 1 else "plans were"
-            enough = "1h" if math.isinf(search.enough) else f"{math.ceil(search.enough / 60)}min"
-            said.append(
-                f"Not enough time: only {search.tried} {plans} compared with that of the default method, "
-                f"so this was no search. Give --within {enough}, or take the default "
-                f"method: tokenmerge.apply_token_merging(pipe, {wanted})."
-            )
-        else:
-            said.append(f"Of {search.tried} plans, none was closer than that of the default method.")
-        return " ".join(said)
-    found = search.gain
-    if found is None:
-        ahead = "is ahead in the search, and was not checked on other prompts"
-    else:
-        lead, error = found
-        size = f"{lead:+.2g}" if math.isinf(error) else f"{lead:+.2g} ± {error:.2g}"
-        looks = estimates(search.looks)[search.best.name].looks
-        prompts = "prompt" if looks == 1 else "prompts"
-        ahead = f"is ahead by {size} ({metric}) on {looks} other {prompts}"
-        if search.chosen != search.best:
-            ahead += ", which is no gain; the file has the plan of the default method"
-        elif looks == 1:
-            ahead += ", which is not enough to be sure; raise --within"
-    said.append(f"The best of {search.tried} plans {ahead}.")
-    return " ".join(said)
-
-
-def tuned_table(search: Search) -> Table:
-    """Make a table of the best plan, the rule's, and what was drawn for comparison."""
-    found = estimates(search.looks)
-    metric = search.options.metric_name
-    counted = dict(zip((search.rule.name, search.best.name), search.counted, strict=True))
-    steps = search.options.steps
-    fewer = {label: steps / spec.steps(steps) for label, spec in search.variants().items()}
-    named = {search.best.name: "found", search.rule.name: "default method"}
-    named[search.chosen.name] += ", chosen"
+def write_result(tuning: Tuning) -> None:
+    """Write the file, and the strip of images."""
+    options = tuning.options
     rows = []
-    for name in dict.fromkeys((search.chosen.name, *counted, *search.variants())):
-        one = found.get(name)
-        if one is None and name not in counted:
-            continue
-        cells = [name, named.get(name, ""), times({**fewer, **counted}[name])]
-        if one is None:
-            cells += ["–", "–", "0"]
-        else:
-            error = "" if math.isinf(one.error) else f" ± {one.error:.2g}"
-            cells += [times(one.speedup), f"{one.value:.4g}{error}", str(one.looks)]
-        rows.append(TableRow(tuple(cells)))
-    arrow = "↓" if metric in LOWER_IS_CLOSER else "↑"
-    conditions = search.evaluation.store.conditions
-    where = f"{conditions['model']}, {conditions['width']} × {conditions['height']}, {steps} steps"
+    for speed in tuning.speeds:
+        label = variant_of(speed).label
+        found = tuning.closeness(label)
+        rows.append({"speedup": speed, "by_clock": tuning.by_clock(label), options.metric: found._asdict()})
+    measured = {
+        "goal": None if options.goal is None else {options.metric: options.goal},
+        "prompts": options.items,
+        "complete": tuning.complete,
+        "conditions": dict(tuning.evaluation.store.conditions),
+        "speeds": rows,
+    }
+    write_json(options.out, {**tuning.tuned().content(), "measured": measured})
+    _write_strip(tuning)
+
+
+def answer(tuning: Tuning) -> str:
+    """Return what was found, in a sentence."""
+    options = tuning.options
+    metric = options.metric
+    if tuning.answer is None:
+        return (
+            f"No speed that was tried keeps {_value(options.goal or 0.0, metric)} in 9 of 10 prompts: take "
+            "an easier goal, or more steps."
+        )
+    label = variant_of(tuning.answer).label
+    found = tuning.closeness(label)
+    least = "at most" if metric in LOWER_IS_CLOSER else "at least"
+    take = "Measured" if options.goal is None else "Take"
+    text = (
+        f"{take} speedup={tuning.answer:g}: 9 of 10 prompts keep {least} {_value(found.kept, metric)} to "
+        f"dense, at {times(tuning.by_clock(label))} by the clock"
+    )
+    fewer = tuning.fewer(tuning.answer)
+    if fewer is not None and (fewer.label, options.items - 1) in tuning.images:
+        steps = fewer.steps(options.steps)
+        mean = _value(tuning.closeness(fewer.label).mean, metric)
+        own = _value(found.mean, metric)
+        text += f"; {steps} steps of the same time have {mean} in the mean, and this {own}"
+    if not tuning.reaches:
+        most = times(tuning.by_operations(tuning.answer))
+        text = f"speedup={tuning.answer:g} cannot be reached here: at most {most}, by operations. {text}"
+    return f"{text}."
+
+
+def tuned_table(tuning: Tuning) -> Table:
+    """Make a table of the speeds that were drawn, beside fewer steps of the same time."""
+    options = tuning.options
+    metric = options.metric
+    rows = []
+    for speed in tuning.speeds:
+        label = variant_of(speed).label
+        fewer = tuning.fewer(speed)
+        beside = "–"
+        if fewer is not None and (fewer.label, options.items - 1) in tuning.images:
+            steps = fewer.steps(options.steps)
+            beside = f"{steps} steps: {_range(tuning.closeness(fewer.label), metric)}"
+        chosen = options.goal is not None and speed == tuning.answer
+        cells = (
+            f"{speed:g}{', chosen' if chosen else ''}",
+            times(tuning.by_operations(speed)),
+            times(tuning.by_clock(label)),
+            _range(tuning.closeness(label), metric),
+            beside,
+        )
+        rows.append(TableRow(cells, best=chosen))
+    conditions = tuning.evaluation.store.conditions
     title = (
-        f"{where}, {conditions['dtype']} on {conditions['device']}: a speed-up of {search.options.speedup:g}"
+        f"{conditions['model']}, {conditions['width']} × {conditions['height']}, {options.steps} steps, "
+        f"{conditions['dtype']} on {conditions['device']}, {options.items} prompts"
     )
-    header = ("plan", "which", "counted", "timed", f"{metric} {arrow}", "prompts")
-    drawn = {sign for plan in (search.rule, search.best) for sign in plan.name.split()[0]}
-    notes = (
-        *(f"{sign}: {what}" for sign, what in SIGNS.items() if sign in drawn),
-        f"timed: t_dense / t, with interleaved calls; {metric}: to the dense image of the same seed, on "
-        "prompts that the search did not draw; ± is one standard error",
-    )
-    return Table(title, header, tuple(rows), notes, words=2)
+    arrow = "↓" if metric in LOWER_IS_CLOSER else "↑"
+    name = {"psnr": "PSNR", "lpips": "LPIPS"}[metric]
+    closeness = f"{name} to dense {arrow}"
+    header = ("speedup", "by operations", "by the clock", closeness, "fewer steps of the same time")
+    notes = ("the range in parentheses is where 9 of 10 further prompts are expected",)
+    return Table(title, header, tuple(rows), notes)
+
+
+def _range(found: Closeness, metric: str) -> str:
+    form = _FORMATS[metric]
+    return f"{_value(found.mean, metric)} ({found.low:{form}} to {found.high:{form}})"
+
+
+def _value(value: float, metric: str) -> str:
+    return f"{value:{_FORMATS[metric]}}{_UNITS[metric]}"
+
+
+def _write_strip(tuning: Tuning) -> None:
+    """Write the images of some prompts side by side: dense, each speed, and fewer steps beside the answer."""
+    options = tuning.options
+    speed = tuning.answer or tuning.speeds[0]
+    drawn: list[tuple[str, Variant]] = [("dense", Variant(DENSE))]
+    drawn += [(f"speedup={one:g}", variant_of(one)) for one in tuning.speeds]
+    fewer = tuning.fewer(speed)
+    if fewer is not None and (fewer.label, options.items - 1) in tuning.images:
+        drawn.append((f"{fewer.steps(options.steps)} steps", fewer))
+    columns = [(title, "") for title, _ in drawn]
+    rows: list[Row] = []
+    for item in range(min(_ROWS_OF_THE_STRIP, options.items)):
+        pictures = [tuning.easel.picture(variant, item) for _, variant in drawn]
+        captions = [""]
+        for _, variant in drawn[1:]:
+            value = tuning.images[variant.label, item]["metrics"][options.metric]
+            captions.append(_value(value, options.metric))
+        rows.append((pictures, captions))
+    write_atomically(options.strip, partial(sheet(columns, rows).save, format="png"))

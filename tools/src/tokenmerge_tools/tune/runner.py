@@ -1,18 +1,22 @@
-"""Runs a search: plans by their final latents, then the best one and the rule's by timed images."""
+"""Runs ``tokenmerge tune``: draws what is missing, and knows what was drawn."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
 
-from tokenmerge.config import FoundFor, ToMeConfig
+from tokenmerge.config import EstimateErrors, FoundFor, Tuned
 from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.find import find_hosts
-from tokenmerge.plans import ROUNDING, RunFacts, speedup_of
+from tokenmerge.models.weights import fingerprint
+from tokenmerge.plans import ROUNDING, RunFacts, plan_for
+from tokenmerge.plans.estimate import MOST_PSNR, psnr_of
+from tokenmerge.plans.learned import Measured, learn
+from tokenmerge_tools.drawing import Progress
 from tokenmerge_tools.evaluate.evaluation import plan_evaluation
 from tokenmerge_tools.evaluate.metrics import load_metrics
 from tokenmerge_tools.files import prepare_folder
@@ -20,41 +24,23 @@ from tokenmerge_tools.pipelines.loading import denoiser_of, require_diffusers
 from tokenmerge_tools.pipelines.settings import resolve_device
 from tokenmerge_tools.records.file import ResultsFile
 from tokenmerge_tools.records.kinds import TuneRecord, fewest_tokens_of, key_of
+from tokenmerge_tools.tune.drawing import Easel
 from tokenmerge_tools.tune.options import TuneOptions
-from tokenmerge_tools.tune.plans import Budget, SearchedPlan, neighbours, rule_plan
-from tokenmerge_tools.tune.rounds import CannotRunError, Rounds, gain, look_of
-from tokenmerge_tools.tune.search import search
-from tokenmerge_tools.variants.variant import FEWER_STEPS, Variant
+from tokenmerge_tools.tune.speeds import Closeness, closeness_of, fastest, is_kept, speeds_of
+from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS, Variant
 
-# Share of the time after which no further plan is tried.
-_SEARCH = 0.7
-# A search that draws fewer images than this finds little.
-_PICTURES = 60
-
-
-class _OutOfTime(Exception):
-    pass
-
-
-@dataclasses.dataclass(frozen=True)
-class TuneProgress:
-    """The progress of a search: seconds spent, also in earlier runs, and the best plan so far."""
-
-    spent: float
-    budget: float
-    running: str
-    best: str
+_SPEEDS_AT_MOST = 4  # that the bisection draws, for the progress bar
 
 
 def tune(
     options: TuneOptions,
-    on_progress: Callable[[TuneProgress], None] = lambda progress: None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
     on_note: Callable[[str], None] = lambda note: None,
-) -> Search:
-    """Search for a plan until the time is spent, no plan is left, or the user presses Ctrl-C.
+) -> Tuning:
+    """Find or measure a speed, until it is done or the user presses Ctrl-C.
 
-    Every measurement is written to the results file at once. The same command continues the search, also with
-    a larger budget.
+    Every image is written to the results file at once. The same command continues, and another goal reuses
+    the images.
     """
     require_diffusers("tokenmerge tune")
     device = resolve_device(options.device)
@@ -67,139 +53,155 @@ def tune(
     with ResultsFile(options.records, TuneRecord) as file:
         for note in file.notes:
             on_note(note)
-        found = Search(options, Rounds(options, evaluation, metrics, device), file, on_progress, on_note)
+        tuning = Tuning(options, Easel(options, evaluation, metrics, device), file, on_progress)
         with contextlib.suppress(KeyboardInterrupt):
-            found.find()
-            found.check()
-            found.complete = True
-        return found
+            tuning.run()
+            tuning.complete = True
+        return tuning
 
 
-class Search:
-    """One search, and its measurements so far.
+class Tuning:
+    """What was drawn so far, and what it says.
 
-    ``rule`` is the plan of the default method, ``best`` the plan that is closest in the search. ``snr`` has
-    the closeness in dB of the final latents, by plan and item, and ``looks`` the timed images of the check.
-    ``was_search`` says whether there was time to look beyond the plans that a search begins with. ``enough``
-    are the seconds in which a search is worth its while here. ``complete`` says whether it ended by itself.
+    ``images`` has the values of each image, by the label of its variant and the number of its prompt.
+    ``answer`` is the speed that was found or measured, or None if no speed keeps the goal. ``complete`` says
+    whether everything was drawn.
     """
 
     def __init__(
         self,
         options: TuneOptions,
-        rounds: Rounds,
+        easel: Easel,
         file: ResultsFile[TuneRecord],
-        on_progress: Callable[[TuneProgress], None],
-        on_note: Callable[[str], None],
+        on_progress: Callable[[Progress], None],
     ) -> None:
         self.options = options
-        self.rounds = rounds
+        self.easel = easel
         self.file = file
         self.on_progress = on_progress
-        self.on_note = on_note
-        evaluation = rounds.evaluation
-        self.evaluation = evaluation
-        # The key has the metric's network, but not the budget and the speed-up: others reuse all images.
-        conditions = key_of({**evaluation.store.conditions, "metrics": dict(rounds.metrics.networks)})
-        texts = [f"{item.prompt}, seed {item.seed}" for item in evaluation.items]
-        self.conditions = key_of({"conditions": conditions, "items": texts})
+        self.evaluation = easel.evaluation
+        texts = [f"{item.prompt}, seed {item.seed}" for item in self.evaluation.items]
+        self.conditions = key_of({"conditions": self.evaluation.store.conditions, "items": texts})
         own = [one for one in file.records.values() if one.conditions == self.conditions]
-        self.snr = {(one.name, one.item): float(one.values["snr"]) for one in own if one.about == "plan"}
-        self.looks = [look_of(one, options.metric_name) for one in own if one.about == "look"]
-        self.spent = sum(float(one.values["seconds"]) for one in own if one.about in ("plan", "dense"))
-        self.spent += sum(look.cost for look in self.looks)
-        self.dense_seconds = self._seconds_of_dense()
+        self.images = {(one.name, one.item): one.values for one in own if one.about == "image"}
         self.facts = self._facts(own)
-        self.rule = rule_plan(self.facts, options.speedup)
-        self.best = self.rule
-        self.speedup = speedup_of(self.facts, self.rule.config)
-        self.budget = Budget(self.facts, self.speedup)
-        if self.speedup <= 1:
+        self.answer: float | None = None
+        self.complete = False
+
+    @property
+    def speeds(self) -> list[float]:
+        """The speeds that all prompts were drawn with, ascending, by what was asked for."""
+        found = {float(name.partition("=")[2]) for name, _ in self.images if name.startswith("auto ")}
+        return sorted(speed for speed in found if self.is_drawn(speed))
+
+    @property
+    def reaches(self) -> bool:
+        """Whether the goal is kept, or the speed can be reached by operations."""
+        if self.options.speedup is None:
+            return self.answer is not None
+        return plan_for(self.facts, self.options.speedup).speedup + ROUNDING >= self.options.speedup
+
+    def is_drawn(self, speedup: float) -> bool:
+        """Return whether all prompts were drawn with a speed."""
+        label = variant_of(speedup).label
+        return all((label, item) in self.images for item in range(self.options.items))
+
+    def run(self) -> None:
+        """Draw until the answer is known."""
+        if self.options.speedup is not None:
+            self._keeps(self.options.speedup)
+            return
+        speeds = speeds_of(self.facts)
+        if not speeds:
             raise ConfigError(
                 "size: no plan merges tokens or reuses steps of this model at this size and number of steps; "
                 "raise --size or --steps"
             )
-        self.failed: set[str] = set()
-        self.compared: set[str] = set()
-        self.was_search = False
-        self.complete = False
-        self.enough = math.inf
+        fastest(speeds, self._keeps)
 
-    @property
-    def counted(self) -> tuple[float, float]:
-        """The speed-ups of the rule's plan and the best one by operations."""
-        return self.speedup, self.budget.counted(self.best)
+    def closeness(self, label: str, metric: str | None = None) -> Closeness:
+        """Return what the images of a variant say of a metric, by default that of the goal."""
+        name = metric or self.options.metric
+        own = [self.images[label, item]["metrics"][name] for item in range(self.options.items)]
+        return closeness_of(own, name)
 
-    @property
-    def tried(self) -> int:
-        """Number of plans that were compared with the rule's."""
-        return len(self.compared - {self.rule.name})
+    def by_operations(self, speedup: float) -> float:
+        """Return the speed-up by operations of a speed that was asked for."""
+        return plan_for(self.facts, speedup).speedup
 
-    @property
-    def gain(self) -> tuple[float, float] | None:
-        """How much closer the best plan is than the rule's on the prompts of the check, with its error."""
-        return gain(self.looks, self.best.name, self.rule.name, self.options.metric_name)
+    def by_clock(self, label: str) -> float:
+        """Return the speed-up by the clock of a variant: the median over the prompts."""
+        return median(
+            self.images[DENSE, item]["seconds"] / self.images[label, item]["seconds"]
+            for item in range(self.options.items)
+        )
 
-    @property
-    def chosen(self) -> SearchedPlan:
-        """The best plan, unless the check says that it is not closer than the rule's by a standard error."""
-        found = self.gain
-        is_closer = found is None or (found[0] > 0 and not (found[0] < found[1] < math.inf))
-        return self.best if is_closer else self.rule
+    def fewer(self, speedup: float) -> Variant | None:
+        """Return dense in fewer steps, which take the time of a speed, or None if they are no fewer."""
+        steps = max(1, round(self.options.steps / self.by_clock(variant_of(speedup).label)))
+        return Variant(FEWER_STEPS, (("steps", steps),)) if steps < self.options.steps else None
 
-    @property
-    def reaches(self) -> bool:
-        """Whether the wanted speed-up can be reached, by operations."""
-        return self.speedup + ROUNDING >= self.options.speedup
+    def tuned(self) -> Tuned:
+        """Return what the file holds. Where no speed keeps the goal, its speed is that of dense."""
+        easel = self.easel
+        denoiser = denoiser_of(easel.pipe)
+        found_for = FoundFor(
+            type(denoiser).__name__,
+            *easel.latent,
+            self.options.steps,
+            type(easel.pipe.scheduler).__name__,
+            easel.call.guidance,
+            fingerprint(denoiser),
+        )
+        return Tuned(self.answer or 1.0, found_for, self.errors())
 
-    @property
-    def found_for(self) -> FoundFor:
-        """The kind of generation."""
-        rounds = self.rounds
-        names = type(denoiser_of(rounds.pipe)).__name__, type(rounds.pipe.scheduler).__name__
-        return FoundFor(names[0], *rounds.latent, self.options.steps, names[1], rounds.call.guidance)
+    def errors(self) -> EstimateErrors:
+        """Return how far the estimates were off."""
+        found = []
+        for speed in self.speeds:
+            plan = plan_for(self.facts, speed)
+            before = psnr_of(plan.expected_error)
+            for item in range(self.options.items):
+                values = self.images[variant_of(speed).label, item]
+                true = min(values["metrics"]["psnr"], MOST_PSNR)
+                after = values.get("after")
+                found.append(Measured(item, plan.speedup, true, before, before if after is None else after))
+        return learn(found)
 
-    def find(self) -> None:
-        """Search by final latents until no neighbour is left, or the time for it is spent."""
-        self._announce(self.dense_seconds)
-        try:
-            plans = search(
-                [self.rule],
-                lambda plan, random: neighbours(plan, self.budget, random),
-                self._closeness,
-                self.options.items - self.options.checked,
-            )
-            for number, self.best in enumerate(plans):
-                self.was_search = number > 0
-        except _OutOfTime:
-            pass
+    def _keeps(self, speedup: float) -> bool:
+        """Draw all prompts with a speed and in fewer steps, and return whether it keeps the goal."""
+        variant = variant_of(speedup)
+        for item in range(self.options.items):
+            self._draw(Variant(DENSE), item)
+            self._draw(variant, item)
+        kept = True
+        if self.options.goal is not None:
+            kept = is_kept(self.closeness(variant.label), self.options.goal, self.options.metric)
+        if kept and speedup > (self.answer or 0):
+            self.answer = speedup
+        fewer = self.fewer(speedup)
+        for item in range(self.options.items if fewer else 0):
+            assert fewer is not None
+            self._draw(fewer, item)
+        return kept
 
-    def check(self) -> None:
-        """Draw the prompts that were kept back with the best plan, the rule's and fewer steps, and time them.
+    def _draw(self, variant: Variant, item: int) -> None:
+        """Draw an image, unless there is one."""
+        speeds = _SPEEDS_AT_MOST if self.options.speedup is None else 1
+        total = self.options.items * (1 + 2 * speeds)
+        self.on_progress(Progress("drawing", min(len(self.images), total), total))
+        there = (variant.label, item) in self.images
+        if there and self.evaluation.store.picture(variant, self.evaluation.items[item]).exists():
+            return
+        values = self.easel.draw(variant, item)
+        self._append("image", variant.label, item, values)
+        self.images[variant.label, item] = values
 
-        The first prompt is drawn however little time is left.
-        """
-        first = self.options.items - self.options.checked
-        configs = {plan.name: plan.config for plan in (self.best, self.rule)}
-        for item in range(first, self.options.items):
-            done = {look.name for look in self.looks if look.item == item}
-            wanted = {name: one for name, one in self.variants().items() if name not in done | self.failed}
-            if not wanted or (item > first and self.spent >= self.options.within):
-                continue
-            self._say(f"check on prompt {item - first + 1} of {self.options.checked}")
-            for name, values in self.rounds.draw(item, wanted, configs, self._fail):
-                if self.options.metric_name not in values["metrics"]:
-                    self._fail(name, f"its image has no finite {self.options.metric_name}")
-                    continue
-                record = self._append("look", name, item, values)
-                self.looks.append(look_of(record, self.options.metric_name))
-                self.spent += values["cost"]
-
-    def _facts(self, records: Sequence[TuneRecord]) -> RunFacts:
+    def _facts(self, records: list[TuneRecord]) -> RunFacts:
         """Return the facts of the generation. What was measured for them in an earlier run holds on."""
-        hosts = find_hosts(self.rounds.pipe)
-        height, width = self.rounds.latent
-        method = DefaultMethod.of(self.rounds.pipe, hosts, self.options.speedup)
+        hosts = find_hosts(self.easel.pipe)
+        height, width = self.easel.latent
+        method = DefaultMethod.of(self.easel.pipe, hosts, self.options.speedup or 2.0)
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
         measured = [one.values for one in records if one.about == "facts"]
         if not measured:
@@ -208,87 +210,16 @@ class Search:
             method.facts,
             grid=denoiser.grid_at(height, width),
             steps=self.options.steps,
-            guidance=self.rounds.call.guidance,
+            guidance=self.easel.call.guidance,
             fewest_tokens=fewest_tokens_of(measured[-1]),
         )
 
-    def _seconds_of_dense(self) -> float:
-        record = self.file.records.get(self._record("dense", "", 0, {}).key)
-        if record is None:
-            self.on_progress(TuneProgress(self.spent, self.options.within, "dense", "default method"))
-            began = time.perf_counter()
-            self.rounds.dense(0)
-            record = self._append("dense", "", 0, {"seconds": time.perf_counter() - began})
-            self.spent += record.values["seconds"]
-        return float(record.values["seconds"])
-
-    def _announce(self, dense: float) -> None:
-        """Say how many images fit into the time, and how much a search needs."""
-        plan = dense / self.speedup
-        check = self.options.checked * (3 * dense + 2 * plan)
-        prompts = self.options.items - self.options.checked
-        self.enough = max((prompts * dense + _PICTURES * plan) / _SEARCH, check / (1 - _SEARCH))
-        pictures = max(0, int((_SEARCH * self.options.within - prompts * dense) / plan))
-        few = ""
-        if pictures < _PICTURES:
-            few = (
-                f"; that is too few for a search, which needs about {_PICTURES}: give --within "
-                f"{math.ceil(self.enough / 60)}min"
-            )
-        self.on_note(
-            f"a dense image takes {dense:.1f} s here, so the search can draw about {pictures} images{few}"
-        )
-
-    def _closeness(self, plan: SearchedPlan, item: int) -> float:
-        """Return how close the final latents are, from the records or a new image."""
-        if plan.name in self.failed:
-            return -math.inf
-        if (plan.name, item) not in self.snr:
-            if self.spent >= _SEARCH * self.options.within:
-                raise _OutOfTime
-            self._say(plan.name)
-            began = time.perf_counter()
-            try:
-                found = self.rounds.snr(item, plan.config)
-            except CannotRunError as error:
-                self._fail(plan.name, str(error))
-                return -math.inf
-            seconds = time.perf_counter() - began
-            self._append("plan", plan.name, item, {"snr": found, "seconds": seconds})
-            self.snr[plan.name, item] = found
-            self.spent += seconds
-        self.compared.add(plan.name)
-        return self.snr[plan.name, item]
-
-    def variants(self) -> dict[str, Variant]:
-        """Return what the check draws: the best plan, the rule's, and fewer steps at its counted speed."""
-        found = {plan.name: variant_of(plan.config) for plan in (self.best, self.rule)}
-        steps = round(self.options.steps / self.speedup)
-        if steps:
-            fewer = Variant(FEWER_STEPS, (("steps", steps),))
-            found[fewer.label] = fewer
-        return found
-
-    def _fail(self, name: str, reason: str) -> None:
-        if name == self.rule.name:
-            raise ConfigError(
-                f"the default method cannot run here: {reason}; change --size, --steps, --dtype or --model"
-            )
-        self.failed.add(name)
-        self.on_note(f"{name} cannot run here: {reason}")
-
-    def _say(self, running: str) -> None:
-        self.on_progress(TuneProgress(self.spent, self.options.within, running, self.best.name))
-
-    def _append(self, about: str, name: str, item: int, values: Mapping[str, object]) -> TuneRecord:
-        record = self._record(about, name, item, values)
+    def _append(self, about: str, name: str, item: int, values: Mapping[str, Any]) -> TuneRecord:
+        record = TuneRecord(conditions=self.conditions, about=about, name=name, item=item, values=values)
         self.file.append(record)
         return record
 
-    def _record(self, about: str, name: str, item: int, values: Mapping[str, object]) -> TuneRecord:
-        return TuneRecord(conditions=self.conditions, about=about, name=name, item=item, values=values)
 
-
-def variant_of(config: ToMeConfig) -> Variant:
-    """Return settings as a variant, which draws and stores images."""
-    return Variant("tome", tuple(config.changed().items()))
+def variant_of(speedup: float) -> Variant:
+    """Return the default method with a speed as a variant, which draws and stores images."""
+    return Variant("auto", (("speedup", speedup),))

@@ -34,13 +34,15 @@ def tokenmerge(
     method: str = "",
     speedup: float | None = None,
     min_psnr: float | None = None,
+    file: str | None = None,
 ) -> Iterator[Patch]:
     """Merge tokens with this package, at any size of the sample.
 
     With a speed-up, the default method plans each generation when it begins, in place of the configuration.
+    Its estimates are corrected by a ``file`` of ``tokenmerge tune``.
     """
     if config is None or speedup is not None:
-        patch = apply_token_merging(model, speedup=speedup, min_psnr=min_psnr)
+        patch = apply_token_merging(model, file, speedup=speedup, min_psnr=min_psnr)
     else:
         patch = merge_in_hosts(model, config, method=method, check_size=False)
     try:
