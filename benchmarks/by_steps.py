@@ -40,6 +40,8 @@ SPEEDUP = 2.0
 STEPS = {
     ("emoji-unet", 128): (6, 8, 10, 12, 15, 20, 25, 30),
     ("emoji-mmdit", 128): (6, 8, 10, 12, 15, 20, 25, 30),
+    ("emoji-unet", 256): (8, 10),
+    ("emoji-mmdit", 256): (8,),
 }
 COUNTS = {128: 5, 256: 1}
 OWN = "default method"
