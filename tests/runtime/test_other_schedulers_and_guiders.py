@@ -21,6 +21,7 @@ from diffusers import (
 )
 from PIL import Image
 from tiny_pipeline import SIDE
+from torch import Tensor
 
 from tokenmerge import StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.api import merge_in_hosts
@@ -28,6 +29,7 @@ from tokenmerge.default_method import settings_for
 from tokenmerge.plans.generation import StepKind
 from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge.runtime.steps.pipeline import default_guidance, guidance_scale
+from tokenmerge.runtime.steps.noise_levels import clips_pictures_alone
 from tokenmerge.runtime.steps.scheduler import adds_noise, next_schedule
 
 
@@ -129,6 +131,20 @@ def test_some_schedulers_add_noise_by_a_setting(kind, settings):
     cls = getattr(diffusers, kind)
     assert adds_noise(cls(**settings))
     assert not adds_noise(cls())
+
+
+class Draws(diffusers.DDIMScheduler):
+    """A scheduler whose steps draw random numbers without a generator."""
+
+    def step(self, model_output: Any, timestep: Any, sample: Any, **_: Any) -> tuple[Tensor]:
+        return (sample + torch.randn(sample.shape),)
+
+
+def test_asking_a_scheduler_leaves_the_random_numbers_as_they_were():
+    state = torch.get_rng_state()
+    assert adds_noise(Draws())
+    clips_pictures_alone(Draws())  # with clip_sample, as by default
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_what_is_no_scheduler_adds_no_noise():

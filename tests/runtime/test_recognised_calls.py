@@ -111,6 +111,34 @@ def test_tiles_that_move_reuse_nothing_and_this_is_said_once():
     assert "reused nothing" not in str(patch)
 
 
+NOISY: dict[str, Any] = {
+    "DDPM": diffusers.DDPMScheduler(clip_sample=False),
+    "Euler ancestral": diffusers.EulerAncestralDiscreteScheduler(),
+    "DPM++ SDE": DPMSolverMultistepScheduler(algorithm_type="sde-dpmsolver++"),
+}
+
+
+@REUSES_NOTHING
+@pytest.mark.parametrize("name", NOISY)
+def test_tiles_that_move_are_noticed_though_each_step_adds_noise(name):
+    """All but one of DDPM, in the second step, in which nearly all of the sample is new noise."""
+    loop = Loop(copy.deepcopy(NOISY[name]))
+    apply_token_merging(loop, REUSED)
+    loop()
+    assert misfits(loop.unet) == 0
+    loop(moved=lambda index: 5 * index)
+    assert misfits(loop.unet) >= 3 * (STEPS - 1) - 1
+
+
+def test_nearly_equal_outputs_explain_a_sample_under_strong_guidance():
+    torch.manual_seed(0)
+    sample, output, change = torch.randn(3, 1, 4096)
+    outputs = [output, output + 1e-4 * change]
+    now = 0.01 * sample + 1e4 * (outputs[1] - outputs[0])
+    assert continued(now, [sample], 0.0, [outputs]) == 0
+    assert continued(now, [sample], 0.0, [outputs[:1]]) is None
+
+
 def guided(model: Any, changes: Any) -> Tensor:
     """Draw with two prompts in calls of their own; the unguided one is of a number that follows the step."""
     scheduler = DDIMScheduler(clip_sample=False)
@@ -338,15 +366,15 @@ def test_the_detail_of_a_sample_says_which_it_was():
     noise, picture = torch.randn(3, 4, 32, 32), torch.nn.functional.interpolate(torch.randn(3, 4, 4, 4), 32)
     before, now = noise + picture, 0.3 * noise + picture
     details = detail_of(before), detail_of(noise.roll(7, -1) + picture)
-    assert continued(detail_of(now), details, False) == 0
-    assert continued(detail_of(now), details[::-1], False) == 1
-    assert continued(detail_of(now), details[1:], False) is None
-    assert continued(detail_of(now), details[1:], True) == 0  # a scheduler that adds noise may have made it
-    assert continued(detail_of(now[[1, 0, 2]]), details[:1], True) is None  # but not in another order
+    assert continued(detail_of(now), details, 0.0) == 0
+    assert continued(detail_of(now), details[::-1], 0.0) == 1
+    assert continued(detail_of(now), details[1:], 0.0) is None
+    assert continued(detail_of(now), details[1:], None) == 0  # a scheduler that adds noise may have made it
+    assert continued(detail_of(now[[1, 0, 2]]), details[:1], None) is None  # but not in another order
     masked = torch.cat([before, picture], dim=1), torch.cat([noise.roll(7, -1), picture], dim=1)
-    assert continued(detail_of(masked[1]), [detail_of(masked[0])], False) is None
+    assert continued(detail_of(masked[1]), [detail_of(masked[0])], 0.0) is None
     for unknown in (torch.full_like(now, math.nan), torch.zeros_like(now)):
-        assert continued(detail_of(unknown), details[:1], False) == 0
+        assert continued(detail_of(unknown), details[:1], 0.0) == 0
     assert detail_of(torch.ones(2, 16, dtype=torch.int64)) is None
     assert detail_of(list(now)).shape == detail_of(now).shape
     assert detail_of(now.to("meta")) is None

@@ -139,12 +139,14 @@ class Sampling:
         On a device, comparing samples waits for it, so that they are compared where a step has tiles.
         """
         numbers = self.tracker.numbers
-        given = Given(shape)
+        noise = None if self._schedule.adds_noise else 0.0  # how much is unknown
+        given = Given(shape, noise=noise)
         misfits = numbers.misfits
         if sample is not None:
             compares = not needs_sync(sample) or numbers.has_tiles
-            given = Given(shape, sample=weakref.ref(sample), detail=detail_of(sample) if compares else None)
-        self.tracker.begin_call(given, self._schedule.adds_noise)
+            detail = detail_of(sample) if compares else None
+            given = dataclasses.replace(given, sample=weakref.ref(sample), detail=detail)
+        self.tracker.begin_call(given)
         if numbers.misfits > misfits and (
             self.settings.config.reuse.on or self.settings.config.correction.on
         ):

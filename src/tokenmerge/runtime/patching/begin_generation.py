@@ -34,8 +34,7 @@ def memory_of(facts: CallFacts) -> Memory:
         _note_generation(facts)
     memory = _begin_in_memory(facts)
     if facts.step is not None:
-        given = facts.given or given_of(facts, memory)
-        memory.tracker.begin_call(given, facts.step.generation.schedule.adds_noise)
+        memory.tracker.begin_call(facts.given or given_of(facts, memory))
     return memory
 
 

@@ -14,8 +14,9 @@ from tokenmerge.config.origin import instead
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.ops.once import first_numbers
 from tokenmerge.runtime.memory.state import Memory, ModelState
+from tokenmerge.runtime.steps.added_noise import noise_before
 from tokenmerge.runtime.steps.callbacks import calls_back, has_callback
-from tokenmerge.runtime.steps.calls import Given, Shape, conditions_in, detail_of
+from tokenmerge.runtime.steps.calls import Given, Shape, conditions_in, detail_of, noise_in_detail
 from tokenmerge.runtime.steps.pipeline import running_pipeline
 from tokenmerge.runtime.steps.scheduler import (
     DenoisingStep,
@@ -94,12 +95,15 @@ def given_of(facts: CallFacts, memory: Memory) -> Given:
     sample = facts.sample
     waits = needs_sync(sample[0])
     compares = not waits or memory.tracker.numbers.has_tiles or has_callback(facts.pipe)
+    assert facts.step is not None
+    noise = noise_before(facts.step, facts.scheduler, facts.timestep)
     return Given(
         facts.shape,
         conditions_in({name: own for name, own in facts.arguments.items() if own is not sample}),
         weakref.ref(sample) if isinstance(sample, Tensor) else None,
         detail_of(sample) if compares else None,
         waits,
+        None if noise is None else noise_in_detail(sample, noise),
     )
 
 

@@ -39,6 +39,7 @@ _FEWEST = 32  # positions that changed, with which a comparison says something
 # The correlation of the detail before and after a step. Without new noise it is above 0.8 in each of the
 # schedulers of diffusers that fit the bundled model, in 4 steps or 12. That of two samples is 0 ± 0.03.
 _LEAST = 0.1
+_CLEARLY_ALIKE = 4  # times the least correlation: that of a sample as the noise lets one expect it
 _CLEARLY = 0.25  # how much more it has to be with another sample, for that to be the one before
 _DEVIATIONS = 5  # both in standard deviations of a correlation of few positions, and at most …
 _MOST_BY_CHANCE = 0.5
@@ -91,6 +92,8 @@ class Given:
     sample: weakref.ref[Tensor] | None = None  # None if it is no tensor
     detail: Tensor | None = None  # of the sample, by :func:`detail_of`, if it is compared
     waits: bool = False  # whether comparing values waits for a device
+    # The deviation of the noise in the detail that the step before has added; None: it may be any.
+    noise: float | None = 0.0
 
     def has_same_conditions(self, other: Given) -> bool:
         """Return whether two calls are given the very same conditions."""
@@ -153,16 +156,23 @@ def detail_of(sample: Tensor | Sequence[Tensor]) -> Tensor | None:
     return detail[:, ::stride].clone().cpu()
 
 
+def noise_in_detail(sample: Tensor | Sequence[Tensor], deviation: float) -> float:
+    """Return the deviation of noise in :func:`detail_of` a sample, from that in the sample."""
+    sides = sample.shape[-2:] if isinstance(sample, Tensor) else sample[0].shape[-2:]
+    return deviation * 2 ** (sum(side > 1 for side in sides) / 2)
+
+
 def continued(
     now: Tensor | None,
     before: Sequence[Tensor | None],
-    adds_noise: bool,
+    noise: float | None,
     outputs: Sequence[Sequence[Tensor]] = (),
 ) -> int | None:
     """Return which of some samples of the step before became a sample, or None.
 
     The arguments are the details of the sample and of those before, in the order in which they are expected,
-    and for each of these the details of what the model returned for it, as far as they are known.
+    the deviation of the noise that the step has added to the detail, and for each of those before the details
+    of what the model returned for it, as far as they are known.
     A scheduler that adds noise may leave nothing of the detail. Then a sample is refused only where another
     one is more like it.
     """
@@ -171,12 +181,12 @@ def continued(
         return 0
     places = range(len(known))
     made = outputs or [()] * len(known)
-    follows = (place for place in places if _follows(now, known, place, adds_noise, made[place]))
+    follows = (place for place in places if _follows(now, known, place, noise, made[place]))
     return next(follows, None)
 
 
 def _follows(
-    now: Tensor, before: Sequence[Tensor], place: int, adds_noise: bool, outputs: Sequence[Tensor]
+    now: Tensor, before: Sequence[Tensor], place: int, noise: float | None, outputs: Sequence[Tensor]
 ) -> bool:
     """Return whether a sample follows from that at a place: all images of the batch, in their order."""
     # Masks and images beside the latents stay as they are.
@@ -195,8 +205,20 @@ def _follows(
         own[picture] = _explained(now[picture][moved], torch.stack(columns, dim=1)[moved])
     # Of what is not finite, or has no detail, nothing is known.
     other = (alike.nan_to_num().amax(dim=1) > own + max(_CLEARLY, chance)) & (own != 0)
-    strange = (own < least) & (own != 0) & (not adds_noise)
+    strange = (own < least) & (own != 0) & _should_be_alike(now[:, moved], noise, least)
     return not bool((other | strange).any())
+
+
+def _should_be_alike(now: Tensor, noise: float | None, least: float) -> Tensor:
+    """Return for each image whether enough of its detail is from the step before, and no new noise.
+
+    If a share ``s`` of the variance is no new noise, the correlation with what the detail was made of is the
+    square root of ``s``.
+    """
+    if noise is None:
+        return torch.zeros(len(now), dtype=torch.bool)
+    variance = now.square().mean(dim=1).clamp(min=_TINY)
+    return 1 - noise**2 / variance > (_CLEARLY_ALIKE * least) ** 2
 
 
 def _explained(now: Tensor, columns: Tensor) -> Tensor:
@@ -207,8 +229,20 @@ def _explained(now: Tensor, columns: Tensor) -> Tensor:
     """
     if not (columns.isfinite().all() and now.isfinite().all()):
         return now.new_zeros(())  # nothing is known
-    fitted = columns @ torch.linalg.lstsq(columns, now.unsqueeze(1)).solution
-    return torch.linalg.vector_norm(fitted) / torch.linalg.vector_norm(now).clamp(min=_TINY)
+    fitted = _fitted(columns, now)
+    length = torch.linalg.vector_norm(now.double()).clamp(min=_TINY)
+    return (torch.linalg.vector_norm(fitted) / length).to(now.dtype)
+
+
+def _fitted(columns: Tensor, now: Tensor) -> Tensor:
+    """Return the sum of some columns that comes closest to a detail: float64.
+
+    The outputs of two prompts may be nearly equal, and guidance takes a multiple of their difference. Other
+    drivers than this one lose the difference.
+    """
+    columns = columns.double()
+    found = torch.linalg.lstsq(columns, now.double().unsqueeze(1), driver="gelsd")
+    return (columns @ found.solution).squeeze(1)
 
 
 def _directions(details: Tensor) -> Tensor:
@@ -240,12 +274,11 @@ def is_made_of(now: Tensor | None, calls: Sequence[tuple[Tensor, Tensor]]) -> bo
 
 def _left_of(now: Tensor, others: Sequence[Tensor]) -> float:
     """Return the share of a detail that no sum of some others explains."""
-    columns = torch.stack(list(others), dim=1).double()
-    now = now.double()
+    columns = torch.stack(list(others), dim=1)
     if not (columns.isfinite().all() and now.isfinite().all()):
         return 1.0
-    left = now - columns @ torch.linalg.lstsq(columns, now.unsqueeze(1)).solution.squeeze(1)
-    return float(torch.linalg.vector_norm(left) / torch.linalg.vector_norm(now).clamp(min=_TINY))
+    left = now.double() - _fitted(columns, now)
+    return float(torch.linalg.vector_norm(left) / torch.linalg.vector_norm(now.double()).clamp(min=_TINY))
 
 
 class CallNumbers:
@@ -286,9 +319,9 @@ class CallNumbers:
         """Return whether a call is given what the running step made, so that it is none of this step."""
         return is_made_of(given.detail, self._ended)
 
-    def begin_call(self, given: Given, adds_noise: bool) -> int:
+    def begin_call(self, given: Given) -> int:
         """Begin a call, and return its number."""
-        number = self._continued(given, adds_noise)
+        number = self._continued(given)
         if number is None:
             number = self._next
             self._next += 1
@@ -296,7 +329,7 @@ class CallNumbers:
         self._given[number] = given
         return number
 
-    def _continued(self, given: Given, adds_noise: bool) -> int | None:
+    def _continued(self, given: Given) -> int | None:
         """Return the number of the call of the step before that a call continues, or None."""
         numbers = [number for number in self._before if number not in self.made]
         known = {number: self._given[number] for number in numbers}
@@ -307,7 +340,7 @@ class CallNumbers:
             self._has_new_text = self._has_new_text or bool(numbers)
             return None
         details = [known[number].detail for number in alike]
-        place = continued(given.detail, details, adds_noise, [self._outputs_for(number) for number in alike])
+        place = continued(given.detail, details, given.noise, [self._outputs_for(number) for number in alike])
         self.misfits += place is None
         return None if place is None else alike[place]
 

@@ -118,7 +118,7 @@ def _keeps_noise(scheduler: Any) -> bool:
     """Return whether a change of the model's output changes a step more where the image is clipped."""
     changes = []
     try:
-        with torch.device("cpu"):
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             for output in (0.0, _CLIPPED):
                 made = []
                 for change in (0.0, _CHANGE):

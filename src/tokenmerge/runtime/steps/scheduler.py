@@ -36,6 +36,8 @@ class Generation:
         self.index = first  # of the latest
         self.schedule = schedule
         self.tolerances: dict[object, Tolerance | None] = {}  # by the DefaultMethod
+        # From the first step on, see ``added_noise``; None: the scheduler was not asked.
+        self.added_noise: tuple[float | None, ...] | None = None
         self.thread = threading.get_ident()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
@@ -243,7 +245,8 @@ def adds_noise(scheduler: Any) -> bool:
 def _makes_noise(scheduler: Any) -> bool:
     # Steps that add none are linear: of a sample and a model output of zeros, they make zeros.
     try:
-        with torch.device("cpu"):
+        # Those of other people may draw numbers without a generator.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             scheduler = type(scheduler).from_config(scheduler.config)
             scheduler.set_timesteps(4)
             zeros = torch.zeros(1, 1, 1, 1)

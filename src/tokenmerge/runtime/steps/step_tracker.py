@@ -118,9 +118,9 @@ class StepTracker:
         self.is_last = step.index >= step.total - 1
         return self.numbers.begin_step()
 
-    def begin_call(self, given: Given, adds_noise: bool = False) -> None:
-        """Note a call in the running step. Its scheduler may add noise."""
-        self.call = self.numbers.begin_call(given, adds_noise)
+    def begin_call(self, given: Given) -> None:
+        """Note a call in the running step."""
+        self.call = self.numbers.begin_call(given)
         self._runs = {}
 
     def begin_again(self) -> None:
