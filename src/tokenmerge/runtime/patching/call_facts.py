@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -94,17 +95,18 @@ def given_of(facts: CallFacts, memory: Memory) -> Given:
     """
     sample = facts.sample
     waits = needs_sync(sample[0])
-    compares = not waits or memory.tracker.numbers.has_tiles or has_callback(facts.pipe)
     assert facts.step is not None
     noise = noise_before(facts.step, facts.scheduler, facts.timestep)
-    return Given(
+    given = Given(
         facts.shape,
         conditions_in({name: own for name, own in facts.arguments.items() if own is not sample}),
         weakref.ref(sample) if isinstance(sample, Tensor) else None,
-        detail_of(sample) if compares else None,
-        waits,
-        None if noise is None else noise_in_detail(sample, noise),
+        waits=waits,
+        noise=None if noise is None else noise_in_detail(sample, noise),
     )
+    if not waits or memory.tracker.numbers.compares(given) or has_callback(facts.pipe):
+        return dataclasses.replace(given, detail=detail_of(sample))
+    return given
 
 
 def _timestep_in(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> Any:

@@ -294,6 +294,9 @@ class CallNumbers:
         self.texts_changed = 0
         self._has_new_text = False  # the running step has such a call
         self.has_tiles = False  # calls of the step before had the same conditions, and different samples
+        self.has_calls_after = False  # a call was made after a step, on what that step had made
+        self._joined = False  # a call of the running step continued none, on a sample of its own
+        self._joined_before = False  # so did one of the step before
         self._before: list[int] = []  # as ``made``, in the step before
         self._given: dict[int, Given] = {}  # by number
         self._outputs: dict[int, Tensor] = {}  # likewise, the detail of what the model returned
@@ -312,15 +315,48 @@ class CallNumbers:
         self.made = []
         self._ended = []
         self.has_tiles = _has_tiles([self._given[number] for number in self._before])
+        self._joined_before = self._joined
+        self._joined = False
         self.forget(stale)
         return stale
 
+    def compares(self, given: Given) -> bool:
+        """Return whether the sample of a call is compared, although this waits for a device.
+
+        That of a call is which joins in a step, on a sample of its own, and that with which the next step
+        begins: it shows whether the other call was made after the step.
+        """
+        if self.has_tiles or not self.made:
+            return self.has_tiles or self._joined_before
+        knows = self.has_calls_after or any(_have_one_sample(given, one) for one in self._made_before())
+        joins = not knows and not self._may_continue(given)
+        self._joined = self._joined or joins
+        return joins
+
     def is_after_step(self, given: Given) -> bool:
-        """Return whether a call is given what the running step made, so that it is none of this step."""
-        return is_made_of(given.detail, self._ended)
+        """Return whether a call is given what the running step made, so that it is none of this step.
+
+        Where a scheduler adds noise, or numbers are rounded, such a call does not show it. The next step
+        does, which begins with the same sample. From then on, a call on a sample that no call of the step
+        had, which continues no call of the step before, counts as another such call.
+        """
+        if is_made_of(given.detail, self._ended):
+            return True
+        if not self.has_calls_after or not self.made:
+            return False
+        if any(_have_one_sample(given, one) for one in self._made_before()):
+            return False
+        alike = self._with_text_of(given, self._may_continue(given))
+        return self._place(given, alike) is None
+
+    def _made_before(self) -> list[Given]:
+        """Return what the calls of the running step were given, as far as it is known."""
+        return [self._given[number] for number in self.made if number in self._given]
 
     def begin_call(self, given: Given) -> int:
         """Begin a call, and return its number."""
+        if not self.made:
+            self._leave_out_calls_after_step(given)
         number = self._continued(given)
         if number is None:
             number = self._next
@@ -329,19 +365,44 @@ class CallNumbers:
         self._given[number] = given
         return number
 
+    def _leave_out_calls_after_step(self, given: Given) -> None:
+        """Leave out the calls of the step before on the sample with which the running one begins.
+
+        They were made after that step. Calls before them were its own, on another sample.
+        """
+        for place, number in enumerate(self._before):
+            if _have_equal_details(given, self._given[number]):
+                self.has_calls_after = self.has_calls_after or place > 0
+                self._before = self._before[:place] or self._before
+                return
+
     def _continued(self, given: Given) -> int | None:
         """Return the number of the call of the step before that a call continues, or None."""
-        numbers = [number for number in self._before if number not in self.made]
-        known = {number: self._given[number] for number in numbers}
-        numbers = [number for number in numbers if known[number].shape == given.shape]
-        alike = [number for number in numbers if given.has_same_conditions(known[number])]
-        alike = alike or self._with_equal_conditions(given, numbers)
+        numbers = self._may_continue(given)
+        alike = self._with_text_of(given, numbers)
         if not alike:
             self._has_new_text = self._has_new_text or bool(numbers)
             return None
-        details = [known[number].detail for number in alike]
+        number = self._place(given, alike)
+        self.misfits += number is None
+        return number
+
+    def _may_continue(self, given: Given) -> list[int]:
+        """Return the calls of the step before with the shape of a call, which no other call continues."""
+        numbers = [number for number in self._before if number not in self.made]
+        return [number for number in numbers if self._given[number].shape == given.shape]
+
+    def _with_text_of(self, given: Given, numbers: list[int]) -> list[int]:
+        """Return those of some calls that were given the conditions of a call."""
+        alike = [number for number in numbers if given.has_same_conditions(self._given[number])]
+        return alike or self._with_equal_conditions(given, numbers)
+
+    def _place(self, given: Given, alike: list[int]) -> int | None:
+        """Return that of some calls from whose sample that of a call follows."""
+        if not alike:
+            return None
+        details = [self._given[number].detail for number in alike]
         place = continued(given.detail, details, given.noise, [self._outputs_for(number) for number in alike])
-        self.misfits += place is None
         return None if place is None else alike[place]
 
     def _with_equal_conditions(self, given: Given, numbers: list[int]) -> list[int]:
@@ -391,3 +452,16 @@ def _has_tiles(calls: Sequence[Given]) -> bool:
         and one.has_same_conditions(two)
         for one, two in itertools.combinations(calls, 2)
     )
+
+
+def _have_one_sample(one: Given, two: Given) -> bool:
+    """Return whether two calls are on one sample, as far as it is known."""
+    return (one.sample is not None and one.sample is two.sample) or _have_equal_details(one, two)
+
+
+def _have_equal_details(one: Given, two: Given) -> bool:
+    """Return whether each image of a call has the detail of one of another call, at any scale."""
+    if one.detail is None or two.detail is None or one.detail.shape[1:] != two.detail.shape[1:]:
+        return False
+    nearest = (_directions(one.detail.double()) @ _directions(two.detail.double()).T).abs().amax(dim=1)
+    return bool((1 - nearest.square() <= _ROUNDING**2).all())
