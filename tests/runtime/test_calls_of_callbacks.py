@@ -423,13 +423,13 @@ def test_what_a_loop_calls_after_a_step_is_dense(scheduler, separate, told, each
     assert len(found) == len(range(0, STEPS, each))
 
 
-OTHERS = {
-    "DDPM": diffusers.DDPMScheduler(),
-    "PNDM": PNDMScheduler(skip_prk_steps=True),
-    "Heun": diffusers.HeunDiscreteScheduler(),
-    "Euler ancestral": diffusers.EulerAncestralDiscreteScheduler(),
-    "DPM++": diffusers.DPMSolverMultistepScheduler(),
-    "DDIM": DDIMScheduler(clip_sample=False),
+OTHERS: dict[str, Callable[[], Any]] = {
+    "DDPM": diffusers.DDPMScheduler,
+    "PNDM": lambda: PNDMScheduler(skip_prk_steps=True),
+    "Heun": diffusers.HeunDiscreteScheduler,
+    "Euler ancestral": diffusers.EulerAncestralDiscreteScheduler,
+    "DPM++": diffusers.DPMSolverMultistepScheduler,
+    "DDIM": lambda: DDIMScheduler(clip_sample=False),
 }
 
 
@@ -441,7 +441,7 @@ OTHERS = {
 )
 def test_what_a_loop_calls_is_dense_whatever_its_scheduler(name, each, where, told, separate, monkeypatch):
     """The next step begins with the sample of such a call, which shows that it was none of the step."""
-    loop = Loop(copy.deepcopy(OTHERS[name]), separate)
+    loop = Loop(OTHERS[name](), separate)
     if told and where == "bfloat16" and loop.scheduler.init_noise_sigma != 1:
         pytest.skip("the sample of the next step is scaled and rounded")
     if where == "on a device":  # where comparing samples waits for it

@@ -8,7 +8,7 @@ import functools
 import math
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import diffusers
@@ -111,10 +111,10 @@ def test_tiles_that_move_reuse_nothing_and_this_is_said_once():
     assert "reused nothing" not in str(patch)
 
 
-NOISY: dict[str, Any] = {
-    "DDPM": diffusers.DDPMScheduler(clip_sample=False),
-    "Euler ancestral": diffusers.EulerAncestralDiscreteScheduler(),
-    "DPM++ SDE": DPMSolverMultistepScheduler(algorithm_type="sde-dpmsolver++"),
+NOISY: dict[str, Callable[[], Any]] = {
+    "DDPM": lambda: diffusers.DDPMScheduler(clip_sample=False),
+    "Euler ancestral": diffusers.EulerAncestralDiscreteScheduler,
+    "DPM++ SDE": lambda: DPMSolverMultistepScheduler(algorithm_type="sde-dpmsolver++"),
 }
 
 
@@ -122,7 +122,7 @@ NOISY: dict[str, Any] = {
 @pytest.mark.parametrize("name", NOISY)
 def test_tiles_that_move_are_noticed_though_each_step_adds_noise(name):
     """All but one of DDPM, in the second step, in which nearly all of the sample is new noise."""
-    loop = Loop(copy.deepcopy(NOISY[name]))
+    loop = Loop(NOISY[name]())
     apply_token_merging(loop, REUSED)
     loop()
     assert misfits(loop.unet) == 0
