@@ -28,8 +28,8 @@ from tokenmerge.api import merge_in_hosts
 from tokenmerge.default_method import settings_for
 from tokenmerge.plans.generation import StepKind
 from tokenmerge.runtime.patching.patch import state_of
-from tokenmerge.runtime.steps.pipeline import default_guidance, guidance_scale
 from tokenmerge.runtime.steps.noise_levels import clips_pictures_alone
+from tokenmerge.runtime.steps.pipeline import default_guidance, guidance_scale
 from tokenmerge.runtime.steps.scheduler import adds_noise, next_schedule
 
 
