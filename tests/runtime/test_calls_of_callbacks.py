@@ -627,7 +627,7 @@ def test_on_a_device_it_changes_nothing_and_waits_no_more(scheduler):
         expected, waited = loop(device, lambda *_: None)
         log = state_of(loop.transformer).last_run
         kinds = dict(log.kind_of_step)
-        assert StepKind.SHALLOW in kinds.values()
+        assert StepKind.SKIPPED in kinds.values()
         picture, waits = loop(device, look)
         log = state_of(loop.transformer).last_run
     assert torch.equal(picture.held, expected.held)
