@@ -56,7 +56,7 @@ def test_pictures_are_those_of_the_pipeline_outside(server, folder, outside, lin
     (line,) = lines()
     assert line.startswith("token merging: 2×\n")
     assert "× by operations, " in line
-    assert " MB cached\n" in line
+    assert " MB cached; closeness to dense: " in line
     assert torch.equal(served.draw(), outside(2.0))
     assert not torch.equal(outside(2.0), outside(1.0))
 

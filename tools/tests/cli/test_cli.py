@@ -419,7 +419,7 @@ def test_devices_are_neither_read_nor_written(arguments, capsys):
 
 
 def test_where_nothing_merges_the_line_says_what_to_set(folder, tmp_path, capsys):
-    tiny = ("--size", 2, "--method", "tome")
+    tiny = ("--size", 8, "--method", "tome", "--set", "min_tokens=17")  # on a grid of 4 × 4 tokens
     assert "larger image" in refused(capsys, "inspect", folder, *tiny)
     line = refused(capsys, "generate", "x", "--model", folder, "--out", tmp_path, *tiny)
     assert "larger image" in line

@@ -508,12 +508,15 @@ def test_what_does_not_fit_is_refused_before_the_weights_are_loaded(
     assert not out.exists()
 
 
+TOO_SMALL = MethodSpec("tome", {"min_tokens": 17})  # for 8 × 8 pixels, which are a grid of 4 × 4 tokens
+
+
 def test_where_nothing_merges_is_refused_before_the_weights_are_loaded(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(
         tokenmerge_tools.generate.run, "load_pipeline_for", lambda *args: pytest.fail("it was loaded")
     )
     with pytest.raises(NothingToMergeError, match="larger image"):
-        generate(options(folder, tmp_path / "out", size=(2, 2)))
+        generate(options(folder, tmp_path / "out", size=(8, 8), merging=TOO_SMALL))
     assert not (tmp_path / "out").exists()
 
 
@@ -540,7 +543,8 @@ def test_a_size_at_which_nothing_merges_is_refused_before_running(folder, tmp_pa
     picture = tmp_path / "control.png"
     Image.new("RGB", (8, 8)).save(picture)
     with pytest.raises(NothingToMergeError, match="larger image"):
-        generate(options(folder, tmp_path, size=(2, 2), control=picture, controlnet=str(controlnet)))
+        control = {"control": picture, "controlnet": str(controlnet)}
+        generate(options(folder, tmp_path, size=(8, 8), merging=TOO_SMALL, **control))
 
 
 def test_settings_that_merge_only_at_a_larger_size_than_the_model_s_own_run_at_that_size(folder, tmp_path):
