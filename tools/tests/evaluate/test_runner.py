@@ -379,7 +379,7 @@ def test_pictures_are_timed(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
         ({"out": Path("results")}, ConfigError, "expected a file ending in .jsonl, got results"),
         ({"size": (30, 31)}, ConfigError, "multiples of 2"),
         ({"size": (8, 8)}, ConfigError, "SSIM needs at least 11 pixels, got 8x8"),
-        ({"variants": ("tome:max_downsample=1",), "size": (12, 2)}, NothingToMergeError, "merge"),
+        ({"variants": ("tome:min_tokens=1000",), "size": (16, 16)}, NothingToMergeError, "merge"),
         ({"model": "./none"}, ConfigError, "there is no folder ./none"),
         ({"scheduler": "none"}, ConfigError, "scheduler: 'none' is unknown"),
         ({"device": "none"}, ConfigError, "device: cannot use 'none'"),
