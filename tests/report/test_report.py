@@ -172,7 +172,7 @@ def test_the_table():
     text = str(predict(hosts.unet(), HALF))
     lines = text.splitlines()
     assert lines[0] == "UNet2DConditionModel: 16 × 16 latents"
-    assert re.fullmatch(r"by operations: 1\.09× \([78]\.\d % of the operations saved\)", lines[1])
+    assert re.fullmatch(r"counted by operations: 1\.09× \([78]\.\d % of the operations saved\)", lines[1])
     assert lines[2].split() == ["block", "grid", "tokens", "merged", "GFLOPs", "saved"]  # all at level 1
     assert "256 → 128" in lines[3]
     assert "self-attention" in lines[3]
@@ -371,7 +371,7 @@ def test_a_known_number_of_steps_gives_the_plan():
     assert set(notes_on_steps(config, 6)) < set(report.notes)
     assert not any("1 of" in note or "are full" in note for note in report.notes)
     lines = str(report).splitlines()
-    assert lines[1].startswith(f"by operations: {report.speedup:.2f}× (")
+    assert lines[1].startswith(f"counted by operations: {report.speedup:.2f}× (")
     assert lines[2:4] == [
         "plan: DDs··D",
         "      D in 3 full steps: the whole model runs, and no token merges",

@@ -193,7 +193,7 @@ class Report(Tabled):
         share = f"{saved(self.flops_dense, self.flops)} of the operations saved"
         if not self.height:
             size = f"{self.steps} steps" if self.steps else "one call"
-        lines = [f"{self.model}: {size}", f"by operations: {self.speedup:.2f}× ({share})"]
+        lines = [f"{self.model}: {size}", f"counted by operations: {self.speedup:.2f}× ({share})"]
         if self.estimated:
             lines.append(self.estimated)
         if self.step_signs:

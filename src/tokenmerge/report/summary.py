@@ -70,7 +70,7 @@ def summary(
             return [*lines, "  for your size: print(patch.report(height=…, width=…, steps=…))", *remarks]
         lines.append(f"  no run yet; {example}:")
     if report is not None:
-        lines.append(f"  by operations: {report.speedup:.2f}× ({_saved_share(conditions, report)})")
+        lines.append(f"  counted by operations: {report.speedup:.2f}× ({_saved_share(conditions, report)})")
     lines += remarks
     if report is not None and report.step_signs:
         lines.append(f"  plan: {report.step_signs}")

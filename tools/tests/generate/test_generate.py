@@ -542,8 +542,8 @@ def test_a_size_at_which_nothing_merges_is_refused_before_running(folder, tmp_pa
     controlnet = tiny_pipeline.write_controlnet(tmp_path / "controlnet")
     picture = tmp_path / "control.png"
     Image.new("RGB", (8, 8)).save(picture)
+    control = {"control": picture, "controlnet": str(controlnet)}
     with pytest.raises(NothingToMergeError, match="larger image"):
-        control = {"control": picture, "controlnet": str(controlnet)}
         generate(options(folder, tmp_path, size=(8, 8), merging=TOO_SMALL, **control))
 
 
