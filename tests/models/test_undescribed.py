@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DDIMPipeline, DDIMScheduler, UNet2DModel
+from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from tests.models.tiny import FAMILIES as TINY
 from tests.models.undescribed import CONFIGS, INPUTS, NOT_BUILT, PIPELINES, build
 from torch import Tensor, nn
@@ -344,3 +345,32 @@ def test_a_pipeline_with_a_model_that_nobody_has_looked_at_draws_faster():
     assert patch.report().speedup == pytest.approx(2, abs=0.01)
     patch.remove()
     assert torch.equal(image(), dense)
+
+
+def glm_caches(mode: str) -> GlmImageKVCache:
+    """The caches that GLM-Image's pipeline passes: those of each condition image are written first."""
+    caches = GlmImageKVCache(num_layers=2)
+    caches.set_mode(mode)
+    return caches
+
+
+@pytest.mark.parametrize(
+    ("name", "fills", "reads"),
+    [
+        (
+            "AnyFlowFARTransformer3DModel",
+            {"kv_cache_flag": {"num_cached_chunks": 0, "is_cache_step": True}},
+            {"kv_cache_flag": {"num_cached_chunks": 1, "is_cache_step": False}},
+        ),
+        ("GlmImageTransformer2DModel", {"kv_caches": glm_caches("write")}, {"kv_caches": glm_caches("read")}),
+        ("Flux2KleinKVPipeline", {"kv_cache_mode": "extract"}, {"kv_cache_mode": "cached"}),
+        ("WanAnimate2Transformer3DModel", {"kv_cache_mode": "extract"}, {"kv_cache_mode": "cached"}),
+    ],
+)
+def test_a_call_that_fills_a_cache_is_told_from_one_that_reads_it(name, fills, reads):
+    """As the pipelines of these models call them."""
+    fills_cache = SKIPPING[name].fills_cache
+    assert fills_cache is not None
+    assert fills_cache(fills)
+    assert not fills_cache(reads)
+    assert not fills_cache({})
