@@ -249,7 +249,7 @@ def test_a_missing_package(folder, tmp_path, capsys, monkeypatch):
     stop(monkeypatch, "openvino", packages=("openvino_is_not_here", "onnx"))
     line = refused(capsys, folder, tmp_path / "out", "--to", "openvino")
     assert "OpenVINO needs openvino_is_not_here, which is not installed; run: pip install" in line
-    assert '"tokenmerge-tools[export]"' in line
+    assert '[export]"' in line  # of this checkout, or of the release
     stop(monkeypatch, "openvino", packages=("openvino_is_not_here", "nor_is_this"))
     line = refused(capsys, folder, tmp_path / "out", "--to", "openvino")
     assert "OpenVINO needs openvino_is_not_here, nor_is_this, which are not installed; run: pip" in line
