@@ -80,7 +80,8 @@ def settings_of(facts: CallFacts, memory: Memory) -> ToMeConfig:
             _follow(memory.tolerance, facts.state, facts.step, memory)
         return memory.config
     timesteps = _timesteps_of(facts)
-    if memory.config is not None and timesteps is not None and memory.timesteps is timesteps:
+    # A graph has no timesteps. It would be made anew where it read settings that it has not chosen itself.
+    if timesteps is not None and memory.config is not None and memory.timesteps is timesteps:
         return memory.config
     state = facts.state
     grids = state.threads.value.grid.shapes if state.merges else None
