@@ -118,7 +118,7 @@ def test_so_does_an_error_of_reading_the_estimate(monkeypatch, errors_of_observe
     pipe = Guided()
     patch = apply_token_merging(pipe, speedup=1.5)
     pipe()
-    monkeypatch.setattr("tokenmerge.report.closeness.estimate_closeness", fails)
+    monkeypatch.setattr("tokenmerge.default_method.estimate_closeness", fails)
     assert patch.estimate is None
     assert "\n  no estimate: observing the generation failed: ZeroDivisionError: a figure\n" in str(patch)
     assert patch.report().estimated.startswith("no estimate: observing")
