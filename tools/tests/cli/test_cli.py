@@ -540,8 +540,7 @@ def test_a_size_that_the_pipeline_refuses_is_refused_before_the_model_loads(tmp_
     monkeypatch.setattr(tokenmerge_tools.generate.run, "load_pipeline_for", None)
     monkeypatch.chdir(tmp_path)
     line = refused(capsys, "generate", "x", "--size", 100)
-    assert line.startswith("size: StableDiffusionPipeline cannot draw it (`height` and `width` have to be ")
-    assert line.endswith("; give another --size")
+    assert line == "size: this model needs multiples of 8 pixels, got 100x100; use 96x96"
     (tmp_path / "prompts.txt").write_text("a boat\n")
     assert refused(capsys, "evaluate", "--prompts", "prompts.txt", "--size", 100) == line
     assert [file.name for file in tmp_path.iterdir()] == ["prompts.txt"]

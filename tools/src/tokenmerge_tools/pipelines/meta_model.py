@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,8 +172,12 @@ def check_drawable(sketch: ModelSketch, size: tuple[int, int]) -> None:
         check(**{name: given.get(name) for name in parameters})
     except Exception as error:
         reason = reason_of(error)
-        if "divisible by" in reason:
-            raise cannot_draw(type(pipeline).__name__, reason) from error
+        if "divisible by" not in reason:
+            return
+        needed = re.search(r"divisible by (\d+)", reason)
+        if needed is not None:
+            check_size(size, int(needed[1]))  # its error names the nearest size
+        raise cannot_draw(type(pipeline).__name__, reason) from error
 
 
 def cannot_draw(model: str, reason: str) -> ConfigError:
