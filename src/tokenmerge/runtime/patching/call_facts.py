@@ -37,7 +37,7 @@ class CallFacts(NamedTuple):
 
     state: ModelState
     root: nn.Module
-    arguments: Mapping[str, Any]  # by their names
+    arguments: Mapping[str, Any]  # by their names; a graph holds none
     sample: Any
     timestep: Any
     seed: Tensor  # the number of the step that draws depend on
@@ -75,8 +75,10 @@ def facts_of_call(state: ModelState, root: nn.Module, arguments: Mapping[str, An
         shape = _shape_of(arguments, sample, with_text=state.follows_steps)
     else:
         shape = _shapes_in(arguments)
+    # A graph that held them would take all of them as inputs, and be made anew for other sizes of them.
+    held = {} if torch.compiler.is_compiling() else arguments
     facts = CallFacts(
-        state, root, arguments, sample, timestep, seed, running, pipe, scheduler, step, shape, given=None
+        state, root, held, sample, timestep, seed, running, pipe, scheduler, step, shape, given=None
     )
     known = None if step is None else state.memories.get(step.generation)
     if step is None or known is None or known.tracker.index != step.index:
@@ -125,8 +127,10 @@ def _seed_of(state: ModelState, timestep: Any, device: torch.device) -> Tensor:
 def _shape_of(arguments: Mapping[str, Any], sample: Any, with_text: bool) -> Shape:
     """Return the shape of the inputs of a call: of its sample, and of its text where that counts."""
     shape = (len(sample), *sample[0].shape)
+    if not with_text:  # a graph would be made anew for each size of a text that it looks at
+        return shape
     text = arguments.get("encoder_hidden_states")
-    if with_text and isinstance(text, Tensor):
+    if isinstance(text, Tensor):
         # Joint blocks change it too, and its length may differ at the next step.
         return (*shape, *text.shape)
     return shape
