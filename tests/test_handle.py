@@ -488,7 +488,7 @@ def test_a_removed_patch_keeps_what_its_last_run_did(pipe):
     patch.remove()
     assert [line.split(":")[0] for line in before[1:4]] == [
         "  last run",
-        "  by operations",
+        "  counted by operations",
         "  closeness to dense",
     ]
     title, *others = before

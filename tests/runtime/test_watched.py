@@ -284,7 +284,8 @@ def test_ledits_reads_its_maps(pipe):
         apply_token_merging(editing.unet, REUSED)  # others do not read them
     with pytest.warns(UserWarning, match="what LEDITSCrossAttnProcessor at .* looks at runs in every step"):
         apply_token_merging(editing, speedup=2.0)
-    assert torch.isfinite(edit()).all()
+    with pytest.warns(UserWarning, match="does not follow from one of the step before"):
+        assert torch.isfinite(edit()).all()  # inversion draws the noise of each step anew
 
 
 def test_settings_of_ones_own_warn_once(pipe):

@@ -98,7 +98,9 @@ def given_of(facts: CallFacts, memory: Memory) -> Given:
     sample = facts.sample
     waits = needs_sync(sample[0])
     assert facts.step is not None
-    noise = noise_before(facts.step, facts.scheduler, facts.timestep)
+    noise = None
+    if not hasattr(facts.pipe or facts.running, "zs"):  # LEDITS++ gives the steps noise of its own, of any size
+        noise = noise_before(facts.step, facts.scheduler, facts.timestep)
     given = Given(
         facts.shape,
         conditions_in({name: own for name, own in facts.arguments.items() if own is not sample}),
