@@ -99,7 +99,8 @@ def given_of(facts: CallFacts, memory: Memory) -> Given:
     waits = needs_sync(sample[0])
     assert facts.step is not None
     noise = None
-    if not hasattr(facts.pipe or facts.running, "zs"):  # LEDITS++ gives the steps noise of its own, of any size
+    # LEDITS++ gives the steps noise of its own, of any size.
+    if not hasattr(facts.pipe or facts.running, "zs"):
         noise = noise_before(facts.step, facts.scheduler, facts.timestep)
     given = Given(
         facts.shape,
