@@ -259,7 +259,7 @@ def test_what_was_tried_comes_back_with_its_settings(visits: Any) -> None:
 def test_a_wrong_size_is_refused_with_a_sentence(visits: Any) -> None:
     visit = visits()
     visit.begin(size=130, steps=2)
-    visit.expect_message("size: this model needs multiples of 8 pixels, got 130x130; use 128x128")
+    visit.expect_message("size: this model needs multiples of 4 pixels, got 130x130; use 128x128")
     expect(visit.button("Draw")).to_be_enabled()
     expect(visit.tried).to_have_count(0)
     visit.choose("Method", "tome")
