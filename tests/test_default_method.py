@@ -15,7 +15,7 @@ from diffusers import DDIMScheduler
 from tests.kernels import backend
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
-from tests.tuned import tuned, tuned_file
+from tests.tuned import ERRORS, tuned, tuned_file
 from torch import nn
 
 from tokenmerge import (
@@ -34,6 +34,8 @@ from tokenmerge.default_method import DefaultMethod, settings_for
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.weights import fingerprint
 from tokenmerge.planners import PLANNERS
+from tokenmerge.plans.choose import plans_of
+from tokenmerge.plans.learned import margin_of
 from tokenmerge.runtime.patching.patch import state_of
 
 
@@ -112,9 +114,26 @@ def test_the_speed_of_a_file_can_be_replaced_and_a_tolerance_asked_for(fast, tmp
     assert "speedup=2, min_psnr=20 (tuned.json)" in str(patch).splitlines()[0]
     run(pipe, 20)
     # The margin follows from the spread: 1.40 for 9 of 10 with 8 degrees of freedom, times √(1 + 1/6).
-    assert f"aims at {20 + 1.397 * (7 / 6) ** 0.5:.3g} dB" in str(patch)
+    aim = 20 + 3.0 * 1.397 * (7 / 6) ** 0.5
+    assert f"min_psnr 20: the fastest plan whose estimate before a run is {aim:.3g} dB" in str(patch)
     with pytest.raises(ConfigError, match="config, ratio: expected one of them"):
         apply_token_merging(pipe, file, ratio=0.5)
+
+
+@pytest.mark.parametrize("min_psnr", [28, 32, 36])
+def test_a_tolerance_takes_the_fastest_whole_plan_where_the_model_was_measured(fast, tmp_path, min_psnr):
+    pipe = pipeline(unet=hosts.unet())
+    apply_token_merging(pipe, tuned_file(tmp_path, tuned(1.5, 20)), speedup=3.0, min_psnr=min_psnr)
+    state = state_of(pipe.unet)
+    run(pipe, 20)
+    method, facts = state.default, state.default.facts
+    plan = method.plan(facts)
+    assert state.last_run.config == method.change(plan.config)  # nothing changed while the image was drawn
+    aim = min_psnr + margin_of(ERRORS)
+    faster = [one for one in plans_of(facts) if plan.speedup < one.speedup <= 3.0]
+    assert faster
+    assert method.expected(facts).psnr >= aim
+    assert all(method.expected(facts, one).psnr < aim for one in faster)
 
 
 @pytest.mark.parametrize("speedup", [0.9, True, "2", float("nan"), float("inf"), torch.ones(2)])

@@ -124,8 +124,8 @@ def apply_token_merging(
             than ``speedup`` plans where it has to, up to none. In a batch the worst image decides, so an
             image can depend on the others. Each full step waits once for the device. Raising it brings
             the image closer and saves less time. The estimate can be wrong, see
-            ``patch.estimate``. With a file of ``tokenmerge tune``, it is corrected, and the margin follows
-            from what was measured. With None, no step is added.
+            ``patch.estimate``. With a file of ``tokenmerge tune``, the fastest plan is taken that is expected
+            to keep it by what was measured, and no step is added. With None, the speed-up alone decides.
         unknown: arguments of other names, which are refused.
 
     Returns:

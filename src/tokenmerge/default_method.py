@@ -127,7 +127,7 @@ class DefaultMethod:
         """Return the object that changes the settings of a generation while it runs, or None without one."""
         if self.min_psnr is None or self.speedup == 1:  # a speed-up of 1 is dense in any case
             return None
-        return Tolerance(facts, self.speedup, self.min_psnr, self.change, self.learned(facts))
+        return Tolerance(facts, self.speedup, self.min_psnr, self.change)
 
     def learned(self, facts: RunFacts) -> EstimateErrors | None:
         """Return how far estimates of a generation are off, or None if it was not measured on this model."""

@@ -14,6 +14,8 @@ from tokenmerge.default_method import DefaultMethod
 from tokenmerge.models.base import Host
 from tokenmerge.models.weights import fingerprint
 from tokenmerge.plans import RunFacts
+from tokenmerge.plans.choose import SpeedupPlan
+from tokenmerge.plans.tolerance import Tolerance, fastest_close_plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -74,6 +76,25 @@ class TunedMethod(DefaultMethod):
     def learned(self, facts: RunFacts) -> EstimateErrors | None:
         """Return how far estimates are off, or None for generations of another kind."""
         return None if self.differences(facts) else self.errors
+
+    def plan(self, facts: RunFacts) -> SpeedupPlan:
+        """Return the plan of one generation, before ``change``.
+
+        With ``min_psnr``, it is the fastest one that is expected to keep it.
+        """
+        learned = self.learned(facts)
+        if self.min_psnr is None or learned is None:
+            return super().plan(facts)
+        return fastest_close_plan(facts, self.speedup, self.min_psnr, learned)
+
+    def tolerance(self, facts: RunFacts) -> Tolerance | None:
+        """Return the object that changes the settings while an image is drawn, or None if the plan stays.
+
+        It stays where the model was measured: what was learned of whole plans does not hold for parts of
+        several ones. On a bundled model, images that were drawn by such parts missed the tolerance in more
+        than half of the cases (docs/tune.md).
+        """
+        return super().tolerance(facts) if self.learned(facts) is None else None
 
     def shortfall(self, facts: RunFacts, closeness: bool = True) -> str:
         """Return a warning if the generation is of another kind, or misses its speed-up or its closeness."""

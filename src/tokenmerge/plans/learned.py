@@ -98,15 +98,15 @@ def corrected(errors: EstimateErrors, psnr: float, speedup: float, after: bool) 
     return Estimate(psnr + off_at(errors, speedup, after), within, errors.prompts)
 
 
-def margin_of(errors: EstimateErrors | None, after: bool) -> float:
+def margin_of(errors: EstimateErrors | None) -> float:
     """Return by how many dB an estimate must be above a closeness that 9 of 10 images shall keep.
 
-    Without ``errors`` that were measured on the model, it is that of small models.
+    It is for estimates before a run. Without ``errors`` that were measured on the model, it is that of small
+    models, which also holds for estimates while an image is drawn.
     """
     if errors is None:
         return float(ESTIMATE["margin"])
-    spread = errors.spread_after if after else errors.spread_before
-    return nine_of_ten(spread, errors.prompts, errors.freedom)
+    return nine_of_ten(errors.spread_before, errors.prompts, errors.freedom)
 
 
 def nine_of_ten(spread: float, prompts: int, freedom: int) -> float:

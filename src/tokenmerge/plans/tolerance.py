@@ -19,6 +19,25 @@ from tokenmerge.plans.learned import corrected, margin_of
 _ROUNDING = 1e-9  # by which equal speed-ups may differ
 
 
+def fastest_close_plan(
+    facts: RunFacts, speedup: float, min_psnr: float, learned: EstimateErrors | None = None
+) -> SpeedupPlan:
+    """Return the fastest plan, up to a speed-up, that is expected to keep a closeness before a run.
+
+    If no plan is, it is the slowest one. ``learned`` says how far estimates are off on this model, if it was
+    measured.
+    """
+    most = plan_for(facts, speedup).speedup
+    plans = [plan for plan in plans_of(facts) if plan.speedup <= most]
+    aim = min_psnr + margin_of(learned)
+    return next((plan for plan in reversed(plans) if _expected_psnr(plan, learned) >= aim), plans[0])
+
+
+def _expected_psnr(plan: SpeedupPlan, learned: EstimateErrors | None) -> float:
+    psnr = psnr_of(plan.expected_error)
+    return psnr if learned is None else corrected(learned, psnr, plan.speedup, after=False).psnr
+
+
 class Tolerance:
     """The settings of one generation whose image shall be close to the dense one.
 
@@ -26,9 +45,8 @@ class Tolerance:
     runs, :meth:`follow` changes which of the remaining steps are full. It never skips more than the plan
     of the wanted speed-up does.
 
-    ``change`` changes settings after they were chosen. ``learned`` says how far estimates are off on this
-    model, if it was measured. ``config`` are the settings of the generation, with the full steps so far and
-    those that are planned.
+    ``change`` changes settings after they were chosen. ``config`` are the settings of the generation, with
+    the full steps so far and those that are planned.
     """
 
     def __init__(
@@ -37,17 +55,13 @@ class Tolerance:
         speedup: float,
         min_psnr: float,
         change: Callable[[ToMeConfig], ToMeConfig],
-        learned: EstimateErrors | None = None,
     ) -> None:
         self._facts = facts
         self._min_psnr = min_psnr
-        self._learned = learned
         wanted = plan_for(facts, speedup)
         self._speedup = wanted.speedup
         self._full = len(wanted.config.reuse.steps_of(facts.steps).full)
-        plans = [plan for plan in plans_of(facts) if plan.speedup <= wanted.speedup]
-        close = (plan for plan in reversed(plans) if self._is_close(plan))
-        first = next(close, plans[0])
+        first = fastest_close_plan(facts, speedup, min_psnr)
         merging = dataclasses.replace(first.config, reuse=StepReuse())
         same_merging = [plan for plan in plans_of(facts, merging) if plan.speedup <= wanted.speedup]
         self._plans = [change(plan.config) for plan in reversed(same_merging)]
@@ -83,7 +97,7 @@ class Tolerance:
             if not fits or speedup > self._speedup + _ROUNDING:
                 continue
             estimate = estimate_closeness(self._facts, config, observed)
-            if estimate is not None and self._keeps(estimate.psnr, speedup, after=True):
+            if estimate is not None and estimate.psnr - margin_of(None) >= self._min_psnr:
                 yield config
 
     def _dense(self, done: int) -> ToMeConfig:
@@ -113,13 +127,3 @@ class Tolerance:
             shallow_steps=tuple(step / (steps - 1) for step in finest),
         )
         return dataclasses.replace(self.config, reuse=reuse)
-
-    def _is_close(self, plan: SpeedupPlan) -> bool:
-        """Return whether a plan is expected to reach the tolerance, before anything has run."""
-        return self._keeps(psnr_of(plan.expected_error), plan.speedup, after=False)
-
-    def _keeps(self, psnr: float, speedup: float, after: bool) -> bool:
-        """Return whether so much is expected at a speed-up that the image probably reaches the tolerance."""
-        if self._learned is not None:
-            psnr = corrected(self._learned, psnr, speedup, after).psnr
-        return psnr - margin_of(self._learned, after) >= self._min_psnr

@@ -80,8 +80,10 @@ def _tolerated(method: Method, facts: RunFacts, estimate: Estimate | None, repor
     """Return what the tolerance of the default method adds to a run, or what it cost in the last one."""
     assert method.min_psnr is not None
     wanted = method.min_psnr
-    margin = margin_of(method.learned(facts), after=True)
-    aim = f"{wanted + margin:.3g} dB, to be safe"
+    learned = method.learned(facts)
+    aim = f"{wanted + margin_of(learned):.3g} dB, to be safe"
+    if learned is not None:
+        return f"the fastest plan whose estimate before a run is {aim}"
     if estimate is None:
         adds = f"adds full steps until its estimate is {aim}, which costs speed"
         if method.settings(facts) == method.settings_without_tolerance(facts):
