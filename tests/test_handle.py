@@ -20,15 +20,17 @@ from tokenmerge import (
     ToMeConfig,
     ViTConfig,
     apply_token_merging,
+    handle,
 )
 from tokenmerge.api import merge_in_hosts
 from tokenmerge.calibration import TimedMerging
 from tokenmerge.config import dense_outside, read_metadata
 from tokenmerge.default_method import settings_for
-from tokenmerge.plans import FewestTokens, pays_from
+from tokenmerge.plans import Estimate, FewestTokens, pays_from
 from tokenmerge.plans.few_steps import MOST
 from tokenmerge.plans.generation import StepKind
 from tokenmerge.report import predict
+from tokenmerge.report.closeness import Closeness
 
 SKIPS = ToMeConfig(ratio=0.5, reuse=StepReuse(every=3))
 FULL = len(SKIPS.reuse.steps_of(12).full)
@@ -479,6 +481,14 @@ def test_a_report_says_what_a_tolerance_costs(pipe):
     (line,) = (line for line in str(patch).splitlines() if line.startswith("  min_psnr 20: the estimate"))
     assert line.strip() in str(patch.report()).splitlines()
     patch.remove()
+
+
+@pytest.mark.parametrize(("psnr", "reached"), [(20.0, "above"), (19.9, "below")])
+def test_the_handle_says_whether_the_estimate_reaches_the_tolerance(pipe, monkeypatch, psnr, reached):
+    patch = apply_token_merging(pipe, speedup=2.0, min_psnr=20)
+    generate(pipe, steps=12)
+    monkeypatch.setattr(handle, "closeness_of", lambda *_: Closeness(Estimate(psnr, within=7.0)))
+    assert f"\n  min_psnr 20: the estimate is {reached} 20 dB; the plan aims at 26 dB" in str(patch)
 
 
 def test_a_removed_patch_keeps_what_its_last_run_did(pipe):
