@@ -17,7 +17,7 @@ from tokenmerge.errors import ConfigError, nearest_of, short_repr
 AUTO = "auto"
 DEFAULT_SPEEDUP = 2.0
 SPEEDUP = "speedup"
-OF_AUTO = (SPEEDUP, *(name for name in SETTINGS if name != "ratio"))  # what auto takes
+OF_AUTO = (SPEEDUP, *(name for name in SETTINGS if name != "ratio"))  # the settings that auto takes
 METHODS = (AUTO, "tome", *presets.__all__)
 
 
@@ -90,9 +90,7 @@ class MethodSpec:
 
     @property
     def argument(self) -> str:
-        """The argument that asks for the same in ``apply_token_merging``, or an empty text.
-
-        It is empty if there is no short one.
+        """The argument that asks for the same in ``apply_token_merging``, or an empty text if none is short.
 
         >>> MethodSpec().argument, MethodSpec("toma", {"ratio": 0.6}).argument
         ('speedup=2.0', "'toma', ratio=0.6")
@@ -147,7 +145,7 @@ def check_speedup(name: str, value: Any) -> float:
 
 
 def merging_alone(ratio: float | None, changes: Mapping[str, Any]) -> MethodSpec:
-    """Return what merges a share of the tokens and does nothing else, with changed settings."""
+    """Return a method that merges a share of the tokens and skips nothing, with changed settings."""
     return MethodSpec("tome", {"planner": "tiled", "proportional": True, "ratio": ratio, **changes})
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-_SMALLEST_SIDE = 320  # pixels; smaller images are enlarged
+_SMALLEST_SIDE = 320  # in pixels; smaller images are enlarged
 _MARGIN = 24
 _GAP = 16
 _PAPER = (255, 255, 255)
@@ -19,13 +19,13 @@ _INK = (24, 24, 27)
 _SOFT_INK = (113, 113, 122)
 _FRAME = (212, 212, 216)
 
-Row = tuple[Sequence[Image.Image | None], str | Sequence[str]]  # panels of a sheet, and their captions
+Row = tuple[Sequence[Image.Image | None], str | Sequence[str]]  # the panels of a row, and their captions
 
 
 def comparison(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image.Image:
-    """Draw images side by side, the dense one first, and below each the part in which they differ most.
+    """Draw images side by side, the dense one first. Below each is the part in which they differ most.
 
-    All images have the same size. ``columns`` are as those of a sheet.
+    All images have the same size. ``columns`` are as for :func:`sheet`.
     """
     lines: list[Row] = []
     for panels, captions in rows:
@@ -34,7 +34,7 @@ def comparison(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image
         part = most_different(*pictures)
         shown = [enlarge(picture, factor) for picture in pictures]
         for one in shown:
-            for colour, width in (("black", 4), ("white", 2)):  # seen on any ground
+            for colour, width in (("black", 4), ("white", 2)):  # visible on any background
                 ImageDraw.Draw(one).rectangle([factor * side for side in part], outline=colour, width=width)
         lines.append((shown, captions))
         closer = [picture.crop(part).resize(shown[0].size, Image.Resampling.NEAREST) for picture in pictures]
@@ -66,8 +66,8 @@ def as_tensor(pictures: Sequence[Image.Image]) -> Tensor:
 def sheet(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image.Image:
     """Draw panels of one size under column titles, with captions below them.
 
-    A column is its title and the small print below it. A row is its panels, None where it has none, and one
-    caption for all, or one for each panel that there is.
+    Each column is a title and the small print below it. Each row is a list of panels, in which None leaves a
+    gap, and either one caption for the row or one caption for each panel.
     """
     width, height = next(filter(None, rows[0][0])).size
     title_font, small_font = map(ImageFont.load_default, (22, 15))

@@ -1,8 +1,8 @@
 """Recognises the glyph and the background of an image, without the model under test.
 
 The features are down-sampled CIELAB colours and the gradients of lightness. An image's background is the
-named colour nearest to the median of its border; its glyph is the one whose own image, laid on that
-background, is nearest in feature space.
+named colour nearest to the median of its border; its glyph is the one whose own image is nearest in feature
+space, drawn on that background.
 """
 
 from __future__ import annotations

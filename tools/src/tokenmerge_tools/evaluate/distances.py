@@ -54,7 +54,7 @@ class Inception(Vision):
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """Find the reference images in a folder and its subfolders: at least two."""
+    """Find the reference images in a folder and its subfolders. There must be at least two."""
     # A leading dot marks hidden files, and images that are still being written.
     found = sorted(
         path for path in folder.rglob("*") if path.suffix.lower() in _FILES and not path.name.startswith(".")

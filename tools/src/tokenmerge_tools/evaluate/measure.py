@@ -36,9 +36,10 @@ _QUARTILES = (0.25, 0.5, 0.75)
 class Measured:
     """Measurements of the images or videos of one variant, in the order of the items.
 
-    ``columns`` has the values of each metric by its name, and ``seconds`` how long each took, NaN if unknown.
-    ``costs`` has what :meth:`PictureStore.cost` says of each, and ``configs`` the settings that they were
-    drawn with, as JSON. ``features`` are those of all images and frames.
+    ``columns`` maps the name of each metric to its values. ``seconds`` has the time of each item, or NaN if
+    it is unknown, and ``costs`` has what :meth:`PictureStore.cost` returns for it. ``configs`` has the
+    settings that the items were drawn with, as JSON. ``features`` maps each network to its features of all
+    images and frames.
     """
 
     columns: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
@@ -78,10 +79,10 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Means over images, without the infinite PSNR of those that ``equal`` dense in every pixel.
+    """Means over images. ``equal`` of them equal dense in every pixel, and their infinite PSNR is left out.
 
-    ``errors`` has the standard errors of the means that are over two images or more.
-    Metrics whose mean is not finite are named in ``undefined`` and left out of ``values``.
+    ``errors`` has the standard error of each mean over at least two images. Metrics whose mean is not finite
+    are named in ``undefined`` and left out of ``values``.
     """
 
     values: Mapping[str, float]
@@ -93,7 +94,7 @@ class Figures:
 def measure(
     batches: Sequence[Sequence[Item]], variants: Sequence[Variant], store: PictureStore, metrics: Metrics
 ) -> dict[str, Measured]:
-    """Measure what was drawn before, in batches, and return it by the variants' labels. Dense comes first."""
+    """Measure the images that were drawn, in batches, and return the results by label. Dense comes first."""
     found = {variant.label: Measured() for variant in variants}
     for items in batches:
         for group in [items] if store.length is None else ([item] for item in items):
@@ -114,7 +115,7 @@ def _add_rows(
     metrics: Metrics,
     found: Mapping[str, Measured],
 ) -> None:
-    """Add a row for each image, or one for a video: means over its frames, and its motion."""
+    """Add a row for each image. A video has one row, with means over its frames and its motion."""
     video = store.length is not None
     dense = _frames(items, variants[0], store)
     for variant in variants:
@@ -143,20 +144,20 @@ def _frames(items: Sequence[Item], variant: Variant, store: PictureStore) -> lis
 
 
 def mean_of_frames(values: Sequence[float]) -> float:
-    """Average over frames, without the infinite PSNR of those that equal dense, unless all do."""
+    """Average over frames. Frames that equal dense are left out, unless all do."""
     return float(np.mean([value for value in values if value != math.inf] or values))
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean of two numbers or more."""
+    """Return the standard error of the mean of at least two numbers."""
     return float(np.std(values, ddof=1) / len(values) ** 0.5)
 
 
 def not_told_apart(measured: Mapping[str, Measured], metric: str, lower: bool) -> dict[str, list[str]]:
-    """Return the best variant in a metric, and those whose paired difference from it is within the noise.
+    """Return the best variant in a metric, and the variants whose difference from it is within the noise.
 
-    The noise is two standard errors of the mean difference over the images that both have. The result is
-    empty unless there are two variants with two images each.
+    The differences are paired by image. The noise is two standard errors of their mean. The result is empty
+    unless at least two variants have two images each.
     """
     sign = -1.0 if lower else 1.0
     found = {label: sign * np.array(own.columns.get(metric, [])) for label, own in measured.items()}
@@ -288,7 +289,7 @@ def _cost(evaluation: Evaluation, variant: Variant, own: Measured) -> dict[str, 
 
 
 def _comparisons(metrics: Metrics, measured: Mapping[str, Measured]) -> list[str]:
-    """Say which variant is the best in each metric, and which ones the noise does not tell from it.
+    """Say which variant is the best in each metric, and which ones differ from it by no more than the noise.
 
     Variants that are equal in every image are named together, and if all are equal, nothing is said.
     """

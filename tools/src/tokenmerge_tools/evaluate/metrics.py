@@ -40,16 +40,16 @@ OF_PROMPTS = ("clip-score", "image-reward", _GLYPHS)  # metrics that need no den
 METRIC_NAMES = (*_PIXELWISE, *_NETWORKS, _GLYPHS)
 PICTURE_METRICS = tuple(name for name in METRIC_NAMES if name not in DISTANCES)  # a value for each image
 
-# (b images, the dense images of the same seeds, their prompts) → values [b]
+# A function of b images, the dense images of the same seeds and their prompts, which returns values [b].
 Measure = Callable[[Sequence["Image"], Sequence["Image"], Sequence[str]], Tensor]
 
-# Metrics of a video: (its frames, frames of the dense video with the same seed) → one number.
+# Metrics of a video. Each is a function of its frames and those of the dense video with the same seed.
 MOTION: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"motion": motion, "motion-error": motion_error}
 
 
 @dataclasses.dataclass(frozen=True)
 class PictureMetric:
-    """A metric with one value for each image. One ``beside_dense`` has no value for dense itself."""
+    """A metric with one value for each image. If ``beside_dense`` is true, dense has no value."""
 
     name: str
     measure: Measure
@@ -60,8 +60,8 @@ class PictureMetric:
 class Metrics:
     """All metrics of an evaluation.
 
-    ``of_sets`` has the network of each distance between sets, ``networks`` the name of the network of each
-    metric that has one, and ``loaded`` all networks.
+    ``of_sets`` has the network of each distance between sets. ``networks`` has the name of the network of
+    each metric that uses one. ``loaded`` has all networks.
     """
 
     of_pictures: tuple[PictureMetric, ...]
@@ -76,7 +76,7 @@ class Metrics:
 
 
 def parse_metrics(texts: Sequence[str]) -> dict[str, str | None]:
-    """Read ``NAME`` or ``NAME=NETWORK``. Return the network of each metric that is wanted, None without one.
+    """Read ``NAME`` or ``NAME=NETWORK``. Return the network of each metric, or None if it uses none.
 
     PSNR and SSIM are always included.
 
@@ -136,7 +136,7 @@ def _measure(name: str, network: str, prompts: Sequence[str], load: Callable[...
         pixelwise = _PIXELWISE.get(name) or load(Lpips, network)
         return lambda pictures, dense, _: pixelwise(as_tensor(pictures), as_tensor(dense))
     if name == "clip-score":
-        # Hessel et al. 2021, arXiv 2104.08718. That of torchmetrics needs transformers 4.
+        # The CLIP score of Hessel et al. 2021, arXiv 2104.08718. That of torchmetrics needs transformers 4.
         clip = load(Clip, network)
 
         def clip_score(pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
@@ -166,7 +166,7 @@ class _Similarity:
 
 
 def _glyphs(prompts: Sequence[str]) -> Measure:
-    """Measure 1 for an image that shows the glyph in its prompt, otherwise 0."""
+    """Return a measure that is 1 for an image that shows the glyph in its prompt, and 0 otherwise."""
     other = [prompt for prompt in prompts if asked_for(prompt) is None]
     if other:
         raise ConfigError(f"the prompt {other[0]!r} names no glyph of the bundled models")

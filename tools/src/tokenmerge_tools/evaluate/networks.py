@@ -35,7 +35,7 @@ class Vision:
         with loading(model):
             # Load the config first, so that an unreachable hub is tried for one file only.
             config = transformers.AutoConfig.from_pretrained(model)
-            # Not from a pickle, which can run code when it is loaded.
+            # The weights are not read from a pickle, which can run code when it is loaded.
             network = transformers.AutoModel.from_pretrained(model, config=config, use_safetensors=True)
             self.model = network.eval()
             self.processor = transformers.AutoImageProcessor.from_pretrained(model)
@@ -74,7 +74,7 @@ class Clip(Vision):
 
 
 class Reward:
-    """ImageReward (Xu et al. 2023, arXiv 2304.05977), by its own package: what people would prefer."""
+    """ImageReward (Xu et al. 2023, arXiv 2304.05977), a model of what people prefer, from its own package."""
 
     def __init__(self, name: str) -> None:
         if importlib.util.find_spec("ImageReward") is None:
@@ -108,8 +108,8 @@ def loading(what: str) -> contextlib.AbstractContextManager[None]:
 _MEAN, _STD = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
 
 
-# The convolutional part of AlexNet, with the layers of the file of weights: the layers whose outputs
-# are compared, and their numbers of channels.
+# The layers of AlexNet whose outputs are compared, numbered as in the file of weights, and their numbers of
+# channels.
 _COMPARED = (1, 4, 7, 9, 11)
 _CHANNELS = (64, 192, 384, 256, 256)
 _EPSILON = 1e-8  # the published weights were trained with this constant

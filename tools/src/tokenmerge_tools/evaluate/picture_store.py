@@ -35,7 +35,7 @@ class PictureStore:
     """Paths of images. Two images have the same path only if they are drawn in the same way.
 
     An image whose path exists is not drawn again. Another model, size, number of steps or version gives
-    another path. The images are in a folder beside the results file, with the same name. ``conditions`` are
+    another path. The images are in a folder beside the results file, with the same name. ``conditions`` has
     everything that all images depend on, in JSON-compatible values.
     """
 
@@ -98,7 +98,7 @@ class PictureStore:
         return float(self._text(variant, item, _SECONDS) or math.nan)
 
     def cost(self, variant: Variant, item: Item) -> dict[str, float]:
-        """Return what else an image cost: bytes of peak memory, and its speed-up by operations."""
+        """Return the other costs of an image: the peak memory in bytes, and the speed-up by operations."""
         return dict(json.loads(self._text(variant, item, _COST) or "{}"))
 
     def config(self, variant: Variant, item: Item) -> str | None:
@@ -143,7 +143,7 @@ def write_video(path: Path, frames: Sequence[Image], about: Any) -> None:
 
 
 def read_video(path: Path, frames: int, option: str, advice: str) -> list[Image]:
-    """Read the frames that :func:`write_video` wrote, as RGB. There must be this number of them."""
+    """Read the frames that :func:`write_video` wrote, as RGB. The file must have ``frames`` of them."""
     from PIL import ImageSequence
 
     found: list[Image] = []

@@ -38,7 +38,7 @@ def evaluate(
     """Draw the missing images, measure all images, and append the records to the results file.
 
     Images of earlier runs under the same conditions are reused. So an interrupted run continues, and a run
-    with more prompts, variants or metrics only does what is new. The records are returned, dense first.
+    with more prompts, variants or metrics only does the new work. The records are returned, dense first.
     """
     require_diffusers("tokenmerge evaluate")
     device = resolve_device(options.device)
@@ -56,7 +56,7 @@ def evaluate(
 
 @dataclasses.dataclass
 class _Evaluating:
-    """One run on a device. The ``operations`` are those of one call of the denoiser, by label."""
+    """One run on a device. ``operations`` has those of one call of the denoiser for each label."""
 
     options: EvaluateOptions
     evaluation: Evaluation
@@ -76,7 +76,7 @@ class _Evaluating:
         conditions = evaluation.store.folder / "conditions.json"
         write_json(conditions, evaluation.store.conditions, CONTINUES, is_result=False)
         batches = [items[start : start + size] for start in range(0, len(items), size)]
-        # Batch by batch, so that an interrupted run leaves complete batches.
+        # The variants take turns by batch, so that an interrupted run leaves complete batches.
         tasks = []
         for batch in batches:
             for variant in evaluation.variants:
@@ -148,7 +148,7 @@ class _Evaluating:
     def _picture(
         self, studio: Studio, variant: Variant, call: PipelineCall
     ) -> tuple[float | None, list[Any], dict[str, float]]:
-        """Draw, and return the seconds of one image, all images, and what else each one cost."""
+        """Draw, and return the seconds for each image, the images, and the other costs of each image."""
         name = variant.label
         seconds = None
         cost: dict[str, float] = {}
@@ -167,15 +167,15 @@ class _Evaluating:
         return seconds, pictures, cost
 
     def _counts(self, variant: Variant) -> bool:
-        """Whether the operations of a variant are known only after a run."""
+        """Return whether the operations of a variant are known only after a run."""
         kind = VARIANTS[variant.name]
         return kind.is_faster and kind.method is None and self.options.attention in ("sdpa", "default")
 
     def _begin(self, studio: Studio, variant: Variant, config: ToMeConfig | None, call: PipelineCall) -> Any:
-        """Apply a variant, and warm it up if it is timed. Return the patch; another value has none.
+        """Apply a variant, and warm it up if it is timed. Return the patch, or None if the variant has none.
 
-        The operations of a rival that decides at run time what to skip are counted meanwhile. Without timing,
-        they are counted in each image.
+        Some rivals decide at run time what to skip, and their operations are counted in the warm-up. Without
+        timing, there is none, and the operations are counted while each image is drawn.
         """
         name = variant.label
         counts = self._counts(variant)

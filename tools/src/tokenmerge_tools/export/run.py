@@ -111,8 +111,8 @@ def export_denoiser(
 ) -> dict[str, Any]:
     """Export a denoiser with the arguments of one call, whose shapes become fixed.
 
-    ``make_call`` makes the call. Nothing else should hold its denoiser, which is freed before the exported
-    model runs. The result is the content of ``export.json`` in the folder.
+    ``make_call`` makes the call. The denoiser is freed before the exported model runs, so nothing else should
+    hold it. The result is the content of ``export.json`` in the folder.
     """
     form = FORMATS[to]
     form.require()
@@ -173,7 +173,7 @@ def export_denoiser(
 def settings_of(merging: MethodSpec, call: DenoiserCall) -> ToMeConfig:
     """Return the settings, which must be the same at every step.
 
-    Of the default method, whose plan follows the steps, only the merging is left.
+    The plan of the default method follows the steps, so only its token merging is kept.
     """
     if merging.needs_model:
         if SPEEDUP in merging.changes:

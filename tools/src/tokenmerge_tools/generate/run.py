@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 class Result:
     """The results of a run so far. Dense comes first among the names of the variants, if it runs.
 
-    ``psnr`` in dB and ``ssim`` are those of each merged image to the dense one of its seed, in 8 bits. They
+    ``psnr`` in dB and ``ssim`` compare each merged image with the dense one of the same seed, in 8 bits. They
     are empty without a dense run or without torchmetrics. The PSNR of equal images is infinite. ``config``
-    has the settings, ``summary`` is the text of the patch after the run, and ``steps`` are None unless
-    recorded.
+    has the settings, and ``summary`` is the text of the patch after the run. ``steps`` is None if no steps
+    were recorded.
 
     ``fewer_steps`` is the number of dense steps that take as long as the merged images, or None if no
     images were drawn with them. ``fewer_seconds`` is the time for each of these images, and
@@ -214,7 +214,7 @@ class _Generating:
         done: Counter[str] = Counter()
 
         def on_step(name: str, steps_per_call: int) -> None:
-            if ": " in name:  # the name of a copy that warms up
+            if ": " in name:  # a copy that warms up has such a name
                 return
             done[name] += 1
             calls = options.repeat if name in self.variants else 1
@@ -278,8 +278,7 @@ class _Generating:
     def _draw_fewer(self, count: int) -> list[Image]:
         """Draw with the dense model, in as many steps as fit into the time of the merged images.
 
-        The steps have at least the operations of the merged images. The list is empty if they would be all
-        steps.
+        They need at least as many operations as the merged images. The list is empty if that takes all steps.
         """
         steps = as_long_as(self.options.steps, self.result.share_of_work, self.result.report.speedup)
         if steps is None:

@@ -59,7 +59,7 @@ Size = Annotated[
 ]
 Guidance = Annotated[float | None, picture("Guidance scale. Default: the pipeline's own.", parser="number")]
 
-LONGEST_PROMPT = 10_000  # characters; text encoders read a few thousand at most
+LONGEST_PROMPT = 10_000  # in characters; text encoders read a few thousand at most
 
 
 def check_prompt(name: str, prompt: str) -> None:

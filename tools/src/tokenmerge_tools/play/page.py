@@ -74,7 +74,7 @@ def build(model: str, visitors: Visitors, **machine: Any) -> Any:
                 options = Form(*values).options(models, **machine)
                 trial = drawer.draw(options, on_progress, stop or stop_of(visitor))
             except StoppedError:
-                return [gr.skip()] * (len(shown) + 2)  # nobody waits for the result
+                return [gr.skip()] * (len(shown) + 2)  # nobody waits for this result
             except Exception as error:
                 if not isinstance(error, TokenMergingError):
                     traceback.print_exc()

@@ -19,10 +19,10 @@ from tokenmerge_tools.records.kinds import (
 from tokenmerge_tools.reporting.tables import grouped, quality_name, where_drawn
 from tokenmerge_tools.variants.variant import DENSE
 
-AGAINST_CLOSENESS = "Speed-up against closeness: "  # begins the title of such a chart
+AGAINST_CLOSENESS = "Speed-up against closeness: "  # the beginning of the title of such a chart
 _SPEEDUP = "speed-up, t_dense / t"
 _FUSED = "sdpa"
-_KNOBS = ("ratio", "interval", "threshold", "as", "steps")  # settings by which a variant becomes faster
+_KNOBS = ("ratio", "interval", "threshold", "as", "steps")  # the settings that make a variant faster
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from tokenmerge_tools.reporting.tables import (
 R = TypeVar("R", CellRecord, QualityRecord)
 
 TITLE = "Token merging: speed, memory and quality"
-_PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes
+_PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes of a PNG file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ def as_html(content: Content) -> str:
         raise MissingExtraError(
             "tokenmerge-tools[plots]", needed_by="the page of tokenmerge report needs Jinja2"
         ) from error
-    # autoescape, because prompts and names can contain any text.
+    # Everything is escaped, because prompts and names can contain any text.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     text = (resources.files("tokenmerge_tools.reporting") / "page.html.j2").read_text(encoding="utf-8")
     drawn = [(chart, svg_address(draw(chart))) for chart in content.charts]

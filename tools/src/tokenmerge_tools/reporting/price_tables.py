@@ -13,7 +13,7 @@ from tokenmerge_tools.reporting.tables import FASTER, Table, TableRow, times
 _CLOSENESS = (40.0, 35.0, 30.0)
 
 _Point = tuple[str, str]  # the method and the label of the point
-_Figures = dict[str, float]  # by metric
+_Figures = dict[str, float]  # the value of each metric
 
 
 def price_tables(charts: Iterable[Chart]) -> list[Table]:

@@ -214,13 +214,13 @@ _BY_OPERATIONS = (
 )
 _GLYPHS = "glyphs: share of the images that show the emoji that the prompt names"
 _ERRORS = "± standard error of the mean over the images"
-# What an image costs: the header, and how it is written.
+# The costs of an image. Each has a header and a function that formats it.
 _COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "counted": ("by operations", lambda speedup: f"{speedup:.2f}×"),
     "seconds": ("seconds", lambda seconds: f"{seconds:.3g}"),
     "peak_bytes": ("peak GiB", lambda size: f"{size / 2**30:.2f}"),
 }
-_ROUNDING = 1e-6  # of the SSIM of equal images
+_ROUNDING = 1e-6  # the rounding error in the SSIM of equal images
 _BY_THE_CLOCK = "by the clock: t_dense / t per image, median and quartiles"
 
 

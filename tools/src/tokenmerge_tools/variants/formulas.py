@@ -19,13 +19,13 @@ from tokenmerge_tools.variants.generation import (
 )
 
 _TOKENS = "hidden_states"
-# What is known of one pass of guidance between steps.
+# The values that one pass of guidance keeps from step to step.
 _State = dict[str, Any]
 # The constants of the papers and of the authors' code. Steps are fractions of the generation.
 _EASY_FIRST = 0.15
 _EASY_LAST = 0.95
 _MOST_GAMMA = 1.5
-_LEAST_CHANGE = 1e-12  # keeps the quotient finite
+_LEAST_CHANGE = 1e-12  # this keeps the quotient finite
 _SADA_FIRST = 0.2
 _SADA_LAST = 0.94
 
@@ -49,7 +49,7 @@ def easycache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractC
             x = sample_of(args, kwargs)
             own = known[now.turn]
             moved = _size(x - own["x"]) if "x" in own else None
-            if now.turn == 0:  # other passes of guidance do what the first one does
+            if now.turn == 0:  # the other passes of guidance follow the first one
                 skips = False
                 done = now.index / now.steps
                 if "rate" in own and _EASY_FIRST <= done <= _EASY_LAST:

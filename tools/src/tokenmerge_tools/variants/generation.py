@@ -15,10 +15,10 @@ from tokenmerge_tools.pipelines.loading import denoiser_of
 
 
 class Generation:
-    """One call of a pipeline by a rival, with its arguments by name. Before the first call it has none.
+    """One call of a pipeline by a rival, with its arguments by name. They are empty before the first call.
 
-    ``index`` is the number of finished steps, and ``turn`` that of the denoiser's call in this step, from 0:
-    guidance may need two.
+    ``index`` is the number of finished steps. ``turn`` is the index of the denoiser's call within this step,
+    since guidance may need two calls.
     """
 
     def __init__(self, name: str, pipe: Any, call: inspect.BoundArguments | None = None) -> None:
@@ -170,7 +170,7 @@ def transformer_blocks(now: Generation) -> list[nn.Module]:
 
 
 def about(block: nn.Module) -> Any:
-    """Return what diffusers knows of the arguments and the output of a block; a ValueError if nothing."""
+    """Return what diffusers knows about the arguments and the output of a block, or raise a ValueError."""
     from diffusers.hooks._helpers import TransformerBlockRegistry
 
     return TransformerBlockRegistry.get(type(block))

@@ -42,7 +42,7 @@ VARIANTS = {
     AUTO: VariantKind(contexts.tokenmerge, AUTO, is_faster=True, takes=OF_AUTO),
     **{method: VariantKind(contexts.tokenmerge, method, is_faster=True) for method in _OTHER_METHODS},
     **RIVALS,
-    # Dense, with as many steps as a merged variant counts operations.
+    # The dense model, in the number of steps that needs as many operations as a merged variant.
     FEWER_STEPS: VariantKind(contexts.dense),
 }
 
@@ -64,7 +64,7 @@ class Variant:
         return variant_label(self.name, dict(self.settings))
 
     def steps(self, dense: int) -> int:
-        """Return its number of denoising steps, where dense has ``dense``. Only fewer steps have another."""
+        """Return its number of steps, if dense takes ``dense`` steps. Only ``fewer-steps`` takes fewer."""
         return int(dict(self.settings)["steps"]) if self.name == FEWER_STEPS else dense
 
     @property
@@ -92,9 +92,9 @@ def parse_variant(
 ) -> list[Variant]:
     """Read ``NAME`` or ``NAME:SETTING=VALUE,…``, with settings as :func:`read_setting` reads them.
 
-    There is one variant for each ratio, or of ``auto`` for each speed-up, unless the text sets one or the
-    planner ignores it. ``RIVAL:all`` is a rival with each value of its ladder, and ``rivals`` or
-    ``rivals:all`` every rival.
+    There is one variant for each ratio, or for each speed-up in the case of ``auto``, unless the text sets
+    this value or the planner ignores it. ``RIVAL:all`` is a rival with each value of its ladder, and
+    ``rivals`` or ``rivals:all`` every rival.
 
     >>> [spec.label for spec in parse_variant("tome:merge_mlp", [0.25, 0.5])]
     ['tome ratio=0.25 merge_mlp', 'tome ratio=0.5 merge_mlp']
