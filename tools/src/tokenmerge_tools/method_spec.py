@@ -107,7 +107,9 @@ class MethodSpec:
     @property
     def text(self) -> str:
         """The method and its changes as a variant, such as ``"tome:ratio=0.5,proportional=True"``."""
-        return f"{self.method}:" + ",".join(f"{name}={as_plain(own)}" for name, own in self.changes.items())
+        return f"{self.method}:" + ",".join(
+            f"{name}={as_plain(value)}" for name, value in self.changes.items()
+        )
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -124,11 +126,11 @@ class MethodSpec:
             every = self.changes.get("reuse.every", chosen.reuse.every)
             # shallow_every must not exceed every, so lowering one lowers both.
             shallow = min(chosen.reuse.shallow_every, every)
-            own = {**flat(vars(chosen)), "reuse.shallow_every": shallow}
+            settings = {**flat(vars(chosen)), "reuse.shallow_every": shallow}
             # The places of the chosen plan do not fit other numbers of step reuse.
             if any(name.startswith("reuse.") for name in self.changes):
-                own |= {"reuse.full_steps": (), "reuse.shallow_steps": ()}
-            return ToMeConfig.from_dict({**own, **self._settings})
+                settings |= {"reuse.full_steps": (), "reuse.shallow_steps": ()}
+            return ToMeConfig.from_dict({**settings, **self._settings})
         if self.method == "tome":
             return ToMeConfig.from_dict(self.changes)
         make: Callable[..., ToMeConfig] = getattr(presets, self.method)

@@ -102,9 +102,9 @@ def _read(bounds: Tensor) -> Grids:
         return ()
     frames = 1
     while (frames + 1) * frame <= places.shape[1]:
-        own = places[:, frames * frame : (frames + 1) * frame]
+        this_frame = places[:, frames * frame : (frames + 1) * frame]
         before = places[:, (frames - 1) * frame : frames * frame]
-        if not torch.equal(own[1:], before[1:]) or own[0, 0] <= before[0, 0]:
+        if not torch.equal(this_frame[1:], before[1:]) or this_frame[0, 0] <= before[0, 0]:
             break
         frames += 1
     return ((frames, rows, frame // rows),)

@@ -132,12 +132,12 @@ def with_caches(state: BlockState, call: HostCall, run: Callable[[BlockState, Ho
 
     What later plans compare is cached.
     """
-    own = functools.partial(run, state)
+    run_block = functools.partial(run, state)
     if caches_residual(state):
-        own = functools.partial(with_cached_residual, state, own)
+        run_block = functools.partial(with_cached_residual, state, run_block)
     if state.model.context.has_stacks and is_in_stack(state):
-        return call_in_stack(state, call, own)
-    return own(call)
+        return call_in_stack(state, call, run_block)
+    return run_block(call)
 
 
 def _run_block(state: BlockState, caches: bool, call: HostCall) -> Any:

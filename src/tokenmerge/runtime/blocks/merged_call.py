@@ -158,10 +158,14 @@ def _of_image(value: Any, image: int, images: int) -> Any:
     parts = list(value.values()) if isinstance(value, dict) else value
     # What stands beside such an argument, such as the positions of the text, has no batch axis either.
     if OfPictures in [type(part) for part in parts]:
-        own = [_of_image(part, image, images) if isinstance(part, OfPictures) else part for part in parts]
+        parts_of_image = [
+            _of_image(part, image, images) if isinstance(part, OfPictures) else part for part in parts
+        ]
     else:
-        own = [_of_image(part, image, images) for part in parts]
-    return dict(zip(value, own, strict=True)) if isinstance(value, dict) else type(value)(own)
+        parts_of_image = [_of_image(part, image, images) for part in parts]
+    if isinstance(value, dict):
+        return dict(zip(value, parts_of_image, strict=True))
+    return type(value)(parts_of_image)
 
 
 def _joined(results: list[Any]) -> Any:

@@ -172,7 +172,8 @@ class RunLog:
         change = truth - first
         error = torch.addcmul(change, delta, agreement * known[0], value=-1)  # as `extrapolated` forecasts it
         error, change = (
-            _length(_guided(_of_samples(own, samples), self.guidance, copies)) for own in (error, change)
+            _length(_guided(_of_samples(difference, samples), self.guidance, copies))
+            for difference in (error, change)
         )
         self.missed.append((part, known[1], error / change.clamp(min=_TINY)))
 

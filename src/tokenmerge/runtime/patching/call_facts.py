@@ -104,7 +104,7 @@ def given_of(facts: CallFacts, memory: Memory) -> Given:
         noise = noise_before(facts.step, facts.scheduler, facts.timestep)
     given = Given(
         facts.shape,
-        conditions_in({name: own for name, own in facts.arguments.items() if own is not sample}),
+        conditions_in({name: value for name, value in facts.arguments.items() if value is not sample}),
         weakref.ref(sample) if isinstance(sample, Tensor) else None,
         waits=waits,
         noise=None if noise is None else noise_in_detail(sample, noise),

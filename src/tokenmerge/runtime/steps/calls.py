@@ -196,16 +196,16 @@ def _follows(
         return True
     pictures = len(now)
     alike = _directions(now[:, moved]) @ _directions(torch.cat(list(before))[:, moved]).T
-    own = alike[:, place * pictures : (place + 1) * pictures].diagonal().clone()
+    similarity = alike[:, place * pictures : (place + 1) * pictures].diagonal().clone()
     chance = min(_DEVIATIONS / positions**0.5, _MOST_BY_CHANCE)
     least = max(_LEAST, chance)
-    for picture in (own < least).nonzero().flatten().tolist():
+    for picture in (similarity < least).nonzero().flatten().tolist():
         same = [other for other, one in enumerate(before[place]) if torch.equal(one, before[place][picture])]
         columns = [before[place][picture], *(made[other] for made in outputs for other in same)]
-        own[picture] = _explained(now[picture][moved], torch.stack(columns, dim=1)[moved])
+        similarity[picture] = _explained(now[picture][moved], torch.stack(columns, dim=1)[moved])
     # Of what is not finite, or has no detail, nothing is known.
-    other = (alike.nan_to_num().amax(dim=1) > own + max(_CLEARLY, chance)) & (own != 0)
-    strange = (own < least) & (own != 0) & _should_be_alike(now[:, moved], noise, least)
+    other = (alike.nan_to_num().amax(dim=1) > similarity + max(_CLEARLY, chance)) & (similarity != 0)
+    strange = (similarity < least) & (similarity != 0) & _should_be_alike(now[:, moved], noise, least)
     return not bool((other | strange).any())
 
 
@@ -429,8 +429,8 @@ class CallNumbers:
 
     def _outputs_for(self, number: int) -> list[Tensor]:
         """Return what the model returned in a call of the step before, and in others on its sample."""
-        own = self._given[number].sample
-        same = [other for other in self._before if other == number or self._is_on(other, own)]
+        sample = self._given[number].sample
+        same = [other for other in self._before if other == number or self._is_on(other, sample)]
         return [self._outputs[other] for other in same if other in self._outputs]
 
     def _is_on(self, number: int, sample: weakref.ref[Tensor] | None) -> bool:

@@ -50,7 +50,7 @@ class Geometry:
 
 def _tuples(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _tuples(own) for name, own in value.items()}
+        return {name: _tuples(entry) for name, entry in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 

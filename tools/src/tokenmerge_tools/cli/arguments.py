@@ -35,12 +35,12 @@ def takes(options: type | None = None, all_optional: bool = False) -> Callable[.
     del of_merging["about"]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command, eval_str=True).parameters
+        declared = inspect.signature(command, eval_str=True).parameters
         parameters: list[inspect.Parameter] = []
-        for name, parameter in own.items():
+        for name, parameter in declared.items():
             for one in fields.values() if name == "given" else (parameter,):
                 parameters += of_merging.values() if one.name == "merging" else (one,)
-        merges = "merging" in fields or "merging" in own
+        merges = "merging" in fields or "merging" in declared
 
         @functools.wraps(command)
         def run(**values: Any) -> None:

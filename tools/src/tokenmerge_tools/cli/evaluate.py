@@ -52,8 +52,8 @@ def evaluate(
     given = {**(OF_PRESET if "preset" in given else {}), **given}
     if settings:
         about: dict[str, Any] = {name: given.get(name) for name in ABOUT}
-        own = (spec_of_file(file, {}, **about).text for file in settings)
-        given["variants"] = (*given.get("variants", ()), *own)
+        variants_of_files = (spec_of_file(file, {}, **about).text for file in settings)
+        given["variants"] = (*given.get("variants", ()), *variants_of_files)
     options = EvaluateOptions(**given)
     quiet_libraries("tokenmerge evaluate")
     if dry_run:

@@ -59,7 +59,7 @@ def _of_model(
     sketch = load_sketch(source)
     size = size or sketch.size
     pipeline = sketch.pipeline
-    own = getattr(pipeline, "scheduler", None)
+    default_scheduler = getattr(pipeline, "scheduler", None)
     guides = hasattr(type(pipeline), "do_classifier_free_guidance")  # otherwise its guidance is unknown
     scale = default_guidance(pipeline) if guidance is None else guidance
     if scale is not None and (scale <= 1 or sketch.denoiser.config.get("guidance_embeds")):
@@ -67,7 +67,7 @@ def _of_model(
     return {
         "model": type(sketch.denoiser).__name__,
         "size": None if size is None else (size[1] // sketch.scale, size[0] // sketch.scale),
-        "scheduler": name or (own and type(own).__name__),
+        "scheduler": name or (default_scheduler and type(default_scheduler).__name__),
         "guidance": scale if guides else None,
     }
 

@@ -195,8 +195,8 @@ def _about_times(rows: list[tuple[str, float, str]], result: Result, options: Ge
         return f"Medians of {options.repeat} timed runs each."
     once = "Seconds of one run each; --repeat 3 makes them reliable."
     if len(rows) > 1:
-        (_, dense, _), (_, own, _) = rows[:2]
-        if dense > _FASTER_THAN_BY_OPERATIONS * result.report.speedup * own:
+        (_, dense, _), (_, merged, _) = rows[:2]
+        if dense > _FASTER_THAN_BY_OPERATIONS * result.report.speedup * merged:
             slowed = (
                 "Faster by the clock than by operations, probably as other programs slowed the first run."
             )

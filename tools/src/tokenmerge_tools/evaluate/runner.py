@@ -119,15 +119,15 @@ class _Evaluating:
                 prompts = [item.prompt for item in items]
                 seeds = [item.seed for item in items]
                 steps = variant.steps(self.options.steps)
-                own = call.of_pictures(prompts, seeds).with_steps(steps)
+                batch_call = call.of_pictures(prompts, seeds).with_steps(steps)
                 try:
                     if variant not in configs:
                         config = variant.config(
                             pipe, height=height, width=width, steps=steps, guidance=call.guidance
                         )
                         configs[variant] = config
-                        patches[variant] = self._begin(studio, variant, config, own)
-                    seconds, pictures, cost = self._picture(studio, variant, own)
+                        patches[variant] = self._begin(studio, variant, config, batch_call)
+                    seconds, pictures, cost = self._picture(studio, variant, batch_call)
                 except Exception as error:
                     if is_out_of_memory(error):
                         raise ConfigError(
@@ -193,8 +193,8 @@ class _Evaluating:
     def _leave_out(self, variant: Variant, error: Exception) -> bool:
         """Leave out a rival that does not run on this model, and say why."""
         name = variant.label
-        own = isinstance(error, TokenMergingError)
-        if variant.name not in RIVALS or (own and not isinstance(error, UnsupportedModelError)):
+        is_ours = isinstance(error, TokenMergingError)
+        if variant.name not in RIVALS or (is_ours and not isinstance(error, UnsupportedModelError)):
             return False
         self.left_out[name] = reason_of(error)
         self.operations.pop(name, None)

@@ -87,8 +87,8 @@ class Result:
     def speedup(self, name: str) -> float | None:
         """Return the median time of dense over that of one variant, or None if either was not timed."""
         dense = self.seconds("dense")
-        own = self.seconds(name)
-        return median(dense) / median(own) if dense and own else None
+        seconds = self.seconds(name)
+        return median(dense) / median(seconds) if dense and seconds else None
 
     @property
     def share_of_work(self) -> float:
@@ -108,9 +108,14 @@ class Result:
         variants = {}
         for name in self.names:
             times = None
-            own = self.seconds(name)
-            if own:
-                times = {"median": median(own), "fastest": min(own), "slowest": max(own), "runs": len(own)}
+            seconds = self.seconds(name)
+            if seconds:
+                times = {
+                    "median": median(seconds),
+                    "fastest": min(seconds),
+                    "slowest": max(seconds),
+                    "runs": len(seconds),
+                }
             variants[name] = {
                 "seconds_per_call": [one.seconds for one in self.measurements if one.variant == name],
                 "seconds_per_image": times,

@@ -79,7 +79,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     >>> dtype_name(torch.bfloat16)
     'bf16'
     """
-    return next(name for name, own in _DTYPES.items() if own == dtype)
+    return next(name for name, candidate in _DTYPES.items() if candidate == dtype)
 
 
 def scheduler_class_name(name: str) -> str:
@@ -193,7 +193,7 @@ def _set_backend(model: ModelMixin, name: str) -> None:
 
     processors = _with_backends(model)
     if not processors:
-        kinds = ", ".join(sorted({type(own).__name__ for own in model.attn_processors.values()}))
+        kinds = ", ".join(sorted({type(processor).__name__ for processor in model.attn_processors.values()}))
         raise ConfigError(
             f"attention: {type(model).__name__} computes attention in {kinds}, which support no back-end "
             f"of diffusers, got {name!r}; use one of {', '.join(ATTENTION_CHOICES)}"
@@ -204,7 +204,7 @@ def _set_backend(model: ModelMixin, name: str) -> None:
 
 def _with_backends(model: ModelMixin) -> list[Any]:
     processors = (getattr(module, "processor", None) for module in model.modules())
-    return [own for own in processors if hasattr(own, "_attention_backend")]
+    return [processor for processor in processors if hasattr(processor, "_attention_backend")]
 
 
 def parse_size(text: str) -> tuple[int, int]:

@@ -129,8 +129,8 @@ def served_names(host: str, root_path: str = "") -> list[str]:
     written = f"[{name}]" if ":" in name else name  # an IPv6 address
     names = list(_LOOPBACK) if written in _LOOPBACK else [written]
     if name in ("0.0.0.0", "::"):
-        own = {known.lower() for known in (socket.gethostname(), socket.getfqdn())}
-        names = [_ANY_ADDRESS, *_LOOPBACK, *sorted(own | {f"{known}.local" for known in own})]
+        host_names = {known.lower() for known in (socket.gethostname(), socket.getfqdn())}
+        names = [_ANY_ADDRESS, *_LOOPBACK, *sorted(host_names | {f"{known}.local" for known in host_names})]
     public = urlsplit(root_path).hostname
     return [*names, public] if public and public not in names else names
 

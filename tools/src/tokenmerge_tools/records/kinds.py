@@ -60,14 +60,14 @@ class Record:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Any:
         """Read what :meth:`to_line` wrote. Fields with a default may be missing in older records."""
-        own = {field.name: field for field in dataclasses.fields(cls)}
+        fields = {field.name: field for field in dataclasses.fields(cls)}
         nothing = {dataclasses.MISSING}
-        needed = [name for name, one in own.items() if {one.default, one.default_factory} == nothing]
+        needed = [name for name, one in fields.items() if {one.default, one.default_factory} == nothing]
         missing = [name for name in needed if name not in values]
         if missing:
             raise ConfigError(f"not a {cls.KIND} record: {', '.join(missing)} missing")
         try:
-            return cls(**cls._parse({name: values[name] for name in own if name in values}))
+            return cls(**cls._parse({name: values[name] for name in fields if name in values}))
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -325,14 +325,18 @@ def cell_of_pictures(
     """
 
     def fits(cell: CellRecord) -> bool:
-        own = cell.conditions
+        of_cell = cell.conditions
         # The scheduler does not affect the time of one call of the denoiser.
-        ignored = "scheduler" if own["scope"] == "denoiser" else ""
+        ignored = "scheduler" if of_cell["scope"] == "denoiser" else ""
         return (
             cell.label == label
-            and not own["compile"]
-            and all(own[name] == conditions.get(name, own[name]) for name in _OF_PICTURES if name != ignored)
-            and conditions.get("device") in (None, own["device"].partition(":")[0])
+            and not of_cell["compile"]
+            and all(
+                of_cell[name] == conditions.get(name, of_cell[name])
+                for name in _OF_PICTURES
+                if name != ignored
+            )
+            and conditions.get("device") in (None, of_cell["device"].partition(":")[0])
         )
 
     found = (cell for cell in cells if fits(cell))

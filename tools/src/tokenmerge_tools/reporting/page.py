@@ -89,16 +89,21 @@ def _conditions(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -
     shared: dict[str, str] = {}
     varying = ("variant", "settings", "attention", "compile", "width", "height", "batch", "model", "frames")
     for cell in cells:
-        own = {k: v for k, v in cell.conditions.items() if k not in varying}
-        own["peak memory"] = cell.facts.get("peak_memory")
-        torch = own["environment"]["versions"]["torch"]
-        name = f"{own['device_name']}, {own['scope']}, {own['dtype']}, torch {torch}"
-        shared.setdefault(_as_json(own), name)
+        run_conditions = {k: v for k, v in cell.conditions.items() if k not in varying}
+        run_conditions["peak memory"] = cell.facts.get("peak_memory")
+        torch = run_conditions["environment"]["versions"]["torch"]
+        device, scope, dtype = (run_conditions[name] for name in ("device_name", "scope", "dtype"))
+        name = f"{device}, {scope}, {dtype}, torch {torch}"
+        shared.setdefault(_as_json(run_conditions), name)
     for record in quality:
         if record.conditions:
-            own = {"model": record.model, **record.conditions, "measured_with": record.measured_with}
+            image_conditions = {
+                "model": record.model,
+                **record.conditions,
+                "measured_with": record.measured_with,
+            }
             name = f"Images of {record.model}, {record.width} × {record.height}"
-            shared.setdefault(_as_json(own), name)
+            shared.setdefault(_as_json(image_conditions), name)
     return [(name, text) for text, name in shared.items()]
 
 
@@ -170,8 +175,8 @@ def _shared_notes(tables: Sequence[Table]) -> tuple[list[str], list[Table]]:
     shared = [note for note in first.notes if others and all(note in table.notes for table in others)]
     kept = []
     for table in tables:
-        own = tuple(note for note in table.notes if note not in shared)
-        kept.append(dataclasses.replace(table, notes=own))
+        notes = tuple(note for note in table.notes if note not in shared)
+        kept.append(dataclasses.replace(table, notes=notes))
     return shared, kept
 
 

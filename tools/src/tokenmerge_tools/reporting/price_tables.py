@@ -66,7 +66,9 @@ def _shared_parts(titles: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     parts = [title.split(", ") for title in titles]
     shared = [part for part in parts[0] if len(parts) > 1 and all(part in other for other in parts)]
-    return shared, [", ".join(part for part in own if part not in shared) for own in parts]
+    return shared, [
+        ", ".join(part for part in parts_of_title if part not in shared) for parts_of_title in parts
+    ]
 
 
 def _natural(text: str) -> list[tuple[bool, int, str]]:

@@ -82,9 +82,9 @@ class Tuning:
         self.evaluation = easel.evaluation
         texts = [f"{item.prompt}, seed {item.seed}" for item in self.evaluation.items]
         self.conditions = key_of({"conditions": self.evaluation.store.conditions, "items": texts})
-        own = [one for one in file.records.values() if one.conditions == self.conditions]
-        self.images = {(one.name, one.item): one.values for one in own if one.about == "image"}
-        self.facts = self._facts(own)
+        records = [one for one in file.records.values() if one.conditions == self.conditions]
+        self.images = {(one.name, one.item): one.values for one in records if one.about == "image"}
+        self.facts = self._facts(records)
         self.answer: float | None = None
         self.complete = False
 
@@ -122,8 +122,8 @@ class Tuning:
     def closeness(self, label: str, metric: str | None = None) -> Closeness:
         """Return how close the images of a variant are in a metric, which is by default that of the goal."""
         name = metric or self.options.metric
-        own = [self.images[label, item]["metrics"][name] for item in range(self.options.items)]
-        return closeness_of(own, name)
+        values = [self.images[label, item]["metrics"][name] for item in range(self.options.items)]
+        return closeness_of(values, name)
 
     def by_operations(self, speedup: float) -> float:
         """Return the speed-up by operations when this speed is requested."""

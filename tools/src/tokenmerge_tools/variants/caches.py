@@ -75,9 +75,9 @@ def of_diffusers(
         model.__dict__.pop("_diffusers_hook", None)  # from an earlier generation, with a stale list of hooks
         if not hasattr(hooks, apply):
             now.refuse(f"needs a newer version of diffusers, with {apply}")
-        own = settings(hooks, now, next(iter(number.values())), known)
+        cache_config = settings(hooks, now, next(iter(number.values())), known)
         with _blocks_with_text(model) if in_blocks else contextlib.nullcontext():
-            getattr(hooks, apply)(model, own)
+            getattr(hooks, apply)(model, cache_config)
         if not any(getattr(module, "_diffusers_hook", None) for module in model.modules()):
             now.refuse(f"does not know the layers of {type(model).__name__}")
         context = contextlib.ExitStack()
@@ -137,9 +137,11 @@ def magcache(hooks: Any, now: Generation, threshold: float, known: dict[str, Any
             hooks.apply_mag_cache(
                 model, hooks.MagCacheConfig(calibrate=True, num_inference_steps=_CALIBRATED_AT)
             )
-        own = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         with contextlib.redirect_stdout(io.StringIO()) as printed:  # diffusers only prints the ratios
-            now.again(copied, num_inference_steps=_CALIBRATED_AT, generator=own, callback_on_step_end=None)
+            now.again(
+                copied, num_inference_steps=_CALIBRATED_AT, generator=generator, callback_on_step_end=None
+            )
         lists = re.findall(r"^\[[\d., e+-]+\]$", printed.getvalue(), flags=re.MULTILINE)
         if not lists:
             now.refuse(f"measured no ratios in a generation of {_CALIBRATED_AT} steps")
@@ -261,8 +263,8 @@ def cache_dit(
             return {"cache_config": cache}
         # Text is not extrapolated: the last block of some models returns none, which cache-dit cannot store.
         kind = "TaylorSeerCalibratorConfig" if forecast is None else FORECASTS[forecast]
-        own = {} if taylor is None else {"taylorseer_order": int(taylor)}
-        forecaster = getattr(package, kind)(enable_encoder_calibrator=False, **own)
+        order = {} if taylor is None else {"taylorseer_order": int(taylor)}
+        forecaster = getattr(package, kind)(enable_encoder_calibrator=False, **order)
         return {"cache_config": cache, "calibrator_config": forecaster}
 
     @contextlib.contextmanager

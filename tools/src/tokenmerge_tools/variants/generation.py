@@ -80,14 +80,14 @@ def in_each_call(
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = parameters.bind(self, *args, **kwargs)
         bound.apply_defaults()
-        own = type(self)
+        pipeline_class = type(self)
         self.__class__ = _subclass(cls, {})
         try:
             now = Generation(name, self, bound)
             with as_before(now.model), _counting_steps(now), begin(now):
                 return self(*args, **kwargs)
         finally:
-            self.__class__ = own
+            self.__class__ = pipeline_class
 
     pipe.__class__ = _subclass(cls, {"__call__": call})
     try:
@@ -103,10 +103,10 @@ def as_before(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, own in before.items():
-            for added in set(module.__dict__) - set(own):
+        for module, attributes in before.items():
+            for added in set(module.__dict__) - set(attributes):
                 del module.__dict__[added]
-            module.__dict__.update(own)
+            module.__dict__.update(attributes)
 
 
 @contextlib.contextmanager

@@ -79,8 +79,8 @@ class Variant:
         merging = self.merging
         if merging is not None and merging.is_default_method and not isinstance(pipe_or_model, nn.Module):
             return contexts.tokenmerge(pipe_or_model, config, speedup=merging.speedup)
-        own = {} if variant.number is None else dict(self.settings)
-        return variant.apply(pipe_or_model, config, **own)
+        numbers = {} if variant.number is None else dict(self.settings)
+        return variant.apply(pipe_or_model, config, **numbers)
 
     def config(self, pipe_or_model: object = None, **generation: Any) -> ToMeConfig | None:
         """Return the configuration, or None for a variant without settings. See :meth:`MethodSpec.config`."""
@@ -120,11 +120,11 @@ def parse_variant(
         items = [read_setting(item, variant.takes) for item in _COMMA.split(rest.rstrip(", ")) if item]
         given = dict(items)
         method = MethodSpec(variant.method)
-        own = flat(vars(ToMeConfig() if method.needs_model else method.config()))
+        defaults = flat(vars(ToMeConfig() if method.needs_model else method.config()))
         amount = SPEEDUP if method.needs_model else "ratio"
         amounts = speedups if method.needs_model else ratios
-        if given.get("planner", own["planner"]) == "uniform":
-            amounts = [own["ratio"]]
+        if given.get("planner", defaults["planner"]) == "uniform":
+            amounts = [defaults["ratio"]]
         specs = []
         for number in [given[amount]] if amount in given else amounts:
             changes = {**given, amount: float(number)}
@@ -134,7 +134,7 @@ def parse_variant(
                 if setting not in changes:
                     continue
                 # The method's defaults are left out, so that equal variants have equal names.
-                if setting == amount or method.needs_model or changes[setting] != own[setting]:
+                if setting == amount or method.needs_model or changes[setting] != defaults[setting]:
                     shown.append((setting, as_plain(changes[setting])))
             specs.append(Variant(name, tuple(shown)))
     except ConfigError as error:
@@ -149,17 +149,17 @@ def _read_own(
     name, default = number
     given = [item.partition("=")[::2] for item in text.split(",") if item.strip()]
     found = {key.strip(): value.strip() for key, value in given}
-    own: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, example in {**options, name: default}.items():
         if key in found:
-            own[key] = found[key] if isinstance(example, str) else _above_0(found[key])
-    if set(found) - set(own) or None in own.values():
+            values[key] = found[key] if isinstance(example, str) else _above_0(found[key])
+    if set(found) - set(values) or None in values.values():
         also = ", ".join(f"{key}={_plain(example)}" for key, example in options.items())
         raise ConfigError(
             f"variant: expected {variant}:{name}=NUMBER above 0, such as {name}={default:g}"
             f"{also and f' (optionally with any of {also}, separated by commas)'}, got {text!r}"
         )
-    return *((key, own[key]) for key in options if key in own), (name, own.get(name, float(default)))
+    return *((key, values[key]) for key in options if key in values), (name, values.get(name, float(default)))
 
 
 def _above_0(text: str) -> float | None:
