@@ -103,8 +103,8 @@ class Studio(contextlib.ExitStack):
     def count(self, name: str, call: PipelineCall) -> tuple[float, list[Any]]:
         """Draw once, and return the mean operations of a call of the denoiser, and the images."""
         with counting(denoiser_of(self.pipes[name])) as counted:
-            pictures = self.draw(name, call, f"{name}: counting")
-        return counted.flops / max(counted.calls, 1), pictures
+            images = self.draw(name, call, f"{name}: counting")
+        return counted.flops / max(counted.calls, 1), images
 
     def draw(self, name: str, call: PipelineCall, doing: str = "") -> list[Any]:
         """Draw with one copy, or with the dense pipeline, whose errors name the model.
@@ -186,6 +186,6 @@ def merged_groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> 
     labels = recorded.plan.labels()
     # With guidance, the samples with the prompt are the last ones of the batch.
     row = max(0, labels.shape[0] - batch + index)
-    of_picture = labels[row, : math.prod(recorded.grid)]  # the tokens of reference images follow
-    grid = of_picture.reshape(recorded.grid[1:]).cpu().numpy()
+    of_image = labels[row, : math.prod(recorded.grid)]  # the tokens of reference images follow
+    grid = of_image.reshape(recorded.grid[1:]).cpu().numpy()
     return grid, f"{grid.size} to {len(np.unique(grid))} tokens in {path.partition('.attentions')[0]}"

@@ -136,8 +136,8 @@ def opened_picture(path: Path, option: str, advice: str) -> Iterator[Image]:
 
     content = io.BytesIO(read_bytes(path, option, advice))
     try:
-        with PIL.Image.open(content) as picture:
-            yield picture
+        with PIL.Image.open(content) as image:
+            yield image
     # Besides OSError, Pillow raises these for broken PNG chunks and for suspiciously large images.
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
         if isinstance(error, ConfigError):
@@ -147,8 +147,8 @@ def opened_picture(path: Path, option: str, advice: str) -> Iterator[Image]:
 
 def open_picture(path: Path, option: str, advice: str) -> Image:
     """Read an image as RGB."""
-    with opened_picture(path, option, advice) as picture:
-        return picture.convert("RGB")
+    with opened_picture(path, option, advice) as image:
+        return image.convert("RGB")
 
 
 @contextlib.contextmanager

@@ -29,15 +29,15 @@ def comparison(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image
     """
     lines: list[Row] = []
     for panels, captions in rows:
-        pictures = [panel for panel in panels if panel is not None]
-        factor = max(1, -(-_SMALLEST_SIDE // min(pictures[0].size)))
-        part = most_different(*pictures)
-        shown = [enlarge(picture, factor) for picture in pictures]
+        images = [panel for panel in panels if panel is not None]
+        factor = max(1, -(-_SMALLEST_SIDE // min(images[0].size)))
+        part = most_different(*images)
+        shown = [enlarge(image, factor) for image in images]
         for one in shown:
             for colour, width in (("black", 4), ("white", 2)):  # visible on any background
                 ImageDraw.Draw(one).rectangle([factor * side for side in part], outline=colour, width=width)
         lines.append((shown, captions))
-        closer = [picture.crop(part).resize(shown[0].size, Image.Resampling.NEAREST) for picture in pictures]
+        closer = [image.crop(part).resize(shown[0].size, Image.Resampling.NEAREST) for image in images]
         lines.append((closer, "where they differ most from dense, enlarged"))
     return sheet(columns, lines)
 
@@ -57,9 +57,9 @@ def most_different(dense: Image.Image, *others: Image.Image) -> tuple[int, int, 
     return left, top, left + width, top + height
 
 
-def as_tensor(pictures: Sequence[Image.Image]) -> Tensor:
+def as_tensor(images: Sequence[Image.Image]) -> Tensor:
     """Stack images of the same size as [b, 3, h, w] with values in [0, 1]."""
-    pixels = np.stack([np.asarray(picture.convert("RGB")) for picture in pictures])
+    pixels = np.stack([np.asarray(image.convert("RGB")) for image in images])
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
 
 
@@ -106,14 +106,14 @@ def sheet(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image.Imag
     return canvas
 
 
-def enlarge(picture: Image.Image, factor: int) -> Image.Image:
+def enlarge(image: Image.Image, factor: int) -> Image.Image:
     """Enlarge an image without smoothing."""
-    size = (picture.width * factor, picture.height * factor)
-    return picture.convert("RGB").resize(size, Image.Resampling.NEAREST)
+    size = (image.width * factor, image.height * factor)
+    return image.convert("RGB").resize(size, Image.Resampling.NEAREST)
 
 
-def _pixels(picture: Image.Image) -> NDArray[np.float32]:
-    return np.asarray(picture.convert("RGB"), dtype=np.float32)
+def _pixels(image: Image.Image) -> NDArray[np.float32]:
+    return np.asarray(image.convert("RGB"), dtype=np.float32)
 
 
 def _shortened(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> str:

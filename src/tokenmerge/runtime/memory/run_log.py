@@ -50,7 +50,7 @@ class AddedNoise:
     levels: tuple[float, float] = (1.0, 1.0)  # before and after the step in which it was measured
     before: tuple[int, Tensor, Tensor] | None = None  # a step to compare: index, sample, image
 
-    def note(self, levels: NoiseLevels, sample: Tensor, picture: Tensor, index: int) -> None:
+    def note(self, levels: NoiseLevels, sample: Tensor, image: Tensor, index: int) -> None:
         """Note the sample that the model gets in a step, and the image that it predicts from it."""
         before = self.before
         self.before = None
@@ -62,7 +62,7 @@ class AddedNoise:
             self.kept = torch.dot(noise, (sample - before[2]).flatten()) / noise.square().sum()
             self.levels = levels.sigmas[index - 1], levels.sigmas[index]
         elif index and 0 < levels.sigmas[index + 1] < levels.sigmas[index]:
-            self.before = index, sample, picture
+            self.before = index, sample, image
 
 
 @dataclasses.dataclass(eq=False)

@@ -126,7 +126,7 @@ def _check_shard(state: ModelState, root: nn.Module, shard: Shard, grids: Sequen
                 f"sx={settings.sx}, or its images have ratio 0; take fewer devices, another size, or merge "
                 "in all images"
             )
-        sides = [sorted(picture.grid for picture in one.pictures) for one in every]
+        sides = [sorted(image.grid for image in one.pictures) for one in every]
         if settings.planner in OWN_NUMBER and any(one != sides[0] for one in sides):
             raise UnsupportedModelError(
                 f"{where} with different grids, and planner={settings.planner!r} would not remove "

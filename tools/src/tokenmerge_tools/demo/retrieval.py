@@ -50,9 +50,9 @@ def features(colours: NDArray[np.floating]) -> NDArray[np.float32]:
     return np.concatenate([values, gradients], axis=-1).astype(np.float32).reshape(*colours.shape[:-3], -1)
 
 
-def background_of(picture: Image) -> str:
+def background_of(image: Image) -> str:
     """Name the background of an image."""
-    pixels = np.asarray(picture.convert("RGB"))
+    pixels = np.asarray(image.convert("RGB"))
     strip = max(1, round(BORDER * pixels.shape[0]))
     edge = np.ones(pixels.shape[:2], dtype=bool)
     edge[strip:-strip, strip:-strip] = False
@@ -76,11 +76,11 @@ class Gallery:
         colours, opacity = self._thumbnails[..., :3], self._thumbnails[..., 3:]
         return features(colours * opacity + np.array(BACKGROUNDS[background]) / 255 * (1 - opacity))
 
-    def identify(self, picture: Image) -> tuple[int, str]:
+    def identify(self, image: Image) -> tuple[int, str]:
         """Return the index of the nearest glyph and the name of the background."""
         from PIL.Image import Resampling
 
-        background = background_of(picture)
-        small = np.asarray(picture.convert("RGB").resize((GRID, GRID), Resampling.BOX)) / 255
+        background = background_of(image)
+        small = np.asarray(image.convert("RGB").resize((GRID, GRID), Resampling.BOX)) / 255
         distances = np.linalg.norm(self._features_on(background) - features(small), axis=-1)
         return int(distances.argmin()), background

@@ -32,7 +32,7 @@ from tokenmerge_tools.machine import source_commit, versions
 from tokenmerge_tools.pipelines.call import default_frames, draws_videos
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind, find_model, read_index
 from tokenmerge_tools.pipelines.meta_model import check_drawable, check_merging, load_sketch
-from tokenmerge_tools.pipelines.options import GenerateOptions, PipelineOptions, machine, option, picture
+from tokenmerge_tools.pipelines.options import GenerateOptions, PipelineOptions, image_option, machine, option
 from tokenmerge_tools.pipelines.settings import (
     check_size,
     dtype_name,
@@ -110,7 +110,7 @@ class EvaluateOptions(PipelineOptions):
     ] = None
     frames: Annotated[
         int | None,
-        picture(
+        image_option(
             "Frames of a video, for a model that draws videos. Default: the pipeline's.", parser="integer"
         ),
     ] = None
@@ -336,10 +336,10 @@ def dry_run(options: EvaluateOptions, seconds: float | None) -> list[str]:
     variants = evaluation.variants
     left = {v: sum(not store.picture(v, item).exists() for item in items) for v in variants}
     total = len(items) * len(variants)
-    pictures = "videos" if evaluation.frames else "images"
+    images = "videos" if evaluation.frames else "images"
     lines = [
         f"{len(variants)} variants × {len(evaluation.prompts)} prompts × {options.seeds} seeds: {total:,} "
-        f"{pictures}, of which {sum(left.values()):,} are not drawn yet",
+        f"{images}, of which {sum(left.values()):,} are not drawn yet",
     ]
     origin = "given"
     if seconds is None:
@@ -353,7 +353,7 @@ def dry_run(options: EvaluateOptions, seconds: float | None) -> list[str]:
                 "--limit 1 first, which times a dense image",
             ]
         seconds = statistics.median(timed)
-        origin = f"measured on {len(timed)} {pictures}"
+        origin = f"measured on {len(timed)} {images}"
     hours = sum(n * seconds / evaluation.counted.get(v.label, 1.0) for v, n in left.items()) / 3600
     guessed = [v.label for v in variants[1:] if v.label not in evaluation.counted]
     return [

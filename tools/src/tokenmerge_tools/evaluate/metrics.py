@@ -134,18 +134,18 @@ def _measure(name: str, network: str, prompts: Sequence[str], load: Callable[...
     """Make a metric with a value for each image. ``load`` takes the kind of its network, and the name."""
     if name in _PIXELWISE or name == "lpips":
         pixelwise = _PIXELWISE.get(name) or load(Lpips, network)
-        return lambda pictures, dense, _: pixelwise(as_tensor(pictures), as_tensor(dense))
+        return lambda images, dense, _: pixelwise(as_tensor(images), as_tensor(dense))
     if name == "clip-score":
         # The CLIP score of Hessel et al. 2021, arXiv 2104.08718. That of torchmetrics needs transformers 4.
         clip = load(Clip, network)
 
-        def clip_score(pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
-            return 100 * torch.cosine_similarity(clip(pictures), clip.texts(prompts)).clamp(min=0)
+        def clip_score(images: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+            return 100 * torch.cosine_similarity(clip(images), clip.texts(prompts)).clamp(min=0)
 
         return clip_score
     if name == "image-reward":
         reward = load(Reward, network)
-        return lambda pictures, dense, prompts: reward(pictures, prompts)
+        return lambda images, dense, prompts: reward(images, prompts)
     if name == _GLYPHS:
         return _glyphs(prompts)
     return _Similarity(load(Clip if name == "clip" else Vision, network))
@@ -158,11 +158,11 @@ class _Similarity:
         self.network = network
         self._dense: tuple[Sequence[Image], Tensor] | None = None
 
-    def __call__(self, pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
         # All variants of a batch are compared with the same dense images.
         if self._dense is None or self._dense[0] is not dense:
             self._dense = dense, self.network(dense)
-        return torch.cosine_similarity(self.network(pictures), self._dense[1])
+        return torch.cosine_similarity(self.network(images), self._dense[1])
 
 
 def _glyphs(prompts: Sequence[str]) -> Measure:
@@ -172,10 +172,10 @@ def _glyphs(prompts: Sequence[str]) -> Measure:
         raise ConfigError(f"the prompt {other[0]!r} names no glyph of the bundled models")
     gallery = Gallery()
 
-    def measure(pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+    def measure(images: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
         meanings = [asked_for(prompt) for prompt in prompts]
         asked = [glyph for glyph, _ in filter(None, meanings)]
-        found = [gallery.identify(picture)[0] for picture in pictures]
+        found = [gallery.identify(image)[0] for image in images]
         return torch.tensor([a == f for a, f in zip(asked, found, strict=True)]).float()
 
     return measure

@@ -45,9 +45,9 @@ class Vision:
         self.model.to(device)
 
     @torch.no_grad()
-    def __call__(self, pictures: Sequence[Image]) -> Tensor:
+    def __call__(self, images: Sequence[Image]) -> Tensor:
         """Return the features [b, d] of b images, float32 on the CPU."""
-        inputs = self.processor(images=list(pictures), return_tensors="pt").to(self.model.device)
+        inputs = self.processor(images=list(images), return_tensors="pt").to(self.model.device)
         return _pooled(getattr(self.model, "get_image_features", self.model)(**inputs))
 
 
@@ -87,9 +87,9 @@ class Reward:
         self.model.to(device)
         self.model.device = device
 
-    def __call__(self, pictures: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Sequence[Image], prompts: Sequence[str]) -> Tensor:
         """Return the scores [b] of b images, float32 on the CPU; about 0 for an average image."""
-        return torch.tensor([self.model.score(p, one) for p, one in zip(prompts, pictures, strict=True)])
+        return torch.tensor([self.model.score(p, one) for p, one in zip(prompts, images, strict=True)])
 
 
 def _pooled(output: Any) -> Tensor:

@@ -63,7 +63,7 @@ class PictureStore:
         self,
         variant: Variant,
         item: Item,
-        picture: Image | Sequence[Image],
+        image: Image | Sequence[Image],
         seconds: float | None,
         config: ToMeConfig | None = None,
         advice: str = FREE_SPACE,
@@ -82,15 +82,15 @@ class PictureStore:
             about.add_text(_COST, json.dumps(cost))
         if config is not None:
             about.add_text(_CONFIG, json.dumps(config.to_dict(), sort_keys=True))
-        if isinstance(picture, Sequence):
-            if len(picture) != self.length:
+        if isinstance(image, Sequence):
+            if len(image) != self.length:
                 raise ConfigError(
-                    f"frames: this pipeline made a video of {len(picture)} frames instead of {self.length}; "
-                    f"give --frames {len(picture)}"
+                    f"frames: this pipeline made a video of {len(image)} frames instead of {self.length}; "
+                    f"give --frames {len(image)}"
                 )
-            write = partial(write_video, frames=picture, about=about)
+            write = partial(write_video, frames=image, about=about)
         else:
-            write = partial(picture.save, pnginfo=about)
+            write = partial(image.save, pnginfo=about)
         write_atomically(self.picture(variant, item), write, advice=advice)
 
     def seconds(self, variant: Variant, item: Item) -> float:
@@ -108,21 +108,21 @@ class PictureStore:
     def _text(self, variant: Variant, item: Item, key: str) -> str | None:
         import PIL.Image
 
-        with PIL.Image.open(self.picture(variant, item)) as picture:
-            text = picture.info.get(key)
+        with PIL.Image.open(self.picture(variant, item)) as image:
+            text = image.info.get(key)
         return text if isinstance(text, str) else None
 
     def frames(self, variant: Variant, item: Item) -> list[Image]:
         """Read the frames of a video. An image counts as a single frame."""
         path = self.picture(variant, item)
-        picture = open_picture(path, "out", _DRAWN_AGAIN)
+        image = open_picture(path, "out", _DRAWN_AGAIN)
         size = self.conditions["width"], self.conditions["height"]
-        if picture.size != size:
+        if image.size != size:
             raise ConfigError(
                 f"out: the image {path} should have {size[0]}x{size[1]} pixels, but has "
-                f"{picture.size[0]}x{picture.size[1]}; {_DRAWN_AGAIN}"
+                f"{image.size[0]}x{image.size[1]}; {_DRAWN_AGAIN}"
             )
-        return [picture] if self.length is None else read_video(path, self.length, "out", _DRAWN_AGAIN)
+        return [image] if self.length is None else read_video(path, self.length, "out", _DRAWN_AGAIN)
 
     @property
     def length(self) -> int | None:

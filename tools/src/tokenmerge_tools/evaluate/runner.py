@@ -127,7 +127,7 @@ class _Evaluating:
                         )
                         configs[variant] = config
                         patches[variant] = self._begin(studio, variant, config, batch_call)
-                    seconds, pictures, cost = self._picture(studio, variant, batch_call)
+                    seconds, images, cost = self._draw_batch(studio, variant, batch_call)
                 except Exception as error:
                     if is_out_of_memory(error):
                         raise ConfigError(
@@ -140,12 +140,12 @@ class _Evaluating:
                 # The default method knows all facts only when it runs.
                 if isinstance(patches[variant], Patch):
                     configs[variant] = patches[variant].config
-                for item, picture in zip(items, pictures, strict=True):
+                for item, image in zip(items, images, strict=True):
                     about = (seconds, configs[variant], CONTINUES, cost)
-                    evaluation.store.save(variant, item, picture, *about)
+                    evaluation.store.save(variant, item, image, *about)
                 self.on_progress(Progress("drawing", done, total))
 
-    def _picture(
+    def _draw_batch(
         self, studio: Studio, variant: Variant, call: PipelineCall
     ) -> tuple[float | None, list[Any], dict[str, float]]:
         """Draw, and return the seconds for each image, the images, and the other costs of each image."""
@@ -155,16 +155,16 @@ class _Evaluating:
         if self.options.timed:
             (found,) = studio.rounds({name: call})
             seconds = found.seconds / len(found.pictures)
-            pictures = found.pictures
+            images = found.pictures
             if found.peak_bytes is not None:
                 cost["peak_bytes"] = float(found.peak_bytes)
         elif self._counts(variant):
-            self.operations[name], pictures = studio.count(name, call)
+            self.operations[name], images = studio.count(name, call)
         else:
-            pictures = studio.draw(name, call)
+            images = studio.draw(name, call)
         if name in self.operations:
             cost["counted"] = self.operations[DENSE] / self.operations[name]
-        return seconds, pictures, cost
+        return seconds, images, cost
 
     def _counts(self, variant: Variant) -> bool:
         """Return whether the operations of a variant are known only after a run."""

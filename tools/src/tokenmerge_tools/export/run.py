@@ -29,7 +29,7 @@ from tokenmerge_tools.method_spec import SPEEDUP, MethodSpec, merging_alone
 from tokenmerge_tools.pipelines.call import latent_scale, own_size
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, load_pipeline
 from tokenmerge_tools.pipelines.meta_model import checked_source
-from tokenmerge_tools.pipelines.options import Guidance, Size, picture
+from tokenmerge_tools.pipelines.options import Guidance, Size, image_option
 from tokenmerge_tools.pipelines.settings import check_guidance, check_size
 
 FILE = "export.json"
@@ -83,7 +83,7 @@ class ExportOptions:
     model: str = DEFAULT_MODEL
     merging: MethodSpec = dataclasses.field(default_factory=MethodSpec)
     size: Size = None
-    batch: Annotated[int, picture("Images per call.", parser="integer")] = 1
+    batch: Annotated[int, image_option("Images per call.", parser="integer")] = 1
     guidance: Guidance = None
 
     def __post_init__(self) -> None:

@@ -245,13 +245,13 @@ class _Generating:
             self.metadata = patch.metadata
             for name in self.variants:
                 studio.warm_up(name, self.call)
-            pictures = {one.variant: one.pictures for one in self._timed(1)}
+            images = {one.variant: one.pictures for one in self._timed(1)}
             # The default method knows all facts only when it runs.
             result.config = patch.config
             result.report = patch.report()
             result.conditions["config"] = result.config.to_dict()
             if options.compare:
-                self._compare(pictures["dense"], pictures["tokenmerge"])
+                self._compare(images["dense"], images["tokenmerge"])
                 result.write()
             for _ in self._timed(options.repeat - 1):
                 pass
@@ -268,17 +268,17 @@ class _Generating:
         """Draw and time interleaved calls, and write the record after each, and the images of the first."""
         for drawing in self.studio.rounds(dict.fromkeys(self.variants, self.call), repeat):
             if not any(earlier.variant == drawing.variant for earlier in self.result.measurements):
-                self._write_pictures(drawing.variant, drawing.pictures, self.options)
+                self._write_images(drawing.variant, drawing.pictures, self.options)
             self.result.measurements.append(drawing)
             self.result.write()
             yield drawing
 
-    def _write_pictures(self, variant: str, pictures: list[Image], options: GenerateOptions) -> None:
+    def _write_images(self, variant: str, images: list[Image], options: GenerateOptions) -> None:
         metadata = self.metadata() if variant == "tokenmerge" else None
-        for index, picture in enumerate(pictures):
+        for index, image in enumerate(images):
             about = (options, self.call.seeds[index], metadata)
             path = self.result.folder / f"{variant}-{index:02d}.png"
-            write_atomically(path, partial(write_picture, picture, *about))
+            write_atomically(path, partial(write_picture, image, *about))
 
     def _draw_fewer(self, count: int) -> list[Image]:
         """Draw with the dense model, in as many steps as fit into the time of the merged images.
@@ -289,11 +289,11 @@ class _Generating:
         if steps is None:
             return []
         began = time.perf_counter()
-        pictures = self.studio.draw("dense", self.call.with_steps(steps), "fewer steps")
+        images = self.studio.draw("dense", self.call.with_steps(steps), "fewer steps")
         self.result.fewer_steps = steps
         self.result.fewer_seconds = (time.perf_counter() - began) / count
-        self._write_pictures("fewer-steps", pictures, dataclasses.replace(self.options, steps=steps))
-        return pictures
+        self._write_images("fewer-steps", images, dataclasses.replace(self.options, steps=steps))
+        return images
 
     def _compare(self, dense: list[Image], merged: list[Image]) -> None:
         """Measure how close the images are, and write them side by side with those of fewer steps."""
@@ -323,20 +323,20 @@ class _Generating:
             close = unchanged.format(result.fewer_steps) + _to_dense(result.fewer_psnr)
             titles.append((f"fewer steps, {took:.1f} s ({first / took:.1f}x)", close))
         rows = zip(*filter(None, (dense, merged, fewer)), strict=True)
-        picture = comparison(titles, list(zip(rows, captions if len(dense) > 1 else [""], strict=True)))
+        image = comparison(titles, list(zip(rows, captions if len(dense) > 1 else [""], strict=True)))
         path = self.result.folder / "comparison.png"
-        write_atomically(path, picture.save)
+        write_atomically(path, image.save)
         self.on_comparison(path)
 
 
 def _closeness(
-    pictures: list[Image], dense: list[Image], captions: list[list[str]]
+    images: list[Image], dense: list[Image], captions: list[list[str]]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the PSNR and the SSIM of each image to the dense one, and add them to its caption."""
-    images = as_tensor(pictures)
+    pixels = as_tensor(images)
     reference = as_tensor(dense)
-    found_psnr = tuple(psnr(images, reference).tolist())
-    found_ssim = tuple(ssim(images, reference).tolist())
+    found_psnr = tuple(psnr(pixels, reference).tolist())
+    found_ssim = tuple(ssim(pixels, reference).tolist())
     for texts, psnr_db, similarity in zip(captions, found_psnr, found_ssim, strict=True):
         close = f"PSNR {psnr_db:.1f} dB, SSIM {similarity:.3f}"
         texts.append("identical" if math.isinf(psnr_db) else close)

@@ -48,8 +48,8 @@ def serve(
     is the public address, such as that of a proxy. It is not read from headers.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    with tempfile.TemporaryDirectory(prefix="tokenmerge-play-") as pictures:
-        os.environ["GRADIO_TEMP_DIR"] = pictures  # Gradio reads it when it is imported
+    with tempfile.TemporaryDirectory(prefix="tokenmerge-play-") as images:
+        os.environ["GRADIO_TEMP_DIR"] = images  # Gradio reads it when it is imported
         import gradio as gr
         from gradio.routes import App, ORJSONResponse
         from starlette.middleware import Middleware

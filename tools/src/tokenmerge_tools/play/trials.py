@@ -191,17 +191,17 @@ def _draw(pipe: DiffusionPipeline, options: GenerateOptions, on_progress: OnProg
             merged = draw(OURS)
         summary = str(patch)
         fewer = draw_fewer()
-    (picture,) = merged.pictures
+    (merged_image,) = merged.pictures
     labels, groups_text = merged_groups(plans, 0, 1)
     return Trial(
         options=prepared.options,
         dense=dense_image,
-        merged=picture,
-        groups=draw_groups(enlarge(picture, -(-_SMALLEST_SIDE // min(picture.size))), labels),
+        merged=merged_image,
+        groups=draw_groups(enlarge(merged_image, -(-_SMALLEST_SIDE // min(merged_image.size))), labels),
         groups_text=groups_text,
         dense_seconds=dense.seconds,
         merged_seconds=merged.seconds,
-        psnr=closeness(picture),
+        psnr=closeness(merged_image),
         summary=summary,
         notes=tuple(prepared.report.notes),
         warnings=tuple(dict.fromkeys(str(one.message) for one in (*of_settings, *of_drawing))),

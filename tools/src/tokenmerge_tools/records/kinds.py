@@ -38,7 +38,7 @@ NEW_NAMES: Mapping[str, str] = {
 _OLD_WORD = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, NEW_NAMES))})(?![\w.])")
 
 # Conditions that a timed cell and drawn images have in common.
-_OF_PICTURES = ("model", "width", "height", "steps", "scheduler", "guidance", "dtype", "attention")
+_OF_IMAGES = ("model", "width", "height", "steps", "scheduler", "guidance", "dtype", "attention")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -332,9 +332,7 @@ def cell_of_pictures(
             cell.label == label
             and not of_cell["compile"]
             and all(
-                of_cell[name] == conditions.get(name, of_cell[name])
-                for name in _OF_PICTURES
-                if name != ignored
+                of_cell[name] == conditions.get(name, of_cell[name]) for name in _OF_IMAGES if name != ignored
             )
             and conditions.get("device") in (None, of_cell["device"].partition(":")[0])
         )

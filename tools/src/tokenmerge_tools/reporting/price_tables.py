@@ -21,7 +21,7 @@ def price_tables(charts: Iterable[Chart]) -> list[Table]:
 
     Rows that are faster than dense, and that no other row beats in both speed and closeness, are marked.
     """
-    return [_table(title, charts) for title, charts in _by_pictures(charts).items()]
+    return [_table(title, charts) for title, charts in _by_set_of_images(charts).items()]
 
 
 def fastest_table(charts: Iterable[Chart]) -> Table | None:
@@ -30,7 +30,7 @@ def fastest_table(charts: Iterable[Chart]) -> Table | None:
     The result is None if no image has a PSNR.
     """
     known = {}
-    for title, members in _by_pictures(charts).items():
+    for title, members in _by_set_of_images(charts).items():
         speeds, figures = _points(members)
         points = [(speeds[point], one["psnr"], point) for point, one in figures.items() if "psnr" in one]
         if points:
@@ -51,7 +51,7 @@ def fastest_table(charts: Iterable[Chart]) -> Table | None:
     return Table("Fastest variant by closeness", header, tuple(rows), notes, words=len(header))
 
 
-def _by_pictures(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
+def _by_set_of_images(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
     found: dict[str, list[Chart]] = {}
     for chart in charts:
         found.setdefault(chart.title.removeprefix(AGAINST_CLOSENESS), []).append(chart)

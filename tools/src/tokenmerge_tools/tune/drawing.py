@@ -85,11 +85,11 @@ class Easel:
     def measure(self, variant: Variant, item: int) -> dict[str, float]:
         """Return the closeness of an image to the dense one."""
         prompts = [self.evaluation.items[item].prompt]
-        pictures = [self.picture(variant, item)]
+        images = [self.picture(variant, item)]
         dense = [self.picture(Variant(DENSE), item)]
         found = {}
         for metric in self.metrics.of_pictures:
-            value = float(metric.measure(pictures, dense, prompts)[0])
+            value = float(metric.measure(images, dense, prompts)[0])
             found[metric.name] = min(value, _EQUAL) if metric.name == "psnr" else value
         return found
 

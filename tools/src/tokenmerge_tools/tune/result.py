@@ -120,10 +120,10 @@ def _write_strip(tuning: Tuning) -> None:
     columns = [(title, "") for title, _ in drawn]
     rows: list[Row] = []
     for item in range(min(_ROWS_OF_THE_STRIP, options.items)):
-        pictures = [tuning.easel.picture(variant, item) for _, variant in drawn]
+        images = [tuning.easel.picture(variant, item) for _, variant in drawn]
         captions = [""]
         for _, variant in drawn[1:]:
             value = tuning.images[variant.label, item]["metrics"][options.metric]
             captions.append(_value(value, options.metric))
-        rows.append((pictures, captions))
+        rows.append((images, captions))
     write_atomically(options.strip, partial(sheet(columns, rows).save, format="png"))

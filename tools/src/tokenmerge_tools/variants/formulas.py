@@ -168,9 +168,9 @@ def sada(pipe: Any, config: None) -> contextlib.AbstractContextManager[None]:
         yield
 
     def check(now: Generation) -> None:
-        solver = type(now.pipe.scheduler).__name__
-        if solver != "FlowMatchEulerDiscreteScheduler":
-            now.refuse(f"is here for flow matching with Euler's method, not for {solver}")
+        scheduler = type(now.pipe.scheduler).__name__
+        if scheduler != "FlowMatchEulerDiscreteScheduler":
+            now.refuse(f"is here for flow matching with Euler's method, not for {scheduler}")
 
     return in_each_call("sada", pipe, begin, check)
 

@@ -111,7 +111,7 @@ def parse_variant(
     if variant.number is not None and rest == EVERY_SETTING:
         return [Variant(name, ((variant.number[0], float(value)),)) for value in variant.ladder]
     if variant.number is not None:
-        return [Variant(name, _read_own(name, rest, variant.number, variant.options))]
+        return [Variant(name, _read_values(name, rest, variant.number, variant.options))]
     if variant.method is None:
         if rest:
             raise ConfigError(f"variant: {name} takes no settings, got {rest!r}")
@@ -142,7 +142,7 @@ def parse_variant(
     return specs
 
 
-def _read_own(
+def _read_values(
     variant: str, text: str, number: tuple[str, float], options: Mapping[str, float | str]
 ) -> tuple[tuple[str, Any], ...]:
     """Read ``NAME=VALUE,…``: the given options, and the number or its default."""
