@@ -354,7 +354,8 @@ class StepLog:
     def begin_call(self, step: DenoisingStep, kind: StepKind, device: torch.device) -> None:
         """Note a call of the model. Of several in a step, the one that runs least decides its kind."""
         if self._steps.get(step.index) is not self._latest:
-            self._steps[step.index] = self._latest = _Step(kind)
+            self._latest = _Step(kind)
+            self._steps[step.index] = self._latest
         self._latest.kind = least_kind(kind, self._latest.kind)
         self._device = device
         self._latest.times.append([clock(device)])
@@ -384,7 +385,10 @@ class StepRecorder(WeakDictionary):
         """Note a call of the model, and return the log of its generation."""
         log: StepLog | None = self.get(step.generation)
         if log is None:
-            log = self[step.generation] = self._last = self._last_of_thread.value = StepLog()
+            log = StepLog()
+            self[step.generation] = log
+            self._last = log
+            self._last_of_thread.value = log
         log.begin_call(step, kind, device)
         return log
 

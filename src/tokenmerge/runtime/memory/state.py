@@ -118,7 +118,8 @@ class Memory:
             return
         this_memory = weakref.ref(self)
         all_memories = weakref.ref(memories)
-        self._generation = living = weakref.ref(generation, lambda _: _close(this_memory()))
+        living = weakref.ref(generation, lambda _: _close(this_memory()))
+        self._generation = living
         self._thread = weakref.ref(thread, lambda _: _close(this_memory(), all_memories(), living()))
 
     def close(self) -> None:

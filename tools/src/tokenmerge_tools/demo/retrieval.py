@@ -73,7 +73,8 @@ class Gallery:
         self._features_on = lru_cache(maxsize=len(BACKGROUNDS))(self._on)
 
     def _on(self, background: str) -> NDArray[np.float32]:
-        colours, opacity = self._thumbnails[..., :3], self._thumbnails[..., 3:]
+        colours = self._thumbnails[..., :3]
+        opacity = self._thumbnails[..., 3:]
         return features(colours * opacity + np.array(BACKGROUNDS[background]) / 255 * (1 - opacity))
 
     def identify(self, image: Image) -> tuple[int, str]:

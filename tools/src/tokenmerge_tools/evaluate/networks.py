@@ -105,7 +105,8 @@ def loading(what: str) -> contextlib.AbstractContextManager[None]:
 
 
 # Mean and standard deviation of the colours of ImageNet, for values in [-1, 1].
-_MEAN, _STD = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
+_MEAN = (-0.030, -0.088, -0.188)
+_STD = (0.458, 0.448, 0.450)
 
 
 # The layers of AlexNet whose outputs are compared, numbered as in the file of weights, and their numbers of

@@ -30,7 +30,8 @@ _STYLE: Any = {
     "grid.color": "#e4e4e4",
 }
 # The width and the height in inches. The title and the legend add the height that they need.
-_WIDTH, _HEIGHT = 6.4, 3.5
+_WIDTH = 6.4
+_HEIGHT = 3.5
 _POINTS_PER_INCH = 72
 # Characters per line.
 _TITLE_WIDTH = 75

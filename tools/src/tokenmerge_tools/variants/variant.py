@@ -154,10 +154,13 @@ def _read_values(
         if key in found:
             values[key] = found[key] if isinstance(example, str) else _above_0(found[key])
     if set(found) - set(values) or None in values.values():
-        also = ", ".join(f"{key}={_plain(example)}" for key, example in options.items())
+        also = ""
+        if options:
+            examples = ", ".join(f"{key}={_plain(example)}" for key, example in options.items())
+            also = f" (optionally with any of {examples}, separated by commas)"
         raise ConfigError(
-            f"variant: expected {variant}:{name}=NUMBER above 0, such as {name}={default:g}"
-            f"{also and f' (optionally with any of {also}, separated by commas)'}, got {text!r}"
+            f"variant: expected {variant}:{name}=NUMBER above 0, such as {name}={default:g}{also}, "
+            f"got {text!r}"
         )
     return *((key, values[key]) for key in options if key in values), (name, values.get(name, float(default)))
 
