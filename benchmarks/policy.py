@@ -47,7 +47,8 @@ from tokenmerge_tools.records.kinds import with_new_names
 
 Settings = Mapping[str, Any]
 # Prompts and seeds that the policy is fitted on: choose_prompts(…, seed=PROMPTS), SEED + number.
-PROMPTS, SEED = 42, 8000
+PROMPTS = 42
+SEED = 8000
 BASE: Settings = {
     "planner": "tiled",
     "proportional": True,
@@ -178,7 +179,9 @@ def merging_in_few_steps(steps: int) -> Iterator[Settings]:
 
 STACK_RATIOS = (0.2, 0.35, 0.5, 0.65)
 POLICY = Path(policy.__file__).with_name("policy.json")
-UNET, TRANSFORMER, PHOTOGRAPHS = "emoji-unet", "emoji-mmdit", "photo-flux"
+UNET = "emoji-unet"
+TRANSFORMER = "emoji-mmdit"
+PHOTOGRAPHS = "photo-flux"
 STRONG = {UNET: 7.5, TRANSFORMER: 7.0}
 PIXELS = {UNET: 4, TRANSFORMER: 4, PHOTOGRAPHS: 8}  # per side of a token
 # Photographs that holdout/measure.py does not draw.
@@ -187,10 +190,13 @@ CAPTIONS = ("a photograph of a motorcycle", "a photograph of an astronaut")
 
 def scenes() -> Iterator[tuple[Scene, list[Settings]]]:
     """Yield the scenes of the record, each with its settings: the cheapest first, then further prompts."""
-    reused, merged = (UNET, of_unet), (UNET, merging_in_unet)
-    mixed = UNET, both_in_unet
-    blocks, whole = (TRANSFORMER, of_transformer), (TRANSFORMER, merging_in_transformer)
-    few, either = (TRANSFORMER, merging_in_few_steps), (TRANSFORMER, both_in_transformer)
+    reused = (UNET, of_unet)
+    merged = (UNET, merging_in_unet)
+    mixed = (UNET, both_in_unet)
+    blocks = (TRANSFORMER, of_transformer)
+    whole = (TRANSFORMER, merging_in_transformer)
+    few = (TRANSFORMER, merging_in_few_steps)
+    either = (TRANSFORMER, both_in_transformer)
     order: list[tuple[tuple[str, Any], int, int, str, int, tuple[str, ...]]] = []
     both = "weak", "strong"
     for number in range(2):
@@ -280,7 +286,8 @@ class Artist:
 
 def measure(options: argparse.Namespace) -> None:
     """Draw the images that are not in the record."""
-    artist, done = Artist(), {key(line) for line in read(options.out)}
+    artist = Artist()
+    done = {key(line) for line in read(options.out)}
     for scene, settings in scenes_of_stacks() if options.stacks else scenes():
         for one in settings:
             line = {**dataclasses.asdict(scene), "settings": one}
@@ -416,7 +423,8 @@ def terms(
     ratios = {scope: torch.zeros(len(lines)) for scope in MERGE[name]}
     corrects = torch.zeros(len(lines))
     for i, line in enumerate(lines):
-        settings, steps = ToMeConfig.from_dict({**BASE, **line["settings"]}), line["steps"]
+        settings = ToMeConfig.from_dict({**BASE, **line["settings"]})
+        steps = line["steps"]
         runs = settings.reuse.steps_of(steps)
         of_part = dict(zip(SKIP[name], (runs.full, runs.finest), strict=False))
         for part, own in of_part.items():

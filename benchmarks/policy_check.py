@@ -42,10 +42,12 @@ from tokenmerge.plans import RunFacts, Schedule, choose, facts_of, plan_for, spe
 from tokenmerge.plans.choose import SpeedupPlan
 from tokenmerge.runtime.steps.scheduler import next_schedule
 
-PROMPTS, SEED = 46, 8400
+PROMPTS = 46
+SEED = 8400
 # Schedulers by the number of the prompt. The policy was fitted with others, except for flow Euler.
 SOLVERS = {UNET: ("DDIM", "DEIS", "DPM++ SDE"), TRANSFORMER: ("flow Euler",)}
-AUTO, OWN = "former auto", "default method"
+AUTO = "former auto"
+OWN = "default method"
 EQUAL = 1 - 1e-3  # of a speed-up that counts as equal, divided by the other one
 # Where corrections are tried: model, size in pixels, steps, guidance, speed-ups, prompts.
 CORRECTED: tuple[tuple[str, int, int, float, tuple[float, ...], int], ...] = (

@@ -134,7 +134,8 @@ def measure(model: str, guidance: float, options: argparse.Namespace) -> None:
     missing = {way: given for way, given in WAYS.items() if way not in known}
     if not missing:
         return
-    pipe, prompts = load(model), prompts_of(model, options.prompts)
+    pipe = load(model)
+    prompts = prompts_of(model, options.prompts)
     size = SIZES[model]
     dense = draw(pipe, prompts, size, guidance)
     for way, given in missing.items():

@@ -82,7 +82,8 @@ class Measured(NamedTuple):
 
     def __str__(self) -> str:
         """Return the speed-up, with the lowest and the highest where they differ by more than a tenth."""
-        least, most = min(self.speedups), max(self.speedups)
+        least = min(self.speedups)
+        most = max(self.speedups)
         if most - least <= self.speedup / 10:
             return f"{self.speedup:.2f}×"
         return f"{self.speedup:.1f}× ({least:.1f}–{most:.1f})"

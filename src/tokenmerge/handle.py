@@ -370,7 +370,7 @@ class Patch(Handle[Report, RecordedPlan]):
             method=self._state.method,
             denoiser=self._denoiser,
             scale=latent_scale(self._model),
-            pictures=self._pictures(pipe),
+            pictures=self._num_images(pipe),
             guidance=guidance,
             merging_pays=facts is not None and merging_pays(facts),
             gone=why_gone.get(state_of(self._denoiser.root), "replaced by a later call"),
@@ -406,15 +406,15 @@ class Patch(Handle[Report, RecordedPlan]):
         facts = self._facts_at(run.height, run.width, run.steps)
         return self._default.estimate(facts, run.config, observations_of([run]))
 
-    def _pictures(self, pipe: Any) -> int | None:
+    def _num_images(self, pipe: Any) -> int | None:
         """Return how many images a call draws, or None if it is unknown."""
         run = self._state.last_run
         if run is None:
             return 1
         if is_guided(pipe) is None:
             return None
-        pictures, others = divmod(run.batch, guidance_copies(pipe) if self._denoiser.usual_batch > 1 else 1)
-        return None if others else pictures
+        images, others = divmod(run.batch, guidance_copies(pipe) if self._denoiser.usual_batch > 1 else 1)
+        return None if others else images
 
     def _frames(self, frames: Given) -> Given:
         """Return the frames of the token grid of a video, which are by default those of the last run."""

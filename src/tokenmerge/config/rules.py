@@ -60,7 +60,9 @@ class Rule(Value):
                 f"cannot change {', '.join(fixed)}; what can be changed under these conditions is "
                 f"{', '.join(checks)}"
             )
-        object.__setattr__(self, "changes", {name: checks[name](name, own) for name, own in changes.items()})
+        object.__setattr__(
+            self, "changes", {name: checks[name](name, value) for name, value in changes.items()}
+        )
 
     @classmethod
     def of(cls, given: Any) -> Rule:

@@ -187,10 +187,10 @@ class ToMeConfig(MergeSettings):
         for name, value in given.items():
             part, _, field = name.rpartition(".")
             parts.setdefault(part, {})[field] = value
-        own = parts.pop("", {})
+        arguments = parts.pop("", {})
         for name, fields in parts.items():
-            own[name] = PARTS[name](**fields)
-        return cls(**own)
+            arguments[name] = PARTS[name](**fields)
+        return cls(**arguments)
 
 
 @functools.lru_cache(maxsize=1024)

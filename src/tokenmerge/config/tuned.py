@@ -85,12 +85,12 @@ class FoundFor:
             ("guidance {:g}, not {:g}", self.guidance, guidance),
         )
         found = []
-        for text, own, other in compared:
-            if None in (own, other):
+        for text, recorded, given in compared:
+            if None in (recorded, given):
                 continue
-            differs = self.weights != weights if "weights" in text else own != other
+            differs = self.weights != weights if "weights" in text else recorded != given
             if differs:
-                found.append(text.format(own, other))
+                found.append(text.format(recorded, given))
         return found
 
     @staticmethod

@@ -43,7 +43,8 @@ def partition(
     ([0, 2], [1, 3, 5, 7, 6, 8, 4, 9])
     """
     height, width = cell
-    rows, columns = grid[0] // height, grid[1] // width
+    rows = grid[0] // height
+    columns = grid[1] // width
     tokens = np.arange(grid[0] * grid[1], dtype=np.int64).reshape(grid)
     # [k, d]: by position within the cell, and by cell.
     cells = tokens[: rows * height, : columns * width].reshape(rows, height, columns, width)
@@ -66,7 +67,8 @@ def own_cell(grid: tuple[int, int], cell: tuple[int, int], tokens: np.ndarray) -
     >>> own_cell((3, 4), (2, 2), np.array([0, 3, 6, 11])).tolist()
     [0, 1, 1, 1]
     """
-    rows, columns = grid[0] // cell[0], grid[1] // cell[1]
+    rows = grid[0] // cell[0]
+    columns = grid[1] // cell[1]
     row = np.minimum(tokens // grid[1] // cell[0], rows - 1)
     column = np.minimum(tokens % grid[1] // cell[1], columns - 1)
     return row * columns + column

@@ -89,14 +89,14 @@ def position_ids(root: Any, sizes: Sizes, axes: int = 3) -> Tensor:
 
     A token is made of 2 × 2 latent positions.
     """
-    pictures = []
+    images = []
     for number, (height, width) in enumerate(sizes):
         ids = torch.zeros(height // 2, width // 2, axes, device=device_of_values(root))
         ids[..., 0] = number
         ids[..., 1] += torch.arange(height // 2, device=ids.device)[:, None]
         ids[..., 2] += torch.arange(width // 2, device=ids.device)
-        pictures.append(ids.view(-1, axes))
-    return torch.cat(pictures)
+        images.append(ids.view(-1, axes))
+    return torch.cat(images)
 
 
 def listed(

@@ -73,14 +73,14 @@ def _other_caller(model: object, modules: list[nn.Module]) -> object:
     It is None if there is no such pipeline or ControlNet.
     """
     callers = [model, *(part for part in modules if is_called(part, "ControlNet"))]
-    return next((own for own in callers if undescribed.reason_of(own)), None)
+    return next((caller for caller in callers if undescribed.reason_of(caller)), None)
 
 
 def _of_unknown_class(pipe: object) -> Iterator[Host]:
     """Yield the denoisers of diffusers in a pipeline that nobody has looked at."""
     for name in DENOISERS if hasattr(pipe, "scheduler") else ():
-        own = getattr(pipe, name, None)
-        for part in parts(own) if isinstance(own, nn.Module) else ():
+        denoiser = getattr(pipe, name, None)
+        for part in parts(denoiser) if isinstance(denoiser, nn.Module) else ():
             if undescribed.is_of_diffusers(part) and not undescribed.reason_of(part):
                 yield undescribed.describe(part)
 

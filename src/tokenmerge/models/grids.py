@@ -62,9 +62,9 @@ def grids_of_ids(root: Any, arguments: Arguments, last: Grid, name: str = "img_i
 
     # Reading waits for the device, and pipelines pass the same tensor at each step. On the meta device there
     # are no values to read.
-    pictures = () if ids.is_meta else once(ids, ("grids", text), read)
-    if sum(map(num_tokens, pictures)) == tokens:
-        return pictures
+    grids = () if ids.is_meta else once(ids, ("grids", text), read)
+    if sum(map(num_tokens, grids)) == tokens:
+        return grids
     if last.given and sum(map(num_tokens, last.shapes)) == tokens:
         return last.shapes
     raise UnsupportedModelError(

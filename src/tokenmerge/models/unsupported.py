@@ -7,7 +7,7 @@ _MASKED = "a mask divides the sequence into segments, and merging would change t
 _EXPERTS = "how many tokens an expert takes depends on the number of tokens"
 _TWO = "its blocks attend between two sequences, one of video and one of sound"
 _LINE = "its tokens are a sequence in time, without the rows and columns that merging needs"
-_PICTURES = "its attention takes an image [b, c, h, w] instead of tokens"
+_TAKES_IMAGES = "its attention takes an image [b, c, h, w] instead of tokens"
 _UNKNOWN = "its blocks have not been described yet"
 
 REASONS = {  # by the class of a model or pipeline
@@ -24,7 +24,7 @@ REASONS = {  # by the class of a model or pipeline
     "HunyuanVideoFramepackTransformer3DModel": _SCALES,
     "Kandinsky6SRTransformer3DModel": _PACKED,
     "Kandinsky6Transformer3DModel": _PACKED,
-    "Kandinsky3UNet": _PICTURES,
+    "Kandinsky3UNet": _TAKES_IMAGES,
     "LongCatAudioDiTTransformer": _LINE,
     "MiniMaxH3Transformer3DModel": _PACKED,
     "MiniMaxMusic3Transformer1DModel": _LINE,
@@ -36,7 +36,7 @@ REASONS = {  # by the class of a model or pipeline
     "SanaWMTransformer3DModel": _KEPT,
     "StableAudio3DiTModel": _LINE,
     "StableAudioDiTModel": _LINE,
-    "StableCascadeUNet": _PICTURES,
+    "StableCascadeUNet": _TAKES_IMAGES,
     "T5FilmDecoder": _LINE,
     "UNetFlatConditionModel": _UNKNOWN,
     "WanAnimate2Transformer3DModel": _KEPT,

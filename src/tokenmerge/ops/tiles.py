@@ -79,8 +79,8 @@ def tiled_plan(
     similarity = product.view(b, -1)
     targets = boxes.merged.gather(1, which).view(b, -1)
     if s > t * q:
-        beyond, own = tokens[:, t * (q + w) :].chunk(2, dim=1)
-        similarity = torch.cat([similarity, (beyond * own).sum(dim=-1)], dim=1)
+        beyond, own_destinations = tokens[:, t * (q + w) :].chunk(2, dim=1)
+        similarity = torch.cat([similarity, (beyond * own_destinations).sum(dim=-1)], dim=1)
         targets = torch.cat([targets, boxes.merged_own], dim=1)
     order = by_similarity(similarity)
     return plan_of_rows(rows, order, targets.gather(1, order[:, :r]))
@@ -133,10 +133,10 @@ def _layout(
     else:
         runs = [(one[None], window[None]) for one, window in zip(of_tiles, windows, strict=True)]
     beyond = torch.arange(inside, behind, device=device)
-    own = own_cell(grid, cell, whole_cells(grid, cell, device)[1][: behind - inside])
+    own_destinations = own_cell(grid, cell, whole_cells(grid, cell, device)[1][: behind - inside])
     order = torch.cat([*(places.flatten() for places, _ in runs), beyond])
     back = torch.zeros(sources, dtype=torch.int64, device=device)
-    return runs, (beyond, own), back.scatter(0, order, torch.arange(len(order), device=device))
+    return runs, (beyond, own_destinations), back.scatter(0, order, torch.arange(len(order), device=device))
 
 
 class _Boxes(NamedTuple):
@@ -157,7 +157,7 @@ def _boxes(cut: _Cut, b: int, n: int, r: int, device: torch.device) -> _Boxes | 
 
     It is None if some boxes are smaller than others.
     """
-    [(places, windows)], (outside, own), _ = _layout(cut, True, device)
+    [(places, windows)], (outside, own_destinations), _ = _layout(cut, True, device)
     s = cut[-1]
     if places.numel() + len(outside) != s:
         return None
@@ -166,7 +166,9 @@ def _boxes(cut: _Cut, b: int, n: int, r: int, device: torch.device) -> _Boxes | 
     first = first_rows(b, n - r, s - r, device)
     merged = (windows.flatten() + first).view(-1, windows.shape[1])
     shape = (*places.shape, windows.shape[1])
-    return _Boxes(shape, torch.cat([boxes, outside, own + s, *every]), merged, own + first)
+    return _Boxes(
+        shape, torch.cat([boxes, outside, own_destinations + s, *every]), merged, own_destinations + first
+    )
 
 
 def _padded(runs: Sequence[Tensor]) -> Tensor:

@@ -72,11 +72,11 @@ class TokenSequence(NamedTuple):
     removed: int  # from all of them
 
     @classmethod
-    def of(cls, pictures: Iterable[Picture]) -> TokenSequence:
+    def of(cls, images: Iterable[Picture]) -> TokenSequence:
         """Return the sequence of these images."""
-        pictures = tuple(pictures)
-        tokens = sum(num_tokens(picture.grid) for picture in pictures)
-        return cls(pictures, tokens, sum(picture.r for picture in pictures))
+        images = tuple(images)
+        tokens = sum(num_tokens(image.grid) for image in images)
+        return cls(images, tokens, sum(image.r for image in images))
 
 
 def _remembered(make: Callable[..., TokenSequence]) -> Callable[..., TokenSequence]:
@@ -102,11 +102,11 @@ def sequence_of(grids: Sequence[tuple[int, int, int]], settings: MergeSettings) 
     """
     ratio = settings.ratio if settings.reference_ratio is None else settings.reference_ratio
     of_references = dataclasses.replace(settings, ratio=ratio)
-    pictures = []
+    images = []
     for place, grid in enumerate(grids):
         of_image = settings if place == 0 else of_references
-        pictures.append(Picture(grid, of_image, num_removed(grid, of_image)))
-    return TokenSequence.of(pictures)
+        images.append(Picture(grid, of_image, num_removed(grid, of_image)))
+    return TokenSequence.of(images)
 
 
 def part_bounds(n: int, index: int, parts: int) -> tuple[int, int]:
@@ -120,7 +120,7 @@ def part_bounds(n: int, index: int, parts: int) -> tuple[int, int]:
 
 
 @_remembered
-def sequence_of_part(pictures: Sequence[Picture], index: int, parts: int) -> TokenSequence:
+def sequence_of_part(images: Sequence[Picture], index: int, parts: int) -> TokenSequence:
     """Return one of several equally long parts of a sequence.
 
     Tokens keep their order, so a part of an image has some whole rows, with pieces of rows before and after
@@ -132,14 +132,14 @@ def sequence_of_part(pictures: Sequence[Picture], index: int, parts: int) -> Tok
     >>> [(grid, r) for grid, _, r in sequence.pictures]
     [((1, 2, 8), 8)]
     """
-    every = [TokenSequence.of(_pieces(pictures, one, parts)) for one in range(parts)]
+    every = [TokenSequence.of(_pieces(images, one, parts)) for one in range(parts)]
     return TokenSequence.of(_removing(every[index], min(one.removed for one in every)))
 
 
-def _pieces(pictures: Sequence[Picture], index: int, parts: int) -> Iterator[Picture]:
-    start, stop = part_bounds(sum(num_tokens(picture.grid) for picture in pictures), index, parts)
+def _pieces(images: Sequence[Picture], index: int, parts: int) -> Iterator[Picture]:
+    start, stop = part_bounds(sum(num_tokens(image.grid) for image in images), index, parts)
     before = 0
-    for grid, settings, removed in pictures:
+    for grid, settings, removed in images:
         n = num_tokens(grid)
         anywhere = dataclasses.replace(settings, min_tokens=0)
         for f, h, w in _cut(grid, max(0, start - before), min(n, stop - before)):
@@ -188,19 +188,19 @@ def _removing(pieces: TokenSequence, wanted: int) -> Iterator[Picture]:
 
 
 def plan_pictures(
-    planner: Planner, features: Tensor, pictures: Sequence[Picture], step: Tensor, *importance: Tensor
+    planner: Planner, features: Tensor, images: Sequence[Picture], step: Tensor, *importance: Tensor
 ) -> Plan:
     """Plan each image of a sequence by itself, and join the plans. At least one image loses tokens.
 
     Features ``[b, n, c]`` and importance ``[b, n]`` are of the n tokens in all grids.
     """
-    if len(pictures) == 1:
-        (picture,) = pictures
-        return planner(features, picture.grid, picture.r, picture.settings, step, *importance)
-    lengths = [num_tokens(picture.grid) for picture in pictures]
+    if len(images) == 1:
+        (image,) = images
+        return planner(features, image.grid, image.r, image.settings, step, *importance)
+    lengths = [num_tokens(image.grid) for image in images]
     parts = [values.split(lengths, dim=1) for values in (features, *importance)]
     plans = []
-    for place, (grid, settings, r) in enumerate(pictures):
+    for place, (grid, settings, r) in enumerate(images):
         own_features, *own_importance = (of_pictures[place] for of_pictures in parts)
         plans.append(planner(own_features, grid, r, settings, step, *own_importance) if r else None)
     return join_plans(plans, lengths)

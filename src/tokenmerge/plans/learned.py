@@ -44,9 +44,9 @@ def learn(images: Sequence[Measured]) -> EstimateErrors:
     off = []
     before = []
     after = []
-    for speedup, own in sorted(by_speed.items()):
-        errors_before = [image.psnr - image.before for image in own]
-        errors_after = [image.psnr - image.after for image in own]
+    for speedup, images_at_speed in sorted(by_speed.items()):
+        errors_before = [image.psnr - image.before for image in images_at_speed]
+        errors_after = [image.psnr - image.after for image in images_at_speed]
         mean_before = round(fmean(errors_before), _ROUNDED)
         mean_after = round(fmean(errors_after), _ROUNDED)
         off.append(OffAtSpeed(speedup, mean_before, mean_after))
@@ -70,8 +70,8 @@ def _variance(errors: Sequence[float]) -> float:
 
 def _mixed(variances: Sequence[float], prompts: int, usual: float) -> float:
     """Return the spread, in which that of small models counts as much as that of some prompts."""
-    own = prompts - 1
-    variance = (own * fmean(variances) + _COUNTS_FOR * usual**2) / (own + _COUNTS_FOR)
+    freedom = prompts - 1
+    variance = (freedom * fmean(variances) + _COUNTS_FOR * usual**2) / (freedom + _COUNTS_FOR)
     return round(math.sqrt(variance), _ROUNDED)
 
 
@@ -84,10 +84,10 @@ def off_at(errors: EstimateErrors, speedup: float, after: bool) -> float:
     speeds = [one.speedup for one in errors.off]
     if speedup <= speeds[0]:
         return values[0]
-    for (lower, own), (upper, other) in pairwise(zip(speeds, values, strict=True)):
+    for (lower, value_at_lower), (upper, value_at_upper) in pairwise(zip(speeds, values, strict=True)):
         if speedup <= upper:
             share = math.log(speedup / lower) / math.log(upper / lower)
-            return own + share * (other - own)
+            return value_at_lower + share * (value_at_upper - value_at_lower)
     return values[-1]
 
 

@@ -102,10 +102,10 @@ class Encoder:
     def example(self, model: nn.Module, height: int, width: int, batch: int) -> dict[str, Any]:
         """Return the arguments by name of a call with ``batch`` images of ``height`` × ``width`` pixels."""
         channels = next(m for m in model.modules() if isinstance(m, nn.Conv2d)).in_channels
-        picture = next(model.parameters()).new_zeros(batch, channels, height, width)
+        image = next(model.parameters()).new_zeros(batch, channels, height, width)
         if not self.by_keyword:
-            return {"x": picture}
-        arguments = {"pixel_values": picture, "output_hidden_states": False, "output_attentions": False}
+            return {"x": image}
+        arguments = {"pixel_values": image, "output_hidden_states": False, "output_attentions": False}
         if (height, width) != self.image_size and not type(model).__name__.startswith("Dinov2"):
             arguments["interpolate_pos_encoding"] = True
         return arguments

@@ -11,8 +11,8 @@ from tokenmerge.errors import MissingExtraError
 
 _SSIM_WINDOW = 11
 _SSIM_SIGMA = 1.5
-_MOST_SNR = 120.0  # that of equal latents, so that means stay finite
-_LEAST_ERROR = 1e-30  # keeps the quotient finite
+_MOST_SNR = 120.0  # the SNR of equal latents, so that means stay finite
+_LEAST_ERROR = 1e-30  # this keeps the quotient finite
 
 
 def psnr(images: Tensor, reference: Tensor) -> Tensor:

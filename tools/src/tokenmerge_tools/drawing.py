@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
 
-# Enough steps for a dense one and one that merges, so that neither runs for the first time in a timed call.
-# With fewer, cache-dit has no steps mask.
+# These are enough steps for a dense one and one that merges, so that neither runs for the first time in a
+# timed call. For fewer steps, cache-dit has no steps mask.
 _WARM_UP_STEPS = 4
-NOTHING_MERGED = "nothing was merged"  # the text of an image whose tokens did not merge
+NOTHING_MERGED = "nothing was merged"  # the text for an image whose tokens did not merge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Progress:
 
 
 def as_long_as(steps: int, share_of_time: float, speedup: float) -> int | None:
-    """Return how many dense steps take at least as long as a faster image, or None if it is all of them.
+    """Return how many dense steps take at least as long as a faster image, or None if all steps are needed.
 
     ``share_of_time`` is the time of the faster image over that of the dense one. Its ``speedup`` by
-    operations sets the least number, since a time can be too short by chance.
+    operations sets a lower limit, since a time can be too short by chance.
 
     >>> as_long_as(20, 0.52, 2.0), as_long_as(20, 0.4, 2.0), as_long_as(4, 0.9, 1.0)
     (11, 10, None)
@@ -94,22 +94,22 @@ class Studio(contextlib.ExitStack):
         return patch
 
     def warm_up(self, name: str, call: PipelineCall) -> None:
-        """Run a few steps that are not timed, in which kernels are loaded and chosen."""
+        """Run a few untimed steps, so that kernels are loaded and chosen before a timed call."""
         steps = min(_WARM_UP_STEPS, call.arguments["num_inference_steps"])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that so few steps save nothing
+            warnings.simplefilter("ignore")  # a warning that so few steps save nothing
             self.draw(name, call.with_steps(steps), f"{name}: warming up")
 
     def count(self, name: str, call: PipelineCall) -> tuple[float, list[Any]]:
-        """Draw once, and return the operations of one call of the denoiser, the mean, and the images."""
+        """Draw once, and return the mean operations of a call of the denoiser, and the images."""
         with counting(denoiser_of(self.pipes[name])) as counted:
-            pictures = self.draw(name, call, f"{name}: counting")
-        return counted.flops / max(counted.calls, 1), pictures
+            images = self.draw(name, call, f"{name}: counting")
+        return counted.flops / max(counted.calls, 1), images
 
     def draw(self, name: str, call: PipelineCall, doing: str = "") -> list[Any]:
-        """Draw with one copy, or with the dense pipeline. If that fails by itself, the error names the model.
+        """Draw with one copy, or with the dense pipeline, whose errors name the model.
 
-        ``on_step`` is told the name, or what it is ``doing``.
+        ``on_step`` receives the name, or the text ``doing`` if there is one.
         """
         of_step: list[Exception] = []
 
@@ -137,7 +137,7 @@ class Studio(contextlib.ExitStack):
             ) from error
 
     def rounds(self, calls: Mapping[str, PipelineCall], repeat: int = 1) -> Iterator[Drawing]:
-        """Draw and time interleaved calls, and yield each at once."""
+        """Draw and time interleaved calls, and yield each one as soon as it is done."""
         drawn: dict[str, list[Any]] = {}
 
         def run(name: str) -> None:
@@ -150,7 +150,7 @@ class Studio(contextlib.ExitStack):
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A call of a pipeline by some options, and what merging does in it.
+    """A call of a pipeline, made from options, and a prediction of what merging does in it.
 
     The options have the size that is drawn, and ``latent`` is its (height, width) in latents.
     """
@@ -176,13 +176,16 @@ def prepare(pipe: DiffusionPipeline, options: GenerateOptions, control: Image | 
 
 
 def merged_groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> tuple[NDArray[np.int64], str]:
-    """Return the groups [h, w] of the last block with most tokens on image ``index``, and a text."""
+    """Return the groups of merged tokens [h, w] on the image ``index``, and a text about them.
+
+    They are those of the last block among the blocks with the most tokens.
+    """
     if not plans:
         return np.zeros((1, 1), dtype=np.int64), NOTHING_MERGED
     path, recorded = max(reversed(list(plans.items())), key=lambda item: math.prod(item[1].grid))
     labels = recorded.plan.labels()
     # With guidance, the samples with the prompt are the last ones of the batch.
     row = max(0, labels.shape[0] - batch + index)
-    of_picture = labels[row, : math.prod(recorded.grid)]  # tokens of reference images follow
-    grid = of_picture.reshape(recorded.grid[1:]).cpu().numpy()
+    of_image = labels[row, : math.prod(recorded.grid)]  # the tokens of reference images follow
+    grid = of_image.reshape(recorded.grid[1:]).cpu().numpy()
     return grid, f"{grid.size} to {len(np.unique(grid))} tokens in {path.partition('.attentions')[0]}"

@@ -92,12 +92,12 @@ def results_written() -> int:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether ``path`` is a folder. False if it is too long to look up, where Path.is_dir raises."""
+    """Return whether ``path`` is a folder, without the error that Path.is_dir raises for a very long path."""
     return os.path.isdir(path)  # noqa: PTH112
 
 
 def is_file(path: Path) -> bool:
-    """Return whether ``path`` is a regular file. False if it is too long to look up."""
+    """Return whether ``path`` is a regular file, also without an error for a very long path."""
     return os.path.isfile(path)  # noqa: PTH113
 
 
@@ -136,8 +136,8 @@ def opened_picture(path: Path, option: str, advice: str) -> Iterator[Image]:
 
     content = io.BytesIO(read_bytes(path, option, advice))
     try:
-        with PIL.Image.open(content) as picture:
-            yield picture
+        with PIL.Image.open(content) as image:
+            yield image
     # Besides OSError, Pillow raises these for broken PNG chunks and for suspiciously large images.
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
         if isinstance(error, ConfigError):
@@ -147,8 +147,8 @@ def opened_picture(path: Path, option: str, advice: str) -> Iterator[Image]:
 
 def open_picture(path: Path, option: str, advice: str) -> Image:
     """Read an image as RGB."""
-    with opened_picture(path, option, advice) as picture:
-        return picture.convert("RGB")
+    with opened_picture(path, option, advice) as image:
+        return image.convert("RGB")
 
 
 @contextlib.contextmanager
@@ -175,7 +175,7 @@ def write_atomically(
         unfinished = Path(name)
         try:
             write(unfinished)
-            unfinished.chmod(0o644)  # files of mkstemp can be read only by their owner
+            unfinished.chmod(0o644)  # only the owner can read a file of mkstemp
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -193,7 +193,7 @@ def write_text(path: Path, text: str, advice: str = FREE_SPACE, is_result: bool 
 
 
 def write_json(path: Path, value: Any, advice: str = FREE_SPACE, is_result: bool = True) -> None:
-    """Write ``value`` as JSON that every reader accepts. NaN and infinite numbers are a ValueError."""
+    """Write ``value`` as JSON that every reader accepts. NaN and infinite numbers raise a ValueError."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     write_text(path, text, advice, is_result)
 

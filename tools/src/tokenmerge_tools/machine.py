@@ -48,7 +48,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages that matter, None for one that is not installed."""
+    """Return the versions of Python and of the packages that matter, or None for a missing package."""
     return {
         "python": platform.python_version(),
         "tokenmerge": tokenmerge.__version__,
@@ -103,7 +103,7 @@ def _cpu_model() -> str:
 def source_commit() -> str | None:
     """Return the last commit that changed the library or the tools, or None outside a git checkout.
 
-    If there are local changes or untracked files, ``+changes-HASH`` follows it. Commits that change only
+    If there are local changes or untracked files, ``+changes-HASH`` is appended. Commits that change only
     other files are skipped, because they cannot change a measurement.
     """
     if shutil.which("git") is None:

@@ -17,7 +17,7 @@ from tokenmerge.errors import ConfigError, nearest_of, short_repr
 AUTO = "auto"
 DEFAULT_SPEEDUP = 2.0
 SPEEDUP = "speedup"
-OF_AUTO = (SPEEDUP, *(name for name in SETTINGS if name != "ratio"))  # what auto takes
+OF_AUTO = (SPEEDUP, *(name for name in SETTINGS if name != "ratio"))  # the settings that auto takes
 METHODS = (AUTO, "tome", *presets.__all__)
 
 
@@ -90,9 +90,7 @@ class MethodSpec:
 
     @property
     def argument(self) -> str:
-        """The argument that asks for the same in ``apply_token_merging``, or an empty text.
-
-        It is empty if there is no short one.
+        """The argument that asks for the same in ``apply_token_merging``, or an empty text if none is short.
 
         >>> MethodSpec().argument, MethodSpec("toma", {"ratio": 0.6}).argument
         ('speedup=2.0', "'toma', ratio=0.6")
@@ -109,7 +107,9 @@ class MethodSpec:
     @property
     def text(self) -> str:
         """The method and its changes as a variant, such as ``"tome:ratio=0.5,proportional=True"``."""
-        return f"{self.method}:" + ",".join(f"{name}={as_plain(own)}" for name, own in self.changes.items())
+        return f"{self.method}:" + ",".join(
+            f"{name}={as_plain(value)}" for name, value in self.changes.items()
+        )
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -126,11 +126,11 @@ class MethodSpec:
             every = self.changes.get("reuse.every", chosen.reuse.every)
             # shallow_every must not exceed every, so lowering one lowers both.
             shallow = min(chosen.reuse.shallow_every, every)
-            own = {**flat(vars(chosen)), "reuse.shallow_every": shallow}
+            settings = {**flat(vars(chosen)), "reuse.shallow_every": shallow}
             # The places of the chosen plan do not fit other numbers of step reuse.
             if any(name.startswith("reuse.") for name in self.changes):
-                own |= {"reuse.full_steps": (), "reuse.shallow_steps": ()}
-            return ToMeConfig.from_dict({**own, **self._settings})
+                settings |= {"reuse.full_steps": (), "reuse.shallow_steps": ()}
+            return ToMeConfig.from_dict({**settings, **self._settings})
         if self.method == "tome":
             return ToMeConfig.from_dict(self.changes)
         make: Callable[..., ToMeConfig] = getattr(presets, self.method)
@@ -147,7 +147,7 @@ def check_speedup(name: str, value: Any) -> float:
 
 
 def merging_alone(ratio: float | None, changes: Mapping[str, Any]) -> MethodSpec:
-    """Return what merges a share of the tokens and does nothing else, with changed settings."""
+    """Return a method that merges a share of the tokens and skips nothing, with changed settings."""
     return MethodSpec("tome", {"planner": "tiled", "proportional": True, "ratio": ratio, **changes})
 
 

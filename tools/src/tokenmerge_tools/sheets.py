@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-_SMALLEST_SIDE = 320  # pixels; smaller images are enlarged
+_SMALLEST_SIDE = 320  # in pixels; smaller images are enlarged
 _MARGIN = 24
 _GAP = 16
 _PAPER = (255, 255, 255)
@@ -19,25 +19,25 @@ _INK = (24, 24, 27)
 _SOFT_INK = (113, 113, 122)
 _FRAME = (212, 212, 216)
 
-Row = tuple[Sequence[Image.Image | None], str | Sequence[str]]  # panels of a sheet, and their captions
+Row = tuple[Sequence[Image.Image | None], str | Sequence[str]]  # the panels of a row, and their captions
 
 
 def comparison(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image.Image:
-    """Draw images side by side, the dense one first, and below each the part in which they differ most.
+    """Draw images side by side, the dense one first. Below each is the part in which they differ most.
 
-    All images have the same size. ``columns`` are as those of a sheet.
+    All images have the same size. ``columns`` are as for :func:`sheet`.
     """
     lines: list[Row] = []
     for panels, captions in rows:
-        pictures = [panel for panel in panels if panel is not None]
-        factor = max(1, -(-_SMALLEST_SIDE // min(pictures[0].size)))
-        part = most_different(*pictures)
-        shown = [enlarge(picture, factor) for picture in pictures]
+        images = [panel for panel in panels if panel is not None]
+        factor = max(1, -(-_SMALLEST_SIDE // min(images[0].size)))
+        part = most_different(*images)
+        shown = [enlarge(image, factor) for image in images]
         for one in shown:
-            for colour, width in (("black", 4), ("white", 2)):  # seen on any ground
+            for colour, width in (("black", 4), ("white", 2)):  # visible on any background
                 ImageDraw.Draw(one).rectangle([factor * side for side in part], outline=colour, width=width)
         lines.append((shown, captions))
-        closer = [picture.crop(part).resize(shown[0].size, Image.Resampling.NEAREST) for picture in pictures]
+        closer = [image.crop(part).resize(shown[0].size, Image.Resampling.NEAREST) for image in images]
         lines.append((closer, "where they differ most from dense, enlarged"))
     return sheet(columns, lines)
 
@@ -57,17 +57,17 @@ def most_different(dense: Image.Image, *others: Image.Image) -> tuple[int, int, 
     return left, top, left + width, top + height
 
 
-def as_tensor(pictures: Sequence[Image.Image]) -> Tensor:
+def as_tensor(images: Sequence[Image.Image]) -> Tensor:
     """Stack images of the same size as [b, 3, h, w] with values in [0, 1]."""
-    pixels = np.stack([np.asarray(picture.convert("RGB")) for picture in pictures])
+    pixels = np.stack([np.asarray(image.convert("RGB")) for image in images])
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
 
 
 def sheet(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image.Image:
     """Draw panels of one size under column titles, with captions below them.
 
-    A column is its title and the small print below it. A row is its panels, None where it has none, and one
-    caption for all, or one for each panel that there is.
+    Each column is a title and the small print below it. Each row is a list of panels, in which None leaves a
+    gap, and either one caption for the row or one caption for each panel.
     """
     width, height = next(filter(None, rows[0][0])).size
     title_font, small_font = map(ImageFont.load_default, (22, 15))
@@ -106,14 +106,14 @@ def sheet(columns: Sequence[tuple[str, str]], rows: Sequence[Row]) -> Image.Imag
     return canvas
 
 
-def enlarge(picture: Image.Image, factor: int) -> Image.Image:
+def enlarge(image: Image.Image, factor: int) -> Image.Image:
     """Enlarge an image without smoothing."""
-    size = (picture.width * factor, picture.height * factor)
-    return picture.convert("RGB").resize(size, Image.Resampling.NEAREST)
+    size = (image.width * factor, image.height * factor)
+    return image.convert("RGB").resize(size, Image.Resampling.NEAREST)
 
 
-def _pixels(picture: Image.Image) -> NDArray[np.float32]:
-    return np.asarray(picture.convert("RGB"), dtype=np.float32)
+def _pixels(image: Image.Image) -> NDArray[np.float32]:
+    return np.asarray(image.convert("RGB"), dtype=np.float32)
 
 
 def _shortened(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> str:

@@ -20,7 +20,8 @@ class Measurement:
     """One timed call of one variant.
 
     ``peak_bytes`` is the peak memory during the call, or None if it cannot be read. On a CPU,
-    ``work_seconds`` are those of the processor, whatever else runs. Elsewhere they are ``seconds``.
+    ``work_seconds`` is the time of the processor, which other programs do not affect. On other devices it
+    equals ``seconds``.
     """
 
     variant: str
@@ -78,7 +79,7 @@ def reset_peak_memory(device: torch.device) -> bool:
         if trim is not None:
             trim(0)  # return freed memory
         try:
-            _CLEAR_REFS.write_text("5")  # reset the peak
+            _CLEAR_REFS.write_text("5")  # this resets the peak
         except OSError:  # some sandboxes forbid it
             return False
         return True

@@ -69,6 +69,6 @@ def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
         arguments["encoder_attention_mask_2"] = zeros.full_mask(_WORDS)
     if is_a(root, "HunyuanVideo15Transformer3DModel"):
         # All zeros mean that no start image is given; the model reads the values to find out.
-        picture = zeros(729, config.image_embed_dim)
-        arguments["image_embeds"] = picture.new_zeros(picture.shape, device=device_of_values(root))
+        image = zeros(729, config.image_embed_dim)
+        arguments["image_embeds"] = image.new_zeros(image.shape, device=device_of_values(root))
     return arguments

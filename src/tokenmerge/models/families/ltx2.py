@@ -102,9 +102,9 @@ def _read(bounds: Tensor) -> Grids:
         return ()
     frames = 1
     while (frames + 1) * frame <= places.shape[1]:
-        own = places[:, frames * frame : (frames + 1) * frame]
+        this_frame = places[:, frames * frame : (frames + 1) * frame]
         before = places[:, (frames - 1) * frame : frames * frame]
-        if not torch.equal(own[1:], before[1:]) or own[0, 0] <= before[0, 0]:
+        if not torch.equal(this_frame[1:], before[1:]) or this_frame[0, 0] <= before[0, 0]:
             break
         frames += 1
     return ((frames, rows, frame // rows),)
@@ -113,8 +113,11 @@ def _read(bounds: Tensor) -> Grids:
 def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
     # Later versions of the model get text that is projected already.
-    channels = config.caption_channels
-    video, sound = (channels, channels) if config.use_prompt_embeddings else _widths(config)
+    video = config.caption_channels
+    sound = config.caption_channels
+    if not config.use_prompt_embeddings:
+        video = config.cross_attention_dim
+        sound = config.audio_cross_attention_dim
     return {
         "hidden_states": zeros(zeros.frames * height * width, config.in_channels),
         "audio_hidden_states": zeros(_SOUND, config.audio_in_channels),
@@ -129,7 +132,3 @@ def _others(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
         "width": width,
         "audio_num_frames": _SOUND,
     }
-
-
-def _widths(config: Any) -> tuple[int, int]:
-    return config.cross_attention_dim, config.audio_cross_attention_dim

@@ -76,8 +76,8 @@ def _cosmos_others(root: Any, zeros: Blank, height: int, width: int) -> dict[str
         "encoder_hidden_states": zeros(512, text_dim),
     }
     if config.img_context_dim_in:
-        picture = zeros(config.img_context_num_tokens, config.img_context_dim_in)
-        arguments["encoder_hidden_states"] = (arguments["encoder_hidden_states"], picture)
+        image = zeros(config.img_context_num_tokens, config.img_context_dim_in)
+        arguments["encoder_hidden_states"] = (arguments["encoder_hidden_states"], image)
     if config.concat_padding_mask:
         arguments["padding_mask"] = arguments["hidden_states"].new_zeros(1, 1, height * 8, width * 8)
     return arguments

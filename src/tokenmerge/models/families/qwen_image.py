@@ -42,10 +42,10 @@ def describe(root: Any) -> Host:
 def _grids(root: Any, arguments: Arguments, last: Grid) -> Grids:
     # QwenImage-Layered splits an image into several layers. The image that it splits is the last one.
     first = arguments["img_shapes"][0]
-    pictures = [tuple(picture) for picture in (first if isinstance(first, list) else [first])]
-    count = max(1, len(pictures) - 1) if _is_layered(root) else 1
-    made = pictures[:count]
-    references = pictures[count:]
+    images = [tuple(image) for image in (first if isinstance(first, list) else [first])]
+    count = max(1, len(images) - 1) if _is_layered(root) else 1
+    made = images[:count]
+    references = images[count:]
     frames, rows, columns = made[0]
     if any(layer != made[0] for layer in made):
         raise UnsupportedModelError(

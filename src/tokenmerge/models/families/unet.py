@@ -114,7 +114,7 @@ def _usual(root: Any, zeros: Blank, sample: Tensor, words: int = 77) -> dict[str
     return {**arguments, "added_cond_kwargs": conditions} if conditions else arguments
 
 
-def _picture_size(widths: list[int], height: int, width: int) -> tuple[int, int]:
+def _image_size(widths: list[int], height: int, width: int) -> tuple[int, int]:
     """Return the size of a ControlNet's image, whose embedding halves it for each width but the first."""
     factor = 2 ** (len(widths) - 1)
     return height * factor, width * factor
@@ -136,11 +136,11 @@ def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]
         arguments["class_labels"] = zeros.integers()
 
     if is_a(root, *_CONTROLNETS):
-        size = _picture_size(config.conditioning_embedding_out_channels, height, width)
-        picture = zeros(config.conditioning_channels, *size)
-        arguments["controlnet_cond"] = picture
+        size = _image_size(config.conditioning_embedding_out_channels, height, width)
+        image = zeros(config.conditioning_channels, *size)
+        arguments["controlnet_cond"] = image
         if is_a(root, "ControlNetUnionModel"):
-            arguments["controlnet_cond"] = [picture]
+            arguments["controlnet_cond"] = [image]
             arguments["control_type"] = zeros(config.num_control_type)
             arguments["control_type_idx"] = [0]
             arguments["conditioning_scale"] = [1.0]
@@ -149,9 +149,9 @@ def _example(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]
 
 def _example_of_xs(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
     config = root.config
-    size = _picture_size(config.ctrl_conditioning_embedding_out_channels, height, width)
-    picture = zeros(config.ctrl_conditioning_channels, *size)
-    return {**_usual(root, zeros, zeros(root.in_channels, height, width)), "controlnet_cond": picture}
+    size = _image_size(config.ctrl_conditioning_embedding_out_channels, height, width)
+    image = zeros(config.ctrl_conditioning_channels, *size)
+    return {**_usual(root, zeros, zeros(root.in_channels, height, width)), "controlnet_cond": image}
 
 
 def _example_with_sound(root: Any, zeros: Blank, height: int, width: int) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _example_of_video(root: Any, zeros: Blank, height: int, width: int) -> dict[
     if is_a(root, _SPARSECTRL):
         size = height, width
         if not config.use_simplified_condition_embedding:
-            size = _picture_size(config.conditioning_embedding_out_channels, height, width)
+            size = _image_size(config.conditioning_embedding_out_channels, height, width)
         arguments["controlnet_cond"] = zeros(config.conditioning_channels, frames, *size)
         arguments["conditioning_mask"] = zeros(1, frames, *size)
     if is_a(root, "I2VGenXLUNet"):

@@ -89,16 +89,16 @@ def _layer(module: nn.Module, state: LayerState, running: BlockMerge, call: Host
     weighs = settings.proportional and layer.kind == "attn1" and layer.own_keys
 
     def merged(plan: Plan) -> Any:
-        images = len(plan.keep)
-        pictures = 1
+        batch = len(plan.keep)
+        images = 1
         if not layer.layout.batched:
-            pictures = pictures_of(state.block.model.threads.value.context, images)
+            images = pictures_of(state.block.model.threads.value.context, batch)
         with ProportionalAttention(plan, layer.layout, state.block) if weighs else nullcontext():
             if settings.scope == "block":
-                return call.result() if pictures == 1 else result_by_image(call, images)
+                return call.result() if images == 1 else result_by_image(call, batch)
             if settings.scope == "keys":
                 return keyed_call(module, call, state, plan, settings.combine)
-            return merged_call(call, layer.layout, plan, settings.combine, pictures)
+            return merged_call(call, layer.layout, plan, settings.combine, images)
 
     if settings.scope == "block":
         return call.result() if running.plan is None else merged(running.plan)
@@ -132,12 +132,12 @@ def with_caches(state: BlockState, call: HostCall, run: Callable[[BlockState, Ho
 
     What later plans compare is cached.
     """
-    own = functools.partial(run, state)
+    run_block = functools.partial(run, state)
     if caches_residual(state):
-        own = functools.partial(with_cached_residual, state, own)
+        run_block = functools.partial(with_cached_residual, state, run_block)
     if state.model.context.has_stacks and is_in_stack(state):
-        return call_in_stack(state, call, own)
-    return own(call)
+        return call_in_stack(state, call, run_block)
+    return run_block(call)
 
 
 def _run_block(state: BlockState, caches: bool, call: HostCall) -> Any:
@@ -161,10 +161,10 @@ def _block(state: BlockState, call: HostCall) -> Any:
             return call.result()
 
         def merged(plan: Plan) -> Any:
-            pictures = 1
+            images = 1
             if not layout.batched:
-                pictures = pictures_of(state.model.threads.value.context, len(plan.keep))
-            return merged_call(call, layout, plan, settings.combine, pictures, change_only=True)
+                images = pictures_of(state.model.threads.value.context, len(plan.keep))
+            return merged_call(call, layout, plan, settings.combine, images, change_only=True)
 
         return _exact_or_corrected(state, running, call, layout, merged)
     finally:

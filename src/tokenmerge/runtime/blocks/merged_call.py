@@ -18,7 +18,7 @@ from tokenmerge.runtime.memory.caches import Tensors
 from tokenmerge.runtime.memory.state import LayerState
 
 
-class OfPictures(NamedTuple):
+class OfImages(NamedTuple):
     """What takes the place of a token argument without a batch axis: its value for each image."""
 
     values: tuple[Tensor, ...]
@@ -39,25 +39,25 @@ def merged_tokens(layout: Layout, plan: Plan, tokens: Tensor, combine: str) -> T
 
 
 def with_merged_tokens(
-    call: HostCall, layout: Layout, plan: Plan, merged: Tensor, combine: str, pictures: int = 1
+    call: HostCall, layout: Layout, plan: Plan, merged: Tensor, combine: str, images: int = 1
 ) -> HostCall:
     """Return a call with merged tokens, and with what belongs to them in its other arguments.
 
-    Where ``pictures`` have plans of their own, arguments without a batch axis are made for each of them.
+    Where ``images`` have plans of their own, arguments without a batch axis are made for each of them.
     """
     name = layout.tokens or call.names[0]
-    now = _following(call, layout, plan, combine, pictures).replaced(name, merged)
+    now = _following(call, layout, plan, combine, images).replaced(name, merged)
     if layout.same_as_tokens and call.argument(layout.same_as_tokens) is call.argument(name):
         now = now.replaced(layout.same_as_tokens, merged)
     return now
 
 
 def merged_call(
-    call: HostCall, layout: Layout, plan: Plan, combine: str, pictures: int = 1, change_only: bool = False
+    call: HostCall, layout: Layout, plan: Plan, combine: str, images: int = 1, change_only: bool = False
 ) -> Any:
     """Return the result of a call with merged tokens, unmerged.
 
-    The ``pictures`` are those of :func:`with_merged_tokens`. With ``change_only``, each token gets only what
+    The ``images`` are those of :func:`with_merged_tokens`. With ``change_only``, each token gets only what
     the call added to the merged token that holds it. Further entries of a token have nothing to be added to,
     and are those of the merged token.
     """
@@ -69,9 +69,9 @@ def merged_call(
         merged = image_replaced(layout, tokens, n, lambda image: combined(plan, image, combine))
     else:
         merged = combined(whole, tokens, combine)
-    now = with_merged_tokens(call, layout, plan, merged, combine, pictures)
+    now = with_merged_tokens(call, layout, plan, merged, combine, images)
     # A block hands its arguments on to its attention, which is then called for each image.
-    result = now.result() if pictures == 1 or change_only else result_by_image(now, len(merged))
+    result = now.result() if images == 1 or change_only else result_by_image(now, len(merged))
 
     def add_change(image: Tensor) -> Tensor:
         return layout.image(tokens, n) + plan.unmerge(image - layout.image(merged, m))
@@ -135,7 +135,7 @@ def keyed_call(attention: nn.Module, call: HostCall, state: LayerState, plan: Pl
 def result_by_image(call: HostCall, images: int) -> Any:
     """Return the result of a call that is made for one image after the other.
 
-    Images have arguments of their own where there is an :class:`OfPictures`, and in every tensor whose first
+    Images have arguments of their own where there is an :class:`OfImages`, and in every tensor whose first
     axis has ``images`` entries. The images follow one another, over and over.
     """
     results = []
@@ -149,7 +149,7 @@ def result_by_image(call: HostCall, images: int) -> Any:
 
 def _of_image(value: Any, image: int, images: int) -> Any:
     """Return what belongs to one image of a batch."""
-    if isinstance(value, OfPictures):
+    if isinstance(value, OfImages):
         return value.values[image % len(value.values)]
     if isinstance(value, Tensor):
         return value[image : image + 1] if value.ndim and len(value) == images else value
@@ -157,11 +157,15 @@ def _of_image(value: Any, image: int, images: int) -> Any:
         return value
     parts = list(value.values()) if isinstance(value, dict) else value
     # What stands beside such an argument, such as the positions of the text, has no batch axis either.
-    if OfPictures in [type(part) for part in parts]:
-        own = [_of_image(part, image, images) if isinstance(part, OfPictures) else part for part in parts]
+    if OfImages in [type(part) for part in parts]:
+        parts_of_image = [
+            _of_image(part, image, images) if isinstance(part, OfImages) else part for part in parts
+        ]
     else:
-        own = [_of_image(part, image, images) for part in parts]
-    return dict(zip(value, own, strict=True)) if isinstance(value, dict) else type(value)(own)
+        parts_of_image = [_of_image(part, image, images) for part in parts]
+    if isinstance(value, dict):
+        return dict(zip(value, parts_of_image, strict=True))
+    return type(value)(parts_of_image)
 
 
 def _joined(results: list[Any]) -> Any:
@@ -216,7 +220,7 @@ def added_to_image(layout: Layout, result: Any, base: Tensor | float, n: int) ->
     )
 
 
-def _following(call: HostCall, layout: Layout, plan: Plan, combine: str, pictures: int = 1) -> HostCall:
+def _following(call: HostCall, layout: Layout, plan: Plan, combine: str, images: int = 1) -> HostCall:
     """Return the call with the arguments that have an entry for each token cut down to the merged tokens."""
     for argument in layout.token_arguments:
         value = call.argument(argument.name)
@@ -227,7 +231,7 @@ def _following(call: HostCall, layout: Layout, plan: Plan, combine: str, picture
         if argument.combined:
             follow = partial(_combined_entries, layout=layout, plan=plan, combine=combine)
         else:
-            follow = partial(_followed, argument=argument, layout=layout, plan=plan, pictures=pictures)
+            follow = partial(_followed, argument=argument, layout=layout, plan=plan, images=images)
         if element is None:
             now = follow(value)
         elif isinstance(value, dict):
@@ -244,10 +248,10 @@ def _combined_entries(value: Tensor, layout: Layout, plan: Plan, combine: str) -
     return image_replaced(layout, value.expand(b, -1, -1), n, lambda image: combined(plan, image, combine))
 
 
-def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan, pictures: int) -> Any:
+def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan, images: int) -> Any:
     """Return the entries of an argument for the merged tokens, in their order."""
     if isinstance(value, (tuple, list)):
-        return type(value)([_followed(part, argument, layout, plan, pictures) for part in value])
+        return type(value)([_followed(part, argument, layout, plan, images) for part in value])
     if value is None or argument.ndim not in (None, value.ndim):
         return value
     if argument.alike:
@@ -255,15 +259,15 @@ def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan, p
     # In a graph each block has its own; others may change unseen, or each result has its gradient.
     changes = torch.compiler.is_compiling() or value.is_inference() or value.requires_grad
     made = []
-    for picture in range(1 if argument.batched else pictures):
-        follow = partial(_at_kept_tokens, value, argument, layout, plan, picture)
+    for image in range(1 if argument.batched else images):
+        follow = partial(_at_kept_tokens, value, argument, layout, plan, image)
         if changes:
             made.append(follow())
         else:  # hosts give all blocks the same tensor
             # By identity, since a hash of all that they hold takes longer than the rest. The model keeps
             # both.
-            made.append(once(plan.keep, (id(value), id(argument), id(layout), picture), follow, value))
-    return made[0] if len(made) == 1 else OfPictures(tuple(made))
+            made.append(once(plan.keep, (id(value), id(argument), id(layout), image), follow, value))
+    return made[0] if len(made) == 1 else OfImages(tuple(made))
 
 
 def _fewer_entries(value: Tensor, argument: TokenArgument, layout: Layout, plan: Plan) -> Tensor:
@@ -275,9 +279,7 @@ def _fewer_entries(value: Tensor, argument: TokenArgument, layout: Layout, plan:
     return value
 
 
-def _at_kept_tokens(
-    value: Tensor, argument: TokenArgument, layout: Layout, plan: Plan, picture: int
-) -> Tensor:
+def _at_kept_tokens(value: Tensor, argument: TokenArgument, layout: Layout, plan: Plan, image: int) -> Tensor:
     """Return the entries of the tokens whose place the merged tokens take, beside those of the text.
 
     Where the argument has no batch axis, they are those of one image.
@@ -306,7 +308,7 @@ def _at_kept_tokens(
             shape[axis] = index.shape[1]
             value = value.gather(axis, index.view(along).expand(shape))
         else:
-            value = value.index_select(axis, index[picture])
+            value = value.index_select(axis, index[image])
     return value
 
 

@@ -49,7 +49,7 @@ def active_call(state: BlockState, call: HostCall) -> BlockMerge:
     x = state.layout.tokens_of(call)
     sequence = sequence_in(state, settings)
     if x.shape[1] < sequence.tokens:
-        shown = " + ".join(" × ".join(map(str, picture.grid)) for picture in sequence.pictures)
+        shown = " + ".join(" × ".join(map(str, image.grid)) for image in sequence.pictures)
         raise UnsupportedModelError(
             f"{state.path}: expected the {shown} = {sequence.tokens} tokens of its grid, got an "
             f"input of shape {tuple(x.shape)}; this model calls its blocks in a way that tokenmerge does not "
@@ -101,7 +101,7 @@ def _note(state: BlockState, sequence: TokenSequence, plan: Plan) -> None:
     """Note a plan, if somebody records what merges."""
     model = state.model
     if model.record is not None:
-        first, *others = (picture.grid for picture in sequence.pictures)
+        first, *others = (image.grid for image in sequence.pictures)
         model.record[state.path] = RecordedPlan(plan, first, tuple(others))
     step_log = model.context.step_log
     log = model.threads.value.memory.log

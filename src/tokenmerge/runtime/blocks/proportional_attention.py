@@ -139,15 +139,15 @@ class ProportionalAttention:
         if text < 0 or batch % seen:
             return None
         self._images_seen += seen
-        own = self.sizes if seen == images else self.sizes[first : first + 1]
+        sizes_of_images = self.sizes if seen == images else self.sizes[first : first + 1]
 
         def with_text() -> Tensor:
-            sizes = F.pad(own, (text, 0) if self.layout.text == "first" else (0, text), value=1.0)
+            sizes = F.pad(sizes_of_images, (text, 0) if self.layout.text == "first" else (0, text), value=1.0)
             # Hosts that fold heads into the batch repeat each image for its heads.
             return sizes.repeat_interleave(batch // len(sizes), 0) if batch != len(sizes) else sizes
 
-        if text == 0 and batch == len(own):
-            return own
+        if text == 0 and batch == len(sizes_of_images):
+            return sizes_of_images
         return once(self.sizes, (first, batch, text, self.layout.text), with_text)
 
     def __enter__(self) -> None:

@@ -36,8 +36,8 @@ def batch_first(layout: Layout, call: HostCall, run: Callable[[HostCall], Any]) 
     tokens = layout.tokens or call.names[0]
 
     def method(*args: Any, **kwargs: Any) -> Any:
-        own = HostCall(call.function, call.names, args, kwargs)
-        return _swapped(own.replaced(tokens, _swapped(own.argument(tokens))).result())
+        inner_call = HostCall(call.function, call.names, args, kwargs)
+        return _swapped(inner_call.replaced(tokens, _swapped(inner_call.argument(tokens))).result())
 
     changed = HostCall(method, call.names, call.args, call.kwargs)
     return _swapped(run(changed.replaced(tokens, _swapped(call.argument(tokens)))))

@@ -49,7 +49,9 @@ def _unless_skipped(module: nn.Module, run: Callable, *args: Any, **kwargs: Any)
         state = next((part for part in state.parts if isinstance(part, SpanState)), None)
     if state is None or torch.compiler.is_compiling() or not state.model.context.decision.caches:
         return run(*args, **kwargs)
-    context, thread, part = state.model.context, state.model.threads.value, state.threads.value
+    context = state.model.context
+    thread = state.model.threads.value
+    part = state.threads.value
     part.number += 1
     call = context.call, part.number
     distance = context.decision.deep
@@ -85,7 +87,8 @@ def _noted(state: SpanState, known: SpanResult | None, result: Any, inputs: Inpu
         )
     results = [leaves[place] for place in places]
     bases = _bases(results, inputs)
-    thread, context = state.model.threads.value, state.model.context
+    thread = state.model.threads.value
+    context = state.model.context
     added = tuple(
         # A copy, since hosts change results in place.
         _by_sample(result.clone() if base is None else result - inputs[base][0], context.samples)

@@ -306,11 +306,11 @@ def _prepared(state: BlockState, stack: Stack, call: HostCall) -> HostCall:
         )
         if stack.blocks:
             note_plan(state, stack.settings)
-        pictures = 1 if layout.batched else pictures_of(state.model.context, len(stack.plan.keep))
+        images = 1 if layout.batched else pictures_of(state.model.context, len(stack.plan.keep))
         for name in known:  # they are merged already
             call = call.replaced(name, None)
         combine = stack.settings.combine
-        now = with_merged_tokens(call, layout, stack.plan, stack.value, combine, pictures)
+        now = with_merged_tokens(call, layout, stack.plan, stack.value, combine, images)
     for name, value in known.items():
         now = now.replaced(name, value)
     return now

@@ -127,7 +127,7 @@ def _agreement(shard: Shard | None, delta: Tensor, before: Tensor) -> Tensor:
     size = now.shape[1] if delta.dtype == dtype else max(_PIECE, -(-now.shape[1] // _PIECES))
     pieces = zip(now.split(size, dim=1), then.split(size, dim=1), strict=True)
     product = torch.stack([(one.to(dtype) * other.to(dtype)).sum(1) for one, other in pieces]).sum(0)
-    lengths = torch.stack([torch.linalg.vector_norm(own, dim=1, dtype=dtype) for own in (now, then)])
+    lengths = torch.stack([torch.linalg.vector_norm(tensor, dim=1, dtype=dtype) for tensor in (now, then)])
     if shard is not None:
         product, *squares = shard.total(torch.stack([product, *lengths.square()]))
         lengths = torch.stack(squares).sqrt()

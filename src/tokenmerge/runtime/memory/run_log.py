@@ -50,7 +50,7 @@ class AddedNoise:
     levels: tuple[float, float] = (1.0, 1.0)  # before and after the step in which it was measured
     before: tuple[int, Tensor, Tensor] | None = None  # a step to compare: index, sample, image
 
-    def note(self, levels: NoiseLevels, sample: Tensor, picture: Tensor, index: int) -> None:
+    def note(self, levels: NoiseLevels, sample: Tensor, image: Tensor, index: int) -> None:
         """Note the sample that the model gets in a step, and the image that it predicts from it."""
         before = self.before
         self.before = None
@@ -62,7 +62,7 @@ class AddedNoise:
             self.kept = torch.dot(noise, (sample - before[2]).flatten()) / noise.square().sum()
             self.levels = levels.sigmas[index - 1], levels.sigmas[index]
         elif index and 0 < levels.sigmas[index + 1] < levels.sigmas[index]:
-            self.before = index, sample, picture
+            self.before = index, sample, image
 
 
 @dataclasses.dataclass(eq=False)
@@ -172,7 +172,8 @@ class RunLog:
         change = truth - first
         error = torch.addcmul(change, delta, agreement * known[0], value=-1)  # as `extrapolated` forecasts it
         error, change = (
-            _length(_guided(_of_samples(own, samples), self.guidance, copies)) for own in (error, change)
+            _length(_guided(_of_samples(difference, samples), self.guidance, copies))
+            for difference in (error, change)
         )
         self.missed.append((part, known[1], error / change.clamp(min=_TINY)))
 
@@ -353,7 +354,8 @@ class StepLog:
     def begin_call(self, step: DenoisingStep, kind: StepKind, device: torch.device) -> None:
         """Note a call of the model. Of several in a step, the one that runs least decides its kind."""
         if self._steps.get(step.index) is not self._latest:
-            self._steps[step.index] = self._latest = _Step(kind)
+            self._latest = _Step(kind)
+            self._steps[step.index] = self._latest
         self._latest.kind = least_kind(kind, self._latest.kind)
         self._device = device
         self._latest.times.append([clock(device)])
@@ -383,7 +385,10 @@ class StepRecorder(WeakDictionary):
         """Note a call of the model, and return the log of its generation."""
         log: StepLog | None = self.get(step.generation)
         if log is None:
-            log = self[step.generation] = self._last = self._last_of_thread.value = StepLog()
+            log = StepLog()
+            self[step.generation] = log
+            self._last = log
+            self._last_of_thread.value = log
         log.begin_call(step, kind, device)
         return log
 

@@ -116,10 +116,11 @@ class Memory:
         """
         if self._thread is not None and self._thread() is thread:
             return
-        own = weakref.ref(self)
+        this_memory = weakref.ref(self)
         all_memories = weakref.ref(memories)
-        self._generation = living = weakref.ref(generation, lambda _: _close(own()))
-        self._thread = weakref.ref(thread, lambda _: _close(own(), all_memories(), living()))
+        living = weakref.ref(generation, lambda _: _close(this_memory()))
+        self._generation = living
+        self._thread = weakref.ref(thread, lambda _: _close(this_memory(), all_memories(), living()))
 
     def close(self) -> None:
         """Drop all that is cached, for good."""
@@ -249,12 +250,12 @@ class ModelState:
         # Whether what blocks add is cached at some step, to skip them or to plan by it.
         self.caches_results = reuse.on or self.config.cached_features is not None
         # Whether any plan depends on the step: what it draws, or what it compares.
-        fixed = [own.seed is None and own.planner in COMPARES_NOTHING for _, own in self.phases]
+        fixed = [phase.seed is None and phase.planner in COMPARES_NOTHING for _, phase in self.phases]
         self.numbers_steps = self.follows_steps or not all(fixed)
         # Whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed,
         # nor for a model whose blocks are not described.
         reads_grid = reuse.on and self.call.described
-        self.merges = reads_grid or any(own.merges for _, own in self.phases)
+        self.merges = reads_grid or any(phase.merges for _, phase in self.phases)
         before = CallContext(self.settings, blocks_are_dense=True)
         self._new_thread = functools.partial(ThreadState, before, self.groups)
         self.threads = PerThread(self._new_thread)

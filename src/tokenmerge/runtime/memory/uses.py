@@ -168,8 +168,8 @@ class Uses:
 
     def elsewhere(self) -> bool:
         """Return whether another thread runs the model."""
-        own = self._own.value
-        return any(use.runs for use in list(self._of_threads) if use is not own)
+        use_of_this_thread = self._own.value
+        return any(use.runs for use in list(self._of_threads) if use is not use_of_this_thread)
 
 
 def _new_use(known: weakref.WeakSet[ThreadUse]) -> ThreadUse:

@@ -181,7 +181,7 @@ def _follow(tolerance: Tolerance, state: ModelState, step: DenoisingStep, memory
     if log is None:
         return
     if tolerance.asks(step.done):  # after a full step, this waits once
-        found = [own.log for own in state.pipeline.memories_of(step.generation)]
+        found = [each.log for each in state.pipeline.memories_of(step.generation)]
         logs = [one for one in found if one is not None]
         observed = log.observe(observations_of, logs)
         is_seen = observed is not None and not any(one.unseen for one in logs)

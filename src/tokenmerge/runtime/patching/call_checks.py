@@ -126,7 +126,7 @@ def _check_shard(state: ModelState, root: nn.Module, shard: Shard, grids: Sequen
                 f"sx={settings.sx}, or its images have ratio 0; take fewer devices, another size, or merge "
                 "in all images"
             )
-        sides = [sorted(picture.grid for picture in one.pictures) for one in every]
+        sides = [sorted(image.grid for image in one.pictures) for one in every]
         if settings.planner in OWN_NUMBER and any(one != sides[0] for one in sides):
             raise UnsupportedModelError(
                 f"{where} with different grids, and planner={settings.planner!r} would not remove "
@@ -157,7 +157,7 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
     counted = f"{steps} step{'s' if steps > 1 else ''}"
     of_steps = [rule for rule in config.rules if rule.of_steps]
     each = (config.at_step(index, steps) for index in range(steps))
-    if of_steps and not any(own.merges or own.reuse.on for own in each):
+    if of_steps and not any(settings.merges or settings.reuse.on for settings in each):
         warn_caller(
             f"this generation is dense: by the rules {', '.join(map(str, of_steps))}, nothing merges in any "
             f"of {counted}; leave more steps between their start and until, or take more steps"

@@ -34,8 +34,8 @@ def context_of(facts: CallFacts, memory: Memory, config: ToMeConfig) -> CallCont
     settings = _settings_by_level(facts, config)
     cached = _cached_features(facts, config, settings)
     skips_blocks = decision.caches and state.skips_blocks
-    merges = decision.merging is not Merging.DENSE and any(own.merges for own in settings.values())
-    stacks = any(merges_in_stacks(config.merge_sharing.blocks, own) for own in settings.values())
+    merges = decision.merging is not Merging.DENSE and any(one.merges for one in settings.values())
+    stacks = any(merges_in_stacks(config.merge_sharing.blocks, one) for one in settings.values())
     caches_plans = (
         config.merge_sharing.every > 1
         or config.merge_sharing.blocks
@@ -90,9 +90,9 @@ def _cached_features(
         return frozenset()
     return frozenset(
         {
-            (level, own.features)
-            for level, own in phases_at(config, *levels)
-            if own.merges and own.features in CACHED_FEATURES
+            (level, phase.features)
+            for level, phase in phases_at(config, *levels)
+            if phase.merges and phase.features in CACHED_FEATURES
         }
     )
 

@@ -52,7 +52,8 @@ class CallFacts(NamedTuple):
 def facts_of_call(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> CallFacts | None:
     """Return what is known of a call with these arguments, or None if it belongs to no step."""
     sample = arguments[state.call.sample]
-    timestep = _timestep_in(state, root, arguments)
+    place = state.call.timestep
+    timestep = arguments[place] if isinstance(place, str) else place(root, arguments)
     seed = _seed_of(state, timestep, sample[0].device)
     running = running_pipeline()
     pipe = state.pipeline.of_call(running)
@@ -74,7 +75,9 @@ def facts_of_call(state: ModelState, root: nn.Module, arguments: Mapping[str, An
     if state.call.described:
         shape = _shape_of(arguments, sample, with_text=state.follows_steps)
     else:
-        shape = _shapes_in(arguments)
+        # Nobody knows what each input changes in a result, so the shapes of all of them count.
+        inputs = tree_leaves(dict(arguments))
+        shape = tuple(leaf.shape for leaf in inputs if isinstance(leaf, Tensor))
     # A graph that held them would take all of them as inputs, and be made anew for other sizes of them.
     held = {} if torch.compiler.is_compiling() else arguments
     facts = CallFacts(
@@ -104,7 +107,7 @@ def given_of(facts: CallFacts, memory: Memory) -> Given:
         noise = noise_before(facts.step, facts.scheduler, facts.timestep)
     given = Given(
         facts.shape,
-        conditions_in({name: own for name, own in facts.arguments.items() if own is not sample}),
+        conditions_in({name: value for name, value in facts.arguments.items() if value is not sample}),
         weakref.ref(sample) if isinstance(sample, Tensor) else None,
         waits=waits,
         noise=None if noise is None else noise_in_detail(sample, noise),
@@ -112,12 +115,6 @@ def given_of(facts: CallFacts, memory: Memory) -> Given:
     if not waits or memory.tracker.numbers.compares(given) or has_callback(facts.pipe):
         return dataclasses.replace(given, detail=detail_of(sample))
     return given
-
-
-def _timestep_in(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> Any:
-    """Return the timestep that a model is called with."""
-    by = state.call.timestep
-    return arguments[by] if isinstance(by, str) else by(root, arguments)
 
 
 def _seed_of(state: ModelState, timestep: Any, device: torch.device) -> Tensor:
@@ -137,11 +134,6 @@ def _shape_of(arguments: Mapping[str, Any], sample: Any, with_text: bool) -> Sha
         # Joint blocks change it too, and its length may differ at the next step.
         return (*shape, *text.shape)
     return shape
-
-
-def _shapes_in(arguments: Mapping[str, Any]) -> Shape:
-    """Return the shapes of all inputs of a call, of which nobody knows what they change in a result."""
-    return tuple(leaf.shape for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, Tensor))
 
 
 def _refuse_one_graph(state: ModelState) -> None:

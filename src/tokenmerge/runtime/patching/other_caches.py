@@ -72,8 +72,8 @@ def _other_forward(root: nn.Module) -> Any:
 
 def _forwards(root: nn.Module) -> Iterator[Any]:
     """Yield the functions that run as the forward of a model, also those that hooks call."""
-    own = vars(root)
-    holders = [own, *map(vars, getattr(own.get("_diffusers_hook"), "_fn_refs", ()))]
+    attributes = vars(root)
+    holders = [attributes, *map(vars, getattr(attributes.get("_diffusers_hook"), "_fn_refs", ()))]
     for holder in holders:
         for name in ("forward", "_old_forward", "original_forward"):
             forward = holder.get(name)

@@ -19,7 +19,7 @@ def refuse_other_patches(root: nn.Module) -> None:
         swapped: Any = next((cls for cls in type(module).__mro__ if _PARENT in vars(cls)), None)
         if swapped is None or getattr(swapped, _PARENT) not in swapped.__mro__[1:]:
             continue
-        path = next(path for path, own in root.named_modules() if own is module)
+        path = next(path for path, candidate in root.named_modules() if candidate is module)
         package = swapped.__module__.partition(".")[0]
         name = path or type(root).__name__
         how = _REMOVED_BY.get(package, f"set the class of each such block to its {_PARENT}")

@@ -56,16 +56,16 @@ def merges(block: Block, config: ToMeConfig) -> bool:
     """Return whether something of a block can merge, in some phase."""
     return any(
         block.block_layout is not None
-        if own.scope == "block"
-        else any(takes_part(layer, own) for layer in block.layers)
-        for _, own in phases_at(config, block.level)
+        if phase.scope == "block"
+        else any(takes_part(layer, phase) for layer in block.layers)
+        for _, phase in phases_at(config, block.level)
     )
 
 
 def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
     """Return the sub-layers whose calls change, in some phase."""
     phases = phases_at(config, block.level)
-    return [layer for layer in block.layers if any(takes_part(layer, own) for _, own in phases)]
+    return [layer for layer in block.layers if any(takes_part(layer, phase) for _, phase in phases)]
 
 
 def blocks_to_change(host: Host, config: ToMeConfig) -> list[tuple[Block, list[Layer]]]:
@@ -234,7 +234,11 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
         )
         for place, block in enumerate(blocks)
     ]
-    layers = [(block, layer) for block, (_, own) in zip(block_states, changed, strict=True) for layer in own]
+    layers = [
+        (block, layer)
+        for block, (_, layers_of_block) in zip(block_states, changed, strict=True)
+        for layer in layers_of_block
+    ]
     state.parts = (
         *block_states,
         *[LayerState(block, f"{block.path}.{layer.name}", layer) for block, layer in layers],

@@ -73,8 +73,8 @@ def _note_step(facts: CallFacts, log: RunLog, kind: StepKind, merges: bool, cach
     if step is not None:
         log.note_kind(step.index, kind, merges)
         if step.index >= step.total - 1:
-            logs = (own.log for own in state.pipeline.memories_of(step.generation))
-            log.ending = [own for own in (log, *logs) if own is not None]
+            logs = (memory.log for memory in state.pipeline.memories_of(step.generation))
+            log.ending = [one for one in (log, *logs) if one is not None]
     if state.recorder is None:
         return None
     if step is None:

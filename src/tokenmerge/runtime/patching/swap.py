@@ -36,7 +36,7 @@ def _swapped_class(base: type, method: str, call: MakeMethod) -> Any:
 
     There is one for each combination, so that all modules of a class share their compiled code.
     """
-    own = {
+    attributes = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -44,7 +44,7 @@ def _swapped_class(base: type, method: str, call: MakeMethod) -> Any:
         "_tokenmerge_base": base,
         "_tokenmerge_method": method,
     }
-    swapped: Any = type(base.__name__, (base,), own)
+    swapped: Any = type(base.__name__, (base,), attributes)
     original = host_method(base, swapped, method)
     function: Any = functools.wraps(getattr(base, method))(call(original))
     # A code object of its own: torch.compile counts the graphs of each, and limits them.
@@ -111,8 +111,8 @@ def _without(cls: Any, swapped: Any) -> Any:
     if not issubclass(cls, swapped):
         return cls
     bases = tuple(_without(base, swapped) for base in cls.__bases__)
-    own = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-    return type(cls)(cls.__name__, bases, own)
+    attributes = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, bases, attributes)
 
 
 def _rebind_hooks(module: nn.Module, before: FunctionType) -> None:

@@ -57,11 +57,11 @@ def _module(root: nn.Module, layer: LayerState) -> nn.Module:
 def _weighs(layer: LayerState, config: ToMeConfig, grids: Grids | None) -> bool:
     """Return whether merged tokens should count as often as they stand for in a layer, in some step."""
     merging = [
-        (level, own)
-        for level, own in phases_at(config, layer.block.level)
-        if own.merges
-        and own.proportional
-        and takes_part(layer.layer, own)
-        and (own.scope != "block" or layer.block.block_layout is not None)
+        (level, phase)
+        for level, phase in phases_at(config, layer.block.level)
+        if phase.merges
+        and phase.proportional
+        and takes_part(layer.layer, phase)
+        and (phase.scope != "block" or layer.block.block_layout is not None)
     ]
     return bool(merging) and (grids is None or merges_tokens(merging, *grids))

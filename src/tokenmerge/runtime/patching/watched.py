@@ -146,12 +146,12 @@ def _merged_parts(state: ModelState, config: ToMeConfig, grids: Grids | None) ->
     for part in state.parts:
         if isinstance(part, StageState | SpanState):
             continue
-        for level, own in phases_at(config, (part.block if isinstance(part, LayerState) else part).level):
+        for level, phase in phases_at(config, (part.block if isinstance(part, LayerState) else part).level):
             if isinstance(part, LayerState):
-                merges = own.scope != "block" and takes_part(part.layer, own)
+                merges = phase.scope != "block" and takes_part(part.layer, phase)
             else:
-                merges = own.scope == "block" and part.block_layout is not None
-            if merges and own.merges and (grids is None or merges_tokens([(level, own)], *grids)):
+                merges = phase.scope == "block" and part.block_layout is not None
+            if merges and phase.merges and (grids is None or merges_tokens([(level, phase)], *grids)):
                 yield part.path
 
 
@@ -184,8 +184,8 @@ def meets(path: str, others: Collection[str]) -> bool:
     [True, True, True, False]
     """
     # An empty path is that of the model itself.
-    own = f"{path}." if path else ""
-    return any(f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(own) for other in others)
+    prefix = f"{path}." if path else ""
+    return any(f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(prefix) for other in others)
 
 
 def _only_computes(code: Any) -> bool:

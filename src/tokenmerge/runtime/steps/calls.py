@@ -194,18 +194,18 @@ def _follows(
     positions = int(moved.sum())
     if positions < _FEWEST:
         return True
-    pictures = len(now)
+    images = len(now)
     alike = _directions(now[:, moved]) @ _directions(torch.cat(list(before))[:, moved]).T
-    own = alike[:, place * pictures : (place + 1) * pictures].diagonal().clone()
+    similarity = alike[:, place * images : (place + 1) * images].diagonal().clone()
     chance = min(_DEVIATIONS / positions**0.5, _MOST_BY_CHANCE)
     least = max(_LEAST, chance)
-    for picture in (own < least).nonzero().flatten().tolist():
-        same = [other for other, one in enumerate(before[place]) if torch.equal(one, before[place][picture])]
-        columns = [before[place][picture], *(made[other] for made in outputs for other in same)]
-        own[picture] = _explained(now[picture][moved], torch.stack(columns, dim=1)[moved])
+    for image in (similarity < least).nonzero().flatten().tolist():
+        same = [other for other, one in enumerate(before[place]) if torch.equal(one, before[place][image])]
+        columns = [before[place][image], *(made[other] for made in outputs for other in same)]
+        similarity[image] = _explained(now[image][moved], torch.stack(columns, dim=1)[moved])
     # Of what is not finite, or has no detail, nothing is known.
-    other = (alike.nan_to_num().amax(dim=1) > own + max(_CLEARLY, chance)) & (own != 0)
-    strange = (own < least) & (own != 0) & _should_be_alike(now[:, moved], noise, least)
+    other = (alike.nan_to_num().amax(dim=1) > similarity + max(_CLEARLY, chance)) & (similarity != 0)
+    strange = (similarity < least) & (similarity != 0) & _should_be_alike(now[:, moved], noise, least)
     return not bool((other | strange).any())
 
 
@@ -265,10 +265,10 @@ def is_made_of(now: Tensor | None, calls: Sequence[tuple[Tensor, Tensor]]) -> bo
     samples, outputs = (torch.cat(details) for details in zip(*calls, strict=True))
     nearest = (_directions(now) @ _directions(samples).T).abs().nan_to_num().argmax(dim=1)
     return all(
-        _left_of(picture, [sample]) > _ROUNDING
+        _left_of(image, [sample]) > _ROUNDING
         # The batch holds a sample several times, for as many prompts.
-        and _left_of(picture, [sample, *outputs[(samples == sample).all(dim=1)]]) <= _ROUNDING
-        for picture, sample in zip(now, samples[nearest], strict=True)
+        and _left_of(image, [sample, *outputs[(samples == sample).all(dim=1)]]) <= _ROUNDING
+        for image, sample in zip(now, samples[nearest], strict=True)
     )
 
 
@@ -429,8 +429,8 @@ class CallNumbers:
 
     def _outputs_for(self, number: int) -> list[Tensor]:
         """Return what the model returned in a call of the step before, and in others on its sample."""
-        own = self._given[number].sample
-        same = [other for other in self._before if other == number or self._is_on(other, own)]
+        sample = self._given[number].sample
+        same = [other for other in self._before if other == number or self._is_on(other, sample)]
         return [self._outputs[other] for other in same if other in self._outputs]
 
     def _is_on(self, number: int, sample: weakref.ref[Tensor] | None) -> bool:

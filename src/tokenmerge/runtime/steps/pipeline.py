@@ -53,8 +53,8 @@ class Latest(Generic[Value]):
     @property
     def value(self) -> Value:
         """The value of this thread's latest run."""
-        own = self._own.value
-        return own[0] if own else self._of_any
+        latest = self._own.value
+        return latest[0] if latest else self._of_any
 
     def set(self, value: Value, begins: bool = True) -> None:
         """Set the value of the run in this thread; ``begins``: it is the latest of all threads, too."""

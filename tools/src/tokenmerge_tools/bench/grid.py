@@ -56,7 +56,8 @@ _shared = partial(option, "Settings")
 class BenchOptions:
     """The axes of a benchmark, which are tuples, and the settings that all its cells share.
 
-    Every combination of the values on the axes is measured. ``about`` describes a grid, without effect.
+    Every combination of the values on the axes is measured. ``about`` is a description of the grid, and has
+    no effect.
     """
 
     model: Annotated[
@@ -103,7 +104,7 @@ class BenchOptions:
         self.specs()
 
     def specs(self) -> list[Variant]:
-        """Return the variants. One that does not set its ratio or speed-up appears once for each."""
+        """Return the variants. A variant without its own ratio or speed-up appears once for each value."""
         specs: list[Variant] = []
         for wanted in self.variants:
             name = wanted.partition(":")[0]
@@ -160,7 +161,7 @@ FUSED = "sdpa"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The conditions that all cells with interleaved calls share. Width and height are in pixels."""
+    """The conditions that cells share when their calls are interleaved. Width and height are in pixels."""
 
     model: str
     width: int
@@ -194,7 +195,7 @@ class Cell:
 def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Setting], tuple[Cell, ...]]:
     """Return the settings of a benchmark, and the cells that are measured at each of them.
 
-    There is always a dense cell with each requested attention and one with fused attention. This separates
+    There is always one dense cell for each requested attention, and one with fused attention. This separates
     the gain of fused attention from the gain of merging. Each model is loaded once for each dtype.
     """
     dtypes = dict.fromkeys(dtype_name(resolve_dtype(dtype, device)) for dtype in options.dtype)

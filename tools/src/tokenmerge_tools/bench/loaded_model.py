@@ -50,7 +50,7 @@ class Geometry:
 
 def _tuples(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _tuples(own) for name, own in value.items()}
+        return {name: _tuples(entry) for name, entry in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
@@ -89,8 +89,8 @@ def example_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of one call, with Gaussian noise for latents and text embeddings.
 
-    ``latent`` is the (height, width) of the latents, and ``frames`` are those of a video. If ``guided``, the
-    batch of ``samples`` holds every sample twice, as with classifier-free guidance.
+    ``latent`` is the (height, width) of the latents, and ``frames`` is the number of frames of a video. If
+    ``guided``, the batch of ``samples`` holds every sample twice, as with classifier-free guidance.
     """
     if is_a(model, _WITH_FRAMES):
         zeros = Blank(model, samples)
@@ -136,8 +136,8 @@ class LoadedModel:
 def find_facts(model: str) -> tuple[tuple[int, int] | None, int, bool]:
     """Read the configs of ``geometry:NAME``, a bundled model, a diffusers folder or a hub id.
 
-    The result has the default (width, height) in pixels, of what number sizes must be multiples, and whether
-    there may be several frames.
+    The result has three values: the default (width, height) in pixels, the number that sizes must be a
+    multiple of, and whether the model takes several frames.
     """
     if model.startswith(PREFIX):
         geometry = find_geometry(model)

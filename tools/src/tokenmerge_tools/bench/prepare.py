@@ -24,7 +24,8 @@ from tokenmerge_tools.variants.variant import VARIANTS
 class PreparedCell:
     """A cell that is ready to run. After its first failure, running it does nothing.
 
-    ``calls`` of the denoiser are in one run; the recorded time is their mean. Dense has no config or report.
+    One run calls the denoiser ``calls`` times, and the recorded time is the mean of these calls. A dense cell
+    has no config and no report.
     """
 
     def __init__(self, cell: Cell) -> None:

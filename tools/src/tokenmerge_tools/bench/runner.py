@@ -163,7 +163,7 @@ class _Benchmark:
                     yield name
         every = {name: ready.run for name, ready in cells.items()}
         begun = {name: run for name, run in every.items() if len(cells[name].seconds) <= done}
-        first = 1 if len(begun) < len(every) else 0  # rounds that were interrupted
+        first = 1 if len(begun) < len(every) else 0  # 1 if a round was interrupted
         for calls, repeat in ((begun, first), (every, rounds - done - first)):
             for measured in interleaved(calls, repeat, self.device):
                 ready = cells[measured.variant]

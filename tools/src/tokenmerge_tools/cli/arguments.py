@@ -17,15 +17,15 @@ from tokenmerge_tools.pipelines.settings import parse_size
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-ABOUT = ("model", "size", "steps", "scheduler", "guidance")  # options that settings in a file depend on
+ABOUT = ("model", "size", "steps", "scheduler", "guidance")  # the options that settings in a file depend on
 
 
 def takes(options: type | None = None, all_optional: bool = False) -> Callable[..., Callable[..., None]]:
-    """Give a command the options that the fields of a class declare, and those for token merging.
+    """Give a command the options that the fields of a class declare, and the options for token merging.
 
-    The command's argument ``given`` stands for the fields that are annotated with an option. It gets the
-    values that are not None, by name. A tuple is an option that may be repeated, and a size is read from its
-    text. An argument or a field ``merging`` stands for the options of
+    The command's argument ``given`` stands for the fields that are annotated with an option. It receives a
+    dictionary of the values that are not None, by name. A tuple is an option that may be repeated, and a size
+    is read from its text. An argument or a field ``merging`` stands for the options of
     :func:`tokenmerge_tools.cli.merging.merging`.
 
     With ``all_optional``, only options that the user gave have a value, and the help names the defaults.
@@ -35,12 +35,12 @@ def takes(options: type | None = None, all_optional: bool = False) -> Callable[.
     del of_merging["about"]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command, eval_str=True).parameters
+        declared = inspect.signature(command, eval_str=True).parameters
         parameters: list[inspect.Parameter] = []
-        for name, parameter in own.items():
+        for name, parameter in declared.items():
             for one in fields.values() if name == "given" else (parameter,):
                 parameters += of_merging.values() if one.name == "merging" else (one,)
-        merges = "merging" in fields or "merging" in own
+        merges = "merging" in fields or "merging" in declared
 
         @functools.wraps(command)
         def run(**values: Any) -> None:

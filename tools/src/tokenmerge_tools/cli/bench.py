@@ -43,10 +43,10 @@ def bench(
 ) -> None:
     """Measure time and memory of single calls of the denoiser, dense and merged.
 
-    To time whole images, take tokenmerge evaluate. A variant is a method with its settings. At each size,
-    batch and dtype, the calls of all variants take turns, and each variant has its median and quartiles. One
-    that runs out of memory is marked, and the others go on. After Ctrl-C, run the same command again to
-    continue. Defaults below hold for what neither a preset nor a grid file sets.
+    To time whole images, use tokenmerge evaluate. A variant is a method with its settings. At each size,
+    batch and dtype, the calls of all variants take turns, and the median and quartiles of each variant are
+    printed. A variant that runs out of memory is marked, and the others continue. After Ctrl-C, run the same
+    command again to continue. The defaults below apply to options that neither a preset nor a grid file sets.
     """
     if compile is not None:
         given["compile"] = compile

@@ -1,7 +1,7 @@
 """The entry point of the ``tokenmerge`` command.
 
-Errors become one line on stderr and an exit code, and warnings one line each. The libraries take seconds to
-load, so this module imports them only after it has said so.
+Each error becomes one line on stderr and an exit code, and each warning becomes one line. The libraries take
+seconds to load, so this module first prints a message and then imports them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
-    """Show each warning of these packages once, without a place in the code."""
+    """Show each warning of these packages once, without the line of code that it comes from."""
     import tokenmerge
 
     packages = (Path(tokenmerge.__file__).parent, Path(__file__).parent.parent)

@@ -41,9 +41,9 @@ def evaluate(
     """Measure how close to dense and how fast methods are, on many images.
 
     A variant is a method with its settings. Each prompt is drawn dense and by every variant, from the same
-    seed. The variant fewer-steps stands for dense images in fewer steps: for each other variant, in as many
-    as need the same operations. Each image is timed, so that tokenmerge report can plot closeness over
-    speed.
+    seed. The variant fewer-steps draws dense images in fewer steps. For each other variant, it takes the
+    number of steps that needs the same operations. Each image is timed, so that tokenmerge report can plot
+    closeness over speed.
 
     Metrics are loaded first. A message says which weights are downloaded, and a metric that cannot work here
     is an error. After Ctrl-C, run the same command again to continue. For videos, metrics are means over the
@@ -52,8 +52,8 @@ def evaluate(
     given = {**(OF_PRESET if "preset" in given else {}), **given}
     if settings:
         about: dict[str, Any] = {name: given.get(name) for name in ABOUT}
-        own = (spec_of_file(file, {}, **about).text for file in settings)
-        given["variants"] = (*given.get("variants", ()), *own)
+        variants_of_files = (spec_of_file(file, {}, **about).text for file in settings)
+        given["variants"] = (*given.get("variants", ()), *variants_of_files)
     options = EvaluateOptions(**given)
     quiet_libraries("tokenmerge evaluate")
     if dry_run:

@@ -16,7 +16,7 @@ from tokenmerge_tools.cli.arguments import AsJson, takes
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, find_model, quiet_libraries
 from tokenmerge_tools.pipelines.meta_model import load_sketch
-from tokenmerge_tools.pipelines.options import Guidance, Size, picture
+from tokenmerge_tools.pipelines.options import Guidance, Size, image_option
 from tokenmerge_tools.pipelines.settings import check_size, parse_size
 
 
@@ -25,12 +25,14 @@ def inspect(
     model: Annotated[str, typer.Argument(help="Bundled model, diffusers folder or hub id.")] = DEFAULT_MODEL,
     *,
     size: Annotated[str | None, get_args(Size)[1]] = None,
-    batch: Annotated[int, picture("Samples per step; guidance needs two per image.", parser="integer")] = 2,
-    steps: Annotated[int | None, picture("Steps. Default: the pipeline's.", parser="integer")] = None,
+    batch: Annotated[
+        int, image_option("Samples per step; guidance needs two per image.", parser="integer")
+    ] = 2,
+    steps: Annotated[int | None, image_option("Steps. Default: the pipeline's.", parser="integer")] = None,
     guidance: Guidance = None,
     reference: Annotated[
         list[str] | None,
-        picture("Size of a reference image, for models that edit images. Repeat it for several."),
+        image_option("Size of a reference image, for models that edit images. Repeat it for several."),
     ] = None,
     merging: MethodSpec,
     as_json: AsJson = False,

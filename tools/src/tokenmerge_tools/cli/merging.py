@@ -29,10 +29,10 @@ def spec_of_file(
     scheduler: str | None = None,
     guidance: float | None = None,
 ) -> MethodSpec:
-    """Return the settings in a file, with changes, or the default method for a file of ``tokenmerge tune``.
+    """Return the method that a file of settings describes, with changes.
 
-    If that was measured on another kind of generation, a note says so. A scheduler or guidance of None is the
-    model's own.
+    A file of ``tokenmerge tune`` describes the default method. If it was measured on another kind of
+    generation, a note says so. If the scheduler or the guidance is None, it is the model's own.
     """
     quiet_libraries("--settings")
     try:
@@ -51,7 +51,7 @@ def spec_of_file(
 def _of_model(
     model: str, size: tuple[int, int] | None, scheduler: str | None, guidance: float | None
 ) -> dict[str, Any]:
-    """Return the facts of a generation to compare. Those that only a checkpoint has are left out."""
+    """Return the facts of a generation that the configs of its model tell. A checkpoint tells only two."""
     source = find_model(model)
     name = None if scheduler is None else scheduler_class_name(scheduler)
     if source.kind is SourceKind.CHECKPOINT:
@@ -59,15 +59,15 @@ def _of_model(
     sketch = load_sketch(source)
     size = size or sketch.size
     pipeline = sketch.pipeline
-    own = getattr(pipeline, "scheduler", None)
-    guides = hasattr(type(pipeline), "do_classifier_free_guidance")  # otherwise it hides its guidance
+    default_scheduler = getattr(pipeline, "scheduler", None)
+    guides = hasattr(type(pipeline), "do_classifier_free_guidance")  # otherwise its guidance is unknown
     scale = default_guidance(pipeline) if guidance is None else guidance
     if scale is not None and (scale <= 1 or sketch.denoiser.config.get("guidance_embeds")):
         scale = 1.0
     return {
         "model": type(sketch.denoiser).__name__,
         "size": None if size is None else (size[1] // sketch.scale, size[0] // sketch.scale),
-        "scheduler": name or (own and type(own).__name__),
+        "scheduler": name or (default_scheduler and type(default_scheduler).__name__),
         "guidance": scale if guides else None,
     }
 
@@ -111,7 +111,8 @@ def merging(
 ) -> MethodSpec:
     """Make a method with changed settings from the options.
 
-    ``about`` has the model and the generation as :func:`spec_of_file` takes them. It is no option.
+    ``about`` has the model and the generation as :func:`spec_of_file` takes them. It is not an option of the
+    command.
     """
     if ratio is not None and ratio >= 1:
         raise ConfigError(f"ratio: expected 0 to 0.75, got {ratio:g}; for a speed, give --speedup {ratio:g}")

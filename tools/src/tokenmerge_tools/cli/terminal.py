@@ -40,7 +40,7 @@ _SECONDS_BETWEEN_LINES = 30
 # A run is called faster by the clock than by operations when it is faster by more than this.
 _FASTER_THAN_BY_OPERATIONS = 1.1
 _ABOUT_AS_LONG = 1.1  # times that differ by a smaller factor are about the same
-_CLOSENESS = f"  {CLOSENESS}: "  # begins the line of a summary that tells of it
+_CLOSENESS = f"  {CLOSENESS}: "  # how the line about closeness begins in a summary
 _LOOK = "At 40 dB, images are hard to tell apart; at 35 small details differ, at 30 larger ones, at 25 many"
 
 
@@ -92,7 +92,7 @@ def progress_bars(unit: str) -> Iterator[Callable[[Progress], None]]:
 
 
 def _in_lines(unit: str, clock: Callable[[], float] = time.monotonic) -> Callable[[Progress], None]:
-    """Return a function that prints the progress on stderr: when a part is done, and after half a minute."""
+    """Return a function that prints the progress on stderr, about every half minute and when a part ends."""
     last = clock()
 
     def move(progress: Progress) -> None:
@@ -115,7 +115,7 @@ def say(text: str) -> None:
 
 
 def say_what(options: GenerateOptions) -> None:
-    """Print what a run draws, as it begins."""
+    """Print what a run is going to draw."""
     width, height = options.size or (0, 0)
     bundled = " (bundled)" if options.model in demo.NAMES else ""
     print(
@@ -126,7 +126,7 @@ def say_what(options: GenerateOptions) -> None:
 
 
 def result_lines(result: Result, options: GenerateOptions) -> list[str]:
-    """Write a few lines about a run for somebody who sees the first one."""
+    """Write a few lines about a run, for somebody who sees such results for the first time."""
     names = {"dense": f"dense, {options.steps} steps", "tokenmerge": "with tokenmerge"}
     close = {"dense": "the unchanged model", "tokenmerge": _close_to_dense(result) if result.psnr else ""}
     rows = [(names[name], median(result.seconds(name)), close.get(name, "")) for name in result.names]
@@ -179,7 +179,7 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
 
 
 def _beside(seconds: float, others: float) -> str:
-    """Return in words how long something took beside something else.
+    """Describe how long something took, compared with something else.
 
     >>> _beside(5.2, 5.0), _beside(59.0, 35.0)
     ('about as long', '1.7 times as long')
@@ -195,8 +195,8 @@ def _about_times(rows: list[tuple[str, float, str]], result: Result, options: Ge
         return f"Medians of {options.repeat} timed runs each."
     once = "Seconds of one run each; --repeat 3 makes them reliable."
     if len(rows) > 1:
-        (_, dense, _), (_, own, _) = rows[:2]
-        if dense > _FASTER_THAN_BY_OPERATIONS * result.report.speedup * own:
+        (_, dense, _), (_, merged, _) = rows[:2]
+        if dense > _FASTER_THAN_BY_OPERATIONS * result.report.speedup * merged:
             slowed = (
                 "Faster by the clock than by operations, probably as other programs slowed the first run."
             )
@@ -205,8 +205,8 @@ def _about_times(rows: list[tuple[str, float, str]], result: Result, options: Ge
 
 
 def _close_to_dense(result: Result) -> str:
-    """Say how close the images are, with a word on what that means."""
-    finite = [value for value in result.psnr if math.isfinite(value)]  # infinite for equal images
+    """Say how close the images are, and what that means."""
+    finite = [value for value in result.psnr if math.isfinite(value)]  # equal images have an infinite PSNR
     if not finite:
         return "the images are identical"
     same = len(result.psnr) - len(finite)

@@ -22,8 +22,8 @@ def tune(*, given: dict[str, Any]) -> None:
 
     It draws a few prompts dense, and then with the default method at a few speeds. The answer is the highest
     speed at which 9 of 10 prompts keep the closeness. Each speed is drawn beside fewer steps of the same
-    time. With --speedup, it measures that speed instead. The file says how far the estimates were off on this
-    model, so that they are corrected where it is applied. After Ctrl-C, the results so far are printed; run
+    time. With --speedup, it measures that speed instead. The file records how far the estimates were off on
+    this model. They are corrected when the file is applied. After Ctrl-C, the results so far are printed; run
     the same command again to continue. The exit code is 3 if no speed keeps the goal, or the speed cannot be
     reached.
     """

@@ -9,7 +9,9 @@ NAMES = ("emoji-unet", "emoji-mmdit")
 
 
 def path(name: str = "emoji-unet") -> Path:
-    """Return the folder of a bundled model, for `from_pretrained` of diffusers, which then warns of no VAE.
+    """Return the folder of a bundled model, for `from_pretrained` of diffusers.
+
+    From then on, diffusers does not warn about the class of a VAE, since these models have a small one.
 
     Args:
         name: One of `NAMES`. `emoji-unet` loads as `StableDiffusionPipeline`, `emoji-mmdit` as
@@ -23,6 +25,5 @@ def path(name: str = "emoji-unet") -> Path:
     """
     if name not in NAMES:
         raise ValueError(f"no bundled model is named {name!r}; use one of {', '.join(map(repr, NAMES))}")
-    # The warning is about the class of the VAE, which is a small one on purpose.
     logging.getLogger("diffusers.pipelines.pipeline_utils").addFilter(lambda r: "for vae" not in str(r.msg))
     return Path(__file__).parent / name

@@ -1,8 +1,8 @@
 """Recognises the glyph and the background of an image, without the model under test.
 
 The features are down-sampled CIELAB colours and the gradients of lightness. An image's background is the
-named colour nearest to the median of its border; its glyph is the one whose own image, laid on that
-background, is nearest in feature space.
+named colour nearest to the median of its border; its glyph is the one whose own image is nearest in feature
+space, drawn on that background.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def features(colours: NDArray[np.floating]) -> NDArray[np.float32]:
     return np.concatenate([values, gradients], axis=-1).astype(np.float32).reshape(*colours.shape[:-3], -1)
 
 
-def background_of(picture: Image) -> str:
+def background_of(image: Image) -> str:
     """Name the background of an image."""
-    pixels = np.asarray(picture.convert("RGB"))
+    pixels = np.asarray(image.convert("RGB"))
     strip = max(1, round(BORDER * pixels.shape[0]))
     edge = np.ones(pixels.shape[:2], dtype=bool)
     edge[strip:-strip, strip:-strip] = False
@@ -73,14 +73,15 @@ class Gallery:
         self._features_on = lru_cache(maxsize=len(BACKGROUNDS))(self._on)
 
     def _on(self, background: str) -> NDArray[np.float32]:
-        colours, opacity = self._thumbnails[..., :3], self._thumbnails[..., 3:]
+        colours = self._thumbnails[..., :3]
+        opacity = self._thumbnails[..., 3:]
         return features(colours * opacity + np.array(BACKGROUNDS[background]) / 255 * (1 - opacity))
 
-    def identify(self, picture: Image) -> tuple[int, str]:
+    def identify(self, image: Image) -> tuple[int, str]:
         """Return the index of the nearest glyph and the name of the background."""
         from PIL.Image import Resampling
 
-        background = background_of(picture)
-        small = np.asarray(picture.convert("RGB").resize((GRID, GRID), Resampling.BOX)) / 255
+        background = background_of(image)
+        small = np.asarray(image.convert("RGB").resize((GRID, GRID), Resampling.BOX)) / 255
         distances = np.linalg.norm(self._features_on(background) - features(small), axis=-1)
         return int(distances.argmin()), background

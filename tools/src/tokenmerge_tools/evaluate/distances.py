@@ -46,15 +46,15 @@ class Inception(Vision):
             self.model = FrechetInceptionDistance(feature=2048).inception
 
     @torch.no_grad()
-    def __call__(self, pictures: Sequence[Image]) -> Tensor:
+    def __call__(self, images: Sequence[Image]) -> Tensor:
         """Return the features [b, 2048] of b images of one size, float32 on the CPU."""
-        pixels = (as_tensor(pictures) * 255).round().byte()
+        pixels = (as_tensor(images) * 255).round().byte()
         features: Tensor = self.model(pixels.to(next(self.model.parameters()).device))
         return features.float().cpu()
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """Find the reference images in a folder and its subfolders: at least two."""
+    """Find the reference images in a folder and its subfolders. There must be at least two."""
     # A leading dot marks hidden files, and images that are still being written.
     found = sorted(
         path for path in folder.rglob("*") if path.suffix.lower() in _FILES and not path.name.startswith(".")
@@ -71,19 +71,19 @@ def features_of(folder: Path, networks: Iterable[Vision]) -> Features:
     """Compute the features of the reference images in a folder, which may differ in size."""
     found: dict[Vision, list[Tensor]] = {network: [] for network in networks}
     for path in pictures_in(folder):
-        picture = open_picture(path, "reference", "leave it out of the folder")
+        image = open_picture(path, "reference", "leave it out of the folder")
         for network, features in found.items():
-            features.append(network([picture]))
+            features.append(network([image]))
     return found
 
 
-def check_count(metrics: Iterable[str], pictures: int, on_note: Callable[[str], None]) -> None:
+def check_count(metrics: Iterable[str], images: int, on_note: Callable[[str], None]) -> None:
     """Refuse the distances of a single image, and note that the FID of few images is biased."""
     names = [name for name in metrics if name in DISTANCES]
-    if names and pictures < 2:
-        raise ConfigError(f"{', '.join(names)}: expected at least 2 images, got {pictures}; add --seeds 2")
-    if "fid" in names and pictures < _ENOUGH_FOR_FID:
-        on_note(f"fid of only {pictures} images is biased upwards; kid is unbiased")
+    if names and images < 2:
+        raise ConfigError(f"{', '.join(names)}: expected at least 2 images, got {images}; add --seeds 2")
+    if "fid" in names and images < _ENOUGH_FOR_FID:
+        on_note(f"fid of only {images} images is biased upwards; kid is unbiased")
 
 
 def distance(name: str, features: Tensor, reference: Tensor) -> float:

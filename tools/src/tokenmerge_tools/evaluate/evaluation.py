@@ -32,7 +32,7 @@ from tokenmerge_tools.machine import source_commit, versions
 from tokenmerge_tools.pipelines.call import default_frames, draws_videos
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind, find_model, read_index
 from tokenmerge_tools.pipelines.meta_model import check_drawable, check_merging, load_sketch
-from tokenmerge_tools.pipelines.options import GenerateOptions, PipelineOptions, machine, option, picture
+from tokenmerge_tools.pipelines.options import GenerateOptions, PipelineOptions, image_option, machine, option
 from tokenmerge_tools.pipelines.settings import (
     check_size,
     dtype_name,
@@ -50,7 +50,7 @@ from tokenmerge_tools.variants.variant import (
     parse_variant,
 )
 
-_SMALLEST_SIDE = 11  # pixels, the window of SSIM
+_SMALLEST_SIDE = 11  # in pixels, the window of SSIM
 CHOICES = (*(name for name, kind in VARIANTS.items() if kind.is_faster), EVERY_RIVAL, FEWER_STEPS)
 _WEIGHTS = (".safetensors", ".bin", ".json", ".txt")
 
@@ -66,7 +66,7 @@ _prompts, _compared, _results = (partial(option, panel) for panel in ("Prompts",
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(PipelineOptions):
-    """What to draw, with what, and what to measure, checked before anything is loaded."""
+    """The options of ``tokenmerge evaluate``, checked before anything is loaded."""
 
     prompts: Annotated[Path | None, _prompts(PROMPTS_HELP)] = None
     preset: Annotated[
@@ -110,7 +110,7 @@ class EvaluateOptions(PipelineOptions):
     ] = None
     frames: Annotated[
         int | None,
-        picture(
+        image_option(
             "Frames of a video, for a model that draws videos. Default: the pipeline's.", parser="integer"
         ),
     ] = None
@@ -162,11 +162,11 @@ class EvaluateOptions(PipelineOptions):
         return GenerateOptions(prompt=prompt, **values)
 
     def specs(self) -> list[Variant]:
-        """Return the variants. Fewer steps count as one, however many variants they are compared with."""
+        """Return the variants. ``fewer-steps`` is one of them, however many variants it is compared with."""
         return parse_variants(self.variants, self.ratio, self.speedup)
 
     def wanted(self) -> dict[str, str | None]:
-        """Return the metrics with their networks, for the built-in prompts also the retrieval of glyphs."""
+        """Return the metrics with their networks. The built-in prompts add the retrieval of glyphs."""
         return parse_metrics(self.metrics) | ({"glyphs": None} if self.uses_own_prompts else {})
 
     def read_prompts(self) -> list[str]:
@@ -184,8 +184,8 @@ class Evaluation:
 
     The size is (width, height) in pixels, and dense is the first variant. ``frames`` is the length of videos,
     or None if images are drawn. ``reference`` is the folder that FID and KID compare with, or None if they
-    compare with the dense images. ``counted`` has the speed-ups by operations that are known
-    without a run, by label, and ``left_out`` why a rival does not run here.
+    compare with the dense images. ``counted`` has the speed-up by operations of each label for which it is
+    known without a run. ``left_out`` has the reason for each rival that does not run here.
     """
 
     source: ModelSource
@@ -266,7 +266,7 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
 
 
 def parse_variants(texts: Sequence[str], ratios: Sequence[float], speedups: Sequence[float]) -> list[Variant]:
-    """Read the variants to compare with dense, in order and each once."""
+    """Read the variants to compare with dense. They keep their order, and each appears once."""
     specs: list[Variant] = []
     for text in texts:
         name = text.partition(":")[0]
@@ -282,7 +282,7 @@ def parse_variants(texts: Sequence[str], ratios: Sequence[float], speedups: Sequ
 
 
 def plan_variants(specs: Sequence[Variant], steps: int, speedups: Sequence[float]) -> list[Variant]:
-    """List dense, the variants, and fewer than dense's steps for each speed-up, if requested."""
+    """List dense, the variants, and ``fewer-steps`` for each speed-up if it is requested."""
     merged = [spec for spec in specs if VARIANTS[spec.name].is_faster]
     found = [Variant(DENSE), *merged]
     if len(merged) < len(specs):
@@ -315,7 +315,7 @@ def weights_key(source: ModelSource) -> str | None:
     if source.kind is SourceKind.HUB:
         from huggingface_hub import try_to_load_from_cache
 
-        # …/snapshots/COMMIT/model_index.json
+        # The path is …/snapshots/COMMIT/model_index.json.
         index = try_to_load_from_cache(source.location, "model_index.json")
         return Path(index).parent.name if isinstance(index, str) else None
     place = Path(source.location)
@@ -325,10 +325,10 @@ def weights_key(source: ModelSource) -> str | None:
 
 
 def dry_run(options: EvaluateOptions, seconds: float | None) -> list[str]:
-    """Return lines about what is to be drawn.
+    """Return lines about what a run would draw.
 
-    ``seconds`` are those of a dense image. If they are None, the median of the dense images that an
-    earlier run of the same command timed takes their place.
+    ``seconds`` is the time of a dense image. If it is None, it is the median of the dense images that an
+    earlier run of the same command timed.
     """
     evaluation = plan_evaluation(options, resolve_device(options.device))
     store = evaluation.store
@@ -336,10 +336,10 @@ def dry_run(options: EvaluateOptions, seconds: float | None) -> list[str]:
     variants = evaluation.variants
     left = {v: sum(not store.picture(v, item).exists() for item in items) for v in variants}
     total = len(items) * len(variants)
-    pictures = "videos" if evaluation.frames else "images"
+    images = "videos" if evaluation.frames else "images"
     lines = [
         f"{len(variants)} variants × {len(evaluation.prompts)} prompts × {options.seeds} seeds: {total:,} "
-        f"{pictures}, of which {sum(left.values()):,} are not drawn yet",
+        f"{images}, of which {sum(left.values()):,} are not drawn yet",
     ]
     origin = "given"
     if seconds is None:
@@ -353,7 +353,7 @@ def dry_run(options: EvaluateOptions, seconds: float | None) -> list[str]:
                 "--limit 1 first, which times a dense image",
             ]
         seconds = statistics.median(timed)
-        origin = f"measured on {len(timed)} {pictures}"
+        origin = f"measured on {len(timed)} {images}"
     hours = sum(n * seconds / evaluation.counted.get(v.label, 1.0) for v, n in left.items()) / 3600
     guessed = [v.label for v in variants[1:] if v.label not in evaluation.counted]
     return [

@@ -36,9 +36,10 @@ _QUARTILES = (0.25, 0.5, 0.75)
 class Measured:
     """Measurements of the images or videos of one variant, in the order of the items.
 
-    ``columns`` has the values of each metric by its name, and ``seconds`` how long each took, NaN if unknown.
-    ``costs`` has what :meth:`PictureStore.cost` says of each, and ``configs`` the settings that they were
-    drawn with, as JSON. ``features`` are those of all images and frames.
+    ``columns`` maps the name of each metric to its values. ``seconds`` has the time of each item, or NaN if
+    it is unknown, and ``costs`` has what :meth:`PictureStore.cost` returns for it. ``configs`` has the
+    settings that the items were drawn with, as JSON. ``features`` maps each network to its features of all
+    images and frames.
     """
 
     columns: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
@@ -63,9 +64,9 @@ class Measured:
                 errors[name] = standard_error(found)
         if reference is not None:
             for name, network in metrics.of_sets.items():
-                own = torch.cat(self.features[network])
+                features = torch.cat(self.features[network])
                 others = torch.cat(list(reference[network]))
-                values[name] = distance(name, own, others)
+                values[name] = distance(name, features, others)
         undefined = tuple(name for name, value in values.items() if not math.isfinite(value))
         values = {name: value for name, value in values.items() if name not in undefined}
         return Figures(values, equal, undefined, errors)
@@ -78,10 +79,10 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Means over images, without the infinite PSNR of those that ``equal`` dense in every pixel.
+    """Means over images. ``equal`` of them equal dense in every pixel, and their infinite PSNR is left out.
 
-    ``errors`` has the standard errors of the means that are over two images or more.
-    Metrics whose mean is not finite are named in ``undefined`` and left out of ``values``.
+    ``errors`` has the standard error of each mean over at least two images. Metrics whose mean is not finite
+    are named in ``undefined`` and left out of ``values``.
     """
 
     values: Mapping[str, float]
@@ -93,17 +94,17 @@ class Figures:
 def measure(
     batches: Sequence[Sequence[Item]], variants: Sequence[Variant], store: PictureStore, metrics: Metrics
 ) -> dict[str, Measured]:
-    """Measure what was drawn before, in batches, and return it by the variants' labels. Dense comes first."""
+    """Measure the images that were drawn, in batches, and return the results by label. Dense comes first."""
     found = {variant.label: Measured() for variant in variants}
     for items in batches:
         for group in [items] if store.length is None else ([item] for item in items):
             _add_rows(group, variants, store, metrics, found)
         for variant in variants:
-            own = found[variant.label]
-            own.seconds += [store.seconds(variant, item) for item in items]
-            own.costs += [store.cost(variant, item) for item in items]
+            measurements = found[variant.label]
+            measurements.seconds += [store.seconds(variant, item) for item in items]
+            measurements.costs += [store.cost(variant, item) for item in items]
             configs = [store.config(variant, item) for item in items]
-            own.configs |= {config for config in configs if config}
+            measurements.configs |= {config for config in configs if config}
     return found
 
 
@@ -114,25 +115,25 @@ def _add_rows(
     metrics: Metrics,
     found: Mapping[str, Measured],
 ) -> None:
-    """Add a row for each image, or one for a video: means over its frames, and its motion."""
+    """Add a row for each image. A video has one row, with means over its frames and its motion."""
     video = store.length is not None
     dense = _frames(items, variants[0], store)
     for variant in variants:
-        own = found[variant.label]
+        measurements = found[variant.label]
         is_dense = variant == variants[0]
         images = dense if is_dense else _frames(items, variant, store)
         prompts = [items[0].prompt] * len(images) if video else [item.prompt for item in items]
         for metric in metrics.of_pictures:
             if not (is_dense and metric.beside_dense):
                 values = metric.measure(images, dense, prompts).tolist()
-                own.columns[metric.name] += [mean_of_frames(values)] if video else values
+                measurements.columns[metric.name] += [mean_of_frames(values)] if video else values
         if video and not is_dense:
             pixels = as_tensor(images)
             dense_pixels = as_tensor(dense)
             for name, measure_motion in MOTION.items():
-                own.columns[name].append(float(measure_motion(pixels, dense_pixels)))
+                measurements.columns[name].append(float(measure_motion(pixels, dense_pixels)))
         for network in dict.fromkeys(metrics.of_sets.values()):
-            own.features[network].append(network(images))
+            measurements.features[network].append(network(images))
 
 
 def _frames(items: Sequence[Item], variant: Variant, store: PictureStore) -> list[Image]:
@@ -143,23 +144,23 @@ def _frames(items: Sequence[Item], variant: Variant, store: PictureStore) -> lis
 
 
 def mean_of_frames(values: Sequence[float]) -> float:
-    """Average over frames, without the infinite PSNR of those that equal dense, unless all do."""
+    """Average over frames. Frames that equal dense are left out, unless all do."""
     return float(np.mean([value for value in values if value != math.inf] or values))
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean of two numbers or more."""
+    """Return the standard error of the mean of at least two numbers."""
     return float(np.std(values, ddof=1) / len(values) ** 0.5)
 
 
 def not_told_apart(measured: Mapping[str, Measured], metric: str, lower: bool) -> dict[str, list[str]]:
-    """Return the best variant in a metric, and those whose paired difference from it is within the noise.
+    """Return the best variant in a metric, and the variants whose difference from it is within the noise.
 
-    The noise is two standard errors of the mean difference over the images that both have. The result is
-    empty unless there are two variants with two images each.
+    The differences are paired by image. The noise is two standard errors of their mean. The result is empty
+    unless at least two variants have two images each.
     """
     sign = -1.0 if lower else 1.0
-    found = {label: sign * np.array(own.columns.get(metric, [])) for label, own in measured.items()}
+    found = {label: sign * np.array(one.columns.get(metric, [])) for label, one in measured.items()}
     means = {label: float(_finite(c).mean()) for label, c in found.items() if len(_finite(c)) > 1}
     if len(means) < 2:
         return {}
@@ -215,11 +216,11 @@ def _record(
     reference: Features,
     variant: Variant,
 ) -> QualityRecord:
-    own = measured[variant.label]
+    measurements = measured[variant.label]
     is_dense = variant.name == DENSE
     dense = measured[DENSE]
-    figures = own.figures(metrics, None if reference is own.features else reference)
-    speedups = [] if is_dense else own.speedups(dense)
+    figures = measurements.figures(metrics, None if reference is measurements.features else reference)
+    speedups = [] if is_dense else measurements.speedups(dense)
     quartiles = np.quantile(speedups, _QUARTILES).tolist() if speedups else None
     conditions = dict(evaluation.store.conditions)
     measured_with = dict(metrics.networks)
@@ -237,10 +238,10 @@ def _record(
     for name in figures.undefined:
         notes.append(f"{name} is left out, because it is not a finite number for some images")
     # A method may choose by measurements of the device, which can change.
-    if len(own.configs) > 1:
+    if len(measurements.configs) > 1:
         notes.append(
-            f"its images were drawn with {len(own.configs)} different settings, which the method chose at "
-            "different times; delete the images, and the same command draws all alike"
+            f"its images were drawn with {len(measurements.configs)} different settings, which the method "
+            "chose at different times; delete the images, and the same command draws all alike"
         )
     about = [f"{variant.label}: {note}" for note in notes]
     prompts = list(evaluation.prompts)
@@ -262,16 +263,16 @@ def _record(
         speedup_quartiles=quartiles and (quartiles[0], quartiles[2]),
         steps_used=steps if variant.name == FEWER_STEPS else None,
         measured_with=measured_with,
-        config=json.loads(*own.configs) if len(own.configs) == 1 else None,
+        config=json.loads(*measurements.configs) if len(measurements.configs) == 1 else None,
         notes=tuple(about),
         errors=figures.errors,
-        cost=_cost(evaluation, variant, own),
+        cost=_cost(evaluation, variant, measurements),
         finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )
 
 
-def _cost(evaluation: Evaluation, variant: Variant, own: Measured) -> dict[str, float]:
-    costs = own.costs
+def _cost(evaluation: Evaluation, variant: Variant, measurements: Measured) -> dict[str, float]:
+    costs = measurements.costs
     found: dict[str, float] = {}
     for cost in costs:
         for name, value in cost.items():
@@ -281,20 +282,20 @@ def _cost(evaluation: Evaluation, variant: Variant, own: Measured) -> dict[str, 
         found["counted"] = statistics.harmonic_mean(counted)
     if variant.label in evaluation.counted:
         found["counted"] = evaluation.counted[variant.label]
-    seconds = [one for one in own.seconds if math.isfinite(one)]
+    seconds = [one for one in measurements.seconds if math.isfinite(one)]
     if seconds:
         found["seconds"] = statistics.median_low(seconds)
     return found
 
 
 def _comparisons(metrics: Metrics, measured: Mapping[str, Measured]) -> list[str]:
-    """Say which variant is the best in each metric, and which ones the noise does not tell from it.
+    """Say which variant is the best in each metric, and which ones differ from it by no more than the noise.
 
     Variants that are equal in every image are named together, and if all are equal, nothing is said.
     """
     notes = []
     for metric in (one.name for one in metrics.of_pictures):
-        columns = {label: list(own.columns.get(metric, [])) for label, own in measured.items()}
+        columns = {label: list(one.columns.get(metric, [])) for label, one in measured.items()}
         for best, alike in not_told_apart(measured, metric, metric in LOWER_IS_CLOSER).items():
             equal = [label for label, column in columns.items() if column == columns[best]]
             if len(equal) == sum(map(bool, columns.values())):

@@ -40,16 +40,16 @@ OF_PROMPTS = ("clip-score", "image-reward", _GLYPHS)  # metrics that need no den
 METRIC_NAMES = (*_PIXELWISE, *_NETWORKS, _GLYPHS)
 PICTURE_METRICS = tuple(name for name in METRIC_NAMES if name not in DISTANCES)  # a value for each image
 
-# (b images, the dense images of the same seeds, their prompts) → values [b]
+# A function of b images, the dense images of the same seeds and their prompts, which returns values [b].
 Measure = Callable[[Sequence["Image"], Sequence["Image"], Sequence[str]], Tensor]
 
-# Metrics of a video: (its frames, frames of the dense video with the same seed) → one number.
+# Metrics of a video. Each is a function of its frames and those of the dense video with the same seed.
 MOTION: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"motion": motion, "motion-error": motion_error}
 
 
 @dataclasses.dataclass(frozen=True)
 class PictureMetric:
-    """A metric with one value for each image. One ``beside_dense`` has no value for dense itself."""
+    """A metric with one value for each image. If ``beside_dense`` is true, dense has no value."""
 
     name: str
     measure: Measure
@@ -60,8 +60,8 @@ class PictureMetric:
 class Metrics:
     """All metrics of an evaluation.
 
-    ``of_sets`` has the network of each distance between sets, ``networks`` the name of the network of each
-    metric that has one, and ``loaded`` all networks.
+    ``of_sets`` has the network of each distance between sets. ``networks`` has the name of the network of
+    each metric that uses one. ``loaded`` has all networks.
     """
 
     of_pictures: tuple[PictureMetric, ...]
@@ -76,7 +76,7 @@ class Metrics:
 
 
 def parse_metrics(texts: Sequence[str]) -> dict[str, str | None]:
-    """Read ``NAME`` or ``NAME=NETWORK``. Return the network of each metric that is wanted, None without one.
+    """Read ``NAME`` or ``NAME=NETWORK``. Return the network of each metric, or None if it uses none.
 
     PSNR and SSIM are always included.
 
@@ -134,18 +134,18 @@ def _measure(name: str, network: str, prompts: Sequence[str], load: Callable[...
     """Make a metric with a value for each image. ``load`` takes the kind of its network, and the name."""
     if name in _PIXELWISE or name == "lpips":
         pixelwise = _PIXELWISE.get(name) or load(Lpips, network)
-        return lambda pictures, dense, _: pixelwise(as_tensor(pictures), as_tensor(dense))
+        return lambda images, dense, _: pixelwise(as_tensor(images), as_tensor(dense))
     if name == "clip-score":
-        # Hessel et al. 2021, arXiv 2104.08718. That of torchmetrics needs transformers 4.
+        # The CLIP score of Hessel et al. 2021, arXiv 2104.08718. That of torchmetrics needs transformers 4.
         clip = load(Clip, network)
 
-        def clip_score(pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
-            return 100 * torch.cosine_similarity(clip(pictures), clip.texts(prompts)).clamp(min=0)
+        def clip_score(images: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+            return 100 * torch.cosine_similarity(clip(images), clip.texts(prompts)).clamp(min=0)
 
         return clip_score
     if name == "image-reward":
         reward = load(Reward, network)
-        return lambda pictures, dense, prompts: reward(pictures, prompts)
+        return lambda images, dense, prompts: reward(images, prompts)
     if name == _GLYPHS:
         return _glyphs(prompts)
     return _Similarity(load(Clip if name == "clip" else Vision, network))
@@ -158,24 +158,24 @@ class _Similarity:
         self.network = network
         self._dense: tuple[Sequence[Image], Tensor] | None = None
 
-    def __call__(self, pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
         # All variants of a batch are compared with the same dense images.
         if self._dense is None or self._dense[0] is not dense:
             self._dense = dense, self.network(dense)
-        return torch.cosine_similarity(self.network(pictures), self._dense[1])
+        return torch.cosine_similarity(self.network(images), self._dense[1])
 
 
 def _glyphs(prompts: Sequence[str]) -> Measure:
-    """Measure 1 for an image that shows the glyph in its prompt, otherwise 0."""
+    """Return a measure that is 1 for an image that shows the glyph in its prompt, and 0 otherwise."""
     other = [prompt for prompt in prompts if asked_for(prompt) is None]
     if other:
         raise ConfigError(f"the prompt {other[0]!r} names no glyph of the bundled models")
     gallery = Gallery()
 
-    def measure(pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+    def measure(images: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
         meanings = [asked_for(prompt) for prompt in prompts]
         asked = [glyph for glyph, _ in filter(None, meanings)]
-        found = [gallery.identify(picture)[0] for picture in pictures]
+        found = [gallery.identify(image)[0] for image in images]
         return torch.tensor([a == f for a, f in zip(asked, found, strict=True)]).float()
 
     return measure

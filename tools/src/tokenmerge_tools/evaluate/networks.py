@@ -35,7 +35,7 @@ class Vision:
         with loading(model):
             # Load the config first, so that an unreachable hub is tried for one file only.
             config = transformers.AutoConfig.from_pretrained(model)
-            # Not from a pickle, which can run code when it is loaded.
+            # The weights are not read from a pickle, which can run code when it is loaded.
             network = transformers.AutoModel.from_pretrained(model, config=config, use_safetensors=True)
             self.model = network.eval()
             self.processor = transformers.AutoImageProcessor.from_pretrained(model)
@@ -45,9 +45,9 @@ class Vision:
         self.model.to(device)
 
     @torch.no_grad()
-    def __call__(self, pictures: Sequence[Image]) -> Tensor:
+    def __call__(self, images: Sequence[Image]) -> Tensor:
         """Return the features [b, d] of b images, float32 on the CPU."""
-        inputs = self.processor(images=list(pictures), return_tensors="pt").to(self.model.device)
+        inputs = self.processor(images=list(images), return_tensors="pt").to(self.model.device)
         return _pooled(getattr(self.model, "get_image_features", self.model)(**inputs))
 
 
@@ -74,7 +74,7 @@ class Clip(Vision):
 
 
 class Reward:
-    """ImageReward (Xu et al. 2023, arXiv 2304.05977), by its own package: what people would prefer."""
+    """ImageReward (Xu et al. 2023, arXiv 2304.05977), a model of what people prefer, from its own package."""
 
     def __init__(self, name: str) -> None:
         if importlib.util.find_spec("ImageReward") is None:
@@ -87,9 +87,9 @@ class Reward:
         self.model.to(device)
         self.model.device = device
 
-    def __call__(self, pictures: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Sequence[Image], prompts: Sequence[str]) -> Tensor:
         """Return the scores [b] of b images, float32 on the CPU; about 0 for an average image."""
-        return torch.tensor([self.model.score(p, one) for p, one in zip(prompts, pictures, strict=True)])
+        return torch.tensor([self.model.score(p, one) for p, one in zip(prompts, images, strict=True)])
 
 
 def _pooled(output: Any) -> Tensor:
@@ -105,11 +105,12 @@ def loading(what: str) -> contextlib.AbstractContextManager[None]:
 
 
 # Mean and standard deviation of the colours of ImageNet, for values in [-1, 1].
-_MEAN, _STD = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
+_MEAN = (-0.030, -0.088, -0.188)
+_STD = (0.458, 0.448, 0.450)
 
 
-# The convolutional part of AlexNet, with the layers of the file of weights: the layers whose outputs
-# are compared, and their numbers of channels.
+# The layers of AlexNet whose outputs are compared, numbered as in the file of weights, and their numbers of
+# channels.
 _COMPARED = (1, 4, 7, 9, 11)
 _CHANNELS = (64, 192, 384, 256, 256)
 _EPSILON = 1e-8  # the published weights were trained with this constant

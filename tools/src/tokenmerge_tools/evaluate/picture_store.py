@@ -35,7 +35,7 @@ class PictureStore:
     """Paths of images. Two images have the same path only if they are drawn in the same way.
 
     An image whose path exists is not drawn again. Another model, size, number of steps or version gives
-    another path. The images are in a folder beside the results file, with the same name. ``conditions`` are
+    another path. The images are in a folder beside the results file, with the same name. ``conditions`` has
     everything that all images depend on, in JSON-compatible values.
     """
 
@@ -63,7 +63,7 @@ class PictureStore:
         self,
         variant: Variant,
         item: Item,
-        picture: Image | Sequence[Image],
+        image: Image | Sequence[Image],
         seconds: float | None,
         config: ToMeConfig | None = None,
         advice: str = FREE_SPACE,
@@ -82,15 +82,15 @@ class PictureStore:
             about.add_text(_COST, json.dumps(cost))
         if config is not None:
             about.add_text(_CONFIG, json.dumps(config.to_dict(), sort_keys=True))
-        if isinstance(picture, Sequence):
-            if len(picture) != self.length:
+        if isinstance(image, Sequence):
+            if len(image) != self.length:
                 raise ConfigError(
-                    f"frames: this pipeline made a video of {len(picture)} frames instead of {self.length}; "
-                    f"give --frames {len(picture)}"
+                    f"frames: this pipeline made a video of {len(image)} frames instead of {self.length}; "
+                    f"give --frames {len(image)}"
                 )
-            write = partial(write_video, frames=picture, about=about)
+            write = partial(write_video, frames=image, about=about)
         else:
-            write = partial(picture.save, pnginfo=about)
+            write = partial(image.save, pnginfo=about)
         write_atomically(self.picture(variant, item), write, advice=advice)
 
     def seconds(self, variant: Variant, item: Item) -> float:
@@ -98,7 +98,7 @@ class PictureStore:
         return float(self._text(variant, item, _SECONDS) or math.nan)
 
     def cost(self, variant: Variant, item: Item) -> dict[str, float]:
-        """Return what else an image cost: bytes of peak memory, and its speed-up by operations."""
+        """Return the other costs of an image: the peak memory in bytes, and the speed-up by operations."""
         return dict(json.loads(self._text(variant, item, _COST) or "{}"))
 
     def config(self, variant: Variant, item: Item) -> str | None:
@@ -108,21 +108,21 @@ class PictureStore:
     def _text(self, variant: Variant, item: Item, key: str) -> str | None:
         import PIL.Image
 
-        with PIL.Image.open(self.picture(variant, item)) as picture:
-            text = picture.info.get(key)
+        with PIL.Image.open(self.picture(variant, item)) as image:
+            text = image.info.get(key)
         return text if isinstance(text, str) else None
 
     def frames(self, variant: Variant, item: Item) -> list[Image]:
         """Read the frames of a video. An image counts as a single frame."""
         path = self.picture(variant, item)
-        picture = open_picture(path, "out", _DRAWN_AGAIN)
+        image = open_picture(path, "out", _DRAWN_AGAIN)
         size = self.conditions["width"], self.conditions["height"]
-        if picture.size != size:
+        if image.size != size:
             raise ConfigError(
                 f"out: the image {path} should have {size[0]}x{size[1]} pixels, but has "
-                f"{picture.size[0]}x{picture.size[1]}; {_DRAWN_AGAIN}"
+                f"{image.size[0]}x{image.size[1]}; {_DRAWN_AGAIN}"
             )
-        return [picture] if self.length is None else read_video(path, self.length, "out", _DRAWN_AGAIN)
+        return [image] if self.length is None else read_video(path, self.length, "out", _DRAWN_AGAIN)
 
     @property
     def length(self) -> int | None:
@@ -143,7 +143,7 @@ def write_video(path: Path, frames: Sequence[Image], about: Any) -> None:
 
 
 def read_video(path: Path, frames: int, option: str, advice: str) -> list[Image]:
-    """Read the frames that :func:`write_video` wrote, as RGB. There must be this number of them."""
+    """Read the frames that :func:`write_video` wrote, as RGB. The file must have ``frames`` of them."""
     from PIL import ImageSequence
 
     found: list[Image] = []

@@ -18,14 +18,14 @@ PROMPTS_HELP = (
     "File with one prompt per line, or PartiPrompts' TSV. Default: the prompts of the bundled model."
 )
 
-# Of each preset: the id of its dataset on the hub, and its column of prompts.
+# For each preset, the id of its dataset on the hub and the column with the prompts.
 PRESETS = {
     "drawbench": ("sayakpaul/drawbench", "Prompts"),
     "partiprompts": ("nateraw/parti-prompts", "Prompt"),
     "coco": ("sayakpaul/coco-30-val-2014", "caption"),
 }
 _BUILT_IN = 100
-_LARGEST = 64 * 2**20  # bytes; a million prompts
+_LARGEST = 64 * 2**20  # in bytes, about a million prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,8 @@ def built_in_prompts() -> list[str]:
 def read_prompts(path: Path) -> list[str]:
     """Read a UTF-8 file of prompts. Repeated prompts are read once.
 
-    Of a table separated by tabs (PartiPrompts), the column ``Prompt`` is read; of others, each line is one.
+    In a table separated by tabs (PartiPrompts), the column ``Prompt`` is read. In any other file, each line
+    is a prompt.
     """
     found = _lines(path)
     if "Prompt" in found[0].split("\t"):
@@ -65,7 +66,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def download_prompts(preset: str, limit: int | None) -> list[str]:
-    """Read the first prompts of a preset from the hub, by the package datasets. Repeated ones count once."""
+    """Read the first prompts of a preset from the hub, with the package datasets. Repeats count once."""
     name, column = PRESETS[preset]
     instead = "or give --prompts with a file, one prompt per line"
     if importlib.util.find_spec("datasets") is None:

@@ -38,7 +38,7 @@ def evaluate(
     """Draw the missing images, measure all images, and append the records to the results file.
 
     Images of earlier runs under the same conditions are reused. So an interrupted run continues, and a run
-    with more prompts, variants or metrics only does what is new. The records are returned, dense first.
+    with more prompts, variants or metrics only does the new work. The records are returned, dense first.
     """
     require_diffusers("tokenmerge evaluate")
     device = resolve_device(options.device)
@@ -56,7 +56,7 @@ def evaluate(
 
 @dataclasses.dataclass
 class _Evaluating:
-    """One run on a device. The ``operations`` are those of one call of the denoiser, by label."""
+    """One run on a device. ``operations`` has those of one call of the denoiser for each label."""
 
     options: EvaluateOptions
     evaluation: Evaluation
@@ -76,7 +76,7 @@ class _Evaluating:
         conditions = evaluation.store.folder / "conditions.json"
         write_json(conditions, evaluation.store.conditions, CONTINUES, is_result=False)
         batches = [items[start : start + size] for start in range(0, len(items), size)]
-        # Batch by batch, so that an interrupted run leaves complete batches.
+        # The variants take turns by batch, so that an interrupted run leaves complete batches.
         tasks = []
         for batch in batches:
             for variant in evaluation.variants:
@@ -119,15 +119,15 @@ class _Evaluating:
                 prompts = [item.prompt for item in items]
                 seeds = [item.seed for item in items]
                 steps = variant.steps(self.options.steps)
-                own = call.of_pictures(prompts, seeds).with_steps(steps)
+                batch_call = call.of_pictures(prompts, seeds).with_steps(steps)
                 try:
                     if variant not in configs:
                         config = variant.config(
                             pipe, height=height, width=width, steps=steps, guidance=call.guidance
                         )
                         configs[variant] = config
-                        patches[variant] = self._begin(studio, variant, config, own)
-                    seconds, pictures, cost = self._picture(studio, variant, own)
+                        patches[variant] = self._begin(studio, variant, config, batch_call)
+                    seconds, images, cost = self._draw_batch(studio, variant, batch_call)
                 except Exception as error:
                     if is_out_of_memory(error):
                         raise ConfigError(
@@ -140,42 +140,42 @@ class _Evaluating:
                 # The default method knows all facts only when it runs.
                 if isinstance(patches[variant], Patch):
                     configs[variant] = patches[variant].config
-                for item, picture in zip(items, pictures, strict=True):
+                for item, image in zip(items, images, strict=True):
                     about = (seconds, configs[variant], CONTINUES, cost)
-                    evaluation.store.save(variant, item, picture, *about)
+                    evaluation.store.save(variant, item, image, *about)
                 self.on_progress(Progress("drawing", done, total))
 
-    def _picture(
+    def _draw_batch(
         self, studio: Studio, variant: Variant, call: PipelineCall
     ) -> tuple[float | None, list[Any], dict[str, float]]:
-        """Draw, and return the seconds of one image, all images, and what else each one cost."""
+        """Draw, and return the seconds for each image, the images, and the other costs of each image."""
         name = variant.label
         seconds = None
         cost: dict[str, float] = {}
         if self.options.timed:
             (found,) = studio.rounds({name: call})
             seconds = found.seconds / len(found.pictures)
-            pictures = found.pictures
+            images = found.pictures
             if found.peak_bytes is not None:
                 cost["peak_bytes"] = float(found.peak_bytes)
         elif self._counts(variant):
-            self.operations[name], pictures = studio.count(name, call)
+            self.operations[name], images = studio.count(name, call)
         else:
-            pictures = studio.draw(name, call)
+            images = studio.draw(name, call)
         if name in self.operations:
             cost["counted"] = self.operations[DENSE] / self.operations[name]
-        return seconds, pictures, cost
+        return seconds, images, cost
 
     def _counts(self, variant: Variant) -> bool:
-        """Whether the operations of a variant are known only after a run."""
+        """Return whether the operations of a variant are known only after a run."""
         kind = VARIANTS[variant.name]
         return kind.is_faster and kind.method is None and self.options.attention in ("sdpa", "default")
 
     def _begin(self, studio: Studio, variant: Variant, config: ToMeConfig | None, call: PipelineCall) -> Any:
-        """Apply a variant, and warm it up if it is timed. Return the patch; another value has none.
+        """Apply a variant, and warm it up if it is timed. Return the patch, or None if the variant has none.
 
-        The operations of a rival that decides at run time what to skip are counted meanwhile. Without timing,
-        they are counted in each image.
+        Some rivals decide at run time what to skip, and their operations are counted in the warm-up. Without
+        timing, there is none, and the operations are counted while each image is drawn.
         """
         name = variant.label
         counts = self._counts(variant)
@@ -193,8 +193,8 @@ class _Evaluating:
     def _leave_out(self, variant: Variant, error: Exception) -> bool:
         """Leave out a rival that does not run on this model, and say why."""
         name = variant.label
-        own = isinstance(error, TokenMergingError)
-        if variant.name not in RIVALS or (own and not isinstance(error, UnsupportedModelError)):
+        is_ours = isinstance(error, TokenMergingError)
+        if variant.name not in RIVALS or (is_ours and not isinstance(error, UnsupportedModelError)):
             return False
         self.left_out[name] = reason_of(error)
         self.operations.pop(name, None)

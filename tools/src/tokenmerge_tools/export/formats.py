@@ -10,16 +10,16 @@ from typing import Any
 
 from tokenmerge.errors import MissingExtraError
 
-Arrays = Mapping[str, Any]  # by the names of a model's inputs
-Run = Callable[[Arrays], Any]  # inputs → the output
+Arrays = Mapping[str, Any]  # arrays by the names of a model's inputs
+Run = Callable[[Arrays], Any]  # a function from the inputs to the output
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A format of exported models, for the program ``title``, which is the first of ``packages``.
+    """A format of exported models, for the program ``title``. It needs ``packages``.
 
-    ``write`` writes an ONNX program of PyTorch to a folder, and ``load`` makes a function that runs the model
-    in it, on a number of threads or all (None).
+    ``write`` writes an ONNX program of PyTorch to a folder. ``load`` makes a function that runs the model in
+    this folder on a number of threads, or on all threads if the number is None.
     """
 
     title: str
@@ -57,10 +57,10 @@ def _write_openvino(program: Any, folder: Path) -> None:
     onnx = folder / "onnx"
     onnx.mkdir()
     _write_onnx(program, onnx)
-    # Not convert_model, which reports its use over the network.
+    # This does not use convert_model, which reports its use over the network.
     model = openvino.Core().read_model(onnx / "model.onnx")
     openvino.save_model(model, folder / "model.xml", compress_to_fp16=False)
-    del model  # it holds the file of the weights
+    del model  # it keeps the file of the weights open
     for file in onnx.iterdir():
         file.unlink()
     onnx.rmdir()

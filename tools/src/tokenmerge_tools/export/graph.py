@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 _PROMPT = "a red apple on a table"
-_LATER = 0.37  # the timestep of the call that is checked, over that of the exported call
+_LATER = 0.37  # the timestep of the call that checks the result, over that of the exported call
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,7 +58,7 @@ class DenoiserCall:
         return len(self.arguments[self.host.sample])
 
     def other_arguments(self) -> dict[str, Any]:
-        """Return the arguments of another call: the sample mirrored, at the timestep of a later step."""
+        """Return the arguments of another call, with the sample mirrored and the timestep of a later step."""
         host = self.host
         other = dict(self.arguments)
         other[host.sample] = tree_map_only(Tensor, lambda x: x.flip(-1), other[host.sample])
@@ -120,7 +120,7 @@ def first_call(
 def onnx_graph(model: nn.Module, arguments: dict[str, Any], opset: int) -> tuple[Any, list[str]]:
     """Return the ONNX program of one call of a model that may be patched, and the names of its inputs.
 
-    These are in the order of :func:`tensors`. Its output is ``out``.
+    The names are in the order of :func:`tensors`. The output of the program is named ``out``.
     """
     quiet = quiet_loggers("torch.onnx", "onnxscript", "onnx_ir")
     exporting = errors_as(
@@ -149,7 +149,7 @@ def tensors(arguments: dict[str, Any]) -> list[Tensor]:
 def _clean(model: Any) -> None:
     """Fold constants, and drop unused nodes and the source location of each operation.
 
-    PyTorch's own optimisation also rewrites patterns, which takes long, and which the runtimes do themselves.
+    PyTorch's own optimisation also rewrites patterns. That takes long, and the runtimes do it themselves.
     """
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass, CommonSubexpressionEliminationPass
     from onnxscript.optimizer import fold_constants, remove_unused_nodes

@@ -29,7 +29,7 @@ from tokenmerge_tools.method_spec import SPEEDUP, MethodSpec, merging_alone
 from tokenmerge_tools.pipelines.call import latent_scale, own_size
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, load_pipeline
 from tokenmerge_tools.pipelines.meta_model import checked_source
-from tokenmerge_tools.pipelines.options import Guidance, Size, picture
+from tokenmerge_tools.pipelines.options import Guidance, Size, image_option
 from tokenmerge_tools.pipelines.settings import check_guidance, check_size
 
 FILE = "export.json"
@@ -83,7 +83,7 @@ class ExportOptions:
     model: str = DEFAULT_MODEL
     merging: MethodSpec = dataclasses.field(default_factory=MethodSpec)
     size: Size = None
-    batch: Annotated[int, picture("Images per call.", parser="integer")] = 1
+    batch: Annotated[int, image_option("Images per call.", parser="integer")] = 1
     guidance: Guidance = None
 
     def __post_init__(self) -> None:
@@ -111,8 +111,8 @@ def export_denoiser(
 ) -> dict[str, Any]:
     """Export a denoiser with the arguments of one call, whose shapes become fixed.
 
-    ``make_call`` makes the call. Nothing else should hold its denoiser, which is freed before the exported
-    model runs. The result is the content of ``export.json`` in the folder.
+    ``make_call`` makes the call. The denoiser is freed before the exported model runs, so nothing else should
+    hold it. The result is the content of ``export.json`` in the folder.
     """
     form = FORMATS[to]
     form.require()
@@ -173,7 +173,7 @@ def export_denoiser(
 def settings_of(merging: MethodSpec, call: DenoiserCall) -> ToMeConfig:
     """Return the settings, which must be the same at every step.
 
-    Of the default method, whose plan follows the steps, only the merging is left.
+    The plan of the default method follows the steps, so only its token merging is kept.
     """
     if merging.needs_model:
         if SPEEDUP in merging.changes:

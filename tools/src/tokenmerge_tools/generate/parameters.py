@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def write_picture(
-    picture: Image, options: GenerateOptions, seed: int, metadata: str | None, path: Path
+    image: Image, options: GenerateOptions, seed: int, metadata: str | None, path: Path
 ) -> None:
     """Write a PNG file with the parameters of its image.
 
@@ -36,7 +36,7 @@ def write_picture(
 
     info = PngInfo()
     info.add_text("parameters", _text(options, seed, metadata))
-    picture.save(path, pnginfo=info)
+    image.save(path, pnginfo=info)
 
 
 def _text(options: GenerateOptions, seed: int, metadata: str | None) -> str:

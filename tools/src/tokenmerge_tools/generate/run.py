@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 class Result:
     """The results of a run so far. Dense comes first among the names of the variants, if it runs.
 
-    ``psnr`` in dB and ``ssim`` are those of each merged image to the dense one of its seed, in 8 bits. They
+    ``psnr`` in dB and ``ssim`` compare each merged image with the dense one of the same seed, in 8 bits. They
     are empty without a dense run or without torchmetrics. The PSNR of equal images is infinite. ``config``
-    has the settings, ``summary`` is the text of the patch after the run, and ``steps`` are None unless
-    recorded.
+    has the settings, and ``summary`` is the text of the patch after the run. ``steps`` is None if no steps
+    were recorded.
 
     ``fewer_steps`` is the number of dense steps that take as long as the merged images, or None if no
     images were drawn with them. ``fewer_seconds`` is the time for each of these images, and
@@ -87,8 +87,8 @@ class Result:
     def speedup(self, name: str) -> float | None:
         """Return the median time of dense over that of one variant, or None if either was not timed."""
         dense = self.seconds("dense")
-        own = self.seconds(name)
-        return median(dense) / median(own) if dense and own else None
+        seconds = self.seconds(name)
+        return median(dense) / median(seconds) if dense and seconds else None
 
     @property
     def share_of_work(self) -> float:
@@ -108,9 +108,14 @@ class Result:
         variants = {}
         for name in self.names:
             times = None
-            own = self.seconds(name)
-            if own:
-                times = {"median": median(own), "fastest": min(own), "slowest": max(own), "runs": len(own)}
+            seconds = self.seconds(name)
+            if seconds:
+                times = {
+                    "median": median(seconds),
+                    "fastest": min(seconds),
+                    "slowest": max(seconds),
+                    "runs": len(seconds),
+                }
             variants[name] = {
                 "seconds_per_call": [one.seconds for one in self.measurements if one.variant == name],
                 "seconds_per_image": times,
@@ -214,7 +219,7 @@ class _Generating:
         done: Counter[str] = Counter()
 
         def on_step(name: str, steps_per_call: int) -> None:
-            if ": " in name:  # the name of a copy that warms up
+            if ": " in name:  # a copy that warms up has such a name
                 return
             done[name] += 1
             calls = options.repeat if name in self.variants else 1
@@ -240,13 +245,13 @@ class _Generating:
             self.metadata = patch.metadata
             for name in self.variants:
                 studio.warm_up(name, self.call)
-            pictures = {one.variant: one.pictures for one in self._timed(1)}
+            images = {one.variant: one.pictures for one in self._timed(1)}
             # The default method knows all facts only when it runs.
             result.config = patch.config
             result.report = patch.report()
             result.conditions["config"] = result.config.to_dict()
             if options.compare:
-                self._compare(pictures["dense"], pictures["tokenmerge"])
+                self._compare(images["dense"], images["tokenmerge"])
                 result.write()
             for _ in self._timed(options.repeat - 1):
                 pass
@@ -263,33 +268,32 @@ class _Generating:
         """Draw and time interleaved calls, and write the record after each, and the images of the first."""
         for drawing in self.studio.rounds(dict.fromkeys(self.variants, self.call), repeat):
             if not any(earlier.variant == drawing.variant for earlier in self.result.measurements):
-                self._write_pictures(drawing.variant, drawing.pictures, self.options)
+                self._write_images(drawing.variant, drawing.pictures, self.options)
             self.result.measurements.append(drawing)
             self.result.write()
             yield drawing
 
-    def _write_pictures(self, variant: str, pictures: list[Image], options: GenerateOptions) -> None:
+    def _write_images(self, variant: str, images: list[Image], options: GenerateOptions) -> None:
         metadata = self.metadata() if variant == "tokenmerge" else None
-        for index, picture in enumerate(pictures):
+        for index, image in enumerate(images):
             about = (options, self.call.seeds[index], metadata)
             path = self.result.folder / f"{variant}-{index:02d}.png"
-            write_atomically(path, partial(write_picture, picture, *about))
+            write_atomically(path, partial(write_picture, image, *about))
 
     def _draw_fewer(self, count: int) -> list[Image]:
         """Draw with the dense model, in as many steps as fit into the time of the merged images.
 
-        The steps have at least the operations of the merged images. The list is empty if they would be all
-        steps.
+        They need at least as many operations as the merged images. The list is empty if that takes all steps.
         """
         steps = as_long_as(self.options.steps, self.result.share_of_work, self.result.report.speedup)
         if steps is None:
             return []
         began = time.perf_counter()
-        pictures = self.studio.draw("dense", self.call.with_steps(steps), "fewer steps")
+        images = self.studio.draw("dense", self.call.with_steps(steps), "fewer steps")
         self.result.fewer_steps = steps
         self.result.fewer_seconds = (time.perf_counter() - began) / count
-        self._write_pictures("fewer-steps", pictures, dataclasses.replace(self.options, steps=steps))
-        return pictures
+        self._write_images("fewer-steps", images, dataclasses.replace(self.options, steps=steps))
+        return images
 
     def _compare(self, dense: list[Image], merged: list[Image]) -> None:
         """Measure how close the images are, and write them side by side with those of fewer steps."""
@@ -319,20 +323,20 @@ class _Generating:
             close = unchanged.format(result.fewer_steps) + _to_dense(result.fewer_psnr)
             titles.append((f"fewer steps, {took:.1f} s ({first / took:.1f}x)", close))
         rows = zip(*filter(None, (dense, merged, fewer)), strict=True)
-        picture = comparison(titles, list(zip(rows, captions if len(dense) > 1 else [""], strict=True)))
+        image = comparison(titles, list(zip(rows, captions if len(dense) > 1 else [""], strict=True)))
         path = self.result.folder / "comparison.png"
-        write_atomically(path, picture.save)
+        write_atomically(path, image.save)
         self.on_comparison(path)
 
 
 def _closeness(
-    pictures: list[Image], dense: list[Image], captions: list[list[str]]
+    images: list[Image], dense: list[Image], captions: list[list[str]]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the PSNR and the SSIM of each image to the dense one, and add them to its caption."""
-    images = as_tensor(pictures)
+    pixels = as_tensor(images)
     reference = as_tensor(dense)
-    found_psnr = tuple(psnr(images, reference).tolist())
-    found_ssim = tuple(ssim(images, reference).tolist())
+    found_psnr = tuple(psnr(pixels, reference).tolist())
+    found_ssim = tuple(ssim(pixels, reference).tolist())
     for texts, psnr_db, similarity in zip(captions, found_psnr, found_ssim, strict=True):
         close = f"PSNR {psnr_db:.1f} dB, SSIM {similarity:.3f}"
         texts.append("identical" if math.isinf(psnr_db) else close)

@@ -100,7 +100,7 @@ class PipelineCall:
         return dataclasses.replace(self, arguments={**self.arguments, "num_inference_steps": steps})
 
     def as_latents(self) -> PipelineCall:
-        """Return the same call, which makes final latents instead of images."""
+        """Return the same call, which returns the final latents instead of images."""
         return dataclasses.replace(self, arguments={**self.arguments, "output_type": "latent"})
 
     def __call__(self, pipe: DiffusionPipeline, on_step: Callable[[int], None] | None = None) -> list[Any]:
@@ -138,7 +138,7 @@ def load_pipeline_for(
 def draws_videos(pipeline: Any) -> bool:
     """Return whether pipelines of this class draw videos whose length can be chosen."""
     length = inspect.signature(pipeline.__call__).parameters.get("num_frames")
-    return length is not None and length.default != 1  # 1: a video model that draws images by default
+    return length is not None and length.default != 1  # with 1, it draws images by default
 
 
 def default_frames(pipeline: Any) -> int:
@@ -150,7 +150,7 @@ def default_frames(pipeline: Any) -> int:
 
 
 def latent_scale(pipe: DiffusionPipeline) -> int:
-    """Return the pixels per latent position along each side, 1 where a pipeline does not tell."""
+    """Return the pixels per latent position along each side, or 1 if the pipeline does not tell."""
     return report.latent_scale(pipe) or 1
 
 

@@ -44,7 +44,7 @@ _PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 # Errors of the network, of huggingface_hub, requests and httpx.
 _UNREACHABLE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError"}
 _LONGEST_NAME = 200
-_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")  # with the longest names that the hub allows
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")  # the hub allows no longer names
 _ACCEPTED = (
     f"a bundled model ({', '.join(demo.NAMES)}), a diffusers folder (with model_index.json), "
     "a .safetensors checkpoint or a hub id such as owner/name"
@@ -86,7 +86,7 @@ def find_model(name: str) -> ModelSource:
     location = name.removeprefix(PICKLE)
     allows_pickles = location != name
     path = Path(location)
-    with contextlib.suppress(RuntimeError):  # "~name" of a user that does not exist
+    with contextlib.suppress(RuntimeError):  # "~name" may name an unknown user
         path = path.expanduser()
     if location in demo.NAMES:
         return ModelSource(SourceKind.DEMO, str(demo.path(location)))
@@ -269,7 +269,7 @@ def _checkpoint_pipeline(source: ModelSource) -> Any:
             shapes = {key: weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
         tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
     else:
-        # weights_only, as in diffusers: only tensors and plain containers, no code.
+        # With weights_only, as in diffusers, only tensors and plain containers are read, and no code runs.
         content = torch.load(source.location, map_location="meta", weights_only=True)
         tensors = content.get("state_dict", content)
     index = diffusers.DiffusionPipeline.load_config(**fetch_diffusers_config(tensors))
@@ -328,7 +328,7 @@ def free_memory() -> None:
 
 @contextlib.contextmanager
 def quiet_loggers(*prefixes: str) -> Iterator[None]:
-    """Silence everything but errors of the loggers whose names begin so."""
+    """Silence the loggers whose names begin with a prefix, except for errors."""
     known = {*prefixes, *(name for name in logging.root.manager.loggerDict if name.startswith(prefixes))}
     before = {logger: logger.level for logger in map(logging.getLogger, known)}
     for logger in before:

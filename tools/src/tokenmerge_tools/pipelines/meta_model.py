@@ -156,9 +156,9 @@ def check_merging(sketch: ModelSketch, size: tuple[int, int], method: MethodSpec
 
 
 def check_drawable(sketch: ModelSketch, size: tuple[int, int]) -> None:
-    """Check that the pipeline draws images of this (width, height), as it will check it itself.
+    """Check that the pipeline draws images of this (width, height), by the pipeline's own check.
 
-    A pipeline looks at the size first. What it says about other arguments, which are not given, is ignored.
+    A pipeline checks the size first. Its errors about other arguments, which are not given, are ignored.
     """
     check = getattr(sketch.pipeline, "check_inputs", None)
     if check is None:

@@ -47,7 +47,7 @@ def option(panel: str | None, help: str, *names: str, parser: str | None = None)
     return typer.Option(*names, help=help, rich_help_panel=panel, parser=read, metavar=metavar)
 
 
-picture = partial(option, "Picture")
+image_option = partial(option, "Image")
 machine = partial(option, "Running")
 
 Model = Annotated[str, option(None, "Bundled model, diffusers folder, .safetensors checkpoint or hub id.")]
@@ -55,11 +55,13 @@ Dtype = Annotated[str, machine(f"{', '.join(DTYPE_CHOICES)}.")]
 Device = Annotated[str, machine("auto, cpu, cuda, cuda:1 or mps.")]
 Size = Annotated[
     tuple[int, int] | None,
-    picture("WIDTHxHEIGHT, or N for a square, in pixels. Default: the model's own."),
+    image_option("WIDTHxHEIGHT, or N for a square, in pixels. Default: the model's own."),
 ]
-Guidance = Annotated[float | None, picture("Guidance scale. Default: the pipeline's own.", parser="number")]
+Guidance = Annotated[
+    float | None, image_option("Guidance scale. Default: the pipeline's own.", parser="number")
+]
 
-LONGEST_PROMPT = 10_000  # characters; text encoders read a few thousand at most
+LONGEST_PROMPT = 10_000  # in characters; text encoders read a few thousand at most
 
 
 def check_prompt(name: str, prompt: str) -> None:
@@ -76,10 +78,12 @@ class PipelineOptions:
 
     model: Model = DEFAULT_MODEL
     size: Size = None
-    steps: Annotated[int, picture("Denoising steps.", parser="integer")] = 25
+    steps: Annotated[int, image_option("Denoising steps.", parser="integer")] = 25
     scheduler: Annotated[
         str | None,
-        picture(f"{', '.join(SCHEDULER_NAMES)}, or a class name in diffusers. Default: the model's own."),
+        image_option(
+            f"{', '.join(SCHEDULER_NAMES)}, or a class name in diffusers. Default: the model's own."
+        ),
     ] = None
     guidance: Guidance = None
     dtype: Dtype = "auto"
@@ -108,11 +112,13 @@ class GenerateOptions(PipelineOptions):
             parser="number",
         ),
     ] = None
-    seed: Annotated[int, picture("Seed of the first image; each later image adds 1.", parser="integer")] = 0
-    batch: Annotated[int, picture("Images per call.", parser="integer")] = 1
-    negative_prompt: Annotated[str | None, picture("What not to draw.")] = None
-    control: Annotated[Path | None, picture("Image for the ControlNet.")] = None
-    controlnet: Annotated[str | None, picture("Folder or hub id of a ControlNet.")] = None
+    seed: Annotated[
+        int, image_option("Seed of the first image; each later image adds 1.", parser="integer")
+    ] = 0
+    batch: Annotated[int, image_option("Images per call.", parser="integer")] = 1
+    negative_prompt: Annotated[str | None, image_option("What not to draw.")] = None
+    control: Annotated[Path | None, image_option("Image for the ControlNet.")] = None
+    controlnet: Annotated[str | None, image_option("Folder or hub id of a ControlNet.")] = None
     compare: Annotated[bool, machine("Also draw without tokenmerge.", "--compare/--no-compare")] = True
     repeat: Annotated[int, machine("Timed calls with tokenmerge, and as many without.", parser="integer")] = 3
     record_steps: Annotated[

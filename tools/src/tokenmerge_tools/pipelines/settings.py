@@ -38,7 +38,8 @@ SCHEDULER_NAMES = {
 check_guidance = optional(number("a number ≥ 0", lambda scale: scale >= 0))
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Settings that a scheduler's name implies, since the config of the model's own could make it another method.
+# The settings that the name of a scheduler implies. Without them, the config of the model's own scheduler
+# could make it another method.
 _SCHEDULER_SETTINGS: dict[str, dict[str, Any]] = {
     "DPMSolverMultistepScheduler": {"algorithm_type": "dpmsolver++"},
     "PNDMScheduler": {"skip_prk_steps": True},
@@ -78,7 +79,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     >>> dtype_name(torch.bfloat16)
     'bf16'
     """
-    return next(name for name, own in _DTYPES.items() if own == dtype)
+    return next(name for name, candidate in _DTYPES.items() if candidate == dtype)
 
 
 def scheduler_class_name(name: str) -> str:
@@ -108,7 +109,7 @@ def set_scheduler(pipe: DiffusionPipeline, name: str) -> None:
     compatible = sorted(scheduler.__name__ for scheduler in present.compatibles)
     if "beta_schedule" in inspect.signature(wanted.__init__).parameters:
         fits = "beta_schedule" in present.config
-    else:  # flow matching, and others with their own noise schedule
+    else:  # flow matching and other schedulers with their own noise schedule
         fits = wanted.__name__ in compatible
     if not fits:
         raise ConfigError(
@@ -117,7 +118,8 @@ def set_scheduler(pipe: DiffusionPipeline, name: str) -> None:
         )
     settings = dict(_SCHEDULER_SETTINGS.get(wanted.__name__, {}))
     clips = inspect.signature(wanted.__init__).parameters.get("clip_sample")
-    # Some schedulers clip by default what a model predicts, to the range of images. Latents have another one.
+    # Some schedulers clip the model's prediction to the range of images by default. Latents have another
+    # range.
     if clips is not None and "clip_sample" not in present.config and getattr(pipe, "vae", None) is not None:
         settings["clip_sample"] = False
     pipe.scheduler = wanted.from_config(present.config, **settings)
@@ -191,7 +193,7 @@ def _set_backend(model: ModelMixin, name: str) -> None:
 
     processors = _with_backends(model)
     if not processors:
-        kinds = ", ".join(sorted({type(own).__name__ for own in model.attn_processors.values()}))
+        kinds = ", ".join(sorted({type(processor).__name__ for processor in model.attn_processors.values()}))
         raise ConfigError(
             f"attention: {type(model).__name__} computes attention in {kinds}, which support no back-end "
             f"of diffusers, got {name!r}; use one of {', '.join(ATTENTION_CHOICES)}"
@@ -202,7 +204,7 @@ def _set_backend(model: ModelMixin, name: str) -> None:
 
 def _with_backends(model: ModelMixin) -> list[Any]:
     processors = (getattr(module, "processor", None) for module in model.modules())
-    return [own for own in processors if hasattr(own, "_attention_backend")]
+    return [processor for processor in processors if hasattr(processor, "_attention_backend")]
 
 
 def parse_size(text: str) -> tuple[int, int]:

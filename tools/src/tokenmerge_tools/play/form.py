@@ -14,9 +14,9 @@ from tokenmerge_tools.pipelines.options import LONGEST_PROMPT, GenerateOptions
 from tokenmerge_tools.pipelines.settings import parse_size
 
 _LONGEST_WORD = 40
-_MOST_STEPS = 1_000  # those that models are trained with
-_LARGEST_SIDE = 2_048  # of a square, in pixels; half for the bundled models, whose latents are finer
-_BUNDLED_SIZE = "256x256"  # 4096 tokens, on which merging has something to save
+_MOST_STEPS = 1_000  # the number that models are trained with
+_LARGEST_SIDE = 2_048  # in pixels; half of it for the bundled models, whose latents are finer
+_BUNDLED_SIZE = "256x256"  # 4096 tokens, enough for merging to save time
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,10 +21,10 @@ _LARGEST_BODY = 2**18  # bytes; the longest prompt takes at most 120,000 in JSON
 _HEARTBEAT = f"{_API}/heartbeat/"
 _EVENTS = f"{_API}/queue/data"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-# This stands for every address in place of a name. No page can have another address than its own.
+# This stands for all IP addresses in the list of names. A page cannot pretend to have another IP address.
 _ANY_ADDRESS = "*"
 _POLICY = 1008  # the status of WebSocket for a refusal
-# By these, Gradio takes another address for that of the page.
+# These headers make Gradio take another address for that of the page.
 _FROM_PROXIES = (b"x-forwarded-", b"forwarded", b"x-gradio-server")
 
 # The open connections that wait for news, by the session of their visitor.
@@ -35,8 +35,8 @@ class Gate:
     """Refuses what the page does not send, before Gradio reads it. An ASGI middleware around all others.
 
     A request is refused if its ``Host`` is no name of this server, if its ``Origin`` is another page, or if
-    its body is not that of a call of the page. Others go to ``app``, without what proxies tell of themselves.
-    ``names`` are those of :func:`served_names`, and ``root_path`` is the address that others know it by.
+    its body is not that of a call of the page. Other requests go to ``app``, without the headers that proxies
+    add. ``names`` are those of :func:`served_names`, and ``root_path`` is the public address of the server.
     """
 
     def __init__(self, app: Any, names: Sequence[str], root_path: str = "") -> None:
@@ -111,7 +111,7 @@ class Reception:
             reason = f"{type(error).__name__}: {reason_of(error)}"
             print(f"{scope['path'][:200]!r} failed: {reason}", file=sys.stderr)
             advice = "request: the page sends no such request; reload the page"
-            with contextlib.suppress(RuntimeError):  # an answer has begun
+            with contextlib.suppress(RuntimeError):  # it is too late if an answer has begun
                 await JSONResponse({"detail": advice}, 400)(scope, receive, send)
         finally:
             self.visitors[session] -= 1
@@ -122,15 +122,15 @@ class Reception:
 def served_names(host: str, root_path: str = "") -> list[str]:
     """Return the names under which a server that listens on ``host`` answers; ``"*"`` is any address.
 
-    Others can point a name of theirs here, whose pages could then read this one. ``root_path`` adds the name
-    in the address that others know the server by.
+    A request under any other name is refused: an attacker could point a name at this server, and pages under
+    that name could then read this page. ``root_path`` adds the name in the public address of the server.
     """
     name = host.strip("[]").lower()
-    written = f"[{name}]" if ":" in name else name  # an address of IPv6
+    written = f"[{name}]" if ":" in name else name  # an IPv6 address
     names = list(_LOOPBACK) if written in _LOOPBACK else [written]
     if name in ("0.0.0.0", "::"):
-        own = {known.lower() for known in (socket.gethostname(), socket.getfqdn())}
-        names = [_ANY_ADDRESS, *_LOOPBACK, *sorted(own | {f"{known}.local" for known in own})]
+        host_names = {known.lower() for known in (socket.gethostname(), socket.getfqdn())}
+        names = [_ANY_ADDRESS, *_LOOPBACK, *sorted(host_names | {f"{known}.local" for known in host_names})]
     public = urlsplit(root_path).hostname
     return [*names, public] if public and public not in names else names
 

@@ -74,7 +74,7 @@ def build(model: str, visitors: Visitors, **machine: Any) -> Any:
                 options = Form(*values).options(models, **machine)
                 trial = drawer.draw(options, on_progress, stop or stop_of(visitor))
             except StoppedError:
-                return [gr.skip()] * (len(shown) + 2)  # nobody waits for the result
+                return [gr.skip()] * (len(shown) + 2)  # nobody waits for this result
             except Exception as error:
                 if not isinstance(error, TokenMergingError):
                     traceback.print_exc()
@@ -169,12 +169,12 @@ def _results(gr: Any) -> list[Any]:
     """Return the components that show a trial, in the order of :func:`_content`."""
     tiles = gr.HTML(texts.NOTHING_YET, elem_id="tiles", min_height=88, padding=False)
     with gr.Row():
-        pictures = {"type": "pil", "format": "png", "interactive": False}
-        pictures["buttons"] = ["download", "fullscreen"]
-        slider = gr.ImageSlider(label="Dense | tokenmerge", min_width=280, elem_id="pair", **pictures)
-        fewer = gr.Image(label="Dense, fewer steps", min_width=280, elem_id="fewer", **pictures)
+        images = {"type": "pil", "format": "png", "interactive": False}
+        images["buttons"] = ["download", "fullscreen"]
+        slider = gr.ImageSlider(label="Dense | tokenmerge", min_width=280, elem_id="pair", **images)
+        fewer = gr.Image(label="Dense, fewer steps", min_width=280, elem_id="fewer", **images)
         with gr.Column(min_width=280):
-            groups = gr.Image(label="What merges", elem_id="groups", **pictures)
+            groups = gr.Image(label="What merges", elem_id="groups", **images)
             caption = gr.HTML(padding=False, elem_id="caption")
     code: dict[str, Any] = {"language": None, "interactive": False, "lines": 1, "buttons": ["copy"]}
     code |= {"show_line_numbers": False, "wrap_lines": True}

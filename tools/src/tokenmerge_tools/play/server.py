@@ -43,13 +43,13 @@ def serve(
 ) -> None:
     """Serve a page, which ``build`` makes as Gradio's ``Blocks``, until Ctrl-C.
 
-    ``build`` is given the visitors who are there. Any host other than 127.0.0.1 lets other machines use the
-    page. Without a port, it is the first free one from 7860 on. ``on_ready`` gets its address.
-    ``root_path`` is the address by which others know it, as that of a proxy; headers do not tell it.
+    ``build`` receives the visitors who are there. Any host other than 127.0.0.1 lets other machines use the
+    page. Without a port, it is the first free one from 7860 on. ``on_ready`` gets its address. ``root_path``
+    is the public address, such as that of a proxy. It is not read from headers.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    with tempfile.TemporaryDirectory(prefix="tokenmerge-play-") as pictures:
-        os.environ["GRADIO_TEMP_DIR"] = pictures  # Gradio reads it when it is imported
+    with tempfile.TemporaryDirectory(prefix="tokenmerge-play-") as images:
+        os.environ["GRADIO_TEMP_DIR"] = images  # Gradio reads it when it is imported
         import gradio as gr
         from gradio.routes import App, ORJSONResponse
         from starlette.middleware import Middleware
@@ -60,7 +60,7 @@ def serve(
         fonts = ("system-ui", "sans-serif")
         theme = gr.themes.Default(font=fonts, font_mono=("ui-monospace", "monospace"), primary_hue="blue")
         theme.set(**_READABLE)
-        # Around Gradio's own middleware, which answers other pages that ask what they may send.
+        # These go around Gradio's own middleware, which answers other pages that ask what they may send.
         reception = Middleware(Reception, visitors=visitors)
         app: Any = App(default_response_class=ORJSONResponse, middleware=[reception])
         inner = app.build_middleware_stack

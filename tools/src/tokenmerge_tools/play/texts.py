@@ -17,7 +17,7 @@ NOTHING_YET = (
     '<p class="hint">Press Draw. The image is drawn three times from the same seed: dense, with tokenmerge, '
     "and dense in fewer steps.</p>"
 )
-_LEAST_SPEEDUP = 1.05  # one call of each does not show a smaller one
+_LEAST_SPEEDUP = 1.05  # a smaller speed-up cannot be seen in one call of each
 _ASKED_INSTEAD = 1.5  # the speed-up that the command asks for after a trial that was hardly faster
 _PARTS = 20  # a speed-up is rounded down to this fraction of 1
 
@@ -56,7 +56,7 @@ def groups(trial: Trial) -> str:
 
 
 def plan(trial: Trial) -> str:
-    """Return the plan of the generation with its signs, or what the settings do where there is none."""
+    """Return the plan of the generation with its signs, or a line that says that every step is full."""
     lines = trial.summary.splitlines()
     begins = next((i for i, line in enumerate(lines) if line.startswith("  plan: ")), None)
     if begins is None:

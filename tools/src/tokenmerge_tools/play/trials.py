@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 OnProgress = Callable[[Progress], None]
-OURS = "tokenmerge"  # the part of a trial that draws with it
+OURS = "tokenmerge"  # the part of a trial that draws with token merging
 _PATIENCE = 10.0  # seconds from the request for a trial to the connection that waits for it
 _SMALLEST_SIDE = 512  # pixels of the image with groups, so that their borders are thin
 
@@ -60,8 +60,9 @@ class Trial:
     """One image drawn with and without tokenmerge from the same seed, and the size that was drawn.
 
     ``merged`` is the image with tokenmerge, and ``groups`` the same with the groups of merged tokens drawn
-    over it. The PSNR in dB is infinite for identical images. ``warnings`` were given while ``merged`` was
-    drawn. ``fewer`` is dense in as many steps as take the same time, or None if these would be all steps.
+    over it. The PSNR in dB is infinite for identical images. ``warnings`` has those that were given while
+    ``merged`` was drawn. ``fewer`` is dense in as many steps as take the same time, or None if these would be
+    all steps.
     """
 
     options: GenerateOptions
@@ -190,17 +191,17 @@ def _draw(pipe: DiffusionPipeline, options: GenerateOptions, on_progress: OnProg
             merged = draw(OURS)
         summary = str(patch)
         fewer = draw_fewer()
-    (picture,) = merged.pictures
+    (merged_image,) = merged.pictures
     labels, groups_text = merged_groups(plans, 0, 1)
     return Trial(
         options=prepared.options,
         dense=dense_image,
-        merged=picture,
-        groups=draw_groups(enlarge(picture, -(-_SMALLEST_SIDE // min(picture.size))), labels),
+        merged=merged_image,
+        groups=draw_groups(enlarge(merged_image, -(-_SMALLEST_SIDE // min(merged_image.size))), labels),
         groups_text=groups_text,
         dense_seconds=dense.seconds,
         merged_seconds=merged.seconds,
-        psnr=closeness(picture),
+        psnr=closeness(merged_image),
         summary=summary,
         notes=tuple(prepared.report.notes),
         warnings=tuple(dict.fromkeys(str(one.message) for one in (*of_settings, *of_drawing))),
@@ -210,7 +211,7 @@ def _draw(pipe: DiffusionPipeline, options: GenerateOptions, on_progress: OnProg
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[warnings.WarningMessage]]:
-    """Keep the warnings of what runs within, also those that were given before."""
+    """Collect the warnings within the context, even those that were given before."""
     with warnings.catch_warnings(record=True) as kept:
         warnings.simplefilter("always", UserWarning)
         yield kept

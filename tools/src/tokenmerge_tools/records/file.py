@@ -18,7 +18,7 @@ from tokenmerge_tools.files import check_regular, is_folder, read_bytes, writing
 from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, Record, SampleRecord, TuneRecord
 
 R = TypeVar("R", bound=Record)
-TimedCall = tuple[float, int | None]  # seconds, and peak memory in bytes or None
+TimedCall = tuple[float, int | None]  # the seconds, and the peak memory in bytes or None
 
 
 class RecordNotWrittenError(TokenMergingError):
@@ -30,8 +30,8 @@ class ResultsFile(Generic[R]):
 
     If a killed run left the last line incomplete, this line is moved to ``<name>.torn`` beside the file.
 
-    ``kinds`` are the kinds of records that matter to the run; other lines are skipped. ``records`` has the
-    last one of each key, and ``notes`` are messages for the user about the file.
+    ``kinds`` are the kinds of records that matter to the run; other lines are skipped. ``records`` maps each
+    key to its last record, and ``notes`` are messages for the user about the file.
     """
 
     def __init__(self, path: Path, *kinds: type[R]) -> None:
@@ -258,7 +258,7 @@ def _torn_end(text: bytes) -> bytes:
         return b""
     try:
         return b"" if isinstance(json.loads(last), dict) else last
-    except RecursionError:  # too deeply nested, but complete
+    except RecursionError:  # the line is too deeply nested, but complete
         return b""
     except ValueError:
         return last
@@ -269,10 +269,10 @@ def _torn_note(path: Path, what_was_done: str) -> str:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the object in a line, or None if it has none, or one that cannot be written again."""
+    """Return the object in a line, or None if there is no object that can be written again."""
     try:
         values = json.loads(line)
-        if b"\\ud" in line.lower():  # half of a character
+        if b"\\ud" in line.lower():  # possibly half of a character
             json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None

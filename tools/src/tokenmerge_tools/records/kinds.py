@@ -21,7 +21,7 @@ STATUSES = ("ok", "oom", "unavailable", "error")
 # Metrics that are lower for closer images.
 LOWER_IS_CLOSER = frozenset({"lpips", "fid", "kid", "motion-error"})
 
-# Former names of settings, which records from before December 2026 have, with the current ones.
+# Former names of settings, with the current ones. Records from before December 2026 have the former names.
 NEW_NAMES: Mapping[str, str] = {
     "plan_every": "merge_sharing.every",
     "share_plan": "merge_sharing.blocks",
@@ -38,7 +38,7 @@ NEW_NAMES: Mapping[str, str] = {
 _OLD_WORD = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, NEW_NAMES))})(?![\w.])")
 
 # Conditions that a timed cell and drawn images have in common.
-_OF_PICTURES = ("model", "width", "height", "steps", "scheduler", "guidance", "dtype", "attention")
+_OF_IMAGES = ("model", "width", "height", "steps", "scheduler", "guidance", "dtype", "attention")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,14 +60,14 @@ class Record:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Any:
         """Read what :meth:`to_line` wrote. Fields with a default may be missing in older records."""
-        own = {field.name: field for field in dataclasses.fields(cls)}
+        fields = {field.name: field for field in dataclasses.fields(cls)}
         nothing = {dataclasses.MISSING}
-        needed = [name for name, one in own.items() if {one.default, one.default_factory} == nothing]
+        needed = [name for name, one in fields.items() if {one.default, one.default_factory} == nothing]
         missing = [name for name in needed if name not in values]
         if missing:
             raise ConfigError(f"not a {cls.KIND} record: {', '.join(missing)} missing")
         try:
-            return cls(**cls._parse({name: values[name] for name in own if name in values}))
+            return cls(**cls._parse({name: values[name] for name in fields if name in values}))
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -82,7 +82,7 @@ class Record:
 class CellRecord(Record):
     """One cell of a benchmark: a variant at one setting on one machine.
 
-    ``conditions`` are everything that the results depend on. The status ``"unavailable"`` says that it cannot
+    ``conditions`` has everything that the results depend on. The status ``"unavailable"`` says that it cannot
     run on this machine or model, and ``"error"`` that the next run tries it again. ``seconds`` has the time
     of each timed call, and ``references`` those of dense runs in the same rounds: ``"dense"`` with fused
     attention, and ``"dense, same attention"``. ``facts`` are other results, such as ``flops_dense``.
@@ -150,7 +150,7 @@ class CellRecord(Record):
 
 
 class _OfVariant(Record):
-    """A record of one variant with its settings, which are fields of each kind in their own place."""
+    """A record of one variant with its settings. Each subclass declares these fields in its own order."""
 
     variant: str
     settings: Mapping[str, Any]
@@ -165,13 +165,13 @@ class _OfVariant(Record):
 class QualityRecord(_OfVariant):
     """Quality metrics of one variant, such as its closeness to dense, over many images.
 
-    ``figures`` has the value of each metric, ``measured_with`` its network and reference images, if any.
-    The category is that of the prompts, or None for all prompts. ``conditions`` are everything else that the
-    images depend on, and its ``steps`` are those of dense; ``steps_used`` are those of ``"fewer-steps"``.
-    The speed-up is t_dense / t of an image, median and quartiles. ``errors`` has the standard errors of the
-    figures, and ``cost`` what is known of the median seconds, the ``peak_bytes`` and the ``counted`` speed-up
-    by operations. ``config`` has all settings that the images were drawn with, as
-    :meth:`tokenmerge.ToMeConfig.from_dict` takes them.
+    ``figures`` has the value of each metric, and ``measured_with`` its network and reference images, if any.
+    The category is that of the prompts, or None for all prompts. ``conditions`` has everything else that the
+    images depend on. Its ``steps`` are the steps of dense, and ``steps_used`` are those of ``"fewer-steps"``.
+    The speed-up is the median of t_dense / t over the images, and it has quartiles. ``errors`` has the
+    standard errors of the figures. ``cost`` has the median ``seconds``, the ``peak_bytes`` and the
+    ``counted`` speed-up by operations, as far as they are known. ``config`` has all settings that the images
+    were drawn with, as :meth:`tokenmerge.ToMeConfig.from_dict` takes them.
     """
 
     KIND: ClassVar[str] = "quality"
@@ -250,10 +250,11 @@ class SampleRecord(_OfVariant):
 class TuneRecord(Record):
     """One measurement of ``tokenmerge tune``.
 
-    ``conditions`` is a key of everything that it depends on, except the variant and the item. It is about an
-    ``"image"``: its seconds, its closeness, and the estimate after its run; or ``"facts"``: what was measured
-    to plan as the default method does. The item is the number of the prompt and seed, −1 for a record that
-    is not of an image. Other records are of searches for a plan, before December 2026.
+    ``conditions`` is a key of everything that it depends on, except the variant and the item. A record about
+    an ``"image"`` has its seconds, its closeness, and the estimate after its run. A record about ``"facts"``
+    has what was measured in order to plan as the default method does. The item is the number of the prompt
+    and seed, or −1 for a record that is not about an image. Records about anything else are from searches for
+    a plan, before December 2026.
     """
 
     KIND: ClassVar[str] = "tune"
@@ -295,9 +296,9 @@ class TuneRecord(Record):
 
 
 def fewest_tokens_of(values: Mapping[str, Any]) -> tuple[FewestTokens, ...]:
-    """Return from how many tokens on merging pays, from a record about ``"facts"``.
+    """Return the least numbers of tokens at which merging saves time, from a record about ``"facts"``.
 
-    In records of searches before December 2026 it is one number, for every scope and ratio.
+    Records from before December 2026 have one number for every scope and ratio.
     """
     found = values["fewest_tokens"]
     if isinstance(found, int):
@@ -324,14 +325,16 @@ def cell_of_pictures(
     """
 
     def fits(cell: CellRecord) -> bool:
-        own = cell.conditions
+        of_cell = cell.conditions
         # The scheduler does not affect the time of one call of the denoiser.
-        ignored = "scheduler" if own["scope"] == "denoiser" else ""
+        ignored = "scheduler" if of_cell["scope"] == "denoiser" else ""
         return (
             cell.label == label
-            and not own["compile"]
-            and all(own[name] == conditions.get(name, own[name]) for name in _OF_PICTURES if name != ignored)
-            and conditions.get("device") in (None, own["device"].partition(":")[0])
+            and not of_cell["compile"]
+            and all(
+                of_cell[name] == conditions.get(name, of_cell[name]) for name in _OF_IMAGES if name != ignored
+            )
+            and conditions.get("device") in (None, of_cell["device"].partition(":")[0])
         )
 
     found = (cell for cell in cells if fits(cell))

@@ -19,10 +19,10 @@ from tokenmerge_tools.records.kinds import (
 from tokenmerge_tools.reporting.tables import grouped, quality_name, where_drawn
 from tokenmerge_tools.variants.variant import DENSE
 
-AGAINST_CLOSENESS = "Speed-up against closeness: "  # begins the title of such a chart
+AGAINST_CLOSENESS = "Speed-up against closeness: "  # the beginning of the title of such a chart
 _SPEEDUP = "speed-up, t_dense / t"
 _FUSED = "sdpa"
-_KNOBS = ("ratio", "interval", "threshold", "as", "steps")  # settings by which a variant becomes faster
+_KNOBS = ("ratio", "interval", "threshold", "as", "steps")  # the settings that make a variant faster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> lis
     """
     timed = _timed(cells)
     found = []
-    for records in _sets_of_pictures(quality):
+    for records in _sets_of_images(quality):
         metrics = metric_names(records)
         first = metrics[0]
         for metric in metrics:
@@ -113,7 +113,7 @@ def notes_on_charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord
     """Note which variants are in no chart, as they were not timed."""
     timed = _timed(cells)
     notes = []
-    for records in _sets_of_pictures(quality):
+    for records in _sets_of_images(quality):
         untimed = [one.label for one in records if one.variant != DENSE and _speedup(one, timed) is None]
         if untimed:
             notes.append(
@@ -124,7 +124,7 @@ def notes_on_charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord
     return notes
 
 
-def _sets_of_pictures(quality: Iterable[QualityRecord]) -> list[list[QualityRecord]]:
+def _sets_of_images(quality: Iterable[QualityRecord]) -> list[list[QualityRecord]]:
     return grouped([record for record in quality if record.category is None], where_drawn)
 
 

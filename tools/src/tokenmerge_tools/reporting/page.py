@@ -29,7 +29,7 @@ from tokenmerge_tools.reporting.tables import (
 R = TypeVar("R", CellRecord, QualityRecord)
 
 TITLE = "Token merging: speed, memory and quality"
-_PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes
+_PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes of a PNG file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,16 +89,21 @@ def _conditions(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -
     shared: dict[str, str] = {}
     varying = ("variant", "settings", "attention", "compile", "width", "height", "batch", "model", "frames")
     for cell in cells:
-        own = {k: v for k, v in cell.conditions.items() if k not in varying}
-        own["peak memory"] = cell.facts.get("peak_memory")
-        torch = own["environment"]["versions"]["torch"]
-        name = f"{own['device_name']}, {own['scope']}, {own['dtype']}, torch {torch}"
-        shared.setdefault(_as_json(own), name)
+        run_conditions = {k: v for k, v in cell.conditions.items() if k not in varying}
+        run_conditions["peak memory"] = cell.facts.get("peak_memory")
+        torch = run_conditions["environment"]["versions"]["torch"]
+        device, scope, dtype = (run_conditions[name] for name in ("device_name", "scope", "dtype"))
+        name = f"{device}, {scope}, {dtype}, torch {torch}"
+        shared.setdefault(_as_json(run_conditions), name)
     for record in quality:
         if record.conditions:
-            own = {"model": record.model, **record.conditions, "measured_with": record.measured_with}
+            image_conditions = {
+                "model": record.model,
+                **record.conditions,
+                "measured_with": record.measured_with,
+            }
             name = f"Images of {record.model}, {record.width} × {record.height}"
-            shared.setdefault(_as_json(own), name)
+            shared.setdefault(_as_json(image_conditions), name)
     return [(name, text) for text, name in shared.items()]
 
 
@@ -141,7 +146,7 @@ def as_html(content: Content) -> str:
         raise MissingExtraError(
             "tokenmerge-tools[plots]", needed_by="the page of tokenmerge report needs Jinja2"
         ) from error
-    # autoescape, because prompts and names can contain any text.
+    # Everything is escaped, because prompts and names can contain any text.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     text = (resources.files("tokenmerge_tools.reporting") / "page.html.j2").read_text(encoding="utf-8")
     drawn = [(chart, svg_address(draw(chart))) for chart in content.charts]
@@ -170,8 +175,8 @@ def _shared_notes(tables: Sequence[Table]) -> tuple[list[str], list[Table]]:
     shared = [note for note in first.notes if others and all(note in table.notes for table in others)]
     kept = []
     for table in tables:
-        own = tuple(note for note in table.notes if note not in shared)
-        kept.append(dataclasses.replace(table, notes=own))
+        notes = tuple(note for note in table.notes if note not in shared)
+        kept.append(dataclasses.replace(table, notes=notes))
     return shared, kept
 
 

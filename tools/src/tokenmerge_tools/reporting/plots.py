@@ -21,7 +21,7 @@ _FEWER_STEPS = "fewer-steps"
 _NORMAL = 9.5  # points
 _STYLE: Any = {
     "svg.hashsalt": "tokenmerge",
-    "svg.fonttype": "none",  # text stays text: a quarter of the size, and searchable
+    "svg.fonttype": "none",  # text is not turned into paths, so that it is small and searchable
     "font.size": _NORMAL,
     "axes.titlesize": _NORMAL,
     "axes.spines.top": False,
@@ -29,8 +29,9 @@ _STYLE: Any = {
     "axes.grid": True,
     "grid.color": "#e4e4e4",
 }
-# Inches: the width, and the height without title and legend, which take as many lines as they need.
-_WIDTH, _HEIGHT = 6.4, 3.5
+# The width and the height in inches. The title and the legend add the height that they need.
+_WIDTH = 6.4
+_HEIGHT = 3.5
 _POINTS_PER_INCH = 72
 # Characters per line.
 _TITLE_WIDTH = 75
@@ -38,8 +39,8 @@ _NAME_WIDTH = 36
 _ROOM = 0.08  # between the points and the axes, as a fraction of an axis
 _SMALL = 8.0  # points
 _LINE_HEIGHT = 1.45 * _SMALL / _POINTS_PER_INCH
-_CHARACTER_WIDTH = 0.65  # of the font size; characters are narrower on average
-_BEFORE_NAME = 5  # characters that the line before a name in the legend takes
+_CHARACTER_WIDTH = 0.65  # as a fraction of the font size; most characters are narrower
+_BEFORE_NAME = 5  # characters that the sample line before a name in the legend takes
 _MOST_COLUMNS = 4
 _MARKER_SIZE = 4.5  # points
 # Places of a label beside its data point: offsets in points, and alignments. The first free place is taken.

@@ -13,7 +13,7 @@ from tokenmerge_tools.reporting.tables import FASTER, Table, TableRow, times
 _CLOSENESS = (40.0, 35.0, 30.0)
 
 _Point = tuple[str, str]  # the method and the label of the point
-_Figures = dict[str, float]  # by metric
+_Figures = dict[str, float]  # the value of each metric
 
 
 def price_tables(charts: Iterable[Chart]) -> list[Table]:
@@ -21,7 +21,7 @@ def price_tables(charts: Iterable[Chart]) -> list[Table]:
 
     Rows that are faster than dense, and that no other row beats in both speed and closeness, are marked.
     """
-    return [_table(title, charts) for title, charts in _by_pictures(charts).items()]
+    return [_table(title, charts) for title, charts in _by_set_of_images(charts).items()]
 
 
 def fastest_table(charts: Iterable[Chart]) -> Table | None:
@@ -30,7 +30,7 @@ def fastest_table(charts: Iterable[Chart]) -> Table | None:
     The result is None if no image has a PSNR.
     """
     known = {}
-    for title, members in _by_pictures(charts).items():
+    for title, members in _by_set_of_images(charts).items():
         speeds, figures = _points(members)
         points = [(speeds[point], one["psnr"], point) for point, one in figures.items() if "psnr" in one]
         if points:
@@ -51,7 +51,7 @@ def fastest_table(charts: Iterable[Chart]) -> Table | None:
     return Table("Fastest variant by closeness", header, tuple(rows), notes, words=len(header))
 
 
-def _by_pictures(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
+def _by_set_of_images(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
     found: dict[str, list[Chart]] = {}
     for chart in charts:
         found.setdefault(chart.title.removeprefix(AGAINST_CLOSENESS), []).append(chart)
@@ -66,7 +66,9 @@ def _shared_parts(titles: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     parts = [title.split(", ") for title in titles]
     shared = [part for part in parts[0] if len(parts) > 1 and all(part in other for other in parts)]
-    return shared, [", ".join(part for part in own if part not in shared) for own in parts]
+    return shared, [
+        ", ".join(part for part in parts_of_title if part not in shared) for parts_of_title in parts
+    ]
 
 
 def _natural(text: str) -> list[tuple[bool, int, str]]:

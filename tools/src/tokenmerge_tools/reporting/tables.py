@@ -82,9 +82,9 @@ def sampling_name(conditions: Mapping[str, Any]) -> str:
     '50 steps, plms, guidance 7.5'
     """
     steps, scheduler, guidance = (conditions[name] for name in ("steps", "scheduler", "guidance"))
-    own = "" if scheduler is None else f", {scheduler}"
-    own += "" if guidance is None else f", guidance {guidance:g}"
-    return f"{steps} step{'s' if steps > 1 else ''}{own}"
+    extras = "" if scheduler is None else f", {scheduler}"
+    extras += "" if guidance is None else f", guidance {guidance:g}"
+    return f"{steps} step{'s' if steps > 1 else ''}{extras}"
 
 
 def _measured(cells: Sequence[CellRecord]) -> Table:
@@ -130,9 +130,9 @@ def once(notes: Iterable[str], labels: Sequence[str]) -> list[str]:
 
 def _notes(cell: CellRecord) -> list[str]:
     notes: list[str] = list(cell.facts.get("notes", []))
-    own = cell.facts.get("steps_used") is not None or "flops_dense" in cell.facts
+    of_variant = cell.facts.get("steps_used") is not None or "flops_dense" in cell.facts
     shared = ("random weights", "cut to", "without the text encoders")
-    return [note if note.startswith(shared) or not own else f"{cell.label}: {note}" for note in notes]
+    return [note if note.startswith(shared) or not of_variant else f"{cell.label}: {note}" for note in notes]
 
 
 def _rank(cell: CellRecord) -> tuple[Any, ...]:
@@ -214,13 +214,13 @@ _BY_OPERATIONS = (
 )
 _GLYPHS = "glyphs: share of the images that show the emoji that the prompt names"
 _ERRORS = "± standard error of the mean over the images"
-# What an image costs: the header, and how it is written.
+# The costs of an image. Each has a header and a function that formats it.
 _COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "counted": ("by operations", lambda speedup: f"{speedup:.2f}×"),
     "seconds": ("seconds", lambda seconds: f"{seconds:.3g}"),
     "peak_bytes": ("peak GiB", lambda size: f"{size / 2**30:.2f}"),
 }
-_ROUNDING = 1e-6  # of the SSIM of equal images
+_ROUNDING = 1e-6  # the rounding error in the SSIM of equal images
 _BY_THE_CLOCK = "by the clock: t_dense / t per image, median and quartiles"
 
 

@@ -46,15 +46,16 @@ class Easel:
         self._warm: set[Variant] = set()
 
     def draw(self, variant: Variant, item: int) -> dict[str, Any]:
-        """Draw an image, store it, and return its seconds, and with the default method its estimate.
+        """Draw an image, store it, and return its measurements.
 
-        A default method that cannot run here is a ConfigError.
+        These are its seconds, and with the default method also the estimate. If the default method cannot run
+        here, a ConfigError is raised.
         """
         what = self.evaluation.items[item]
         call = self.call.of_pictures([what.prompt], [what.seed]).with_steps(variant.steps(self.steps))
         values: dict[str, Any] = {}
         with Studio(self.pipe) as studio, warnings.catch_warnings():
-            # That an image is far from dense is what is measured here.
+            # A warning that images are far from dense is not needed, since closeness is measured here.
             warnings.filterwarnings("ignore", message="speedup=")
             if variant.name in (DENSE, FEWER_STEPS):
                 found = self._timed(studio, DENSE, variant, call)
@@ -84,16 +85,19 @@ class Easel:
     def measure(self, variant: Variant, item: int) -> dict[str, float]:
         """Return the closeness of an image to the dense one."""
         prompts = [self.evaluation.items[item].prompt]
-        pictures = [self.picture(variant, item)]
+        images = [self.picture(variant, item)]
         dense = [self.picture(Variant(DENSE), item)]
         found = {}
         for metric in self.metrics.of_pictures:
-            value = float(metric.measure(pictures, dense, prompts)[0])
+            value = float(metric.measure(images, dense, prompts)[0])
             found[metric.name] = min(value, _EQUAL) if metric.name == "psnr" else value
         return found
 
     def _timed(self, studio: Studio, name: str, variant: Variant, call: PipelineCall) -> Drawing:
-        """Draw and time one call. On an accelerator, the first one of each variant is warmed up before."""
+        """Draw and time one call.
+
+        The first call of all is warmed up before. On an accelerator, so is the first call of each variant.
+        """
         if variant not in self._warm and (not self._warm or self.pipe.device.type != "cpu"):
             studio.warm_up(name, call)
         self._warm.add(variant)

@@ -14,7 +14,7 @@ from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 from tokenmerge_tools.evaluate.prompts import PROMPTS_HELP
 from tokenmerge_tools.pipelines.options import PipelineOptions, option
 
-_USUAL_PSNR = 35.0  # dB, at which small details differ
+_USUAL_PSNR = 35.0  # in dB; at this value, small details differ
 _FEWEST = 4  # prompts
 _goal = partial(option, "Goal")
 _check_speedup = optional(number("a number above 1, the speed of dense, such as 2", lambda speed: speed > 1))
@@ -23,7 +23,7 @@ _check_lpips = optional(number("a number above 0 and below 1, such as 0.1", lamb
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneOptions(PipelineOptions):
-    """What to find the speed for, or which speed to measure."""
+    """The options of ``tokenmerge tune``: what to find the speed for, or which speed to measure."""
 
     min_psnr: Annotated[
         float | None,
@@ -80,7 +80,7 @@ class TuneOptions(PipelineOptions):
 
     @property
     def goal(self) -> float | None:
-        """The closeness that 9 of 10 prompts shall keep, or None if a speed is measured."""
+        """The closeness that 9 of 10 prompts should keep, or None if a speed is measured."""
         if self.speedup is not None:
             return None
         if self.lpips is not None:

@@ -57,8 +57,8 @@ def answer(tuning: Tuning) -> str:
     if fewer is not None and (fewer.label, options.items - 1) in tuning.images:
         steps = fewer.steps(options.steps)
         mean = _value(tuning.closeness(fewer.label).mean, metric)
-        own = _value(found.mean, metric)
-        text += f"; {steps} steps of the same time have {mean} in the mean, and this {own}"
+        mean_of_speed = _value(found.mean, metric)
+        text += f"; {steps} steps of the same time have {mean} in the mean, and this {mean_of_speed}"
     if not tuning.reaches:
         most = times(tuning.by_operations(tuning.answer))
         text = f"speedup={tuning.answer:g} cannot be reached here: at most {most}, by operations. {text}"
@@ -120,10 +120,10 @@ def _write_strip(tuning: Tuning) -> None:
     columns = [(title, "") for title, _ in drawn]
     rows: list[Row] = []
     for item in range(min(_ROWS_OF_THE_STRIP, options.items)):
-        pictures = [tuning.easel.picture(variant, item) for _, variant in drawn]
+        images = [tuning.easel.picture(variant, item) for _, variant in drawn]
         captions = [""]
         for _, variant in drawn[1:]:
             value = tuning.images[variant.label, item]["metrics"][options.metric]
             captions.append(_value(value, options.metric))
-        rows.append((pictures, captions))
+        rows.append((images, captions))
     write_atomically(options.strip, partial(sheet(columns, rows).save, format="png"))

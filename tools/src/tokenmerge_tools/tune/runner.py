@@ -29,7 +29,7 @@ from tokenmerge_tools.tune.options import TuneOptions
 from tokenmerge_tools.tune.speeds import Closeness, closeness_of, fastest, is_kept, speeds_of
 from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS, Variant
 
-_SPEEDS_AT_MOST = 4  # that the bisection draws, for the progress bar
+_SPEEDS_AT_MOST = 4  # the bisection draws no more; this is for the progress bar
 
 
 def tune(
@@ -82,15 +82,15 @@ class Tuning:
         self.evaluation = easel.evaluation
         texts = [f"{item.prompt}, seed {item.seed}" for item in self.evaluation.items]
         self.conditions = key_of({"conditions": self.evaluation.store.conditions, "items": texts})
-        own = [one for one in file.records.values() if one.conditions == self.conditions]
-        self.images = {(one.name, one.item): one.values for one in own if one.about == "image"}
-        self.facts = self._facts(own)
+        records = [one for one in file.records.values() if one.conditions == self.conditions]
+        self.images = {(one.name, one.item): one.values for one in records if one.about == "image"}
+        self.facts = self._facts(records)
         self.answer: float | None = None
         self.complete = False
 
     @property
     def speeds(self) -> list[float]:
-        """The speeds that all prompts were drawn with, ascending, by what was asked for."""
+        """The requested speeds that all prompts were drawn with, in ascending order."""
         found = {float(name.partition("=")[2]) for name, _ in self.images if name.startswith("auto ")}
         return sorted(speed for speed in found if self.is_drawn(speed))
 
@@ -120,13 +120,13 @@ class Tuning:
         fastest(speeds, self._keeps)
 
     def closeness(self, label: str, metric: str | None = None) -> Closeness:
-        """Return what the images of a variant say of a metric, by default that of the goal."""
+        """Return how close the images of a variant are in a metric, which is by default that of the goal."""
         name = metric or self.options.metric
-        own = [self.images[label, item]["metrics"][name] for item in range(self.options.items)]
-        return closeness_of(own, name)
+        values = [self.images[label, item]["metrics"][name] for item in range(self.options.items)]
+        return closeness_of(values, name)
 
     def by_operations(self, speedup: float) -> float:
-        """Return the speed-up by operations of a speed that was asked for."""
+        """Return the speed-up by operations when this speed is requested."""
         return plan_for(self.facts, speedup).speedup
 
     def by_clock(self, label: str) -> float:
@@ -137,12 +137,12 @@ class Tuning:
         )
 
     def fewer(self, speedup: float) -> Variant | None:
-        """Return dense in fewer steps, which take the time of a speed, or None if they are no fewer."""
+        """Return dense in as many steps as take the time of a speed, or None if that takes all steps."""
         steps = max(1, round(self.options.steps / self.by_clock(variant_of(speedup).label)))
         return Variant(FEWER_STEPS, (("steps", steps),)) if steps < self.options.steps else None
 
     def tuned(self) -> Tuned:
-        """Return what the file holds. Where no speed keeps the goal, its speed is that of dense."""
+        """Return the content of the file. If no speed keeps the goal, its speed is 1, that of dense."""
         easel = self.easel
         denoiser = denoiser_of(easel.pipe)
         found_for = FoundFor(
@@ -186,7 +186,7 @@ class Tuning:
         return kept
 
     def _draw(self, variant: Variant, item: int) -> None:
-        """Draw an image, unless there is one."""
+        """Draw an image unless it exists already."""
         speeds = _SPEEDS_AT_MOST if self.options.speedup is None else 1
         total = self.options.items * (1 + 2 * speeds)
         self.on_progress(Progress("drawing", min(len(self.images), total), total))
@@ -198,7 +198,7 @@ class Tuning:
         self.images[variant.label, item] = values
 
     def _facts(self, records: list[TuneRecord]) -> RunFacts:
-        """Return the facts of the generation. What was measured for them in an earlier run holds on."""
+        """Return the facts of the generation. Measurements of an earlier run are used again."""
         hosts = find_hosts(self.easel.pipe)
         height, width = self.easel.latent
         method = DefaultMethod.of(self.easel.pipe, hosts, self.options.speedup or 2.0)

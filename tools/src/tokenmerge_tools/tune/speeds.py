@@ -15,7 +15,7 @@ _LADDER = (1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2.0, 2.2, 2.5, 3.0, 3.5, 4.0)
 
 
 def speeds_of(facts: RunFacts) -> list[float]:
-    """Return the speeds to choose from, ascending: those that can be reached and whose plans differ."""
+    """Return the speeds to choose from, ascending. They can be reached, and their plans differ."""
     found = []
     before = None
     for speedup in _LADDER:
@@ -33,8 +33,8 @@ def fastest(speeds: Sequence[float], keeps: Callable[[float], bool]) -> float | 
     >>> fastest([1.2, 1.5, 2.0, 3.0], lambda speed: asked.append(speed) or speed < 1.8), asked
     (1.5, [1.5, 2.0])
     """
-    low = -1  # the place of the highest speed that keeps it
-    high = len(speeds)  # that of the lowest one that does not
+    low = -1  # the index of the highest speed that keeps the closeness
+    high = len(speeds)  # the index of the lowest speed that does not
     while high - low > 1:
         middle = (low + high) // 2
         if keeps(speeds[middle]):
@@ -45,7 +45,7 @@ def fastest(speeds: Sequence[float], keeps: Callable[[float], bool]) -> float | 
 
 
 class Closeness(NamedTuple):
-    """What some prompts say of a speed: mean, the range of 9 of 10 prompts, and what 9 of 10 keep."""
+    """The closeness at a speed: the mean, the range of 9 of 10 prompts, and what 9 of 10 prompts keep."""
 
     mean: float
     low: float
@@ -54,7 +54,7 @@ class Closeness(NamedTuple):
 
 
 def closeness_of(values: Sequence[float], metric: str) -> Closeness:
-    """Return what the values of at least two prompts say of further ones.
+    """Return the closeness to expect of further prompts, from the values of at least two prompts.
 
     >>> [round(number, 1) for number in closeness_of([34.0, 36.0, 38.0, 36.0], "psnr")]
     [36.0, 31.7, 40.3, 33.0]

@@ -44,7 +44,8 @@ def deepcache(pipe: Any, config: None, interval: float) -> Iterator[None]:
             helper.disable()
 
 
-# (diffusers.hooks, the call, the rival's number, what outlives the call) → the config of a cache
+# A function that makes the config of a cache. It takes diffusers.hooks, the call, the rival's number, and a
+# dictionary that outlives the call.
 Settings = Callable[[Any, Generation, float, dict[str, Any]], Any]
 
 
@@ -61,8 +62,8 @@ def of_diffusers(
 ) -> contextlib.AbstractContextManager[None]:
     """Apply a cache of diffusers by its own function, also to SD3, which has no ``enable_cache``.
 
-    Those ``in_blocks`` need transformer blocks that diffusers knows. A cache for ``one_pass`` has one state,
-    which the two calls of a pipeline that guides in two would mix up.
+    A cache that is ``in_blocks`` needs transformer blocks that diffusers knows. A cache for ``one_pass`` has
+    only one state. A pipeline that guides in two calls for each step would mix it up.
     """
     known: dict[str, Any] = {}
 
@@ -71,12 +72,12 @@ def of_diffusers(
         from diffusers import CacheMixin, hooks
 
         model: Any = now.model
-        model.__dict__.pop("_diffusers_hook", None)  # of earlier generations, with a stale list of hooks
+        model.__dict__.pop("_diffusers_hook", None)  # from an earlier generation, with a stale list of hooks
         if not hasattr(hooks, apply):
             now.refuse(f"needs a newer version of diffusers, with {apply}")
-        own = settings(hooks, now, next(iter(number.values())), known)
+        cache_config = settings(hooks, now, next(iter(number.values())), known)
         with _blocks_with_text(model) if in_blocks else contextlib.nullcontext():
-            getattr(hooks, apply)(model, own)
+            getattr(hooks, apply)(model, cache_config)
         if not any(getattr(module, "_diffusers_hook", None) for module in model.modules()):
             now.refuse(f"does not know the layers of {type(model).__name__}")
         context = contextlib.ExitStack()
@@ -86,7 +87,7 @@ def of_diffusers(
                 now.refuse("keeps one state, and this pipeline guides in two calls for each step")
             context.close()
             facts: dict[str, Any] = {}
-            if hasattr(hooks, "apply_sea_cache"):  # with it came the facts about the step
+            if hasattr(hooks, "apply_sea_cache"):  # newer versions take these facts
                 facts = {"step_index": now.index, "num_inference_steps": now.steps, "sigma": now.sigma()}
             context.enter_context(CacheMixin.cache_context(model, f"pass {now.turn}", **facts))
 
@@ -131,14 +132,16 @@ def magcache(hooks: Any, now: Generation, threshold: float, known: dict[str, Any
         copied: Any = twin(now.pipe)
         model: Any = Generation(now.name, copied).model
         for registered in (model._forward_hooks, model._forward_pre_hooks):
-            registered.clear()  # those that count what the model does
+            registered.clear()  # these would count the calls of the copy too
         with _blocks_with_text(model):
             hooks.apply_mag_cache(
                 model, hooks.MagCacheConfig(calibrate=True, num_inference_steps=_CALIBRATED_AT)
             )
-        own = torch.Generator().manual_seed(0)
-        with contextlib.redirect_stdout(io.StringIO()) as printed:  # diffusers tells them nowhere else
-            now.again(copied, num_inference_steps=_CALIBRATED_AT, generator=own, callback_on_step_end=None)
+        generator = torch.Generator().manual_seed(0)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:  # diffusers only prints the ratios
+            now.again(
+                copied, num_inference_steps=_CALIBRATED_AT, generator=generator, callback_on_step_end=None
+            )
         lists = re.findall(r"^\[[\d., e+-]+\]$", printed.getvalue(), flags=re.MULTILINE)
         if not lists:
             now.refuse(f"measured no ratios in a generation of {_CALIBRATED_AT} steps")
@@ -152,7 +155,7 @@ def seacache(hooks: Any, now: Generation, threshold: float, known: dict[str, Any
 
     def latents(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         sample = generation.sample_of(args, kwargs)
-        if sample.ndim == 3:  # tokens of an image, [b, n, c]
+        if sample.ndim == 3:  # the sample is the tokens of an image, [b, n, c]
             count = sample.shape[1]
             height = now.arguments["height"]
             width = now.arguments["width"]
@@ -200,7 +203,7 @@ MASKS = ("slow", "medium", "fast", "ultra")
 _WARM_UP = 8
 _FIRST = 8
 _BLOCKS_PER_FIRST = 6
-# The numbers of steps for which cache-dit has masks: all from 8 on, and two smaller ones.
+# cache-dit has masks for all numbers of steps from 8 on, and for two smaller numbers.
 _MASKED_FROM = 8
 _MASKED_TOO = (4, 6)
 
@@ -215,9 +218,9 @@ def cache_dit(
 ) -> contextlib.AbstractContextManager[None]:
     """Skip all but the first blocks on steps where the residual of these blocks changed little: cache-dit.
 
-    The first sixth of the blocks, at least 1 and at most 8, runs in every step. Of a skipped block, the
-    residual of the last full step is added again. The first 8 steps are full, or the first half of a
-    generation of fewer than 16 steps.
+    The first sixth of the blocks, at least 1 and at most 8, runs in every step. A skipped block adds its
+    residual of the last full step again. The first 8 steps are full, or the first half of a generation of
+    fewer than 16 steps.
 
     - threshold: relative mean absolute difference below which the other blocks are skipped, > 0. A higher
       threshold is faster and less close to dense. From 1 on, they are skipped whatever the difference.
@@ -260,8 +263,8 @@ def cache_dit(
             return {"cache_config": cache}
         # Text is not extrapolated: the last block of some models returns none, which cache-dit cannot store.
         kind = "TaylorSeerCalibratorConfig" if forecast is None else FORECASTS[forecast]
-        own = {} if taylor is None else {"taylorseer_order": int(taylor)}
-        forecaster = getattr(package, kind)(enable_encoder_calibrator=False, **own)
+        order = {} if taylor is None else {"taylorseer_order": int(taylor)}
+        forecaster = getattr(package, kind)(enable_encoder_calibrator=False, **order)
         return {"cache_config": cache, "calibrator_config": forecaster}
 
     @contextlib.contextmanager
@@ -272,7 +275,7 @@ def cache_dit(
                 adapter = package.get_adapter(cached)
                 blocks = sum(map(len, adapter.flatten([adapter.blocks])))
                 package.enable_cache(adapter, **settings(now.arguments["num_inference_steps"], blocks))
-            cached = adapter  # it has the lists of blocks, in which cache-dit leaves statistics
+            cached = adapter  # cache-dit leaves statistics in the lists of blocks
             yield
         finally:
             with quiet_loggers("cache_dit", "CACHE_DIT"):

@@ -56,7 +56,9 @@ def tomesd(pipe_or_model: Any, config: ToMeConfig) -> Iterator[None]:
     """Merge tokens with the package tomesd."""
     model = pipe_or_model if isinstance(pipe_or_model, nn.Module) else denoiser_of(pipe_or_model)
     original: Any = importlib.import_module("tomesd")
-    settings = {name: own for name, own in config.to_dict().items() if name in {*TOMESD_SETTINGS} - {"seed"}}
+    settings = {
+        name: value for name, value in config.to_dict().items() if name in {*TOMESD_SETTINGS} - {"seed"}
+    }
     finest = 1
     with contextlib.suppress(UnsupportedModelError):  # tomesd may know the model
         levels = (block.level for host in find_hosts(model) for block in host.blocks)

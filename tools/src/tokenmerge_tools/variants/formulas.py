@@ -19,13 +19,13 @@ from tokenmerge_tools.variants.generation import (
 )
 
 _TOKENS = "hidden_states"
-# What is known of one pass of guidance between steps.
+# The values that one pass of guidance keeps from step to step.
 _State = dict[str, Any]
 # The constants of the papers and of the authors' code. Steps are fractions of the generation.
 _EASY_FIRST = 0.15
 _EASY_LAST = 0.95
 _MOST_GAMMA = 1.5
-_LEAST_CHANGE = 1e-12  # keeps the quotient finite
+_LEAST_CHANGE = 1e-12  # this keeps the quotient finite
 _SADA_FIRST = 0.2
 _SADA_LAST = 0.94
 
@@ -47,26 +47,26 @@ def easycache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractC
         def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             nonlocal skips
             x = sample_of(args, kwargs)
-            own = known[now.turn]
-            moved = _size(x - own["x"]) if "x" in own else None
-            if now.turn == 0:  # other passes of guidance do what the first one does
+            state = known[now.turn]
+            moved = _size(x - state["x"]) if "x" in state else None
+            if now.turn == 0:  # the other passes of guidance follow the first one
                 skips = False
                 done = now.index / now.steps
-                if "rate" in own and _EASY_FIRST <= done <= _EASY_LAST:
-                    own["change"] += own["rate"] * moved / own["size"]
-                    skips = own["change"] < threshold
-            if skips and "difference" in own:
-                return _like(own["output"], x + own["difference"])
+                if "rate" in state and _EASY_FIRST <= done <= _EASY_LAST:
+                    state["change"] += state["rate"] * moved / state["size"]
+                    skips = state["change"] < threshold
+            if skips and "difference" in state:
+                return _like(state["output"], x + state["difference"])
             output = forward(*args, **kwargs)
-            own["output"] = output
+            state["output"] = output
             v = _first(output)
             if v.shape != x.shape:
                 now.refuse(
                     f"needs an output of the shape of the sample, {list(x.shape)}, got {list(v.shape)}"
                 )
             if moved:
-                own["rate"] = _size(v - own["v"]) / moved
-            own |= {"x": x, "v": v, "difference": v - x, "size": _size(v), "change": 0.0}
+                state["rate"] = _size(v - state["v"]) / moved
+            state |= {"x": x, "v": v, "difference": v - x, "size": _size(v), "change": 0.0}
             return output
 
         _replace_forward(now.model, run)
@@ -90,20 +90,20 @@ def dicache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractCon
         known: dict[int, _State] = defaultdict(lambda: {"change": 0.0, "full": []})
 
         def probe(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            own = known[now.turn]
+            state = known[now.turn]
             x = _inputs(first, args, kwargs)[0]
             output = forward(*args, **kwargs)
             p, text = _outputs(first, output)
             skips = False
-            done = own["full"]
+            done = state["full"]
             if done and now.index < now.steps - 1:
-                change_of_x = _size(x - own["x"]) / _size(own["x"])
-                change_of_p = _size(p - own["p"]) / _size(own["p"])
-                own["change"] += abs(change_of_p - change_of_x)
-                skips = own["change"] < threshold
-            own |= {"x": x, "p": p, "skips": skips}
+                change_of_x = _size(x - state["x"]) / _size(state["x"])
+                change_of_p = _size(p - state["p"]) / _size(state["p"])
+                state["change"] += abs(change_of_p - change_of_x)
+                skips = state["change"] < threshold
+            state |= {"x": x, "p": p, "skips": skips}
             if not skips:
-                own["change"] = 0.0
+                state["change"] = 0.0
                 return output
             residual, _ = done[-1]
             if len(done) > 1:
@@ -113,14 +113,14 @@ def dicache(pipe: Any, config: None, threshold: float) -> contextlib.AbstractCon
             return _returned(first, x + residual, text)
 
         def follow(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            own = known[now.turn]
-            if own["skips"]:
+            state = known[now.turn]
+            if state["skips"]:
                 return _returned(block, *_inputs(block, args, kwargs))
             output = forward(*args, **kwargs)
             if block is others[-1]:
-                residuals = _outputs(block, output)[0] - own["x"], own["p"] - own["x"]
-                own["full"].append(residuals)
-                del own["full"][:-2]
+                residuals = _outputs(block, output)[0] - state["x"], state["p"] - state["x"]
+                state["full"].append(residuals)
+                del state["full"][:-2]
             return output
 
         _replace_forward(first, probe)
@@ -147,28 +147,30 @@ def sada(pipe: Any, config: None) -> contextlib.AbstractContextManager[None]:
 
         def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             nonlocal in_row
-            own = known[now.turn]
+            outputs = known[now.turn]
             if now.turn == 0:
                 done = (now.index - 1) / now.steps
-                may = len(own) == 3 and _SADA_FIRST <= done < _SADA_LAST
-                stable = may and not in_row and _is_stable(*map(_first, own))
+                may = len(outputs) == 3 and _SADA_FIRST <= done < _SADA_LAST
+                stable = may and not in_row and _is_stable(*map(_first, outputs))
                 in_row = in_row + 1 if may and (stable or 0 < in_row < 4) else 0
-            if in_row and len(own) == 3:
-                output = own[-1] if in_row > 1 else _like(own[-1], 2 * _first(own[-1]) - _first(own[-2]))
-                own.append(own[-1])
+            if in_row and len(outputs) == 3:
+                output = outputs[-1]
+                if in_row == 1:
+                    output = _like(output, 2 * _first(output) - _first(outputs[-2]))
+                outputs.append(outputs[-1])
             else:
                 output = forward(*args, **kwargs)
-                own.append(output)
-            del own[:-3]
+                outputs.append(output)
+            del outputs[:-3]
             return output
 
         _replace_forward(now.model, run)
         yield
 
     def check(now: Generation) -> None:
-        solver = type(now.pipe.scheduler).__name__
-        if solver != "FlowMatchEulerDiscreteScheduler":
-            now.refuse(f"is here for flow matching with Euler's method, not for {solver}")
+        scheduler = type(now.pipe.scheduler).__name__
+        if scheduler != "FlowMatchEulerDiscreteScheduler":
+            now.refuse(f"is here for flow matching with Euler's method, not for {scheduler}")
 
     return in_each_call("sada", pipe, begin, check)
 

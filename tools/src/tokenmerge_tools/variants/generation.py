@@ -15,10 +15,10 @@ from tokenmerge_tools.pipelines.loading import denoiser_of
 
 
 class Generation:
-    """One call of a pipeline by a rival, with its arguments by name. Before the first call it has none.
+    """One call of a pipeline by a rival, with its arguments by name. They are empty before the first call.
 
-    ``index`` is the number of finished steps, and ``turn`` that of the denoiser's call in this step, from 0:
-    guidance may need two.
+    ``index`` is the number of finished steps. ``turn`` is the index of the denoiser's call within this step,
+    since guidance may need two calls.
     """
 
     def __init__(self, name: str, pipe: Any, call: inspect.BoundArguments | None = None) -> None:
@@ -80,14 +80,14 @@ def in_each_call(
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = parameters.bind(self, *args, **kwargs)
         bound.apply_defaults()
-        own = type(self)
+        pipeline_class = type(self)
         self.__class__ = _subclass(cls, {})
         try:
             now = Generation(name, self, bound)
             with as_before(now.model), _counting_steps(now), begin(now):
                 return self(*args, **kwargs)
         finally:
-            self.__class__ = own
+            self.__class__ = pipeline_class
 
     pipe.__class__ = _subclass(cls, {"__call__": call})
     try:
@@ -103,10 +103,10 @@ def as_before(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, own in before.items():
-            for added in set(module.__dict__) - set(own):
+        for module, attributes in before.items():
+            for added in set(module.__dict__) - set(attributes):
                 del module.__dict__[added]
-            module.__dict__.update(own)
+            module.__dict__.update(attributes)
 
 
 @contextlib.contextmanager
@@ -170,7 +170,7 @@ def transformer_blocks(now: Generation) -> list[nn.Module]:
 
 
 def about(block: nn.Module) -> Any:
-    """Return what diffusers knows of the arguments and the output of a block; a ValueError if nothing."""
+    """Return what diffusers knows about the arguments and the output of a block, or raise a ValueError."""
     from diffusers.hooks._helpers import TransformerBlockRegistry
 
     return TransformerBlockRegistry.get(type(block))

@@ -19,8 +19,9 @@ class VariantKind:
     """One kind of variant.
 
     ``apply`` makes a context manager from (model, configuration), which yields the patch of a method of this
-    package. ``method`` is the one whose settings it has, if any, and ``takes`` names those that it accepts.
-    ``is_faster`` says whether it is compared with fewer steps. ``package`` is what pip has to install.
+    package. ``method`` is the method whose settings it has, if any, and ``takes`` names the settings that it
+    accepts. ``is_faster`` says whether it is compared with fewer steps. ``package`` is what pip has to
+    install.
 
     A variant without a method may have a ``number`` that makes it faster, by name and documented default,
     its ``ladder`` of values from weak to strong, and ``options``, each with an example value of its type.

@@ -42,7 +42,7 @@ VARIANTS = {
     AUTO: VariantKind(contexts.tokenmerge, AUTO, is_faster=True, takes=OF_AUTO),
     **{method: VariantKind(contexts.tokenmerge, method, is_faster=True) for method in _OTHER_METHODS},
     **RIVALS,
-    # Dense, with as many steps as a merged variant counts operations.
+    # The dense model, in the number of steps that needs as many operations as a merged variant.
     FEWER_STEPS: VariantKind(contexts.dense),
 }
 
@@ -64,7 +64,7 @@ class Variant:
         return variant_label(self.name, dict(self.settings))
 
     def steps(self, dense: int) -> int:
-        """Return its number of denoising steps, where dense has ``dense``. Only fewer steps have another."""
+        """Return its number of steps, if dense takes ``dense`` steps. Only ``fewer-steps`` takes fewer."""
         return int(dict(self.settings)["steps"]) if self.name == FEWER_STEPS else dense
 
     @property
@@ -79,8 +79,8 @@ class Variant:
         merging = self.merging
         if merging is not None and merging.is_default_method and not isinstance(pipe_or_model, nn.Module):
             return contexts.tokenmerge(pipe_or_model, config, speedup=merging.speedup)
-        own = {} if variant.number is None else dict(self.settings)
-        return variant.apply(pipe_or_model, config, **own)
+        numbers = {} if variant.number is None else dict(self.settings)
+        return variant.apply(pipe_or_model, config, **numbers)
 
     def config(self, pipe_or_model: object = None, **generation: Any) -> ToMeConfig | None:
         """Return the configuration, or None for a variant without settings. See :meth:`MethodSpec.config`."""
@@ -92,9 +92,9 @@ def parse_variant(
 ) -> list[Variant]:
     """Read ``NAME`` or ``NAME:SETTING=VALUE,…``, with settings as :func:`read_setting` reads them.
 
-    There is one variant for each ratio, or of ``auto`` for each speed-up, unless the text sets one or the
-    planner ignores it. ``RIVAL:all`` is a rival with each value of its ladder, and ``rivals`` or
-    ``rivals:all`` every rival.
+    There is one variant for each ratio, or for each speed-up in the case of ``auto``, unless the text sets
+    this value or the planner ignores it. ``RIVAL:all`` is a rival with each value of its ladder, and
+    ``rivals`` or ``rivals:all`` every rival.
 
     >>> [spec.label for spec in parse_variant("tome:merge_mlp", [0.25, 0.5])]
     ['tome ratio=0.25 merge_mlp', 'tome ratio=0.5 merge_mlp']
@@ -111,7 +111,7 @@ def parse_variant(
     if variant.number is not None and rest == EVERY_SETTING:
         return [Variant(name, ((variant.number[0], float(value)),)) for value in variant.ladder]
     if variant.number is not None:
-        return [Variant(name, _read_own(name, rest, variant.number, variant.options))]
+        return [Variant(name, _read_values(name, rest, variant.number, variant.options))]
     if variant.method is None:
         if rest:
             raise ConfigError(f"variant: {name} takes no settings, got {rest!r}")
@@ -120,11 +120,11 @@ def parse_variant(
         items = [read_setting(item, variant.takes) for item in _COMMA.split(rest.rstrip(", ")) if item]
         given = dict(items)
         method = MethodSpec(variant.method)
-        own = flat(vars(ToMeConfig() if method.needs_model else method.config()))
+        defaults = flat(vars(ToMeConfig() if method.needs_model else method.config()))
         amount = SPEEDUP if method.needs_model else "ratio"
         amounts = speedups if method.needs_model else ratios
-        if given.get("planner", own["planner"]) == "uniform":
-            amounts = [own["ratio"]]
+        if given.get("planner", defaults["planner"]) == "uniform":
+            amounts = [defaults["ratio"]]
         specs = []
         for number in [given[amount]] if amount in given else amounts:
             changes = {**given, amount: float(number)}
@@ -134,7 +134,7 @@ def parse_variant(
                 if setting not in changes:
                     continue
                 # The method's defaults are left out, so that equal variants have equal names.
-                if setting == amount or method.needs_model or changes[setting] != own[setting]:
+                if setting == amount or method.needs_model or changes[setting] != defaults[setting]:
                     shown.append((setting, as_plain(changes[setting])))
             specs.append(Variant(name, tuple(shown)))
     except ConfigError as error:
@@ -142,24 +142,27 @@ def parse_variant(
     return specs
 
 
-def _read_own(
+def _read_values(
     variant: str, text: str, number: tuple[str, float], options: Mapping[str, float | str]
 ) -> tuple[tuple[str, Any], ...]:
     """Read ``NAME=VALUE,…``: the given options, and the number or its default."""
     name, default = number
     given = [item.partition("=")[::2] for item in text.split(",") if item.strip()]
     found = {key.strip(): value.strip() for key, value in given}
-    own: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, example in {**options, name: default}.items():
         if key in found:
-            own[key] = found[key] if isinstance(example, str) else _above_0(found[key])
-    if set(found) - set(own) or None in own.values():
-        also = ", ".join(f"{key}={_plain(example)}" for key, example in options.items())
+            values[key] = found[key] if isinstance(example, str) else _above_0(found[key])
+    if set(found) - set(values) or None in values.values():
+        also = ""
+        if options:
+            examples = ", ".join(f"{key}={_plain(example)}" for key, example in options.items())
+            also = f" (optionally with any of {examples}, separated by commas)"
         raise ConfigError(
-            f"variant: expected {variant}:{name}=NUMBER above 0, such as {name}={default:g}"
-            f"{also and f' (optionally with any of {also}, separated by commas)'}, got {text!r}"
+            f"variant: expected {variant}:{name}=NUMBER above 0, such as {name}={default:g}{also}, "
+            f"got {text!r}"
         )
-    return *((key, own[key]) for key in options if key in own), (name, own.get(name, float(default)))
+    return *((key, values[key]) for key in options if key in values), (name, values.get(name, float(default)))
 
 
 def _above_0(text: str) -> float | None:
