@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenmerge import ToMeConfig, UnsupportedModelError, apply_token_merging
 
-SIDE = 128  # pixels, of which the default method merges some
+SIDE = 64  # pixels, of which the default method merges some
 
 
 @pytest.fixture(scope="module")
