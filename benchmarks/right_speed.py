@@ -245,21 +245,24 @@ def append(file: Path, line: Line) -> None:
         print(f"{line['model']}, {aim}: {line['psnr']:.1f} dB at {line['counted']:.2f}×", flush=True)
 
 
-def errors_by_case(lines: Sequence[Line]) -> dict[tuple[str, float], dict[str, list[float]]]:
-    """Return by how many dB the estimates of the fixed plans miss the truth, by case and kind of estimate.
+Key = tuple[str, float]  # model, and its guidance scale
+
+
+def errors_at_fixed_speeds(lines: Sequence[Line]) -> dict[Key, dict[str, list[float]]]:
+    """Return by how many dB estimates at fixed speeds miss the truth, by case and kind of estimate.
 
     Each image counts with the tuning for each of the closenesses.
     """
-    found: dict[tuple[str, float], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[Key, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
         if line["about"] == "tuning":
             errors = Tuned.of({name: line["tuned"][name] for name in KEYS}).errors
             for image in images_like(line, lines):
-                case = line["model"], line["guidance"]
+                of_case = found[line["model"], line["guidance"]]
                 for kind in ("before", "after"):
                     mended = corrected(errors, image[kind], image["counted"], kind == "after")
-                    found[case][kind].append(image["psnr"] - mended.psnr)
-                    found[case][f"{kind}, plain"].append(image["psnr"] - image[kind])
+                    of_case[kind].append(image["psnr"] - mended.psnr)
+                    of_case[f"{kind}, plain"].append(image["psnr"] - image[kind])
     return found
 
 
@@ -271,57 +274,72 @@ def images_like(line: Line, lines: Sequence[Line]) -> Iterator[Line]:
             yield image
 
 
-def tolerated(lines: Sequence[Line]) -> dict[tuple[str, float], list[tuple[bool, float]]]:
-    """Return by case whether each tolerance was reached, and the speed as a share of the needed plan's."""
-    found: dict[tuple[str, float], list[tuple[bool, float]]] = defaultdict(list)
+class Kept(NamedTuple):
+    """An image with a tolerance: whether it was reached, the share of the needed speed, and the estimate."""
+
+    reached: bool
+    share: float  # of the speed of the fastest fixed plan that keeps the closeness
+    error: float  # of the estimate, in dB
+
+
+def tolerated(lines: Sequence[Line], about: str = "image") -> dict[Key, list[Kept]]:
+    """Return the images with a tolerance, by case. ``about`` is "followed" for those of a former way."""
+    found: dict[Key, list[Kept]] = defaultdict(list)
     for line in lines:
-        if line["about"] == "image" and line["goal"] is not None:
-            plans = {
-                str(one["speedup"]): one for one in images_like(line, lines) if one["seed"] == line["seed"]
-            }
+        if line["about"] == about and line["goal"] is not None:
+            images = [image for image in images_like(line, lines) if image["seed"] == line["seed"]]
+            plans = {str(image["speedup"]): image for image in images}
             speed = needed({"fixed": plans, "min_psnr": line["goal"]})
-            reached = line["psnr"] >= line["goal"]
-            found[line["model"], line["guidance"]].append((reached, line["counted"] / speed))
+            kept = Kept(line["psnr"] >= line["goal"], line["counted"] / speed, line["psnr"] - line["after"])
+            found[line["model"], line["guidance"]].append(kept)
     return found
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Return the tables of docs/tune.md: the corrected estimates, and the tolerance."""
-    errors = errors_by_case(lines)
+    """Return the tables of docs/tune.md: images with a tolerance, and estimates at fixed speeds."""
     rows = [
+        f"| model, guidance | images | reached | speed, of the needed plan's | estimate within {NEAR:g} dB |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    images = tolerated(lines)
+    for case, of_case in (*images.items(), (None, [image for found in images.values() for image in found])):
+        share = statistics.median(image.share for image in of_case)
+        cells = (
+            label_of(case),
+            str(len(of_case)),
+            f"{statistics.mean(image.reached for image in of_case):.0%}",
+            f"{share:.2f}",
+            f"{near([image.error for image in of_case]):.0%}",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    rows += [
+        "",
         "| model, guidance | images | before a run, plain | corrected | after a run, plain | corrected |",
         "|---|---:|---:|---:|---:|---:|",
     ]
+    errors = errors_at_fixed_speeds(lines)
     for case, of_kinds in (*errors.items(), (None, pooled(errors))):
-        shares = [
-            sum(abs(error) <= NEAR for error in of_kinds[kind]) / len(of_kinds[kind])
-            for kind in ("before, plain", "before", "after, plain", "after")
-        ]
-        images = len(of_kinds["before"]) // len(GOALS)
-        rows.append(f"| {label_of(case)} | {images} | {' | '.join(f'{share:.0%}' for share in shares)} |")
-    rows += [
-        "",
-        "| model, guidance | images | reached | speed, of the needed plan's |",
-        "|---|---:|---:|---:|",
-    ]
-    runs = tolerated(lines)
-    for case, own in (*runs.items(), (None, [run for of_case in runs.values() for run in of_case])):
-        reached = sum(kept for kept, _ in own) / len(own)
-        share = statistics.median(share for _, share in own)
-        rows.append(f"| {label_of(case)} | {len(own)} | {reached:.0%} | {share:.2f} |")
+        count = len(of_kinds["before"]) // len(GOALS)
+        shares = [near(of_kinds[kind]) for kind in ("before, plain", "before", "after, plain", "after")]
+        rows.append(f"| {label_of(case)} | {count} | {' | '.join(f'{share:.0%}' for share in shares)} |")
     return "\n".join((*rows, ""))
 
 
-def pooled(errors: Mapping[Any, Mapping[str, list[float]]]) -> dict[str, list[float]]:
+def near(errors: Sequence[float]) -> float:
+    """Return the share of the estimates that are near the truth."""
+    return statistics.mean(abs(error) <= NEAR for error in errors)
+
+
+def pooled(errors: Mapping[Key, Mapping[str, list[float]]]) -> dict[str, list[float]]:
     """Return the errors of all cases together, by kind of estimate."""
     found: dict[str, list[float]] = defaultdict(list)
     for of_kinds in errors.values():
-        for kind, own in of_kinds.items():
-            found[kind] += own
+        for kind, of_kind in of_kinds.items():
+            found[kind] += of_kind
     return found
 
 
-def label_of(case: tuple[str, float] | None) -> str:
+def label_of(case: Key | None) -> str:
     """Return the name of a case in a table, or of all of them."""
     return "all" if case is None else f"`{case[0]}`, {case[1]:g}"
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from tests.tuned import ERRORS
 
+from tokenmerge.config import OffAtSpeed
 from tokenmerge.plans.learned import (
     Measured,
     corrected,
@@ -43,14 +44,23 @@ def test_few_prompts_do_not_make_one_sure():
 
 
 def test_an_estimate_is_corrected_by_the_error_at_its_speed():
-    assert off_at(ERRORS, 1.2, after=True) == off_at(ERRORS, 1.5, after=True) == 3.0
-    assert off_at(ERRORS, 4.0, after=True) == off_at(ERRORS, 3.0, after=True) == 1.0
+    assert off_at(ERRORS, 1.2, after=True) == off_at(ERRORS, 1.5, after=True) == pytest.approx(3.0)
+    assert off_at(ERRORS, 4.0, after=True) == off_at(ERRORS, 3.0, after=True) == pytest.approx(1.0)
     assert off_at(ERRORS, (1.5 * 3.0) ** 0.5, after=True) == pytest.approx(2.0)  # in between, by ratio
-    assert off_at(ERRORS, 1.5, after=False) == 4.0
+    assert off_at(ERRORS, 1.5, after=False) == pytest.approx(4.0)
     found = corrected(ERRORS, 32.0, 1.5, after=True)
-    assert found.psnr == 35.0
+    assert found.psnr == pytest.approx(35.0)
     assert found.prompts == 6
     assert corrected(ERRORS, 32.0, 1.5, after=False).within > found.within
+
+
+def test_what_one_speed_errs_more_than_its_neighbours_is_taken_for_chance():
+    off = tuple(
+        OffAtSpeed(speed, before=0.0, after=after) for speed, after in ((1.0, 2.0), (2.0, 5.0), (4.0, 2.0))
+    )
+    found = dataclasses.replace(ERRORS, off=off)
+    assert off_at(found, 2.0, after=True) == pytest.approx(3.0)  # the mean, as their line is level
+    assert off_at(dataclasses.replace(ERRORS, off=off[1:2]), 3.0, after=True) == 5.0
 
 
 def test_the_margin_follows_from_the_spread():

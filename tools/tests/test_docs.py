@@ -482,6 +482,19 @@ def test_the_rule_on_few_steps_is_that_of_its_record_on_every_page():
         assert set(said) <= {str(most)}, document
 
 
+def test_the_tables_on_tuning_are_those_of_their_record(monkeypatch):
+    for folder in (ROOT, ROOT / "benchmarks"):
+        monkeypatch.syspath_prepend(str(folder))
+    written = runpy.run_path(str(ROOT / "benchmarks" / "right_speed.py"))
+    lines = written["read"](ROOT / "benchmarks" / "right_speed_cpu.jsonl")
+    assert len([line for line in lines if line["about"] == "tuning"]) == len(written["CASES"]) * len(
+        written["GOALS"]
+    )
+    assert written["table"](lines) in written["PAGE"].read_text(encoding="utf-8")
+    images = [image for of_case in written["tolerated"](lines).values() for image in of_case]
+    assert sum(image.reached for image in images) >= 0.9 * len(images)
+
+
 def test_the_table_of_solvers_that_add_noise_says_what_its_record_says():
     lines = (ROOT / "benchmarks" / "noise_cpu.jsonl").read_text(encoding="utf-8").splitlines()
     found = [json.loads(line) for line in lines]
