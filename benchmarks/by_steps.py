@@ -1,11 +1,11 @@
 """The default method beside fewer steps of the same operations, in generations of 6 to 30 steps.
 
 Both bundled models draw with the guidance and the scheduler of their own pipelines, at `speedup=2.0`: with
-merging, as on CPUs, and without it, as on fast GPUs. A line of the record is one image: its settings, its speed-up by
-operations, and its PSNR to the dense image of the same seed and number of steps. Prompts and seeds are others
-than those that the policy was fitted on. Fewer steps have at least the operations of the default method. A
-second run with the same record continues where the first one stopped. `write` puts the table into
-docs/few-steps.md, and prints up to how many steps fewer steps can be as close.
+merging, as on CPUs, and without it, as on fast GPUs. A line of the record is one image: its settings, its
+speed-up by operations, and its PSNR to the dense image of the same seed and number of steps. The prompts and
+seeds are others than those that the policy was fitted on. Fewer steps have at least the operations of the
+default method. A second run with the same record continues where the first one stopped. `write` puts the
+table into docs/few-steps.md, and prints up to how many steps fewer steps can be as close.
 
     # an hour on one thread
     OMP_NUM_THREADS=1 python benchmarks/by_steps.py measure --out benchmarks/by_steps_cpu.jsonl

@@ -1,8 +1,9 @@
 """Every rival beside the default method on both bundled models, by `tokenmerge evaluate`.
 
-`draw` draws prompts that no rule was fitted on, dense, with `auto`, fewer steps and all settings of all
-rivals, and counts the operations of each image. It begins with one prompt and the default settings, goes on
-with settings that may come near the speeds compared, and draws other prompts only with those that did.
+`draw` draws prompts that no rule was fitted on, dense, with the default method, with fewer steps and with all
+settings of all rivals, and counts the operations of each image. It begins with one prompt and the default
+settings, goes on with settings that may come near the speeds compared, and draws other prompts only with
+those that did.
 `time` times the same prompts with each variant of the speeds compared.
 `page` writes docs/rivals.md, its charts and its tables, and a table each of docs/results.md and
 docs/index.md. An interrupted run continues.
@@ -73,7 +74,7 @@ def time(prompts: Iterable[int]) -> None:
 def evaluate_scene(
     scene: tuple[str, float], count: int, out: Path, rivals: Sequence[str], timed: bool = False
 ) -> None:
-    """Run `tokenmerge evaluate` with rivals, `auto` and fewer steps."""
+    """Run `tokenmerge evaluate` with rivals, the default method and fewer steps."""
     quiet_libraries("benchmarks/rivals.py")
     model, guidance = scene
     with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +166,7 @@ def measured(record: QualityRecord, times: Mapping[str, QualityRecord]) -> float
 def leads(
     records: Sequence[QualityRecord], times: Mapping[str, QualityRecord] | None = None
 ) -> dict[str, float]:
-    """Return by how much each variant is closer than `auto` at its speed, in dB: one cell for each."""
+    """Return by how many dB each variant is closer than the default method at its speed, one cell each."""
     beside, _ = beside_auto(list(points(records, times)))
     return {record.label: record.figures["psnr"] - own for record, _, own in beside}
 
@@ -173,10 +174,12 @@ def leads(
 def beside_auto(
     found: Sequence[tuple[float, QualityRecord]],
 ) -> tuple[list[tuple[QualityRecord, float, float]], list[QualityRecord]]:
-    """Return each other variant with its speed-up and the PSNR of `auto` there, and those not compared.
+    """Return each other variant with its speed-up and the PSNR of the default method there.
 
-    A variant that is faster than the fastest `auto` is compared with that one if it is closer too, and one
-    that is slower than the slowest `auto` if it is less close too. The others are not compared.
+    Those that are not compared are returned beside them.
+
+    A variant that is faster than the fastest of the default method is compared with that one if it is closer
+    too, and one that is slower than the slowest if it is less close too. The others are not compared.
     """
     own = sorted((speed, record.figures["psnr"]) for speed, record in found if record.variant == "auto")
     speeds, psnr = zip(*own, strict=True)
@@ -234,9 +237,9 @@ def at_speed(speedup: float) -> str:
 
 
 def table(records: Sequence[QualityRecord], times: Mapping[str, QualityRecord]) -> Iterator[str]:
-    """Return a row for each variant: speeds, closeness, and its difference from `auto` at the same speed."""
+    """Return a row for each variant: speeds, closeness, and how much closer than the default method it is."""
     found = leads(records)
-    heads = ["by operations", "PSNR to dense", "against `auto`"]
+    heads = ["by operations", "PSNR to dense", "against the default method"]
     if times:
         heads.insert(1, "by the clock")
     yield f"| variant | {' | '.join(heads)} |"
@@ -286,7 +289,7 @@ def text() -> str:
 
 
 def verdict(drawn: Mapping[tuple[str, float], Sequence[QualityRecord]], axis: str) -> str:
-    """Return how many settings are not closer than `auto` at the same speed, and the names of the others."""
+    """Return how many settings are not closer than the default method at their speed, and the other names."""
     count = 0
     lines = []
     fewer = []
@@ -303,19 +306,20 @@ def verdict(drawn: Mapping[tuple[str, float], Sequence[QualityRecord]], axis: st
         lines.append((len(found), f"- {name_of_scene}: {', '.join(closer) or 'none'}"))
     every = sum(cells for cells, _ in lines)
     first = (
-        f"Of {every} settings, {count} are not closer than `auto` at the same speed {axis} by more than "
-        f"{NOISE} dB. {len(fewer)} of them are fewer steps, of which {sum(dB < 0 for dB in fewer)} are less "
-        "close than `auto`. These are closer:"
+        f"Of {every} settings, {count} are not closer than the default method at the same speed {axis} by "
+        f"more than {NOISE} dB. {len(fewer)} of them are fewer steps, of which {sum(dB < 0 for dB in fewer)} "
+        "are less close than the default method. These are closer:"
     )
     number = f"{len(outside)} settings are" if len(outside) != 1 else "1 setting is"
-    last = f"{number} not compared, since `auto` was drawn at no such speed: {'; '.join(outside)}."
+    last = f"{number} not compared, since the default method was drawn at no such speed: "
+    last += f"{'; '.join(outside)}."
     if not outside:
-        last = "No setting is slower than the slowest `auto` or faster than the fastest."
+        last = "No setting is slower than the slowest of the default method or faster than the fastest."
     return "\n\n".join([first, "\n".join(line for _, line in lines), last])
 
 
 def closer_table() -> str:
-    """Return a table of all settings that are closer than `auto` at the same speed."""
+    """Return a table of all settings that are closer than the default method at the same speed."""
     rows = ["| what was closer | on which model | at a speed-up of | by |", "|---|---|---:|---:|"]
     for axis, scene in itertools.product(("by operations", "by the clock"), SCENES):
         times = times_of(scene) if axis == "by the clock" else None

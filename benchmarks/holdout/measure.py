@@ -198,7 +198,7 @@ def table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
         cells[label(line)].append((dense[line["picture"]] / line["flops"], line["psnr"]))
     points = {name: tuple(map(statistics.mean, zip(*found, strict=True))) for name, found in cells.items()}
     own = sorted(point for name, point in points.items() if name.startswith("**"))
-    yield "| variant | by operations | PSNR to dense | against `auto` |"
+    yield "| variant | by operations | PSNR to dense | against the default method |"
     yield "|---|---:|---:|---:|"
     for name, (speed, closeness) in sorted(points.items(), key=lambda point: (point[0][0] != "*", point[1])):
         if SPEEDS[0] <= round(speed, 1) <= SPEEDS[-1]:

@@ -641,7 +641,7 @@ def test_a_rival_is_compared_with_the_line_between_two_speeds():
     drawn = {written["SCENES"][0]: [*ours, *others, *outside]}
     said = written["verdict"](drawn, "by operations")
     assert "- emoji-unet, guidance 3: seacache 1.8 (+1.0 dB), deepcache 2.5 (+1.0 dB)" in said
-    assert "2 settings are not compared, since `auto` was drawn at no such speed: seacache 1.35 on" in said
+    assert "2 settings are not compared, since the default method was drawn at no such speed: seacache 1.35 on" in said
 
 
 @pytest.mark.usefixtures("large_grids_alone")
