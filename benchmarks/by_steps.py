@@ -15,6 +15,7 @@ table into docs/few-steps.md, and prints up to how many steps fewer steps can be
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -38,35 +39,33 @@ GUIDANCE = {"emoji-unet": 7.5, "emoji-mmdit": 7.0}  # by default in their pipeli
 SPEEDUP = 2.0
 TOKENS_ON_CPU = calibration.TOKENS_ON_CPU
 STEPS = (6, 8, 10, 12, 15, 20, 25, 30)
-# By model, size in pixels, and whether tokens merge: how many prompts are drawn.
+# By model and size in pixels: how many prompts are drawn, and whether with merging, without it, or both. At
+# 128 pixels, the default method merges nothing at this speed.
 COUNTS = {
-    ("emoji-unet", 128, False): 5,
-    ("emoji-mmdit", 128, False): 5,
-    ("emoji-unet", 256, True): 2,
-    ("emoji-unet", 128, True): 5,
-    ("emoji-mmdit", 256, True): 1,
-    ("emoji-mmdit", 128, True): 3,
-    ("emoji-unet", 256, False): 2,
-    ("emoji-mmdit", 256, False): 1,
+    ("emoji-unet", 128): (5, (False,)),
+    ("emoji-mmdit", 128): (5, (False,)),
+    ("emoji-unet", 256): (2, (True, False)),
+    ("emoji-mmdit", 256): (1, (True, False)),
 }
+MOST_KEPT = 100  # images
 OWN = "default method"
 FEWER = "fewer steps"
 ENOUGH = 0.25  # of the images, in which fewer steps are as close or closer
 FIELDS = ("model", "size", "steps", "guidance", "merges", "prompt", "seed")
 PAGE = Path(__file__).parent.parent / "docs" / "few-steps.md"
-# (model, size in pixels) → steps → by how many dB the default method is closer, for each prompt
-Leads = Mapping[tuple[str, int], Mapping[int, Sequence[float]]]
+# (model, size in pixels, whether tokens merge) → steps → dB by which the default method is closer, by prompt
+Leads = Mapping[tuple[str, int, bool], Mapping[int, Sequence[float]]]
 BLOCK = re.compile(r"(<!-- by steps: .*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
 def scenes() -> Iterator[dict[str, Any]]:
     """Yield the conditions of the images to draw."""
     glyphs = read_glyphs()
-    chosen = choose_prompts(max(COUNTS.values()), seed=PROMPTS)
-    for (model, size, merges), count in COUNTS.items():
+    chosen = choose_prompts(max(count for count, _ in COUNTS.values()), seed=PROMPTS)
+    for (model, size), (count, ways) in COUNTS.items():
         for number, (glyph, background) in enumerate(chosen[:count]):
             prompt = caption(glyphs[glyph].name, background)
-            for steps in STEPS:
+            for steps, merges in itertools.product(STEPS, ways):
                 values = (model, size, steps, GUIDANCE[model], merges, prompt, SEED + number)
                 yield dict(zip(FIELDS, values, strict=True))
 
@@ -76,6 +75,7 @@ class Artist:
 
     def __init__(self) -> None:
         self._pipes: dict[str, DiffusionPipeline] = {}
+        self._images: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def pipe(self, model: str) -> DiffusionPipeline:
         """Return the pipeline of a bundled model, as it loads."""
@@ -84,13 +84,22 @@ class Artist:
             self._pipes[model].set_progress_bar_config(disable=True)
         return self._pipes[model]
 
-    def draw(self, scene: Mapping[str, Any], steps: int | None = None) -> torch.Tensor:
-        """Draw an image as the pipeline is now, in the steps of the scene by default."""
+    def dense(self, scene: Mapping[str, Any], steps: int) -> torch.Tensor:
+        """Return the image of the unchanged model in so many steps. The last ones are kept."""
+        key = (*(scene[name] for name in FIELDS if name not in ("steps", "merges")), steps)
+        if key not in self._images:
+            if len(self._images) > MOST_KEPT:
+                self._images.clear()
+            self._images[key] = self.draw(scene, steps)
+        return self._images[key]
+
+    def draw(self, scene: Mapping[str, Any], steps: int) -> torch.Tensor:
+        """Draw an image as the pipeline is now."""
         drawn = self.pipe(scene["model"])(
             scene["prompt"],
             height=scene["size"],
             width=scene["size"],
-            num_inference_steps=steps or scene["steps"],
+            num_inference_steps=steps,
             guidance_scale=scene["guidance"],
             generator=torch.Generator().manual_seed(scene["seed"]),
             output_type="pt",
@@ -103,7 +112,7 @@ class Artist:
             warnings.simplefilter("ignore")  # in few steps, they say that the image will look different
             patch = apply_token_merging(self.pipe(scene["model"]), speedup=SPEEDUP)
             try:
-                image = self.draw(scene)
+                image = self.draw(scene, scene["steps"])
                 assert scene["merges"] or not patch.config.merges
                 return image, patch.report().speedup
             finally:
@@ -118,13 +127,13 @@ def measure(out: Path) -> None:
         if scene_of(scene) in done:
             continue
         calibration.TOKENS_ON_CPU = TOKENS_ON_CPU if scene["merges"] else 10**9
-        dense = artist.draw(scene)
+        dense = artist.dense(scene, scene["steps"])
         image, speedup = artist.with_default_method(scene)
         own = {**scene, "method": OWN, "used": scene["steps"], "speedup": round(speedup, 3)}
         used = with_as_many_operations(scene["steps"], speedup)
         fewer = {**scene, "method": FEWER, "used": used, "speedup": round(scene["steps"] / used, 3)}
         own["psnr"] = psnr(image, dense)
-        fewer["psnr"] = psnr(artist.draw(scene, used), dense)
+        fewer["psnr"] = psnr(artist.dense(scene, used), dense)
         with out.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in (own, fewer))
         print(own["psnr"], fewer["psnr"], scene, flush=True)
@@ -157,56 +166,57 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def leads(lines: Sequence[Mapping[str, Any]]) -> Leads:
-    """Return by how many dB the default method is closer, by model and size, steps, and prompt."""
+    """Return by how many dB the default method is closer."""
     psnr = {(scene_of(line), line["method"]): line["psnr"] for line in lines}
-    found: dict[tuple[str, int], dict[int, list[float]]] = {}
+    found: dict[tuple[str, int, bool], dict[int, list[float]]] = {}
     for scene in sorted({scene_of(line) for line in lines}):
-        model, size, steps = scene[:3]
-        of_steps = found.setdefault((model, size), {})
-        of_steps.setdefault(steps, []).append(psnr[scene, OWN] - psnr[scene, FEWER])
+        about = dict(zip(FIELDS, scene, strict=True))
+        of_steps = found.setdefault((about["model"], about["size"], about["merges"]), {})
+        of_steps.setdefault(about["steps"], []).append(psnr[scene, OWN] - psnr[scene, FEWER])
     return found
 
 
-def few_steps(found: Leads) -> int:
-    """Return the largest number of steps at which fewer steps can be as close.
+def few_steps(found: Leads, size: int, merges: bool) -> int:
+    """Return the largest number of steps at which fewer steps can be as close, or 0 if there is none.
 
-    They are so in at least a quarter of the images of one of the models, of both sizes.
+    They are so in at least a quarter of the images of one of the models.
 
-    >>> lead = {("a", 128): {8: [-1.0, 2.0], 10: [2.0, 1.0]}, ("b", 128): {8: [1.0], 10: [1.0]}}
-    >>> few_steps(lead)
-    8
+    >>> lead = {("a", 128, False): {8: [-1.0, 2.0], 10: [2.0, 1.0]}, ("b", 128, False): {8: [1.0], 10: [1.0]}}
+    >>> few_steps(lead, 128, merges=False), few_steps(lead, 256, merges=False)
+    (8, 0)
     """
-    of_model: dict[tuple[str, int], list[float]] = {}
-    for (model, _), of_steps in found.items():
+    most = 0
+    for (_, of_size, of_merging), of_steps in found.items():
         for steps, of_prompts in of_steps.items():
-            of_model.setdefault((model, steps), []).extend(of_prompts)
-    return max(
-        steps for (_, steps), own in of_model.items() if sum(lead <= 0 for lead in own) >= ENOUGH * len(own)
-    )
+            as_close = sum(lead <= 0 for lead in of_prompts)
+            if (of_size, of_merging) == (size, merges) and as_close >= ENOUGH * len(of_prompts):
+                most = max(most, steps)
+    return most
 
 
 def table(found: Leads) -> str:
     """Return the table of docs/few-steps.md: the mean over the prompts, and in how many it is closer."""
-    counts = sorted({steps for of_steps in found.values() for steps in of_steps})
-    rows = [f"| | {' | '.join(f'{steps} steps' for steps in counts)} |", "|---|" + "---:|" * len(counts)]
-    for (model, size), of_steps in sorted(found.items(), reverse=True):
+    rows = [f"| | {' | '.join(f'{steps} steps' for steps in STEPS)} |", "|---|" + "---:|" * len(STEPS)]
+    for (model, size, merges), of_steps in sorted(found.items(), reverse=True):
         cells = []
-        for steps in counts:
-            of_prompts = of_steps.get(steps, [])
+        for steps in STEPS:
+            of_prompts = of_steps[steps]
             closer = sum(lead > 0 for lead in of_prompts)
-            mean = f"{statistics.mean(of_prompts):+.1f}" if of_prompts else ""
-            shown = f"{mean.replace('-', '−')} ({closer}/{len(of_prompts)})"
-            cells.append(shown if of_prompts else "")
-        rows.append(f"| `{model}`, {size} px | {' | '.join(cells)} |")
+            mean = f"{statistics.mean(of_prompts):+.1f}".replace("-", "−")
+            cells.append(f"{mean} ({closer}/{len(of_prompts)})")
+        way = ", tokens merge" if merges else ""
+        rows.append(f"| `{model}`, {size} px{way} | {' | '.join(cells)} |")
     return "\n".join((*rows, ""))
 
 
 def write(lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write the table into docs/few-steps.md, and print what the rule of the package has to be."""
+    """Write the table into docs/few-steps.md, and print what the rules of the package have to be."""
     found = leads(lines)
     text = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(BLOCK.sub(lambda block: block[1] + table(found) + block[2], text), encoding="utf-8")
-    print(f"tokenmerge.plans.few_steps: MOST = {few_steps(found)}")
+    print(f"tokenmerge.plans.few_steps: MOST = {few_steps(found, 128, merges=False)}")
+    print(f"MOST_ON_MANY_TOKENS = {few_steps(found, 256, merges=False)}")
+    print(f"with merging: {few_steps(found, 256, merges=True)}")
 
 
 def main() -> None:

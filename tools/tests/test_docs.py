@@ -462,10 +462,14 @@ def test_pages_say_how_the_same_cache_does_on_a_large_model(monkeypatch):
 def test_the_rule_on_few_steps_is_that_of_its_record_on_every_page():
     written = runpy.run_path(str(ROOT / "benchmarks" / "by_steps.py"))
     found = written["leads"](written["read"](ROOT / "benchmarks" / "by_steps_cpu.jsonl"))
-    drawn = {place: set(of_steps) for place, of_steps in found.items()}
-    assert drawn == {place: set(written["STEPS"]) for place in written["COUNTS"]}
+    ways = {(*place, merges) for place, (_, ways) in written["COUNTS"].items() for merges in ways}
+    assert found.keys() == ways
+    assert all(of_steps.keys() == set(written["STEPS"]) for of_steps in found.values())
     most = few_steps.MOST
-    assert written["few_steps"](found) == most
+    assert written["few_steps"](found, 128, merges=False) == most
+    of_unet = {place: of_steps for place, of_steps in found.items() if place[0] == "emoji-unet"}
+    assert written["few_steps"](of_unet, 256, merges=False) == few_steps.MOST_ON_MANY_TOKENS
+    assert written["few_steps"](of_unet, 256, merges=True) == 0
     assert written["table"](found) in written["PAGE"].read_text(encoding="utf-8")
     rule = f"In {most} steps or fewer, fewer steps can be as close at the same operations"
     pages = (
@@ -641,7 +645,10 @@ def test_a_rival_is_compared_with_the_line_between_two_speeds():
     drawn = {written["SCENES"][0]: [*ours, *others, *outside]}
     said = written["verdict"](drawn, "by operations")
     assert "- emoji-unet, guidance 3: seacache 1.8 (+1.0 dB), deepcache 2.5 (+1.0 dB)" in said
-    assert "2 settings are not compared, since the default method was drawn at no such speed: seacache 1.35 on" in said
+    assert (
+        "2 settings are not compared, since the default method was drawn at no such speed: seacache 1.35 on"
+        in said
+    )
 
 
 @pytest.mark.usefixtures("large_grids_alone")

@@ -68,7 +68,8 @@ def remarks_on(
     if estimate is None:
         return remarks
     fewer = 0 if report is None else round(facts.steps / report.speedup)
-    if 1 < fewer < facts.steps and can_be_as_close(facts.steps):
+    merges = run is not None and run.config.merges
+    if 1 < fewer < facts.steps and can_be_as_close(facts, merges):
         same = f"{fewer} steps of the unchanged model take as long"
         remarks["few steps"] = f"{same}, and can be as close; compare both"
     elif estimate.psnr < _FAR:
