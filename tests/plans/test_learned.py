@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 from tests.tuned import ERRORS
 
-from tokenmerge.config import OffAtSpeed
 from tokenmerge.plans.learned import (
     Measured,
     corrected,
@@ -52,15 +51,6 @@ def test_an_estimate_is_corrected_by_the_error_at_its_speed():
     assert found.psnr == pytest.approx(35.0)
     assert found.prompts == 6
     assert corrected(ERRORS, 32.0, 1.5, after=False).within > found.within
-
-
-def test_what_one_speed_errs_more_than_its_neighbours_is_taken_for_chance():
-    off = tuple(
-        OffAtSpeed(speed, before=0.0, after=after) for speed, after in ((1.0, 2.0), (2.0, 5.0), (4.0, 2.0))
-    )
-    found = dataclasses.replace(ERRORS, off=off)
-    assert off_at(found, 2.0, after=True) == pytest.approx(3.0)  # the mean, as their line is level
-    assert off_at(dataclasses.replace(ERRORS, off=off[1:2]), 3.0, after=True) == 5.0
 
 
 def test_the_margin_follows_from_the_spread():

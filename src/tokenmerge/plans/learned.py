@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from statistics import NormalDist, fmean, linear_regression
+from itertools import pairwise
+from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 from tokenmerge.config import EstimateErrors, OffAtSpeed
@@ -75,18 +76,19 @@ def _mixed(variances: Sequence[float], prompts: int, usual: float) -> float:
 
 
 def off_at(errors: EstimateErrors, speedup: float, after: bool) -> float:
-    """Return how far an estimate is off at a speed-up, on a line through the errors that were measured.
+    """Return how far an estimate is off at a speed-up, between those that were measured by interpolation.
 
-    The line is that of least squares over the logarithm of the speed-up: the mean of a few prompts is too
-    unsure to follow it from one speed to the next. Beyond the speeds that were measured, the error is that at
-    the nearest one. The error of an estimate ``after`` a run differs from that of one before it.
+    The error of an estimate ``after`` a run differs from that of one before it.
     """
-    speeds = [math.log(one.speedup) for one in errors.off]
     values = [one.after if after else one.before for one in errors.off]
-    if len(speeds) == 1:
+    speeds = [one.speedup for one in errors.off]
+    if speedup <= speeds[0]:
         return values[0]
-    slope, intercept = linear_regression(speeds, values)
-    return intercept + slope * min(max(math.log(speedup), speeds[0]), speeds[-1])
+    for (lower, of_lower), (upper, of_upper) in pairwise(zip(speeds, values, strict=True)):
+        if speedup <= upper:
+            share = math.log(speedup / lower) / math.log(upper / lower)
+            return of_lower + share * (of_upper - of_lower)
+    return values[-1]
 
 
 def corrected(errors: EstimateErrors, psnr: float, speedup: float, after: bool) -> Estimate:
