@@ -7,7 +7,7 @@ seeds are others than those that the policy was fitted on. Fewer steps have at l
 default method. A second run with the same record continues where the first one stopped. `write` puts the
 table into docs/few-steps.md, and prints up to how many steps fewer steps can be as close.
 
-    # an hour on one thread
+    # two hours on one thread
     OMP_NUM_THREADS=1 python benchmarks/by_steps.py measure --out benchmarks/by_steps_cpu.jsonl
     python benchmarks/by_steps.py write --out benchmarks/by_steps_cpu.jsonl
 """
