@@ -84,7 +84,7 @@ def _tolerated(method: Method, facts: RunFacts, estimate: Estimate | None, repor
     learned = method.learned(facts)
     aim = f"{wanted + margin_of(learned):.3g} dB, to be safe"
     if learned is not None:
-        return f"the fastest plan whose estimate before a run is {aim}"
+        return f"the fastest plan whose estimate before a run is at least {aim}"
     if estimate is None:
         adds = f"adds full steps until its estimate is {aim}, which costs speed"
         if method.settings(facts) == method.settings_without_tolerance(facts):
