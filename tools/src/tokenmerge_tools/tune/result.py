@@ -113,7 +113,7 @@ def _write_strip(tuning: Tuning) -> None:
     options = tuning.options
     speed = tuning.answer or tuning.speeds[0]
     drawn: list[tuple[str, Variant]] = [("dense", Variant(DENSE))]
-    drawn += [(f"{one:g}×", variant_of(one)) for one in tuning.speeds]
+    drawn += [(f"{one:g} times", variant_of(one)) for one in tuning.speeds]
     fewer = tuning.fewer(speed)
     if fewer is not None and (fewer.label, options.items - 1) in tuning.images:
         drawn.append((f"{fewer.steps(options.steps)} steps", fewer))
