@@ -79,7 +79,8 @@ def test_the_steps_of_a_workflow_are_targets_of_the_makefile(workflow):
 
 def test_the_workflows_run_what_the_script_of_ci_runs():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    here = {word for line in re.findall(r"^make (.+)$", script, flags=re.MULTILINE) for word in line.split()}
+    commands = re.findall(r"^(?:start \w+ )?(?:part )?make (.+)$", script, flags=re.MULTILINE)
+    here = {word for command in commands for word in command.split()}
     here = {word for word in here if re.fullmatch(r"[a-z][a-z-]+", word)}
     there = " ".join(file.read_text(encoding="utf-8") for file in WORKFLOWS)
     assert here >= {"test", "test-slow", "docs", "lint-workflows"}
