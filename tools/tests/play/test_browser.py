@@ -195,7 +195,9 @@ def test_a_prompt_of_html_is_shown_as_text(visits: Any) -> None:
     visit.choose("Method", "tome")
     visit.draw(prompt=MARKUP, **SMALL)
     expect(visit.tried.first).to_be_visible()
-    visit.tried.first.get_by_role("button").click()  # shows the trial again
+    visit.label("Size").fill("32")
+    visit.tried.first.get_by_role("button").click()  # shows the trial again, with its settings
+    expect(visit.label("Size")).to_have_value("64x64", timeout=PATIENCE)
     visit.begin(prompt=MARKUP, size="9x9x9", steps=2)  # an error, which may quote what was asked for
     visit.expect_message("size: expected")
     visit.page.wait_for_timeout(500)
