@@ -4,7 +4,7 @@ The models are the bundled ones, and the hold-out model, on which no number was 
 dense operations over those with merging, in a whole generation. Closeness is the PSNR to the dense image of
 the same seed. A setting whose row is in the record is not measured again.
 
-    python -m benchmarks.ratio --out benchmarks/ratio_cpu.jsonl          # all models: about an hour
+    python -m benchmarks.ratio --out benchmarks/ratio_cpu.jsonl          # all models: about two hours
     python -m benchmarks.ratio emoji-mmdit --out benchmarks/ratio_cpu.jsonl
     python -m benchmarks.ratio --show benchmarks/ratio_cpu.jsonl         # only print the tables
 """
