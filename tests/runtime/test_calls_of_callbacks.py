@@ -423,6 +423,26 @@ def test_what_a_loop_calls_after_a_step_is_dense(scheduler, separate, told, each
     assert len(found) == len(range(0, STEPS, each))
 
 
+@pytest.mark.parametrize("scheduler", [DDIMScheduler(clip_sample=False), FLOW], ids=["DDIM", "flow matching"])
+@pytest.mark.parametrize("separate", [False, True], ids=["in one batch", "in calls of their own"])
+def test_what_a_loop_calls_with_the_number_of_the_last_timestep_is_dense(scheduler, separate):
+    """A number is none of the scheduler's timesteps, so its value alone tells that its step is over."""
+    loop = Loop(copy.deepcopy(scheduler), separate)
+    look, found = looks_at(loop.unet, loop.texts[1], 1, 1)
+    apply(loop, REUSED)
+    expected = loop()
+    kinds = dict(state_of(loop.unet).last_run.kind_of_step)
+
+    def look_again(index: int, t: Tensor, latents: Tensor) -> None:
+        if index < STEPS - 1:  # after the last step, a warning says that the generation is over
+            look(index, t.item(), less(latents))
+
+    assert torch.equal(loop(look_again), expected)
+    assert dict(state_of(loop.unet).last_run.kind_of_step) == kinds
+    assert len(found) == STEPS - 1
+    assert not any(found)
+
+
 OTHERS: dict[str, Callable[[], Any]] = {
     "DDPM": diffusers.DDPMScheduler,
     "PNDM": lambda: PNDMScheduler(skip_prk_steps=True),
