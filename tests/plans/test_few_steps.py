@@ -9,7 +9,7 @@ from tests.plans.test_choose import facts
 
 from tokenmerge.plans.few_steps import MANY_TOKENS, MOST, MOST_ON_MANY_TOKENS, can_be_as_close
 
-FEW, MANY = (1, 64, 64), (1, 128, MANY_TOKENS // 128)
+FEW, MANY = (1, 32, 32), (1, 64, MANY_TOKENS // 64)
 
 
 @pytest.mark.parametrize(

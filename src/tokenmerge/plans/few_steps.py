@@ -10,11 +10,11 @@ import math
 
 from tokenmerge.plans.facts import RunFacts
 
-# The largest number of steps where they were so, on 4096 tokens of the UNet or 1024 of the transformer.
+# The largest number of steps where they were so on 1024 tokens.
 MOST = 15
 # On so many tokens of the UNet, they were so in up to 30 steps where nothing merged, which is all that was
 # drawn. Where tokens merged, they never were.
-MANY_TOKENS = 16384
+MANY_TOKENS = 4096
 MOST_ON_MANY_TOKENS = 30
 
 
