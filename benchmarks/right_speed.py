@@ -105,8 +105,8 @@ def measure(out: Path) -> None:
     """Draw what the record does not have yet."""
     known = read(out)
     for case in CASES:
-        own = [line for line in known if case.about.items() <= line.items()]
-        contents = {line["goal"]: line["tuned"] for line in own if line["about"] == "tuning"}
+        of_case = [line for line in known if case.about.items() <= line.items()]
+        contents = {line["goal"]: line["tuned"] for line in of_case if line["about"] == "tuning"}
         for goal in GOALS:
             if goal not in contents:
                 contents[goal] = tuned_for(case, goal, out)
@@ -114,7 +114,7 @@ def measure(out: Path) -> None:
         pipe = DiffusionPipeline.from_pretrained(case.folder)
         pipe.set_progress_bar_config(disable=True)
         for number, prompt in enumerate(case.prompts[TUNED_WITH:]):
-            drawn = [line for line in own if line["about"] == "image" and line["prompt"] == prompt]
+            drawn = [line for line in of_case if line["about"] == "image" and line["prompt"] == prompt]
             for line in images_of(pipe, case, prompt, SEED + TUNED_WITH + number, contents, drawn):
                 append(out, line)
 

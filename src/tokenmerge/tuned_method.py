@@ -91,8 +91,8 @@ class TunedMethod(DefaultMethod):
         """Return the object that changes the settings while an image is drawn, or None if the plan stays.
 
         It stays where the model was measured: what was learned of whole plans does not hold for parts of
-        several ones. On a bundled model, images that were drawn by such parts missed the tolerance in more
-        than half of the cases (docs/tune.md).
+        several ones. On a bundled model, more than half of the images that were drawn by such parts missed
+        the tolerance (docs/tried-and-removed.md).
         """
         return super().tolerance(facts) if self.learned(facts) is None else None
 
