@@ -24,6 +24,10 @@ OLDER_TORCH := 2.7.0
 OLDEST := $(if $(filter 2.7.0,$(OLDER_TORCH)),.venv-oldest,.venv-torch-$(OLDER_TORCH))
 OLDEST_PIP = $(OLDEST)/$(PROGRAMS)/python -m pip $(INSTALL) --constraint $(OLDEST)/constraints.txt
 
+# Tests start many processes. Each would compile PyTorch and diffusers anew where the environment forbids to keep
+# bytecode.
+export PYTHONDONTWRITEBYTECODE :=
+
 # A module's tests run on one worker, so that its fixtures are made once. A thread for each worker.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist loadscope
 

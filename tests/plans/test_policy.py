@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tokenmerge.plans.policy import FEWEST_TOKENS, Power, expected_errors_of, fewest_tokens
+from tokenmerge.plans.policy import FEWEST_TOKENS, WHOLE_OUTPUT, Power, expected_errors_of, fewest_tokens
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +32,7 @@ def test_the_policy_has_at_most_40_numbers():
 
 
 def test_each_class_names_the_record_of_its_numbers():
-    for name in ("unet", "transformer", "spacing", "estimate"):
+    for name in ("unet", "transformer", "output", "spacing", "estimate"):
         assert (ROOT / table()[name]["record"]).is_file()
 
 
@@ -43,7 +43,7 @@ def test_guidance_is_strong_from_5_on():
 
 
 @pytest.mark.parametrize("guidance", [1.0, 7.5])
-@pytest.mark.parametrize("model", ["unet", "transformer", "other"])
+@pytest.mark.parametrize("model", ["unet", "transformer", "output", "other"])
 def test_harms_are_positive_and_grow(model, guidance):
     expected_errors = expected_errors_of(model, guidance)
     for expected_error in (*expected_errors.skip.values(), *expected_errors.merge.values()):
@@ -63,6 +63,15 @@ def test_errors_of_skipped_steps_add_before_they_are_squared_where_they_have_one
     one, two = (expected_errors.of_skipping(part, [1.5] * skipped, 20) for skipped in (1, 2))
     assert two == pytest.approx(times * one)
     assert expected_errors.of_skipping("no part of it", [1.5], 20) == 0
+
+
+@pytest.mark.parametrize(("model", "times"), [("output", WHOLE_OUTPUT), ("other", 1)])
+@pytest.mark.parametrize("guidance", [1.0, 7.0])
+def test_undescribed_models_have_the_expected_errors_of_a_transformers_blocks(model, times, guidance):
+    reaches = [1.0, 1.5, 2.0]
+    of_blocks = expected_errors_of("transformer", guidance).of_skipping("blocks", reaches, 20)
+    found = expected_errors_of(model, guidance).of_skipping("blocks", reaches, 20)
+    assert found == pytest.approx(times * of_blocks)
 
 
 def test_merging_without_its_counts_loses_more():

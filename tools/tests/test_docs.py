@@ -29,7 +29,7 @@ from tokenmerge.config import SETTINGS
 from tokenmerge.config.former import FORMER_PARTS
 from tokenmerge.default_method import settings_for
 from tokenmerge.planners import PLANNERS
-from tokenmerge.plans import few_steps, pays_from
+from tokenmerge.plans import few_steps, pays_from, policy
 from tokenmerge.plans.estimate import BEFORE_A_RUN
 from tokenmerge.plans.generation import plan_generation
 from tokenmerge.report import summary
@@ -342,9 +342,11 @@ def test_the_page_on_step_reuse_says_how_close_the_whole_output_is(monkeypatch):
     lines = whole["read"](ROOT / "benchmarks/whole_output_cpu.jsonl")
     assert "\n".join(whole["table_of"](lines)) in page
     assert f"[{len(lines)} images]" in page
-    times = whole["factor_of"](lines)
-    assert f"at most {times:g} times" in page
-    assert times <= 1  # by the policy, such a model has the expected error of a transformer's blocks
+    fitted, others = whole["parts_of"](lines)
+    times = whole["factor_of"](fitted)
+    assert times == policy.WHOLE_OUTPUT
+    assert f"expects {times:g} times" in page
+    assert f"{whole['within'](others, 12)} of {len(others)} are within 12 dB" in page
 
 
 def test_the_page_of_rivals_says_what_its_record_says():

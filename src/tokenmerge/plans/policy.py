@@ -27,6 +27,8 @@ _UNWEIGHTED: float = _TABLE["without proportional attention"]
 # The time that is left after the last full step where the last step changes little, as a share of a
 # distance.
 TAIL_OF_A_CLEAN_END: float = _TABLE["spacing"]["tail of a clean end"]
+# Expected error of skipping a whole model, divided by that of skipping the blocks of a transformer.
+WHOLE_OUTPUT: float = _TABLE["output"]["times the blocks of a transformer"]
 ESTIMATE: Mapping[str, Any] = _TABLE["estimate"]  # the numbers of ``estimate.estimate_closeness``
 
 
@@ -51,7 +53,8 @@ class ExpectedErrors:
     # Share of the expected error of merging that is left, by the number of steps between two corrections, or
     # None if corrections lose more than they give back.
     corrected: Power | None
-    coherent: bool  # skipped steps err in one direction, so their errors add before they are squared
+    # Parts of which skipped steps err in one direction, so that their errors add before they are squared.
+    coherent: frozenset[str]
     # Exponent of the places of full steps, see ``choose.later_ones``. It is 1 for equal distances.
     spacing: float
 
@@ -63,7 +66,7 @@ class ExpectedErrors:
         if part not in self.skip:
             return 0.0
         size, growth = self.skip[part]
-        if self.coherent:
+        if part in self.coherent:
             return size * (sum(reach ** (growth / 2) for reach in reaches) / steps) ** 2
         return size * sum(reach**growth for reach in reaches) / steps
 
@@ -97,6 +100,10 @@ def expected_errors_of(model: str, guidance: float | None) -> ExpectedErrors:
     Unknown guidance is treated as strong. A class that the table lacks gets the highest expected errors of
     all classes.
     """
+    if model == "output":
+        of_blocks = expected_errors_of("transformer", guidance)
+        skip = {name: Power(WHOLE_OUTPUT * one.size, one.growth) for name, one in of_blocks.skip.items()}
+        return dataclasses.replace(of_blocks, skip=skip)
     strength = "strong" if guidance is None or guidance >= _TABLE["strong guidance"] else "weak"
     rows = [_TABLE[name][strength] for name in ([model] if model in _CLASSES else _CLASSES)]
     corrected = [row["corrected"] for row in rows]
@@ -104,9 +111,13 @@ def expected_errors_of(model: str, guidance: float | None) -> ExpectedErrors:
         skip=_highest(row["skip"] for row in rows),
         merge=_highest(row["merge"] for row in rows),
         corrected=Power(*max(corrected)) if all(corrected) else None,
-        coherent=all(row.get("skipped steps err") == "in one direction" for row in rows),
+        coherent=frozenset(chain.from_iterable(row["skip"] for row in rows if _errs_in_one_direction(row))),
         spacing=_TABLE["spacing"].get(model, {}).get(strength, 1.0),
     )
+
+
+def _errs_in_one_direction(row: Mapping[str, Any]) -> bool:
+    return row.get("skipped steps err") == "in one direction"
 
 
 def _highest(rows: Iterable[Mapping[str, list[float]]]) -> Mapping[str, Power]:

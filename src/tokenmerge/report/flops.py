@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -192,14 +192,32 @@ def patched(host: Host, config: ToMeConfig, left_alone: LeftAlone) -> Iterator[M
         restore(host.root)
 
 
-def flops_of_steps(
-    host: Host, config: ToMeConfig, steps: int, arguments: Arguments, left_alone: LeftAlone
-) -> tuple[int, ...]:
-    """Count the operations of a call of an unpatched model in each step of a generation."""
+class StepCounts(NamedTuple):
+    """What the steps of a generation cost."""
+
+    flops: tuple[int, ...]  # operations of a call in each step
+    cached: (
+        int  # bytes that are cached between two steps: corrections, residuals and plans, where these are most
+    )
+
+
+def count_steps(
+    host: Host,
+    config: ToMeConfig,
+    steps: int,
+    arguments: Arguments,
+    left_alone: LeftAlone,
+    first: int | None = None,
+) -> StepCounts:
+    """Count the operations of an unpatched model in each step of a generation, and what it caches.
+
+    With ``first``, only so many steps are counted, from the first one on.
+    """
     name = type(host.root).__name__
     counts: dict[tuple[object, ...], int] = {}
     kind: tuple[object, ...] = ()
     found = []
+    cached = 0
     with patched(host, config, left_alone) as state:
 
         def stop_if_known(root: nn.Module, args: tuple) -> None:
@@ -209,12 +227,13 @@ def flops_of_steps(
                 raise _Known
 
         host.root.register_forward_pre_hook(stop_if_known)
-        for index in range(steps):
+        for index in range(steps if first is None else first):
             state.pipeline.set_step(index, steps)
             with contextlib.suppress(_Known):
                 counts[kind] = count_flops(host.root, arguments())[name]  # the call sets ``kind`` first
+                cached = max(cached, _cached_bytes(state))
             found.append(counts[kind])
-    return tuple(found)
+    return StepCounts(tuple(found), cached if _caches(config) else 0)
 
 
 class _Known(Exception):
@@ -237,28 +256,35 @@ def _kind_of_call(state: ModelState) -> tuple[object, ...]:
     )
 
 
+def _cached_bytes(state: ModelState) -> int:
+    """Return the bytes of what a patched model has cached for the next step."""
+    memory = state.threads.value.memory
+    tensors: list[Any] = list(memory.model_residuals.values())
+    for cache in memory.caches:
+        tensors += chain(*cache.plans.values(), *cache.residuals.values())
+        # These are the outputs of the runs of blocks and of the stages that are skipped.
+        skipped = [getattr(one, "residual", one) for one in cache.skippable.values()]
+        residuals = [one for one in skipped if isinstance(one, Residual)]
+        tensors += [tensor for one in residuals for tensor in (*one.latest, *one.delta)]
+    once = {id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)}
+    return sum(tensor.nbytes for tensor in once.values())
+
+
 def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, left_alone: LeftAlone) -> int:
-    """Count the bytes that an unpatched model caches between steps: corrections, residuals and plans."""
-    caches = config.correction.on or config.reuse.on or config.cached_features
-    if config.merge_sharing.every == 1 and not caches:
+    """Count the bytes that an unpatched model caches between steps, if it is not known how many there are."""
+    if not _caches(config):
         return 0
     # The same cache, in a generation of only a few steps.
     every = _STEPS_TO_KEEP_MOST if config.reuse.on else 1
     reuse = StepReuse(every=every, shallow_every=every if config.reuse.skips_finest else 1)
-    with patched(host, dataclasses.replace(merging_most(config), reuse=reuse), left_alone) as state:
-        for index in range(2):
-            state.pipeline.set_step(index, _STEPS_TO_KEEP_MOST)
-            count_flops(host.root, arguments())
-        memory = state.threads.value.memory
-        tensors: list[Any] = list(memory.model_residuals.values())
-        for cache in memory.caches:
-            tensors += chain(*cache.plans.values(), *cache.residuals.values())
-            # These are the outputs of the runs of blocks and of the stages that are skipped.
-            skipped = [getattr(one, "residual", one) for one in cache.skippable.values()]
-            residuals = [one for one in skipped if isinstance(one, Residual)]
-            tensors += [tensor for one in residuals for tensor in (*one.latest, *one.delta)]
-        once = {id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)}
-        return sum(tensor.nbytes for tensor in once.values())
+    short = dataclasses.replace(merging_most(config), reuse=reuse)
+    return count_steps(host, short, _STEPS_TO_KEEP_MOST, arguments, left_alone, first=2).cached
+
+
+def _caches(config: ToMeConfig) -> bool:
+    """Return whether anything is cached between steps."""
+    results = config.correction.on or config.reuse.on or config.cached_features is not None
+    return results or config.merge_sharing.every > 1
 
 
 def merging_most(config: ToMeConfig) -> ToMeConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
@@ -19,7 +20,15 @@ from tokenmerge.errors import ConfigError, TokenMergingError, reason_of, short_r
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans.generation import plan_generation
-from tokenmerge.report.flops import count_flops, flops_of_steps, kept_bytes, merging_most, patched, weightless
+from tokenmerge.report.flops import (
+    StepCounts,
+    count_flops,
+    count_steps,
+    kept_bytes,
+    merging_most,
+    patched,
+    weightless,
+)
 from tokenmerge.report.notes import (
     legend,
     merged_parts,
@@ -388,11 +397,13 @@ def _predict_host(
     counted_config = dataclasses.replace(
         most, merge_sharing=sharing, correction=Correction(), reuse=config.reuse
     )
-    with patched(copied, counted_config, left_alone) as state:
-        recorded: dict[str, RecordedPlan] = {}
-        state.record = recorded
-        state.pipeline.set_step(0, 1)  # for planners that read the previous step
-        merged = count_flops(copied.root, arguments())
+    recorded: dict[str, RecordedPlan] = {}
+    merged = dense
+    if most.merges:
+        with patched(copied, counted_config, left_alone) as state:
+            state.record = recorded
+            state.pipeline.set_step(0, 1)  # for planners that read the previous step
+            merged = count_flops(copied.root, arguments())
 
     rows = []
     merging = 0  # operations of what merges
@@ -416,7 +427,10 @@ def _predict_host(
                 )
             )
     free = [block for block in copied.blocks if block.path not in left_alone.dense]
-    of_steps = flops_of_steps(copied, config, steps, arguments, left_alone) if steps else ()
+    if steps:
+        counts = count_steps(copied, config, steps, arguments, left_alone)
+    else:
+        counts = StepCounts((), kept_bytes(copied, config, arguments, left_alone))
     return Report(
         name,
         *size,
@@ -424,10 +438,10 @@ def _predict_host(
         dense[whole],
         merged[whole],
         notes=(*notes_on_blocks(free, rows, config), *host.limits),
-        kept_bytes=kept_bytes(copied, config, arguments, left_alone),
+        kept_bytes=counts.cached,
         steps=steps,
-        flops_mean=round(sum(of_steps) / len(of_steps)) if of_steps else None,
-        flops_of_steps=of_steps,
+        flops_mean=round(statistics.mean(counts.flops)) if steps else None,
+        flops_of_steps=counts.flops,
         frames=host.grid_at(*size[:2], frames)[0] if host.patch_frames else None,
         flops_merging=merging,
     )
