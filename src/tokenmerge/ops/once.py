@@ -9,7 +9,6 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 Sizes = ParamSpec("Sizes")
 Made = TypeVar("Made")
@@ -63,7 +62,24 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-_made: Any = WeakTensorKeyDictionary()  # by a tensor, for as long as that lives
+# What was made for a tensor, by the tensor's id, for as long as it lives. A dictionary of PyTorch with weak keys
+# takes about fifty times as long, and each block asks several times.
+_made: dict[int, tuple[weakref.ref[Tensor], dict[Hashable, Any]]] = {}
+
+
+def _made_for(of: Tensor) -> dict[Hashable, Any]:
+    """Return what was made for a tensor, by its keys."""
+    place = id(of)
+    found = _made.get(place)
+    if found is None or found[0]() is not of:
+
+        def forget(gone: weakref.ref[Tensor]) -> None:
+            if place in _made and _made[place][0] is gone:
+                del _made[place]
+
+        found = weakref.ref(of, forget), {}
+        _made[place] = found
+    return found[1]
 
 
 def once(of: Tensor, key: Hashable, make: Callable[[], Made], value: Tensor | None = None) -> Made:
@@ -74,7 +90,7 @@ def once(of: Tensor, key: Hashable, make: Callable[[], Made], value: Tensor | No
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return make()
-    known = _made.setdefault(of, {})
+    known = _made_for(of)
     # This is version_of without its call, which takes time, since each block asks.
     version = None if value is None or value.is_inference() else value._version
     last = known.get(key)

@@ -89,7 +89,7 @@ def _layer(module: nn.Module, state: LayerState, running: BlockMerge, call: Host
     weighs = settings.proportional and layer.kind == "attn1" and layer.own_keys
 
     def merged(plan: Plan) -> Any:
-        batch = len(plan.keep)
+        batch = plan.keep.shape[0]
         images = 1
         if not layer.layout.batched:
             images = pictures_of(state.block.model.threads.value.context, batch)
@@ -163,7 +163,7 @@ def _block(state: BlockState, call: HostCall) -> Any:
         def merged(plan: Plan) -> Any:
             images = 1
             if not layout.batched:
-                images = pictures_of(state.model.threads.value.context, len(plan.keep))
+                images = pictures_of(state.model.threads.value.context, plan.keep.shape[0])
             return merged_call(call, layout, plan, settings.combine, images, change_only=True)
 
         return _exact_or_corrected(state, running, call, layout, merged)

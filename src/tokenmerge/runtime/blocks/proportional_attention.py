@@ -97,13 +97,13 @@ class ProportionalAttention:
     @property
     def is_pending(self) -> bool:
         """Whether the attention of some image is still to come."""
-        return self._images_seen < len(self.sizes)
+        return self._images_seen < self.sizes.shape[0]
 
     def attend_fused(self, attention: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
         """Return the result of PyTorch's attention, called with the arguments ``given`` and a bias."""
         key = given["key"]
         mask = given.get("attn_mask")
-        sizes = self._sizes_of(len(key), key.shape[-2])
+        sizes = self._sizes_of(key.shape[0], key.shape[-2])
         if sizes is None:
             return attention(**given)
         way = choose_bias(key.device.type, key.dtype, key.shape[-1], key.shape[-2], mask is not None)
@@ -146,7 +146,7 @@ class ProportionalAttention:
             # Hosts that fold heads into the batch repeat each image for its heads.
             return sizes.repeat_interleave(batch // len(sizes), 0) if batch != len(sizes) else sizes
 
-        if text == 0 and batch == len(sizes_of_images):
+        if text == 0 and batch == sizes_of_images.shape[0]:
             return sizes_of_images
         return once(self.sizes, (first, batch, text, self.layout.text), with_text)
 
@@ -168,7 +168,7 @@ class ProportionalAttention:
 def _mask_of(sizes: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mask that adds ``log(size)`` to the logits of each key, on top of a mask of the host."""
     bias = once(sizes, key.dtype, lambda: _log(sizes, key.dtype))
-    bias = bias.view(len(bias), *[1] * (key.ndim - 2), -1)
+    bias = bias.view(bias.shape[0], *[1] * (key.ndim - 2), -1)
     if mask is None:
         return bias
     return torch.where(mask, bias, float("-inf")) if mask.dtype == torch.bool else bias + mask
