@@ -277,3 +277,13 @@ def test_tiles_reuse_what_is_their_own_or_nothing(unet, caplog):
     moved = hosts.sample(in_tiles(reusing(unet, every=2), lambda step: (5 * step, (0, 1))), **size)
     assert torch.equal(moved, hosts.sample(in_tiles(unet, lambda step: (5 * step, (0, 1))), **size))
     assert [record.getMessage().count("does not follow") for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_2s_ancestral", "dpmpp_sde"])
+def test_tiles_that_move_are_told_where_little_noise_is_left_that_could_be_new(unet, caplog, sampler):
+    size = {"size": (16, 32), "steps": 8, "cfg": 2.0, "sampler": sampler}
+    for order in (lambda step: (0, (0, 1)), lambda step: (0, (step % 2, 1 - step % 2))):
+        hosts.sample(in_tiles(reusing(unet, every=2), order), **size)
+        assert not caplog.records
+    hosts.sample(in_tiles(reusing(unet, every=2), lambda step: (5 * step, (0, 1))), **size)
+    assert [record.getMessage().count("does not follow") for record in caplog.records] == [1]

@@ -25,7 +25,7 @@ from tokenmerge.planners.sequences import num_removed
 from tokenmerge.plans import Schedule
 from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.blocks.stack import merges_in_stacks
-from tokenmerge.runtime.steps.calls import Given, Shape, detail_of
+from tokenmerge.runtime.steps.calls import Given, Shape, detail_of, noise_in_detail
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, ends_clean, needs_sync
 from tokenmerge.runtime.steps.step_tracker import Decision, StepTracker, decide
 
@@ -102,6 +102,7 @@ class Sampling:
         stale = self.tracker.begin_step(self._step)
         self.tracker.forget(stale)
         self.residuals = {key: kept for key, kept in self.residuals.items() if key[0] not in stale}
+        self._noise_level = sigma
         self._plan_for = tuple(latent), self._config
         self._seed = arithmetic().bits(timestep.float().max())
         self._whole = whole and self._config.merge_sharing.guidance
@@ -139,13 +140,14 @@ class Sampling:
         On a device, comparing samples waits for it, so that they are compared where a step has tiles.
         """
         numbers = self.tracker.numbers
-        noise = None if self._schedule.adds_noise else 0.0  # how much is unknown
-        given = Given(shape, noise=noise)
+        given = Given(shape)
         misfits = numbers.misfits
         if sample is not None:
             compares = not needs_sync(sample) or numbers.has_tiles
             detail = detail_of(sample) if compares else None
-            given = dataclasses.replace(given, sample=weakref.ref(sample), detail=detail)
+            # How much noise a sampler adds is unknown. At most all noise of the sample is new.
+            noise = noise_in_detail(sample, self._noise_level) if self._schedule.adds_noise else 0.0
+            given = Given(shape, noise=noise, sample=weakref.ref(sample), detail=detail)
         self.tracker.begin_call(given)
         if numbers.misfits > misfits and (
             self.settings.config.reuse.on or self.settings.config.correction.on
