@@ -236,6 +236,7 @@ class ModelState:
     recorder: StepRecorder | None = None
     cached_bytes: int = 0  # of a model without described blocks, what its last run cached between steps
     uses: Uses = dataclasses.field(default_factory=Uses)  # the threads that run it
+    derived: int = 0  # ``swap.Derived.number`` when its blocks were last seen to have no other patch
     runs: Latest[RunLog | None] = dataclasses.field(default_factory=lambda: Latest(None))
     # Since a generation last began, or since patching.
     all_left_alone: Latest[LeftAlone] = dataclasses.field(default_factory=lambda: Latest(LeftAlone()))

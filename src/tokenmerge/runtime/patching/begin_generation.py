@@ -20,7 +20,7 @@ from tokenmerge.runtime.patching.call_checks import warn_where_nothing_is_saved
 from tokenmerge.runtime.patching.call_facts import CallFacts, given_of
 from tokenmerge.runtime.patching.other_caches import refuse_other_caches
 from tokenmerge.runtime.patching.unfused import why_tokens_count_once
-from tokenmerge.runtime.patching.watched import look
+from tokenmerge.runtime.patching.watched import look, merged_parts
 from tokenmerge.runtime.steps.pipeline import guidance_scale
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, scheduler_of, waits_to_read
 
@@ -60,7 +60,8 @@ def _begin_in_memory(facts: CallFacts) -> Memory:
         generation = facts.step.generation
         known = state.memories.get(generation)
         if known is None:
-            refuse_other_caches(facts.root, state.config, state.method)
+            merging = set(merged_parts(state, state.config))
+            refuse_other_caches(facts.root, state.config, state.method, merging)
         memory = state.memories.setdefault(generation, known or Memory(state.groups))
         memory.belong_to(generation, thread, state.memories)
         stale = memory.tracker.begin_step(facts.step)

@@ -18,6 +18,7 @@ from tokenmerge.planners.sequences import sequence_of, sequence_of_part
 from tokenmerge.plans.generation import StepKind, plan_generation
 from tokenmerge.runtime.blocks.proportional_attention import reach_kernels
 from tokenmerge.runtime.memory.state import ModelState, Phases, warn_caller
+from tokenmerge.runtime.patching.other_patches import refuse_later_patches
 from tokenmerge.runtime.steps.scheduler import DenoisingStep
 
 
@@ -91,6 +92,7 @@ def check_call(state: ModelState, root: nn.Module, arguments: Mapping[str, Any])
         )
     if not compiling:
         reach_kernels(state)  # this model may be a copy, and kernels may have been loaded since
+        refuse_later_patches(state, root)
     thread.shard = shard_of(root)
     if state.merges:
         grids = call.grids(root, arguments, state.given_grid or thread.grid)

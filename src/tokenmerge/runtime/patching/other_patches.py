@@ -8,6 +8,8 @@ from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import modules_in
+from tokenmerge.runtime.memory.state import ModelState
+from tokenmerge.runtime.patching.swap import Derived
 
 _PARENT = "_parent"  # the attribute in which such a class keeps the class that it took the place of
 _REMOVED_BY = {"tomesd": "tomesd.remove_patch(pipe)", "hidiffusion": "hidiffusion.remove_hidiffusion(pipe)"}
@@ -27,3 +29,15 @@ def refuse_other_patches(root: nn.Module) -> None:
             f"{name}: {swapped.__module__} has put its {swapped.__name__} in the place "
             f"of this block, and both would change its tokens; take it off first: {how}"
         )
+
+
+def refuse_later_patches(state: ModelState, root: nn.Module) -> None:
+    """Refuse a patched model in which another package has swapped the class of a block since its last call.
+
+    Looking at all modules takes milliseconds. So it is done only after a class was derived from one of those
+    that ``swap`` makes.
+    """
+    number = Derived.number
+    if state.derived != number:
+        refuse_other_patches(root)
+        state.derived = number

@@ -62,6 +62,18 @@ def merges(block: Block, config: ToMeConfig) -> bool:
     )
 
 
+def merging_paths(host: Host, config: ToMeConfig) -> Iterator[str]:
+    """Yield the paths of the blocks that merge as a whole, and of the layers that merge in others."""
+    for block, layers in parts_to_merge(host, config):
+        for _, phase in phases_at(config, block.level):
+            if not phase.merges:
+                continue
+            if phase.scope == "block" and block.block_layout is not None:
+                yield block.path
+            elif phase.scope != "block":
+                yield from (f"{block.path}.{layer.name}" for layer in layers if takes_part(layer, phase))
+
+
 def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
     """Return the sub-layers whose calls change, in some phase."""
     phases = phases_at(config, block.level)
@@ -165,7 +177,7 @@ def check_host(
     parts = parts_to_merge(host, config)
     if not parts:
         raise NothingToMergeError(why_nothing_merges(host, config))
-    refuse_other_caches(host.root, config, method)
+    refuse_other_caches(host.root, config, method, set(merging_paths(host, config)))
     shard_of(host.root)  # raises where merging does not fit how its tokens are split between devices
     if config.reuse.on and not (host.can_skip or host.controlnet):
         raise UnsupportedModelError(

@@ -30,16 +30,28 @@ _HOLDERS = ("forward", "_old_forward", "_diffusers_hook")
 MakeMethod = Callable[[HostMethod], Callable[..., Any]]
 
 
+class Derived:
+    """Counts the classes that other software has derived from swapped ones, as tomesd does."""
+
+    number = 0
+
+
 @functools.cache
 def _swapped_class(base: type, method: str, call: MakeMethod) -> Any:
     """Return the subclass of ``base`` whose ``method`` is ``call`` of what ``base`` has.
 
     There is one for each combination, so that all modules of a class share their compiled code.
     """
+
+    def note_derived(cls: type, **arguments: Any) -> None:
+        super(swapped, cls).__init_subclass__(**arguments)
+        Derived.number += 1
+
     attributes = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
+        "__init_subclass__": note_derived,
         "__reduce_ex__": lambda self, protocol: (_rebuild, (base, method, call), self.__getstate__()),
         "_tokenmerge_base": base,
         "_tokenmerge_method": method,

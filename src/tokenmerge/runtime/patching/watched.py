@@ -95,7 +95,7 @@ def look(
     found = watchers_in(root)
     if not found:
         return LeftAlone(config)
-    merged = set(_merged_parts(state, config, grids))
+    merged = set(merged_parts(state, config, grids))
     skipped = dict(_skipped_parts(state, config))
     seen = {path: code for path, code in found.items() if meets(path, {*merged, *skipped})}
     if not seen:
@@ -141,7 +141,7 @@ def _refuse_what_a_pipeline_reads(seen: Mapping[str, Any], root: nn.Module, pipe
             )
 
 
-def _merged_parts(state: ModelState, config: ToMeConfig, grids: Grids | None) -> Iterator[str]:
+def merged_parts(state: ModelState, config: ToMeConfig, grids: Grids | None = None) -> Iterator[str]:
     """Yield the paths of the blocks that merge as a whole, and of the layers that merge in others."""
     for part in state.parts:
         if isinstance(part, StageState | SpanState):
