@@ -48,4 +48,5 @@ def test_a_line_says_what_merges_and_what_is_skipped(script):
 def test_a_line_of_a_class_without_merging_says_why(script):
     line = script.row_alone("OmniGenTransformer2DModel", "diffusers 1.0")
     assert line.endswith("| list of blocks | diffusers 1.0 |")
-    assert "none: " in script.row_alone("ZImageControlNetModel", "diffusers 1.0")
+    assert "| none: " in script.row_alone("RFD4ProteinaTransformer", "diffusers 1.0")
+    assert "| whole output |" in script.row_alone("ZImageControlNetModel", "diffusers 1.0")

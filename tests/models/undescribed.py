@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.models.dits import FAMILIES
 from tests.models.family import noise, seeded
 from torch import Tensor
 
@@ -228,6 +229,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "time_step_dim": 4,
         "rope_scaling": {"long_factor": [1, 2], "short_factor": [1, 2]},
     },
+    "SanaWMTransformer3DModel": {
+        "in_channels": 4,
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "linear_head_dim": 8,
+        "caption_channels": 16,
+        "softmax_every_n": 2,  # blocks of both kinds of attention
+        "chunk_plucker_channels": 6,
+        "chunk_plucker_post_attn_blocks": -1,
+    },
     "StableAudio3DiTModel": {
         "io_channels": 8,
         "patch_size": 1,
@@ -276,6 +288,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "d_kv": 8,
         "d_ff": 32,
     },
+    "UNetFlatConditionModel": {
+        "sample_size": 8,
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "down_block_types": ("DownBlockFlat", "CrossAttnDownBlockFlat"),
+        "up_block_types": ("CrossAttnUpBlockFlat", "UpBlockFlat"),
+        "cross_attention_dim": 16,
+        "norm_num_groups": 4,
+        "attention_head_dim": 4,
+    },
     "WanAnimate2Transformer3DModel": {
         "text_len": 16,
         "in_dim": 36,
@@ -289,12 +311,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_img_emb": True,
     },
 }
+CONFIGS["ZImageControlNetModel"] = {
+    "control_layers_places": [0, 1],
+    "control_refiner_layers_places": [0],
+    "control_in_dim": 4,
+    "add_control_noise_refiner": "control_noise_refiner",
+    "dim": 32,
+    "n_refiner_layers": 1,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+}
 CONFIGS["AnyFlowFARTransformer3DModel"] = {
     **CONFIGS["AnyFlowTransformer3DModel"],
     "compressed_patch_size": (1, 4, 4),
     "full_chunk_limit": 3,
 }
 TEXT = 6
+Z_IMAGE = FAMILIES["ZImageTransformer2DModel"]
 
 
 def steps(batch: int, value: float = 500.0) -> Tensor:
@@ -391,6 +424,22 @@ def _omnigen(batch: int) -> dict[str, Any]:
         "input_image_sizes": {},
         "attention_mask": ones(batch, tokens, tokens),
         "position_ids": torch.arange(tokens).expand(batch, tokens).clone(),
+    }
+
+
+def _sana_wm(batch: int) -> dict[str, Any]:
+    frames = 3
+    pose = torch.eye(4).flatten().expand(batch, frames, 16)
+    lens = torch.tensor([3.0, 3.0, 2.0, 2.0]).expand(batch, frames, 4)
+    times = steps(batch)[:, None, None].repeat(1, 1, frames)
+    times[:, :, 0] = 0  # the given image
+    return {
+        "hidden_states": noise(batch, 4, frames, 4, 4),
+        "timestep": times,
+        "encoder_hidden_states": noise(batch, 1, TEXT, 16),
+        "mask": ones(batch, TEXT),
+        "camera_conditions": torch.cat([pose, lens], dim=-1),
+        "chunk_plucker": noise(batch, 6, frames, 4, 4),
     }
 
 
@@ -492,6 +541,7 @@ INPUTS: dict[str, Inputs] = {
         "img_shapes": [(1, 4, 4)] * b,
     },
     "OmniGenTransformer2DModel": _omnigen,
+    "SanaWMTransformer3DModel": _sana_wm,
     "StableAudio3DiTModel": lambda b: {
         "hidden_states": noise(b, 8, 16),
         "timestep": steps(b, 0.5),
@@ -511,15 +561,47 @@ INPUTS: dict[str, Inputs] = {
         "clip_text_pooled": noise(b, 1, 16),
     },
     "T5FilmDecoder": _t5,
+    "UNetFlatConditionModel": lambda b: {
+        "sample": noise(b, 4, 4, 1),
+        "timestep": steps(b),
+        "encoder_hidden_states": noise(b, TEXT, 16),
+    },
     "WanAnimate2Transformer3DModel": _wan_animate,
+    "ZImageControlNetModel": lambda b: {
+        **Z_IMAGE.inputs(b, 4, 4),
+        "control_context": list(noise(b, 4, 1, 8, 8)),
+    },
 }
-# Models of which no small one is built here, each with the reason.
-NOT_BUILT = {
-    "RFD4ProteinaTransformer": "it runs dense, and its call needs the features of a protein",
-    "SanaWMLTX2RefinerTransformer3DModel": "it runs dense",
-    "SanaWMTransformer3DModel": "its blocks need the path of a camera, in 48 channels for each pixel",
-    "UNetFlatConditionModel": "diffusers no longer has the class",
-    "ZImageControlNetModel": "it runs dense",
+# The same of models that run dense in every step.
+DENSE: dict[str, dict[str, Any]] = {
+    "RFD4ProteinaTransformer": {
+        "nlayers": 2,
+        "token_dim": 16,
+        "nheads": 2,
+        "dim_cond": 8,
+        "pair_repr_dim": 8,
+        "latent_dim": 4,
+        "token_type_emb_dim": 4,
+        "cath_emb_dim": 4,
+        "t_emb_dim": 8,
+        "seq_sep_dim": 4,
+        "xt_pair_dist_dim": 5,
+        "tri_mult_c": 8,
+    },
+    "SanaWMLTX2RefinerTransformer3DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "cross_attention_dim": 16,
+        "audio_in_channels": 4,
+        "audio_out_channels": 4,
+        "audio_num_attention_heads": 2,
+        "audio_attention_head_dim": 4,
+        "audio_cross_attention_dim": 8,
+        "num_layers": 2,
+        "caption_channels": 16,
+    },
 }
 # Pipelines, whose models a family describes.
 PIPELINES = ("Flux2KleinKVPipeline", "ZImageOmniPipeline")
@@ -530,9 +612,16 @@ def class_of(name: str) -> Any:
     """The class of a model in diffusers."""
     import diffusers
 
+    if name == "UNetFlatConditionModel":
+        from diffusers.pipelines.deprecated.versatile_diffusion import modeling_text_unet
+
+        return modeling_text_unet.UNetFlatConditionModel
     return getattr(diffusers, name, None) or getattr(diffusers.models, name)
 
 
 def build(name: str) -> Any:
     """A small model of a class, with seeded random weights, in evaluation mode."""
-    return seeded(class_of(name)(**CONFIGS[name]))
+    model = class_of(name)(**{**CONFIGS, **DENSE}[name])
+    if name == "ZImageControlNetModel":
+        model = type(model).from_transformer(model, Z_IMAGE.build())
+    return seeded(model)

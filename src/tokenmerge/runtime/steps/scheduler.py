@@ -34,11 +34,17 @@ class Generation:
     def __init__(self, first: int, schedule: Schedule = Schedule()) -> None:
         self.first = first  # index of its first step, which is not 0 in image-to-image
         self.index = first  # of the latest
+        self.filled = 0  # steps before the first one, which filled a cache for the others
         self.schedule = schedule
         self.tolerances: dict[object, Tolerance | None] = {}  # by the DefaultMethod
         # From the first step on, see ``added_noise``; None: the scheduler was not asked.
         self.added_noise: tuple[float | None, ...] | None = None
         self.thread = threading.get_ident()
+
+    def begin_after_filling(self, index: int) -> None:
+        """Begin at a step before which all others have filled a cache, and so ran whole."""
+        self.filled = index - self.first
+        self.first = index
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
         # Pipelines that draw tiles give each tile a deep copy of the scheduler's state.
