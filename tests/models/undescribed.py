@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from tests.models.family import noise, seeded
 from torch import Tensor
 
 Inputs = Callable[[int], dict[str, Any]]  # (batch) → the arguments of a call
+
+TEXT = 6
 
 # By class, the arguments with which the smallest model is built.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -229,6 +232,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "time_step_dim": 4,
         "rope_scaling": {"long_factor": [1, 2], "short_factor": [1, 2]},
     },
+    "PriorTransformer": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "num_layers": 2,
+        "embedding_dim": 16,
+        "num_embeddings": TEXT,
+        "additional_embeddings": 4,
+    },
     "SanaWMTransformer3DModel": {
         "in_channels": 4,
         "num_layers": 4,
@@ -288,6 +299,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "d_kv": 8,
         "d_ff": 32,
     },
+    "UNet1DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "extra_in_channels": 64,
+        "block_out_channels": (32, 32),
+        "down_block_types": ("DownBlock1DNoSkip", "AttnDownBlock1D"),
+        "up_block_types": ("AttnUpBlock1D", "UpBlock1DNoSkip"),
+        "mid_block_type": "UNetMidBlock1D",
+    },
+    "UNet2DModel": {
+        "sample_size": 8,
+        "in_channels": 4,
+        "out_channels": 4,
+        "block_out_channels": (8, 8),
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "attention_head_dim": 4,
+    },
     "UNetFlatConditionModel": {
         "sample_size": 8,
         "block_out_channels": (8, 16),
@@ -311,6 +342,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_img_emb": True,
     },
 }
+CONFIGS["WuerstchenDiffNeXt"] = {
+    "c_in": 4,
+    "c_out": 4,
+    "c_r": 8,
+    "c_cond": 16,
+    "c_hidden": [8, 16],
+    "nhead": [-1, 2],
+    "blocks": [1, 1],
+    "level_config": ["CT", "CTA"],
+    "inject_effnet": [False, True],
+    "effnet_embd": 4,
+    "clip_embd": 16,
+}
+CONFIGS["WuerstchenPrior"] = {"c_in": 4, "c": 16, "c_cond": 16, "c_r": 8, "depth": 2, "nhead": 2}
 CONFIGS["ZImageControlNetModel"] = {
     "control_layers_places": [0, 1],
     "control_refiner_layers_places": [0],
@@ -326,7 +371,6 @@ CONFIGS["AnyFlowFARTransformer3DModel"] = {
     "compressed_patch_size": (1, 4, 4),
     "full_chunk_limit": 3,
 }
-TEXT = 6
 Z_IMAGE = FAMILIES["ZImageTransformer2DModel"]
 
 
@@ -541,6 +585,13 @@ INPUTS: dict[str, Inputs] = {
         "img_shapes": [(1, 4, 4)] * b,
     },
     "OmniGenTransformer2DModel": _omnigen,
+    "PriorTransformer": lambda b: {
+        "hidden_states": noise(b, 16),
+        "timestep": steps(b),
+        "proj_embedding": noise(b, 16),
+        "encoder_hidden_states": noise(b, TEXT, 16),
+        "attention_mask": ones(b, TEXT).bool(),
+    },
     "SanaWMTransformer3DModel": _sana_wm,
     "StableAudio3DiTModel": lambda b: {
         "hidden_states": noise(b, 8, 16),
@@ -561,12 +612,21 @@ INPUTS: dict[str, Inputs] = {
         "clip_text_pooled": noise(b, 1, 16),
     },
     "T5FilmDecoder": _t5,
+    "UNet1DModel": lambda b: {"sample": noise(b, 4, 16), "timestep": steps(b)},
+    "UNet2DModel": lambda b: {"sample": noise(b, 4, 8, 8), "timestep": steps(b)},
     "UNetFlatConditionModel": lambda b: {
         "sample": noise(b, 4, 4, 1),
         "timestep": steps(b),
         "encoder_hidden_states": noise(b, TEXT, 16),
     },
     "WanAnimate2Transformer3DModel": _wan_animate,
+    "WuerstchenDiffNeXt": lambda b: {
+        "x": noise(b, 4, 8, 8),
+        "r": steps(b, 0.5),
+        "effnet": noise(b, 4, 4, 4),
+        "clip": noise(b, TEXT, 16),
+    },
+    "WuerstchenPrior": lambda b: {"x": noise(b, 4, 8, 8), "r": steps(b, 0.5), "c": noise(b, TEXT, 16)},
     "ZImageControlNetModel": lambda b: {
         **Z_IMAGE.inputs(b, 4, 4),
         "control_context": list(noise(b, 4, 1, 8, 8)),
@@ -607,21 +667,28 @@ DENSE: dict[str, dict[str, Any]] = {
 PIPELINES = ("Flux2KleinKVPipeline", "ZImageOmniPipeline")
 
 
+# Modules of classes that diffusers does not export.
+PLACES = {
+    "UNetFlatConditionModel": "versatile_diffusion.modeling_text_unet",
+    "WuerstchenDiffNeXt": "wuerstchen.modeling_wuerstchen_diffnext",
+    "WuerstchenPrior": "wuerstchen.modeling_wuerstchen_prior",
+}
+
+
 @functools.cache
 def class_of(name: str) -> Any:
     """The class of a model in diffusers."""
     import diffusers
 
-    if name == "UNetFlatConditionModel":
-        from diffusers.pipelines.deprecated.versatile_diffusion import modeling_text_unet
-
-        return modeling_text_unet.UNetFlatConditionModel
+    place = PLACES.get(name)
+    if place is not None:
+        return getattr(importlib.import_module(f"diffusers.pipelines.deprecated.{place}"), name)
     return getattr(diffusers, name, None) or getattr(diffusers.models, name)
 
 
-def build(name: str) -> Any:
+def build(name: str, **settings: Any) -> Any:
     """A small model of a class, with seeded random weights, in evaluation mode."""
-    model = class_of(name)(**{**CONFIGS, **DENSE}[name])
+    model = class_of(name)(**{**CONFIGS, **DENSE}[name] | settings)
     if name == "ZImageControlNetModel":
         model = type(model).from_transformer(model, Z_IMAGE.build())
     return seeded(model)

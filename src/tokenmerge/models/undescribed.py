@@ -90,6 +90,7 @@ SKIPPING: Mapping[str, Skipping] = {
     "MotifVideoTransformer3DModel": _BOTH,
     "NucleusMoEImageTransformer2DModel": _TRANSFORMER_BLOCKS,
     "OmniGenTransformer2DModel": _LAYERS,
+    "PriorTransformer": _TRANSFORMER_BLOCKS,
     "RFD4ProteinaTransformer": Skipping(
         dense="its pipeline follows two schedulers, and how often a call repeats its layers changes by step"
     ),
@@ -101,8 +102,12 @@ SKIPPING: Mapping[str, Skipping] = {
     "StableAudioDiTModel": _TRANSFORMER_BLOCKS,
     "StableCascadeUNet": _WHOLE,
     "T5FilmDecoder": Skipping(("decoders",), sample="decoder_input_tokens", timestep="decoder_noise_time"),
+    "UNet1DModel": _WHOLE,
+    "UNet2DModel": _WHOLE,
     "UNetFlatConditionModel": _WHOLE,
     "WanAnimate2Transformer3DModel": dataclasses.replace(_BLOCKS, fills_cache=_mode("cached")),
+    "WuerstchenDiffNeXt": Skipping(timestep="r"),
+    "WuerstchenPrior": Skipping(timestep="r"),
     "ZImageOmniPipeline": _WHOLE,
     "ZImageControlNetModel": _WHOLE,
 }

@@ -30,6 +30,7 @@ REASONS = {  # by the class of a model or pipeline
     "MotifVideoTransformer3DModel": _UNKNOWN,
     "NucleusMoEImageTransformer2DModel": _EXPERTS,
     "OmniGenTransformer2DModel": _MASKED,
+    "PriorTransformer": "its tokens are those of a text and of one embedding, without rows and columns",
     "RFD4ProteinaTransformer": "its tokens are the residues of a protein, without a token grid",
     "SanaWMLTX2RefinerTransformer3DModel": _KEPT,
     "SanaWMTransformer3DModel": "its attention follows the frames in their order and convolves keys along "
@@ -38,8 +39,12 @@ REASONS = {  # by the class of a model or pipeline
     "StableAudioDiTModel": _LINE,
     "StableCascadeUNet": _TAKES_IMAGES,
     "T5FilmDecoder": _LINE,
+    "UNet1DModel": _LINE,
+    "UNet2DModel": _TAKES_IMAGES,
     "UNetFlatConditionModel": _UNKNOWN,
     "WanAnimate2Transformer3DModel": _KEPT,
+    "WuerstchenDiffNeXt": _TAKES_IMAGES,
+    "WuerstchenPrior": _TAKES_IMAGES,
     "ZImageOmniPipeline": "each of its samples is a list of images of several sizes",
     "ZImageControlNetModel": "it runs blocks of the transformer that it controls, on other grids",
 }

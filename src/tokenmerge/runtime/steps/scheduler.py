@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.errors import ConfigError
+from tokenmerge.models.base import is_a
 from tokenmerge.plans import Schedule
 from tokenmerge.plans.tolerance import Tolerance
 
@@ -21,6 +22,7 @@ from tokenmerge.plans.tolerance import Tolerance
 # tensor for each generation, and a deep copy of the tensor takes the attribute along.
 _GENERATION = "_tokenmerge_generation"
 _ON_CPU = "_tokenmerge_on_cpu"  # that by which timesteps on a device hold a copy on the CPU
+_WITH_END = ("DDPMWuerstchenScheduler",)  # their last timestep is that of the image, and of no step
 _ALMOST_NONE = 0.02  # noise before the last step, as a share of the first
 _NOISY: MutableMapping[Any, bool] = weakref.WeakKeyDictionary()  # schedulers, and whether they add noise
 
@@ -121,6 +123,8 @@ def step_of(
     counted = (getattr(scheduler, name, None) for name in ("step_index", "begin_index"))
     index = next((count for count in counted if count is not None), None)
     total = len(timesteps)
+    if is_a(scheduler, *_WITH_END):
+        total -= 1
     if row is not None:
         index, total = row
     if index is None:
