@@ -25,7 +25,7 @@ from tokenmerge.plans.method import Method
 from tokenmerge.report.by_weights import count_by_weights
 from tokenmerge.report.closeness import Closeness, closeness_of
 from tokenmerge.report.notes import KIND_OF_SIGN, signs_of
-from tokenmerge.report.prediction import Report, hardly_faster, predict
+from tokenmerge.report.prediction import Report, hardly_faster, predict, with_filling
 from tokenmerge.report.remarks import estimate_in_report, forecast_of, misfits_of, remarks_on
 from tokenmerge.report.summary import CLOSENESS, Conditions, RunSteps, summary
 from tokenmerge.runtime.memory.run_log import RunLog, StepRecorder, observations_of
@@ -186,7 +186,8 @@ class Patch(Handle[Report, RecordedPlan]):
         if run is None or not run.steps:
             return {}
         plan = plan_generation(run.config, run.steps)
-        return dict(enumerate(signs_of(plan, merges, is_unet=bool(self._denoiser.deep_stages))))
+        signs = signs_of(plan, merges, is_unet=bool(self._denoiser.deep_stages))
+        return dict(enumerate(signs, run.filled))
 
     def at_step(self, index: int, steps: int) -> None:
         """Set the next denoising step, in a loop of your own that does not use a diffusers pipeline.
@@ -280,12 +281,15 @@ class Patch(Handle[Report, RecordedPlan]):
             height = run.height if height is None else height
             width = run.width if width is None else width
             batch = run.batch if batch is None else batch
-            steps = run.steps if steps is None else steps
+            steps = run.all_steps if steps is None else steps
         frames = self._frames(frames)
         batch = self._denoiser.usual_batch if batch is None else batch
         steps = default_steps(self._model) if steps is None else steps
         check_counts(height=height, width=width, batch=batch, steps=steps)
         optional(number("a number ≥ 0, such as 7.5", lambda scale: scale >= 0))("guidance", guidance)
+        filled = 0 if run is None else run.filled
+        if filled and steps is not None:
+            steps = max(steps - filled, 1)  # those of the plan
         config = self._settings_at(height, width, frames, steps, guidance)
         references = tuple(references or ())
         root = self._denoiser.root
@@ -293,7 +297,9 @@ class Patch(Handle[Report, RecordedPlan]):
             config = dataclasses.replace(config, proportional=False)
         dense = {root: state.left_alone.dense for root, state in self._states.items()}
         cached = sum(state.cached_bytes for state in self._states.values())
-        key = height, width, frames, batch, steps, guidance, config, references, tuple(dense.values()), cached
+        fills = None if run is None else (run.filled, run.fills, run.calls)
+        counts = height, width, frames, batch, steps, guidance
+        key = *counts, config, references, tuple(dense.values()), cached, fills
         counted = self._counted.value
         if not counted or counted[0][0] != key:
             if self._denoiser.unmerged:
@@ -304,6 +310,8 @@ class Patch(Handle[Report, RecordedPlan]):
             slower = hardly_faster(report, partial(self._fewest_tokens, config.ratio))
             if slower is not None:
                 report = dataclasses.replace(report, notes=(*report.notes, slower))
+            if run is not None:
+                report = with_filling(report, filled, run.fills / run.calls)
             counted[:] = [(key, report, slower)]
         report = counted[0][1]
         if self._default is None:

@@ -23,14 +23,9 @@ OTHER = {
     "DualTransformer2DModel": "a part of a UNet",
     "MiniMaxMusic3RVQDepthDecoder": "it decodes",
     "MotionAdapter": "the weights of a part of UNetMotionModel",
-    "PriorTransformer": "it makes an embedding, not an image",
     "Transformer2DModel": "a part of a UNet",
     "TransformerTemporalModel": "a part of a UNet",
-    "UNet1DModel": "not described: it has no rows and columns; step reuse skips its output",
-    "UNet2DModel": "not described: its attention takes an image; step reuse skips its output",
     "UTransformer2DModel": "a part of UniDiffuserModel",
-    "WuerstchenDiffNeXt": "the decoder of a pipeline of 2023, which is deprecated",
-    "WuerstchenPrior": "the prior of a pipeline of 2023, which is deprecated",
 }
 # What the timestep is called in a call.
 _TIMES = {"t", "r", "sigma"}

@@ -7,12 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.models.tiny import FAMILIES, noise, seeded
-from torch import Tensor
+from tests.models.undescribed import build
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tokenmerge import StepReuse, ToMeConfig, apply_token_merging, remove_token_merging
 from tokenmerge.models.base import Grid
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.grids import grids_of_ids
+from tokenmerge.models.undescribed import SKIPPING
 from tokenmerge.runtime.memory.state import STATE
 
 
@@ -99,6 +102,74 @@ def test_a_pipeline_that_edits_a_picture_merges_it_and_its_reference():
     assert {(row.tokens, row.merged_tokens) for row in handle.report().rows} == {(80 + 72, 80 + 18)}
     handle.remove()
     assert torch.equal(edited(), dense)
+
+
+def test_a_controlnet_that_runs_blocks_of_its_transformer_is_skipped_with_it():
+    """The outputs of both are extrapolated, as the table of supported models says of the ControlNet."""
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImageControlNetPipeline
+
+    transformer, controlnet = FAMILIES["ZImageTransformer2DModel"].build(), build("ZImageControlNetModel")
+    vae = AutoencoderKL(
+        block_out_channels=(4, 4),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=2,
+        shift_factor=0.0,
+    )
+    pipe = ZImageControlNetPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=vae.eval(),
+        text_encoder=None,
+        tokenizer=None,
+        transformer=transformer,
+        controlnet=controlnet,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    words = noise(2, 7, 16)
+
+    def drawn() -> tuple[Tensor, list[int]]:
+        ran = [0, 0]
+        inner = [transformer.layers[0].attention, controlnet.control_layers[0].attention]
+
+        def note(module: nn.Module, _: object) -> None:
+            if module in inner:
+                ran[inner.index(module)] += 1
+
+        hook = register_module_forward_pre_hook(note)
+        (latents,) = pipe(
+            prompt_embeds=[words[0]],
+            negative_prompt_embeds=[words[1]],
+            control_image=torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
+            height=32,
+            width=32,
+            num_inference_steps=10,
+            guidance_scale=3.0,
+            generator=torch.Generator().manual_seed(1),
+            output_type="latent",
+            return_dict=False,
+        )
+        hook.remove()
+        return latents, ran
+
+    assert [(host.root, host.controlnet) for host in find_hosts(pipe)] == [
+        (transformer, False),
+        (controlnet, True),
+    ]
+    dense, ran = drawn()
+    assert ran == [10, 10]
+    patch = apply_token_merging(pipe, speedup=2.0)
+    latents, ran = drawn()
+    assert ran == [5, 5]
+    assert torch.isfinite(latents).all()
+    shown = str(patch)
+    assert "tokenmerge in ZImageTransformer2DModel + ZImageControlNetModel: " in shown
+    assert "10 steps, guidance 3" in shown
+    assert "counted by operations: 2.00×" in shown
+    assert "skipped: the whole model, whose output is extrapolated" in shown
+    assert SKIPPING["ZImageControlNetModel"].way == "whole output"
+    patch.remove()
+    assert torch.equal(drawn()[0], dense)
 
 
 def test_the_pictures_of_a_sequence_are_read_from_the_positions_of_pipelines():

@@ -44,6 +44,30 @@ def test_what_precedes_an_image_does_not_see_that_it_merges():
     assert not torch.allclose(merged[1], dense[1], rtol=1e-4)
 
 
+def test_a_step_that_fills_a_cache_of_keys_is_counted_as_a_dense_one():
+    """The plan is for the steps after it."""
+    from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
+
+    model, inputs = model_of(FAMILIES[QWEN]), FAMILIES[QWEN].inputs(1, 8, 8)
+    patch = apply_token_merging(model, ToMeConfig(ratio=0, reuse=StepReuse(every=2)))
+    cache = QwenImage21KVCache(3)
+    ran: list[int] = []
+    model.transformer_blocks[0].attn.to_q.register_forward_hook(lambda *_: ran.append(index))
+    for index in range(6):
+        patch.at_step(index, 6)
+        call(model, {**inputs, "kv_cache": cache, "kv_cache_mode": "cached" if index else "extract"})
+    assert ran == [0, 1, 2, 5]
+    report = patch.report()
+    assert report.step_signs == "DDD··D"
+    assert [flops < report.flops_dense for flops in report.flops_of_steps] == [
+        step not in ran for step in range(6)
+    ]
+    assert report.flops_mean == round(sum(report.flops_of_steps) / 6)
+    assert "6 steps, of which 1 fills a cache" in str(patch)
+    assert patch.report(steps=10).step_signs[0] == "D"
+    assert patch.report(steps=10).steps == 10
+
+
 def test_a_cache_of_keys_for_several_images_keeps_them_dense():
     """Attention would have to be called for one image after the other, and the cache holds all of them."""
     model = model_of(FAMILIES[QWEN])

@@ -10,9 +10,10 @@ from tests.models.family import WORDS, Family, noise
 from tests.models.test_every_family import call, model_of, reordering, settings
 from tests.models.tiny import FAMILIES
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.testing import assert_close
 
-from tokenmerge import NothingToMergeError, ToMeConfig, apply_token_merging
+from tokenmerge import NothingToMergeError, StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.models.base import Block, TokenArgument
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.find import find_hosts
@@ -46,6 +47,20 @@ def test_blocks_that_need_the_whole_grid_cannot_and_are_skipped_all_the_same(nam
     assert find_hosts(model)[0].can_skip
     with pytest.raises(NothingToMergeError, match="scope='block'"):
         apply_token_merging(model, settings(FAMILIES[name], scope="block"))
+    patch = apply_token_merging(model, ToMeConfig(ratio=0, reuse=StepReuse(every=2)))
+    inner = {next(block.module.children()): block.path for block in find_hosts(model)[0].blocks}
+    ran: dict[int, list[str]] = {}
+    hook = register_module_forward_pre_hook(
+        lambda module, _: ran[index].append(inner[module]) if module in inner else None
+    )
+    for index in range(4):
+        ran[index] = []
+        patch.at_step(index, 6)
+        call(model, FAMILIES[name].inputs(2, 8, 8))
+    hook.remove()
+    assert set(ran[0]) == set(inner.values())
+    assert ran[1] == ran[3] == ran[0]
+    assert ran[2] == []
 
 
 @pytest.mark.parametrize("grid", [(8, 8), (7, 5)])

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.models.dits import FAMILIES
 from tests.models.family import noise, seeded
 from torch import Tensor
 
 Inputs = Callable[[int], dict[str, Any]]  # (batch) → the arguments of a call
+
+TEXT = 6
 
 # By class, the arguments with which the smallest model is built.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -228,6 +232,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "time_step_dim": 4,
         "rope_scaling": {"long_factor": [1, 2], "short_factor": [1, 2]},
     },
+    "PriorTransformer": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "num_layers": 2,
+        "embedding_dim": 16,
+        "num_embeddings": TEXT,
+        "additional_embeddings": 4,
+    },
+    "SanaWMTransformer3DModel": {
+        "in_channels": 4,
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "linear_head_dim": 8,
+        "caption_channels": 16,
+        "softmax_every_n": 2,  # blocks of both kinds of attention
+        "chunk_plucker_channels": 6,
+        "chunk_plucker_post_attn_blocks": -1,
+    },
     "StableAudio3DiTModel": {
         "io_channels": 8,
         "patch_size": 1,
@@ -276,6 +299,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "d_kv": 8,
         "d_ff": 32,
     },
+    "UNet1DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "extra_in_channels": 64,
+        "block_out_channels": (32, 32),
+        "down_block_types": ("DownBlock1DNoSkip", "AttnDownBlock1D"),
+        "up_block_types": ("AttnUpBlock1D", "UpBlock1DNoSkip"),
+        "mid_block_type": "UNetMidBlock1D",
+    },
+    "UNet2DModel": {
+        "sample_size": 8,
+        "in_channels": 4,
+        "out_channels": 4,
+        "block_out_channels": (8, 8),
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "attention_head_dim": 4,
+    },
+    "UNetFlatConditionModel": {
+        "sample_size": 8,
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "down_block_types": ("DownBlockFlat", "CrossAttnDownBlockFlat"),
+        "up_block_types": ("CrossAttnUpBlockFlat", "UpBlockFlat"),
+        "cross_attention_dim": 16,
+        "norm_num_groups": 4,
+        "attention_head_dim": 4,
+    },
     "WanAnimate2Transformer3DModel": {
         "text_len": 16,
         "in_dim": 36,
@@ -289,12 +342,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_img_emb": True,
     },
 }
+CONFIGS["WuerstchenDiffNeXt"] = {
+    "c_in": 4,
+    "c_out": 4,
+    "c_r": 8,
+    "c_cond": 16,
+    "c_hidden": [8, 16],
+    "nhead": [-1, 2],
+    "blocks": [1, 1],
+    "level_config": ["CT", "CTA"],
+    "inject_effnet": [False, True],
+    "effnet_embd": 4,
+    "clip_embd": 16,
+}
+CONFIGS["WuerstchenPrior"] = {"c_in": 4, "c": 16, "c_cond": 16, "c_r": 8, "depth": 2, "nhead": 2}
+CONFIGS["ZImageControlNetModel"] = {
+    "control_layers_places": [0, 1],
+    "control_refiner_layers_places": [0],
+    "control_in_dim": 4,
+    "add_control_noise_refiner": "control_noise_refiner",
+    "dim": 32,
+    "n_refiner_layers": 1,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+}
 CONFIGS["AnyFlowFARTransformer3DModel"] = {
     **CONFIGS["AnyFlowTransformer3DModel"],
     "compressed_patch_size": (1, 4, 4),
     "full_chunk_limit": 3,
 }
-TEXT = 6
+Z_IMAGE = FAMILIES["ZImageTransformer2DModel"]
 
 
 def steps(batch: int, value: float = 500.0) -> Tensor:
@@ -391,6 +468,22 @@ def _omnigen(batch: int) -> dict[str, Any]:
         "input_image_sizes": {},
         "attention_mask": ones(batch, tokens, tokens),
         "position_ids": torch.arange(tokens).expand(batch, tokens).clone(),
+    }
+
+
+def _sana_wm(batch: int) -> dict[str, Any]:
+    frames = 3
+    pose = torch.eye(4).flatten().expand(batch, frames, 16)
+    lens = torch.tensor([3.0, 3.0, 2.0, 2.0]).expand(batch, frames, 4)
+    times = steps(batch)[:, None, None].repeat(1, 1, frames)
+    times[:, :, 0] = 0  # the given image
+    return {
+        "hidden_states": noise(batch, 4, frames, 4, 4),
+        "timestep": times,
+        "encoder_hidden_states": noise(batch, 1, TEXT, 16),
+        "mask": ones(batch, TEXT),
+        "camera_conditions": torch.cat([pose, lens], dim=-1),
+        "chunk_plucker": noise(batch, 6, frames, 4, 4),
     }
 
 
@@ -492,6 +585,14 @@ INPUTS: dict[str, Inputs] = {
         "img_shapes": [(1, 4, 4)] * b,
     },
     "OmniGenTransformer2DModel": _omnigen,
+    "PriorTransformer": lambda b: {
+        "hidden_states": noise(b, 16),
+        "timestep": steps(b),
+        "proj_embedding": noise(b, 16),
+        "encoder_hidden_states": noise(b, TEXT, 16),
+        "attention_mask": ones(b, TEXT).bool(),
+    },
+    "SanaWMTransformer3DModel": _sana_wm,
     "StableAudio3DiTModel": lambda b: {
         "hidden_states": noise(b, 8, 16),
         "timestep": steps(b, 0.5),
@@ -511,18 +612,67 @@ INPUTS: dict[str, Inputs] = {
         "clip_text_pooled": noise(b, 1, 16),
     },
     "T5FilmDecoder": _t5,
+    "UNet1DModel": lambda b: {"sample": noise(b, 4, 16), "timestep": steps(b)},
+    "UNet2DModel": lambda b: {"sample": noise(b, 4, 8, 8), "timestep": steps(b)},
+    "UNetFlatConditionModel": lambda b: {
+        "sample": noise(b, 4, 4, 1),
+        "timestep": steps(b),
+        "encoder_hidden_states": noise(b, TEXT, 16),
+    },
     "WanAnimate2Transformer3DModel": _wan_animate,
+    "WuerstchenDiffNeXt": lambda b: {
+        "x": noise(b, 4, 8, 8),
+        "r": steps(b, 0.5),
+        "effnet": noise(b, 4, 4, 4),
+        "clip": noise(b, TEXT, 16),
+    },
+    "WuerstchenPrior": lambda b: {"x": noise(b, 4, 8, 8), "r": steps(b, 0.5), "c": noise(b, TEXT, 16)},
+    "ZImageControlNetModel": lambda b: {
+        **Z_IMAGE.inputs(b, 4, 4),
+        "control_context": list(noise(b, 4, 1, 8, 8)),
+    },
 }
-# Models of which no small one is built here, each with the reason.
-NOT_BUILT = {
-    "RFD4ProteinaTransformer": "it runs dense, and its call needs the features of a protein",
-    "SanaWMLTX2RefinerTransformer3DModel": "it runs dense",
-    "SanaWMTransformer3DModel": "its blocks need the path of a camera, in 48 channels for each pixel",
-    "UNetFlatConditionModel": "diffusers no longer has the class",
-    "ZImageControlNetModel": "it runs dense",
+# The same of models that run dense in every step.
+DENSE: dict[str, dict[str, Any]] = {
+    "RFD4ProteinaTransformer": {
+        "nlayers": 2,
+        "token_dim": 16,
+        "nheads": 2,
+        "dim_cond": 8,
+        "pair_repr_dim": 8,
+        "latent_dim": 4,
+        "token_type_emb_dim": 4,
+        "cath_emb_dim": 4,
+        "t_emb_dim": 8,
+        "seq_sep_dim": 4,
+        "xt_pair_dist_dim": 5,
+        "tri_mult_c": 8,
+    },
+    "SanaWMLTX2RefinerTransformer3DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "cross_attention_dim": 16,
+        "audio_in_channels": 4,
+        "audio_out_channels": 4,
+        "audio_num_attention_heads": 2,
+        "audio_attention_head_dim": 4,
+        "audio_cross_attention_dim": 8,
+        "num_layers": 2,
+        "caption_channels": 16,
+    },
 }
 # Pipelines, whose models a family describes.
 PIPELINES = ("Flux2KleinKVPipeline", "ZImageOmniPipeline")
+
+
+# Modules of classes that diffusers does not export.
+PLACES = {
+    "UNetFlatConditionModel": "versatile_diffusion.modeling_text_unet",
+    "WuerstchenDiffNeXt": "wuerstchen.modeling_wuerstchen_diffnext",
+    "WuerstchenPrior": "wuerstchen.modeling_wuerstchen_prior",
+}
 
 
 @functools.cache
@@ -530,9 +680,15 @@ def class_of(name: str) -> Any:
     """The class of a model in diffusers."""
     import diffusers
 
+    place = PLACES.get(name)
+    if place is not None:
+        return getattr(importlib.import_module(f"diffusers.pipelines.deprecated.{place}"), name)
     return getattr(diffusers, name, None) or getattr(diffusers.models, name)
 
 
-def build(name: str) -> Any:
+def build(name: str, **settings: Any) -> Any:
     """A small model of a class, with seeded random weights, in evaluation mode."""
-    return seeded(class_of(name)(**CONFIGS[name]))
+    model = class_of(name)(**{**CONFIGS, **DENSE}[name] | settings)
+    if name == "ZImageControlNetModel":
+        model = type(model).from_transformer(model, Z_IMAGE.build())
+    return seeded(model)

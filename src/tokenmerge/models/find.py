@@ -51,7 +51,10 @@ def find_hosts(model: object) -> tuple[Host, ...]:
     if not hosts:
         why = next(filter(None, map(undescribed.why_dense, modules)), "")
         raise UnsupportedModelError(why or _no_host(model, modules))
-    return tuple(hosts.values())
+    found = tuple(hosts.values())
+    described = tuple(host for host in found if not host.unmerged)
+    # A prior, or another model in which nothing merges, stays dense beside a denoiser that merges.
+    return described if any(not host.controlnet for host in described) else found
 
 
 def _hosts_in(part: nn.Module, caller: object) -> Iterator[Host]:
@@ -102,6 +105,11 @@ def _no_host(model: object, modules: list[nn.Module]) -> str:
         )
     names = sorted({type(part).__name__ for part in modules} or {type(model).__name__})
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    if modules and hasattr(model, "scheduler"):
+        return (
+            f"found {', '.join(names[:_MOST_NAMES])}{more} in {type(model).__name__}, and none of them is a "
+            "denoiser that docs/supported-models.md lists; pass a pipeline with one of these"
+        )
     return (
         f"found {', '.join(names[:_MOST_NAMES])}{more}; pass a diffusers pipeline, its unet or transformer, "
         "or an object with model.diffusion_model; docs/supported-models.md lists the classes"

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Arguments, Grid, Grids, Host
+from tokenmerge.models.base import Arguments, Grid, Grids, Host, is_called
 from tokenmerge.models.call import parameters
 from tokenmerge.models.unsupported import REASONS
 
@@ -90,22 +90,26 @@ SKIPPING: Mapping[str, Skipping] = {
     "MotifVideoTransformer3DModel": _BOTH,
     "NucleusMoEImageTransformer2DModel": _TRANSFORMER_BLOCKS,
     "OmniGenTransformer2DModel": _LAYERS,
+    "PriorTransformer": _TRANSFORMER_BLOCKS,
     "RFD4ProteinaTransformer": Skipping(
         dense="its pipeline follows two schedulers, and how often a call repeats its layers changes by step"
     ),
     "SanaWMLTX2RefinerTransformer3DModel": Skipping(
-        dense="it runs three steps for each part of a video, in a loop without a scheduler, and fills a "
-        "cache between them"
+        dense="its pipeline runs three steps for each part of a video, of which none can be skipped"
     ),
     "SanaWMTransformer3DModel": _BLOCKS,
     "StableAudio3DiTModel": _TRANSFORMER_BLOCKS,
     "StableAudioDiTModel": _TRANSFORMER_BLOCKS,
     "StableCascadeUNet": _WHOLE,
     "T5FilmDecoder": Skipping(("decoders",), sample="decoder_input_tokens", timestep="decoder_noise_time"),
+    "UNet1DModel": _WHOLE,
+    "UNet2DModel": _WHOLE,
     "UNetFlatConditionModel": _WHOLE,
     "WanAnimate2Transformer3DModel": dataclasses.replace(_BLOCKS, fills_cache=_mode("cached")),
+    "WuerstchenDiffNeXt": Skipping(timestep="r"),
+    "WuerstchenPrior": Skipping(timestep="r"),
     "ZImageOmniPipeline": _WHOLE,
-    "ZImageControlNetModel": Skipping(dense="it runs blocks of the transformer that it controls"),
+    "ZImageControlNetModel": _WHOLE,
 }
 
 
@@ -162,6 +166,7 @@ def _described(root: Any, caller: object, skipping: Skipping) -> Host:
         grids=_no_grids,
         example=_no_example,
         sample_size=None,
+        controlnet=is_called(root, "ControlNet"),
         described=False,
         fills_cache=skipping.fills_cache,
         span=tuple(_blocks_in(root, skipping.lists)) or ("",),

@@ -5,7 +5,6 @@ _KEPT = "it caches keys and values between calls, and merging would change their
 _SCALES = "the sequence holds earlier frames at several scales, which no single token grid describes"
 _MASKED = "a mask divides the sequence into segments, and merging would change their lengths"
 _EXPERTS = "how many tokens an expert takes depends on the number of tokens"
-_TWO = "its blocks attend between two sequences, one of video and one of sound"
 _LINE = "its tokens are a sequence in time, without the rows and columns that merging needs"
 _TAKES_IMAGES = "its attention takes an image [b, c, h, w] instead of tokens"
 _UNKNOWN = "its blocks have not been described yet"
@@ -31,15 +30,21 @@ REASONS = {  # by the class of a model or pipeline
     "MotifVideoTransformer3DModel": _UNKNOWN,
     "NucleusMoEImageTransformer2DModel": _EXPERTS,
     "OmniGenTransformer2DModel": _MASKED,
+    "PriorTransformer": "its tokens are those of a text and of one embedding, without rows and columns",
     "RFD4ProteinaTransformer": "its tokens are the residues of a protein, without a token grid",
-    "SanaWMLTX2RefinerTransformer3DModel": _TWO,
-    "SanaWMTransformer3DModel": _KEPT,
+    "SanaWMLTX2RefinerTransformer3DModel": _KEPT,
+    "SanaWMTransformer3DModel": "its attention follows the frames in their order and convolves keys along "
+    "them, and its MLP convolves the token grid",
     "StableAudio3DiTModel": _LINE,
     "StableAudioDiTModel": _LINE,
     "StableCascadeUNet": _TAKES_IMAGES,
     "T5FilmDecoder": _LINE,
+    "UNet1DModel": _LINE,
+    "UNet2DModel": _TAKES_IMAGES,
     "UNetFlatConditionModel": _UNKNOWN,
     "WanAnimate2Transformer3DModel": _KEPT,
+    "WuerstchenDiffNeXt": _TAKES_IMAGES,
+    "WuerstchenPrior": _TAKES_IMAGES,
     "ZImageOmniPipeline": "each of its samples is a list of images of several sizes",
     "ZImageControlNetModel": "it runs blocks of the transformer that it controls, on other grids",
 }

@@ -68,8 +68,8 @@ class Report(Tabled):
             no estimate.
         kept_bytes: bytes cached between steps: corrections, residuals and plans.
         steps: number of steps that ``flops_mean`` is averaged over.
-        flops_mean: operations with merging, averaged over these steps, or None if all steps are alike or no
-            number of steps is given.
+        flops_mean: operations with merging, averaged over these steps and over calls beside them that filled
+            a cache, or None if all steps are alike or no number of steps is given.
         flops_of_steps: operations of each of these steps, or an empty tuple where ``flops_mean`` is None.
         step_signs: one sign for each of these steps, such as ``"MMssMM"``, or an empty string where
             ``flops_mean`` is None.
@@ -312,6 +312,29 @@ def predict(
         flops_of_steps=tuple(map(sum, zip(*(report.flops_of_steps for report in reports), strict=True))),
         scale=latent_scale(pipe_or_model),
         step_signs=signs_of(plan_generation(described, steps), bool(rows), is_unet) if steps else "",
+    )
+
+
+def with_filling(report: Report, steps: int, calls: float) -> Report:
+    """Return a report that also counts what fills a cache for the steps in it, which runs whole.
+
+    Args:
+        report: the operations of the steps that read the cache.
+        steps: number of steps before these that fill it, ≥ 0.
+        calls: number of calls beside all steps that fill it, ≥ 0, in units of the calls of a step.
+    """
+    if not report.flops_of_steps or not (steps or calls):
+        return report
+    dense = report.flops_dense
+    of_steps = (*[dense] * steps, *report.flops_of_steps)
+    note = "what fills a cache for other steps runs whole, and is counted"
+    return dataclasses.replace(
+        report,
+        steps=len(of_steps),
+        flops_of_steps=of_steps,
+        flops_mean=round((sum(of_steps) + calls * dense) / (len(of_steps) + calls)),
+        step_signs="D" * steps + report.step_signs,
+        notes=(*report.notes, note),
     )
 
 

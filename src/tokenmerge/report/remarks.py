@@ -67,7 +67,7 @@ def remarks_on(
         remarks[f"min_psnr {method.min_psnr:g}"] = _tolerated(method, facts, estimate, report)
     if estimate is None:
         return remarks
-    fewer = 0 if report is None else round(facts.steps / report.speedup)
+    fewer = 0 if report is None else _steps_as_long(report, facts.steps)
     merges = run is not None and run.config.merges
     if 1 < fewer < facts.steps and can_be_as_close(facts, merges):
         same = f"{fewer} steps of the unchanged model take as long"
@@ -75,6 +75,12 @@ def remarks_on(
     elif estimate.psnr < _FAR:
         remarks["for a closer image"] = "a lower speedup, or more steps"
     return remarks
+
+
+def _steps_as_long(report: Report, steps: int) -> int:
+    """Return how many steps of the unchanged model have as many operations as all steps of a generation."""
+    of_steps = report.flops_of_steps
+    return round(sum(of_steps) / report.flops_dense if of_steps else steps / report.speedup)
 
 
 def _tolerated(method: Method, facts: RunFacts, estimate: Estimate | None, report: Report) -> str:
@@ -92,7 +98,9 @@ def _tolerated(method: Method, facts: RunFacts, estimate: Estimate | None, repor
         return f"a run begins slower than speedup={method.speedup:g}, and {adds}"
     reached = "above" if estimate.psnr >= wanted else "below"
     told = f"the estimate is {reached} {wanted:g} dB; the plan aims at {aim}."
-    ran = f"{report.speedup:.2f}×"
+    planned = report.flops_of_steps[-facts.steps :]  # without steps before them that filled a cache
+    speedup = len(planned) * report.flops_dense / sum(planned) if planned else report.speedup
+    ran = f"{speedup:.2f}×"
     due = f"{method.plan(facts).speedup:.2f}×"
     if ran == due:
         return f"{told} No step was added"

@@ -56,7 +56,8 @@ def summary(
         lines.append(f"  {conditions.gone}")
     remarks = [f"  {heading}: {text}" for heading, text in conditions.remarks.items() if text]
     if run is not None:
-        setting = _setting(conditions, run, run.steps, run.kinds.total() or None)
+        ran = run.kinds.total()
+        setting = _setting(conditions, run, run.all_steps, ran + run.filled if ran else None)
         took = f", {run.seconds:.1f} s of denoising" if run.steps else ""
         lines.append(f"  last run: {setting}{took}")
     elif conditions.gone:
@@ -159,7 +160,7 @@ def _setting(conditions: Conditions, of: Report | RunLog, steps: int | None, don
             words.append(f"{of.width} × {of.height} latents")
     if steps is not None:
         number = _number_of_steps(steps)
-        words.append(number if done in (None, steps) else f"{done} of {number}")
+        words.append((number if done in (None, steps) else f"{done} of {number}") + _filling(of))
     if conditions.guidance is not None:
         guided = conditions.guidance > 1
         words.append(f"guidance {conditions.guidance:g}" if guided else "no classifier-free guidance")
@@ -168,6 +169,20 @@ def _setting(conditions: Conditions, of: Report | RunLog, steps: int | None, don
     elif conditions.pictures > 1:
         words.append(f"{conditions.pictures} images at once")
     return ", ".join(words)
+
+
+def _filling(of: Report | RunLog) -> str:
+    """Return what filled a cache for other steps of a run, as the end of a phrase, or an empty string."""
+    if not isinstance(of, RunLog):
+        return ""
+    if of.filled:
+        return f", of which {of.filled} {_fill(of.filled)} a cache"
+    calls = "call" if of.fills == 1 else "calls"
+    return f" and {of.fills} {calls} that {_fill(of.fills)} a cache" if of.fills else ""
+
+
+def _fill(number: int) -> str:
+    return "fills" if number == 1 else "fill"
 
 
 def _number_of_steps(steps: int) -> str:

@@ -93,6 +93,9 @@ class RunLog:
     # Empty if the settings do not follow the steps.
     kind_of_step: dict[int, StepKind] = dataclasses.field(default_factory=dict)
     merging_steps: set[int] = dataclasses.field(default_factory=set)
+    filled: int = 0  # steps before the first one, which filled a cache for the others and ran whole
+    fills: int = 0  # calls beside all steps that filled a cache for them, and ran whole
+    calls: int = 1  # of the model in a step
     misfits: int = 0  # calls whose sample follows from none of the step before, and that reused nothing
     seconds: float = 0.0  # to the end of the last call, whose operations an accelerator may still run
     # In the last step of the generation, the logs of all its models. As its call ends, they have ended.
@@ -218,6 +221,11 @@ class RunLog:
         if tracker.is_last:  # nothing will be compared with it
             self.outputs = {key: output for key, output in self.outputs.items() if key[0] != tracker.call}
             self.noise.before = None
+
+    @property
+    def all_steps(self) -> int | None:
+        """The number of steps, with those that filled a cache."""
+        return None if self.steps is None else self.steps + self.filled
 
     @property
     def kinds(self) -> Counter[StepKind]:

@@ -195,6 +195,7 @@ class ThreadState:
         self.numbers: dict[tuple[int, torch.device], Tensor] = {}  # see ``steps.step_tracker.step_seed``
         self.stack: RunningStack | None = None  # of blocks, if one runs
         self.ran: set[str] = set()  # parts of the model that the running call has run, "deep" and "finest"
+        self.fills = 0  # calls since the last generation began that filled a cache for the next one
 
 
 @dataclasses.dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Mapping
@@ -64,6 +65,7 @@ def facts_of_call(state: ModelState, root: nn.Module, arguments: Mapping[str, An
     if state.follows_steps:
         _refuse_one_graph(state)
         if state.call.fills_cache is not None and state.call.fills_cache(arguments):
+            _note_fill(state, scheduler, timestep, pipe is running, running)
             return None
         if not state.pipeline.step_is_given and calls_back(running):
             return None
@@ -72,6 +74,8 @@ def facts_of_call(state: ModelState, root: nn.Module, arguments: Mapping[str, An
             return None
         if step is None:
             raise _unknown_step(state)
+        if state.threads.value.fills and not state.pipeline.memories_of(step.generation):
+            step.generation.begin_after_filling(step.index)
     if state.call.described:
         shape = _shape_of(arguments, sample, with_text=state.follows_steps)
     else:
@@ -134,6 +138,13 @@ def _shape_of(arguments: Mapping[str, Any], sample: Any, with_text: bool) -> Sha
         # Joint blocks change it too, and its length may differ at the next step.
         return (*shape, *text.shape)
     return shape
+
+
+def _note_fill(state: ModelState, scheduler: Any, timestep: Any, runs_here: bool, running: Any) -> None:
+    """Note a call that fills a cache for later ones, with its step if it is in one."""
+    state.threads.value.fills += 1
+    with contextlib.suppress(ConfigError):  # a scheduler of another thread
+        state.pipeline.step(scheduler, timestep, runs_here, running)
 
 
 def _refuse_one_graph(state: ModelState) -> None:

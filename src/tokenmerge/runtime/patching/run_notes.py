@@ -32,6 +32,7 @@ def note_call(
         log = _new_log(facts, memory.log, config)
         memory.log = log
         log.observe(_note_facts, facts, log)
+    log.calls = max(log.calls, len(memory.tracker.numbers.made))
     facts.state.runs.set(log, begins)
     _note_misfits(facts, memory, log, config)
     kind = decision.kind.in_model(is_unet=not facts.state.skips_blocks)
@@ -48,6 +49,10 @@ def _new_log(facts: CallFacts, before: RunLog | None, config: ToMeConfig) -> Run
     if before is not None:
         log.began = before.began
         log.unseen = before.unseen
+    elif facts.step is not None:
+        log.filled = facts.step.generation.filled
+        log.fills = 0 if log.filled else state.threads.value.fills
+        state.threads.value.fills = 0
     return log
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.errors import ConfigError
+from tokenmerge.models.base import is_a
 from tokenmerge.plans import Schedule
 from tokenmerge.plans.tolerance import Tolerance
 
@@ -21,6 +22,7 @@ from tokenmerge.plans.tolerance import Tolerance
 # tensor for each generation, and a deep copy of the tensor takes the attribute along.
 _GENERATION = "_tokenmerge_generation"
 _ON_CPU = "_tokenmerge_on_cpu"  # that by which timesteps on a device hold a copy on the CPU
+_WITH_END = ("DDPMWuerstchenScheduler",)  # their last timestep is that of the image, and of no step
 _ALMOST_NONE = 0.02  # noise before the last step, as a share of the first
 _NOISY: MutableMapping[Any, bool] = weakref.WeakKeyDictionary()  # schedulers, and whether they add noise
 
@@ -34,11 +36,17 @@ class Generation:
     def __init__(self, first: int, schedule: Schedule = Schedule()) -> None:
         self.first = first  # index of its first step, which is not 0 in image-to-image
         self.index = first  # of the latest
+        self.filled = 0  # steps before the first one, which filled a cache for the others
         self.schedule = schedule
         self.tolerances: dict[object, Tolerance | None] = {}  # by the DefaultMethod
         # From the first step on, see ``added_noise``; None: the scheduler was not asked.
         self.added_noise: tuple[float | None, ...] | None = None
         self.thread = threading.get_ident()
+
+    def begin_after_filling(self, index: int) -> None:
+        """Begin at a step before which all others have filled a cache, and so ran whole."""
+        self.filled = index - self.first
+        self.first = index
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
         # Pipelines that draw tiles give each tile a deep copy of the scheduler's state.
@@ -115,6 +123,8 @@ def step_of(
     counted = (getattr(scheduler, name, None) for name in ("step_index", "begin_index"))
     index = next((count for count in counted if count is not None), None)
     total = len(timesteps)
+    if is_a(scheduler, *_WITH_END):
+        total -= 1
     if row is not None:
         index, total = row
     if index is None:
