@@ -12,6 +12,7 @@ from diffusers import (
     MultiControlNetModel,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionPipeline,
+    Transformer2DModel,
     UNet2DModel,
 )
 from diffusers.models.attention import BasicTransformerBlock
@@ -219,13 +220,31 @@ WRITER = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=10
 
 
 @pytest.mark.parametrize(
-    "thing", [torch.nn.Linear(2, 2), UNet2DModel(block_out_channels=(32, 32, 32, 32)), CODEC, WRITER, None]
+    "thing",
+    [
+        torch.nn.Linear(2, 2),
+        Transformer2DModel(1, 8, in_channels=32),  # a part of a UNet
+        CODEC,
+        WRITER,
+        None,
+    ],
 )
 def test_something_else_is_an_error_that_names_it_and_where_the_supported_classes_are(thing):
     with pytest.raises(UnsupportedModelError) as raised:
         apply_token_merging(thing, HALF)
     assert str(raised.value).startswith(f"found {type(thing).__name__}; pass a diffusers pipeline")
     assert "docs/supported-models.md" in str(raised.value)
+
+
+def test_a_denoiser_in_which_nothing_merges_is_refused_with_the_reason_and_what_speeds_it_up():
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"in UNet2DModel yet: its attention takes an image .*supported-models\.md",
+    ) as raised:
+        apply_token_merging(UNet2DModel(block_out_channels=(32, 32, 32, 32)), HALF)
+    assert str(raised.value).endswith(
+        "step reuse alone speeds up its pipeline: apply_token_merging(pipe, speedup=2.0)"
+    )
 
 
 @pytest.mark.parametrize("name", ["owner/name", Path("models") / "mine", "x" * 1000])

@@ -286,3 +286,12 @@ def test_calls_that_fill_a_cache_run_and_others_read_it_in_half_of_the_steps(nam
     assert report.speedup == pytest.approx(speedup_of(ran[-case.last :], report), rel=1e-3)
     patch.remove()
     assert torch.equal(case.draw(), dense)
+
+
+def test_a_step_that_fills_a_cache_counts_in_what_a_tolerance_costs():
+    """Of the other 7 steps, 3 are full by the speed-up alone, and 4 with the tolerance."""
+    case = flux_2_klein()
+    patch = apply_token_merging(case.pipe, speedup=2.0, min_psnr=1)
+    case.draw()
+    assert "This cost speed: 1.60× in place of 2.00×" in str(patch)
+    assert "few steps: 5 steps of the unchanged model take as long" in str(patch)

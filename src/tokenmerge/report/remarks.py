@@ -98,10 +98,11 @@ def _tolerated(method: Method, facts: RunFacts, estimate: Estimate | None, repor
         return f"a run begins slower than speedup={method.speedup:g}, and {adds}"
     reached = "above" if estimate.psnr >= wanted else "below"
     told = f"the estimate is {reached} {wanted:g} dB; the plan aims at {aim}."
-    planned = report.flops_of_steps[-facts.steps :]  # without steps before them that filled a cache
-    speedup = len(planned) * report.flops_dense / sum(planned) if planned else report.speedup
-    ran = f"{speedup:.2f}×"
-    due = f"{method.plan(facts).speedup:.2f}×"
+    # Steps that fill a cache run whole in any plan.
+    filled = max(len(report.flops_of_steps) - facts.steps, 0)
+    planned = method.plan(facts).speedup
+    ran = f"{report.speedup:.2f}×"
+    due = f"{(filled + facts.steps) / (filled + facts.steps / planned):.2f}×"
     if ran == due:
         return f"{told} No step was added"
     lower = "a lower speedup without min_psnr can be faster"

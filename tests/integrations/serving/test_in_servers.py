@@ -148,6 +148,7 @@ def test_a_model_that_is_not_supported_is_served_dense(server, tmp_path, lines, 
     )
     DDPMPipeline(unet, DDPMScheduler()).save_pretrained(tmp_path / "ddpm")
     # As if another library had written it: step reuse speeds up any denoiser of diffusers.
+    monkeypatch.delitem(undescribed.REASONS, "UNet2DModel")
     monkeypatch.setattr(undescribed, "is_of_diffusers", lambda module: False)
     monkeypatch.setenv("TOKENMERGE_SPEEDUP", "2.0")
     server.load_plugins(monkeypatch)
