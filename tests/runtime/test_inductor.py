@@ -44,9 +44,34 @@ def _revised(revise: Callable[[Plan], Plan]) -> Any:
     return mock.patch.object(planning, "_new_plan", lambda *given: revise(make(*given)))
 
 
+def _noted(plans: list[Plan], turned: list[float]) -> Any:
+    """Note each new plan within the context, and the share of tokens for which rounding would change it."""
+    make = planning._new_plan
+
+    def note(*given: Any) -> Plan:
+        *others, features = given
+        plan = make(*given)
+        plans.append(plan)
+        noise = torch.randn(features.shape, generator=torch.Generator().manual_seed(0))
+        other = make(*others, features + _ROUNDING * features.abs().max() * noise)
+        turned.append(_differing(plan, other))
+        return plan
+
+    return mock.patch.object(planning, "_new_plan", note)
+
+
+def _differing(one: Plan, other: Plan) -> float:
+    """Return the share of tokens whose place another token takes in another plan."""
+    return (_destinations(one) != _destinations(other)).float().mean().item()
+
+
 def _destinations(plan: Plan) -> Tensor:
     """``[b, n]``: the token whose place each token takes."""
     return plan.kept().gather(1, plan.labels())
+
+
+# Sums in another order differ by less than this share of the largest value.
+_ROUNDING = 1e-5
 
 
 @pytest.mark.slow
@@ -56,8 +81,8 @@ def test_compiled_blocks_draw_what_the_default_method_draws_without_a_compiler(b
     """With the same plans they differ by rounding: ten times what it changes in the dense image.
 
     Rounding also turns a few near-ties of the matching, so their own plans differ in a few tokens. One such
-    token changes the image by up to 1e-3, and the plans of later steps with it. Here 2 of 2304 tokens of a
-    plan were seen to differ.
+    token changes the image by up to 1e-3, and the plans of later steps with it. How many it turns is measured
+    with noise. At most twice as many may differ, since both images are rounded.
     """
     pipe, text = build()
     pipe.set_progress_bar_config(disable=True)
@@ -73,24 +98,19 @@ def test_compiled_blocks_draw_what_the_default_method_draws_without_a_compiler(b
     dense, eager = draw(), {}
     for speedup in (2.0, 1.5):
         plans: list[Plan] = []
-
-        def note(plan: Plan, plans: list[Plan] = plans) -> Plan:
-            plans.append(plan)
-            return plan
-
-        with token_merging(pipe, speedup=speedup), _revised(note):
-            eager[speedup] = draw(), plans
+        turned: list[float] = []
+        with token_merging(pipe, speedup=speedup), _noted(plans, turned):
+            eager[speedup] = draw(), plans, max(turned)
         assert plans
         assert not torch.equal(eager[speedup][0], dense)
     model.compile_repeated_blocks()
     rounding = max((draw() - dense).abs().max(), 2**-23 * dense.abs().max())
-    for speedup, (expected, plans) in eager.items():
+    for speedup, (expected, plans, most) in eager.items():
         left: Iterator[Plan] = iter(plans)
 
-        def give(plan: Plan, left: Iterator[Plan] = left) -> Plan:
+        def give(plan: Plan, left: Iterator[Plan] = left, most: float = most) -> Plan:
             given = next(left)
-            differing = _destinations(plan) != _destinations(given)
-            assert differing.float().mean() <= 1 / 200
+            assert _differing(plan, given) <= 2 * most
             return given
 
         with token_merging(pipe, speedup=speedup), _revised(give):
