@@ -3,8 +3,8 @@
 Models without described blocks are skipped as a whole. `measure` draws with the bundled models in both
 ways, at the same speed-ups by operations and with step reuse alone. A line of the record is one image, with
 its mean squared error to the dense image of the same seed. A second run with the same record continues where
-the first one stopped. `table` prints the table of `docs/methods/when.md`, the number of the policy, which
-comes from half of the prompts, and how far the others are from what it expects.
+the first one stopped. `table` prints the table of `docs/methods/when.md`. It also prints the number that the
+policy has from half of the prompts, and how many images with the others are near what it expects.
 
     python benchmarks/whole_output.py measure --out benchmarks/whole_output_cpu.jsonl
     python benchmarks/whole_output.py table --out benchmarks/whole_output_cpu.jsonl

@@ -196,9 +196,7 @@ class StepCounts(NamedTuple):
     """What the steps of a generation cost."""
 
     flops: tuple[int, ...]  # operations of a call in each step
-    cached: (
-        int  # bytes that are cached between two steps: corrections, residuals and plans, where these are most
-    )
+    cached: int  # the most bytes of corrections, residuals and plans that are cached between two steps
 
 
 def count_steps(
