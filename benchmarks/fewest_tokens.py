@@ -37,14 +37,15 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=5)
     options = parser.parse_args()
     with torch.no_grad(), options.out.open("w", encoding="utf-8") as file:
-        for (name, shape), side, ratio in itertools.product(MODELS.items(), SIDES, calibration.RATIOS):
+        for (name, shape), side in itertools.product(MODELS.items(), SIDES):
             merging = calibration.TimedMerging(torch.device("cpu"), torch.float32, *shape)
-            paid = sum(calibration._pays(merging, side, ratio) for _ in range(options.tries))
-            line = {"model": name, "scope": merging.scope, "ratio": ratio, "tokens": side**2}
-            line |= {"paid": paid, "tries": options.tries}
-            line |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
-            print(json.dumps(line), file=file, flush=True)
-            print(json.dumps(line), flush=True)
+            for ratio in calibration.RATIOS[merging.scope]:
+                paid = sum(calibration._pays(merging, side, ratio) for _ in range(options.tries))
+                line = {"model": name, "scope": merging.scope, "ratio": ratio, "tokens": side**2}
+                line |= {"paid": paid, "tries": options.tries}
+                line |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+                print(json.dumps(line), file=file, flush=True)
+                print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

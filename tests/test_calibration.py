@@ -40,7 +40,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def tokens_of(merging: TimedMerging) -> tuple[int, ...]:
     """The fewest tokens for each ratio that is timed."""
     found = calibration.fewest_tokens(merging)
-    assert [own[:2] for own in found] == [(merging.scope, ratio) for ratio in (0.2, 0.5)]
+    assert [own[:2] for own in found] == [
+        (merging.scope, ratio) for ratio in calibration.RATIOS[merging.scope]
+    ]
     return tuple(own.tokens for own in found)
 
 
@@ -130,8 +132,8 @@ def test_a_grid_a_ratio_or_a_scope_with_which_merging_does_not_pay_refuses_no_ot
 
     monkeypatch.setattr(calibration, "_pays", pays)
     stack = TimedMerging(torch.device("cuda"), torch.float16, scope="block")
-    assert calibration.measure_fewest_tokens(stack) == (64 * 64, 48 * 48)
-    assert timed == [32, 48, 64, 32, 48]
+    assert calibration.measure_fewest_tokens(stack) == (256 * 256, 64 * 64, 48 * 48)
+    assert timed == [32, 48, 64, 96, 128, 32, 48, 64, 32, 48]
     layers = stack._replace(scope="layers")
     assert calibration.measure_fewest_tokens(layers) == (256 * 256, 128 * 128)
     timed.clear()
@@ -300,13 +302,14 @@ def test_attention_in_comfyui_has_a_mask():
 def test_it_is_measured_once_for_all_that_is_timed_and_kept(own_cache, monkeypatch):
     measured = []
 
-    def measure(merging: TimedMerging) -> tuple[int, int]:
+    def measure(merging: TimedMerging) -> tuple[int, ...]:
         measured.append(merging)
-        return 64 * len(measured), 32 * len(measured)
+        return tuple(size * len(measured) for size in sizes[merging.scope])
 
     monkeypatch.setattr(calibration, "measure_fewest_tokens", measure)
     monkeypatch.setattr(calibration, "choose_bias", lambda *_, has_mask: biases[-1])
     biases = [Bias.MASK]
+    sizes = {"layers": (64, 32), "block": (96, 64, 32)}
     first = TimedMerging(MPS, torch.float32, "layers", False, 2, 64, 4)
     others = [
         first._replace(**change)
@@ -324,7 +327,8 @@ def test_it_is_measured_once_for_all_that_is_timed_and_kept(own_cache, monkeypat
     assert measured == [first, *others]
     assert calibration.fewest_tokens(first, others[5]) == (
         *[FewestTokens("layers", 0.2, 64), FewestTokens("layers", 0.5, 32)],
-        *[FewestTokens("block", 0.2, 7 * 64), FewestTokens("block", 0.5, 7 * 32)],
+        *[FewestTokens("block", 0.1, 7 * 96), FewestTokens("block", 0.2, 7 * 64)],
+        FewestTokens("block", 0.5, 7 * 32),
     )
     biases.append(Bias.COLUMNS)
     tokens_of(first)
@@ -332,7 +336,9 @@ def test_it_is_measured_once_for_all_that_is_timed_and_kept(own_cache, monkeypat
     file = own_cache / "tokenmerge" / "fewest_tokens.json"
     assert calibration.cache_file() == file
     kept = [tokens for tokens, _ in json.loads(file.read_text()).values()]
-    assert kept == [number * size for number in range(1, 9) for size in (64, 32)]
+    scopes = ["layers"] * 6 + ["block", "layers"]
+    expected = [number * size for number, scope in enumerate(scopes, 1) for size in sizes[scope]]
+    assert kept == expected
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 

@@ -10,7 +10,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -31,8 +31,8 @@ from tokenmerge.plans import FewestTokens
 TOKENS_ON_CPU = 1024
 # Sides of the token grids that are timed, from 512 × 512 pixels of most transformers on.
 SIDES = (32, 48, 64, 96, 128)
-# The first is the lowest ratio of the default method, where merging saves least.
-RATIOS = (0.2, 0.5)
+# By scope. The first is the lowest ratio of the default method, where merging saves least.
+RATIOS: Mapping[str, tuple[float, ...]] = {"layers": (0.2, 0.5), "block": (0.1, 0.2, 0.5)}
 _LEAST_SAVED = 0.5  # of the time that would be saved if time were as operations are, docs/gpu.md
 _ROUNDS = 4
 _ROUND = 0.01  # seconds of a round, as far as it consists of several calls
@@ -70,7 +70,7 @@ class TimedMerging(NamedTuple):
 
 
 def fewest_tokens(*merging: TimedMerging) -> tuple[FewestTokens, ...]:
-    """Return the fewest tokens for which each merging pays, for a fifth of the tokens and for half of them.
+    """Return the fewest tokens for which each merging pays, for each ratio that is timed.
 
     It pays where it saves at least half as large a part of the time as of the operations. With less, a
     generation would be much slower than its plan says. On a CPU the number is always the same. On another
@@ -85,7 +85,8 @@ def fewest_tokens(*merging: TimedMerging) -> tuple[FewestTokens, ...]:
 def _fewest_by_ratio(merging: TimedMerging) -> Sequence[tuple[float, int]]:
     if merging.device.type == "cpu":
         return [(0.0, TOKENS_ON_CPU)]
-    keys = [_key(merging, ratio) for ratio in RATIOS]
+    ratios = RATIOS[merging.scope]
+    keys = [_key(merging, ratio) for ratio in ratios]
     file = cache_file()
     now = time.time()
     known = _of_process if file is None else _read(file)
@@ -97,7 +98,7 @@ def _fewest_by_ratio(merging: TimedMerging) -> Sequence[tuple[float, int]]:
         else:
             with contextlib.suppress(OSError):  # the next call measures again
                 _write(file, known)
-    return [(ratio, known[key][0]) for ratio, key in zip(RATIOS, keys, strict=True)]
+    return [(ratio, known[key][0]) for ratio, key in zip(ratios, keys, strict=True)]
 
 
 def _holds(tokens: int, measured: int, now: float) -> bool:
@@ -128,7 +129,7 @@ def measure_fewest_tokens(merging: TimedMerging) -> tuple[int, ...]:
     tokens.
     """
     sides = SIDES if merging.device.type == "cuda" else SIDES[:-2]
-    return tuple(_smallest(merging, sides, ratio) for ratio in RATIOS)
+    return tuple(_smallest(merging, sides, ratio) for ratio in RATIOS[merging.scope])
 
 
 def _smallest(merging: TimedMerging, sides: Sequence[int], ratio: float) -> int:

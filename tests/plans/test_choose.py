@@ -198,7 +198,17 @@ def test_transformers_merge_once_for_all_blocks():
     """A stack is exact, and merges and caches once: merging around attention alone is not tried."""
     scopes = {choose(facts("transformer", guidance=7.0), wanted).scope for wanted in (1.3, 2.0, 3.0, 4.0)}
     assert scopes == {"block"}
-    assert choose(facts("transformer", guidance=7.0, follows_steps=False), 1.2).scope == "layers"
+    unknown_steps = facts("transformer", guidance=7.0, follows_steps=False)
+    assert [choose(unknown_steps, wanted).scope for wanted in (1.2, 1.5)] == ["block", "layers"]
+
+
+def test_whole_blocks_merge_fewer_tokens_than_attention_alone_would():
+    """A tenth of them saves time where they merge once; around attention, planning takes as long."""
+    unknown_steps = facts("transformer", guidance=7.0, follows_steps=False)
+    for scope, least in (("block", 0.1), ("layers", 0.2)):
+        ratios = [plan.config.ratio for plan in plans_of(unknown_steps) if plan.config.scope == scope]
+        assert min(ratio for ratio in ratios if ratio) >= least
+    assert choose(unknown_steps, 1.1).ratio == 0.1
 
 
 def test_without_proportional_attention_merging_loses_more():

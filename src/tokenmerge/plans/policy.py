@@ -2,8 +2,8 @@
 
 It depends on the class of the model and on the strength of guidance.
 All numbers are in ``policy.json``, which ``benchmarks/policy.py`` writes. Each class of model names the
-record that its numbers were fitted on. An expected error is the mean squared error of the image, whose values
-are from 0 to 1.
+records that its numbers were fitted on. An expected error is the mean squared error of the image, whose
+values are from 0 to 1.
 """
 
 from __future__ import annotations
