@@ -24,6 +24,8 @@ from tokenmerge import (
 from tokenmerge.models.find import find_hosts
 from tokenmerge.runtime.blocks import planning
 from tokenmerge.runtime.memory.state import STATE
+from tokenmerge.runtime.patching import call_context
+from tokenmerge.runtime.patching.patch import state_of
 
 
 @contextmanager
@@ -210,6 +212,67 @@ def test_two_calls_on_a_sample_share_the_plan_of_the_first(changes):
         assert torch.equal(result, expected)
         assert all(map(torch.equal, plans, others))
         assert all(map(torch.equal, plans, shared))
+
+
+class GuidedPipe:
+    """As far as merging looks at one."""
+
+    do_classifier_free_guidance = True
+
+    def __init__(self, transformer: nn.Module, scale: float | None) -> None:
+        self.transformer, self.guidance_scale = transformer, scale
+
+
+def compared_of_copies(
+    scale: float | None, kept: list[Tensor], monkeypatch: pytest.MonkeyPatch, **changes: Any
+) -> list[Tensor]:
+    """What the first plan of each of 2 steps compares of two copies of a sample, with prompts of their own.
+
+    What the blocks added in the first step is put into ``kept``.
+    """
+    model = model_of(SD3)
+    config = ToMeConfig.from_dict({"ratio": 0.5, **SD3.merge, **changes})
+    patch = apply_token_merging(GuidedPipe(model, scale), config)
+    arguments = SD3.inputs(2, 8, 8)
+    arguments["hidden_states"] = arguments["hidden_states"][:1].repeat(2, 1, 1, 1)
+    found = []
+    for index in range(2):
+        patch.at_step(index, 3)
+        arguments["hidden_states"] = arguments["hidden_states"] + 0.1  # the sample of another step
+        with compared(monkeypatch) as features:
+            call(model, arguments)
+        found.append(features[0])
+        if not index:
+            kept += state_of(model).threads.value.memory.model_residuals.values()
+    patch.remove()
+    return found
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "asked in a tensor"])
+@pytest.mark.parametrize("blocks", [False, True], ids=["a plan each", "one plan"])
+def test_of_what_was_added_to_copies_what_guidance_makes_is_compared(blocks, on_device, monkeypatch):
+    if on_device:  # whether samples are equal is a tensor there, and each copy has its features
+        monkeypatch.setattr(call_context, "copies_in_batch", lambda *_: (2, torch.ones((), dtype=torch.bool)))
+    kept: list[Tensor] = []
+    changes = {"features": "model_residual", "merge_sharing.blocks": blocks}
+    _, second = compared_of_copies(4.0, kept, monkeypatch, **changes)
+    unguided, guided = kept[0].chunk(2)
+    made = unguided + 4.0 * (guided - unguided)
+    assert second.shape == (2 if on_device else 1, *made.shape[1:])
+    for features in second.split(1):
+        torch.testing.assert_close(4.0 * features, made, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_without_a_known_scale_the_mean_similarity_of_the_copies_counts(scale, monkeypatch):
+    kept: list[Tensor] = []
+    found = compared_of_copies(scale, kept, monkeypatch, features="model_residual")
+    assert [features.shape[2] for features in found] == [2 * kept[0].shape[2]] * 2
+
+
+def test_of_the_tokens_themselves_the_mean_similarity_of_the_copies_counts(monkeypatch):
+    found = compared_of_copies(4.0, [], monkeypatch, features="input")
+    assert [features.shape[2] for features in found] == [2 * model_of(SD3).inner_dim] * 2
 
 
 def test_another_shape_compares_the_input_even_of_as_many_tokens(monkeypatch):

@@ -12,7 +12,7 @@ from planned import plan_by
 from torch.testing import assert_close
 
 from tokenmerge.config import ToMeConfig, highest_ratio
-from tokenmerge.ops.matching import shared_features
+from tokenmerge.ops.matching import guided_features, shared_features
 from tokenmerge.ops.partition import strided_partition
 from tokenmerge.ops.plan import keep_destinations
 from tokenmerge.planners.sequences import num_removed
@@ -115,6 +115,15 @@ def test_shared_features_compare_by_the_mean_cosine(parts, b, seed):
     mean = (unit @ unit.transpose(1, 2)).view(parts, b, 6, 6).mean(0)
     shared = torch.nn.functional.normalize(shared_features(x, parts), dim=-1)
     assert_close(shared @ shared.transpose(1, 2), mean, rtol=1e-5, atol=1e-6)
+
+
+@given(st.integers(2, 3), st.integers(1, 3), st.floats(1.0, 30.0, exclude_min=True), seeds)
+def test_guided_features_have_the_direction_of_what_guidance_makes(parts, b, scale, seed):
+    x = torch.randn(parts * b, 6, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    unguided, guided = x.chunk(parts)[:2]
+    found = guided_features(x, parts, scale)
+    assert_close(scale * found, unguided + scale * (guided - unguided), rtol=1e-9, atol=1e-9)
+    assert found.abs().max() <= 2 * x.abs().max()
 
 
 @given(cases())

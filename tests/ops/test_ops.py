@@ -1,5 +1,7 @@
 """Properties besides the laws: randomness, precision, memory and gradients."""
 
+from typing import Any
+
 import pytest
 import torch
 from planned import plan_by
@@ -9,6 +11,7 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.ops import matching
 from tokenmerge.ops.arithmetic import arithmetic
 from tokenmerge.ops.matching import bipartite_soft_matching
+from tokenmerge.ops.once import once
 from tokenmerge.ops.partition import strided_partition
 
 HALF = ToMeConfig(ratio=0.5)
@@ -124,3 +127,14 @@ def test_tokens_that_are_a_view_with_strides():
     x = random_tokens(2, 3, 16).transpose(1, 2)
     plan = plan_by("tome", x, (1, 4, 4), HALF, torch.tensor(0))
     assert_close(plan.merge(x), plan.merge(x.contiguous()), rtol=0, atol=0)
+
+
+def test_what_was_made_for_a_tensor_goes_silently_when_python_ends(monkeypatch):
+    """The names of a module are gone by then, and the last tensors may not be."""
+    tensor = torch.ones(1)
+    once(tensor, "key", int)
+    failures: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", failures.append)
+    monkeypatch.setattr("tokenmerge.ops.once._made", None)
+    del tensor
+    assert not failures

@@ -145,6 +145,16 @@ def shared_features(features: Tensor, parts: int) -> Tensor:
     return unit.unflatten(0, (parts, -1)).movedim(0, 2).flatten(2)
 
 
+def guided_features(features: Tensor, parts: int, scale: float) -> Tensor:
+    """Return what guidance makes of features, for plans of its copies: ``[parts * b, n, c]`` → ``[b, n, c]``.
+
+    With u for the unguided part of the batch and g for the guided one, this is u + scale · (g − u), divided
+    by the scale, so that half precision holds it. The scale is above 1. Source: this project.
+    """
+    unguided, guided, *_ = features.chunk(parts)
+    return torch.add(guided, unguided, alpha=1 / scale - 1)
+
+
 def features_if_shared(features: Tensor, parts: int, shared: Tensor) -> Tensor:
     """Return :func:`shared_features` for each image if ``shared`` is true, or its own, padded with zeros.
 

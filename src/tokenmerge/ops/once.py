@@ -72,10 +72,10 @@ def _made_for(of: Tensor) -> dict[Hashable, Any]:
     place = id(of)
     found = _made.get(place)
     if found is None or found[0]() is not of:
-
-        def forget(gone: weakref.ref[Tensor]) -> None:
-            if place in _made and _made[place][0] is gone:
-                del _made[place]
+        # When Python ends, this module's names may be gone before the last tensors are.
+        def forget(gone: weakref.ref[Tensor], made: dict[int, Any] = _made) -> None:
+            if place in made and made[place][0] is gone:
+                del made[place]
 
         found = weakref.ref(of, forget), {}
         _made[place] = found

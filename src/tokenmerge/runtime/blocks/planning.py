@@ -13,7 +13,7 @@ from tokenmerge.config import CACHED_FEATURES, COMPARES_NOTHING, GUIDED_PLANNERS
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Layout
 from tokenmerge.models.call import HostCall
-from tokenmerge.ops.matching import features_if_shared, shared_features
+from tokenmerge.ops.matching import features_if_shared, guided_features, shared_features
 from tokenmerge.ops.plan import Plan
 from tokenmerge.planners import PLANNERS
 from tokenmerge.planners.importance import importance_of_tokens
@@ -77,11 +77,12 @@ def _plan_of(state: BlockState, sequence: TokenSequence, call: HostCall, x: Tens
     plan = plans.get(number) if context.caches_plans else None
     if plan is None or plan.inverse.shape != (x.shape[0], n):
         with torch.no_grad():  # gradient checkpointing does not plan again, and must save as many tensors
-            features = layout.image(x, n, start)
+            image = layout.image(x, n, start)
+            features = image
             settings = context.settings[state.level]
             if settings.features in CACHED_FEATURES:
-                features = _compared(state, settings.features, x, features, start)
-            plan = _new_plan(state, settings.planner, sequence, features)
+                features = _compared(state, settings.features, x, image, start)
+            plan = _new_plan(state, settings.planner, sequence, features, features is not image)
         if context.caches_plans:
             plans[number] = plan
     _note(state, sequence, plan)
@@ -109,18 +110,33 @@ def _note(state: BlockState, sequence: TokenSequence, plan: Plan) -> None:
         log.observe(step_log.note_plan, sequence.tokens, plan.keep.shape[1])
 
 
-def _new_plan(state: BlockState, planner: str, sequence: TokenSequence, features: Tensor) -> Plan:
-    """Plan for the tokens of a block: once for the copies of a sample that guidance compares."""
+def _new_plan(
+    state: BlockState, planner: str, sequence: TokenSequence, features: Tensor, are_added: bool
+) -> Plan:
+    """Plan for the tokens of a block: once for the copies of a sample that guidance compares.
+
+    Where the features are what was added to each copy, what guidance makes of them is compared: that reaches
+    the image. Of other features, the mean similarity in the copies counts.
+    """
     context = state.model.threads.value.context
     images = len(features)
+    copies = context.guidance_copies
+    scale = context.guidance_scale if are_added and (context.guidance_scale or 0) > 1 else None
     repeats = 1
     compares = planner not in COMPARES_NOTHING
-    if compares and context.copies_equal is not None and images % context.guidance_copies == 0:
+    if compares and context.copies_equal is not None and images % copies == 0:
         equal = context.copies_equal.to(features.device)
-        features = features_if_shared(features, context.guidance_copies, equal)
+        if scale is not None:
+            shared = guided_features(features, copies, scale).repeat(copies, 1, 1)
+            features = torch.where(equal, shared, features)
+        else:
+            features = features_if_shared(features, copies, equal)
     elif compares:
         repeats = images // pictures_of(context, images)
-        features = features if repeats == 1 else shared_features(features, repeats)
+        if repeats > 1 and scale is not None:
+            features = guided_features(features, repeats, scale)
+        elif repeats > 1:
+            features = shared_features(features, repeats)
     importance = _importance(state, features) if planner in GUIDED_PLANNERS else None
     if planner in GUIDED_PLANNERS and importance is None:
         planner = "tome"

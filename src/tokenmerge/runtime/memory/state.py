@@ -74,6 +74,7 @@ class CallContext:
     has_stacks: bool = False  # blocks merge once for a stack of them, or what a stack adds is cached
     decision: Decision = dataclasses.field(default_factory=Decision)
     guidance_copies: int = 1  # how many times the batch holds each sample, for as many prompts
+    guidance_scale: float | None = None  # by which guidance combines the copies, where it is known
     # In a graph and on accelerators, whether it does hold equal samples. Elsewhere it does, and this is None.
     copies_equal: Tensor | None = None
     guidance_difference: Tensor | None = None  # what it changed in the last step's result
