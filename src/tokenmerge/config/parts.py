@@ -44,9 +44,10 @@ class MergeSharing(Value):
         guidance: the samples that classifier-free guidance compares, one with the prompt and one without, use
             one plan. Guidance amplifies the difference between the two; with two plans, it would amplify the
             difference between the plans as well. It costs no time and pays most under strong guidance. If the
-            samples are in one batch, the plan is made from their mean similarity. If they are in two calls,
-            the second call uses the plan of the first, except with gradients and in a model compiled as a
-            whole, where each call makes its own plan. Switched off, each plan fits its own sample better.
+            samples are in one batch, the plan is made from their mean similarity. Of the residuals of
+            ``features``, it compares what guidance makes of them. If the samples are in two calls, the second
+            call uses the plan of the first, except with gradients and in a model compiled as a whole, where
+            each call makes its own plan. Switched off, each plan fits its own sample better.
 
     Raises:
         ConfigError: a value is outside these ranges.
