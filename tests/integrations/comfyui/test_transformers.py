@@ -228,6 +228,47 @@ def results_of(clone, settings, shape, more, places):
     return results
 
 
+def compared_by_plans(order, scale, monkeypatch, **config):
+    """What the plans of 3 steps compare, with the prompts in this order in the batch."""
+    model, more = Patcher(sd3()), {"y": torch.ones(2, 12)}
+    settings = settings_of(
+        model, ratio=0.5, planner="tiled", features="model_residual", correction=Correction(every=8), **config
+    )
+    clone, found, plan = patched(model, settings), [], Sampling._plan
+    monkeypatch.setattr(
+        Sampling, "_plan", lambda self, features, *rest: found.append(features) or plan(self, features, *rest)
+    )
+    sampling = Sampling(settings, [1 - i / 8 for i in range(9)], scale)
+    draw = torch.Generator().manual_seed(0)
+    start, end = torch.randn(2, 1, *IMAGE[1:], generator=draw)
+    text = torch.randn(2, 7, 24, generator=draw)[order]
+    with torch.inference_mode():
+        for i in range(3):
+            sampling.begin_step(1 - i / 8, torch.full((2,), 0.5), IMAGE, True)
+            sampling.begin_call(IMAGE, {"cond_or_uncond": order})
+            options = {**clone.model_options["transformer_options"], KEY: sampling}
+            x = torch.lerp(start, end, i / 8).repeat(2, 1, 1, 1)
+            result = clone.model.diffusion_model(
+                x, torch.full((2,), 0.5), context=text, transformer_options=options, **more
+            )
+            finish_run(sampling)
+            sampling.end_call(result)
+    monkeypatch.undo()
+    return found
+
+
+def test_of_what_was_added_for_both_prompts_what_guidance_makes_is_compared(monkeypatch):
+    """In whichever order they stand in the batch. Without a scale, their mean similarity counts."""
+    sharing = {"merge_sharing": MergeSharing(blocks=True)}
+    means = compared_by_plans([1, 0], None, monkeypatch, **sharing)
+    found = compared_by_plans([1, 0], 4.0, monkeypatch, **sharing)
+    assert [features.shape[2] for features in found] == [means[0].shape[2] // 2] * len(found)
+    for one, other in zip(found, compared_by_plans([0, 1], 4.0, monkeypatch, **sharing), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    turned = compared_by_plans([1, 0], 30.0, monkeypatch, **sharing)
+    assert not torch.allclose(turned[0], found[0], rtol=1e-2)
+
+
 def test_a_block_changes_its_tokens_by_what_it_changes_of_the_merged_ones():
     """x + U (f (M x) − M x), by hand, with positions of the tokens that stay."""
     model, more = Patcher(flux()), {"y": torch.ones(2, 12)}

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,7 +17,7 @@ from tokenmerge.integrations.comfyui.models import Key
 from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.models.base import GridShape, Layout
 from tokenmerge.ops.arithmetic import arithmetic
-from tokenmerge.ops.matching import shared_features
+from tokenmerge.ops.matching import guided_features, shared_features
 from tokenmerge.ops.partition import num_tokens
 from tokenmerge.ops.plan import Plan
 from tokenmerge.planners import PLANNERS
@@ -122,7 +123,8 @@ class Sampling:
         self.running = None
         self.stack = None
         self.block_run = None
-        self._prompts = len(options.get("cond_or_uncond") or [0])  # in the batch
+        # The prompts in the batch: 0 is what ComfyUI guides towards, and 1 what it guides away from.
+        self._prompts = list(options.get("cond_or_uncond") or [0])
         self._replaced = options.get("patches_replace", {})
         self.ran = set()
         is_first = not self.tracker.numbers.made
@@ -206,11 +208,19 @@ class Sampling:
         return merges_in_stacks(self._config.merge_sharing.blocks, settings)
 
     def merge_in(
-        self, block: Key, group: Hashable, tokens: Tensor, layout: Layout, grid: GridShape, level: int
+        self,
+        block: Key,
+        group: Hashable,
+        tokens: Tensor,
+        layout: Layout,
+        grid: GridShape,
+        level: int,
+        are_added: bool = False,
     ) -> Running | None:
         """Return what a block merges on a grid, or None if it is dense.
 
-        Planners compare the ``tokens``. Blocks of the same ``group`` may share their plan.
+        Planners compare the ``tokens``, or what was added to them. Blocks of the same ``group`` may share
+        their plan.
         """
         settings = self.settings_in(grid, level)
         if settings is None:
@@ -219,15 +229,28 @@ class Sampling:
         if self.decision.merging is Merging.MEASURES:
             return running
         # The images of each prompt stand in a row.
-        copies = self._prompts if self._whole and len(tokens) % self._prompts == 0 else 1
+        copies = len(self._prompts) if self._whole and len(tokens) % len(self._prompts) == 0 else 1
         place = group if self._config.merge_sharing.blocks else block
         key = place, len(tokens) // copies, grid, None if self._whole else self._calls
         if key not in self.plans:
             features = layout.image(tokens, num_tokens(grid))
-            alike = shared_features(features, copies) if copies > 1 else features
-            self.plans[key] = self._plan(alike, grid, settings)
+            if copies > 1:
+                features = self._of_all_prompts(features, are_added)
+            self.plans[key] = self._plan(features, grid, settings)
         running.plan = self.plans[key] if copies == 1 else self.plans[key].repeated(copies)
         return running
+
+    def _of_all_prompts(self, features: Tensor, are_added: bool) -> Tensor:
+        """Return what planners compare of a batch: what guidance makes of what was added, if it is known.
+
+        Of other features, the mean similarity in the images of all prompts counts.
+        """
+        scale = self._guidance
+        if not are_added or scale is None or scale <= 1 or sorted(self._prompts) != [0, 1]:
+            return shared_features(features, len(self._prompts))
+        if self._prompts[0] == 0:  # the guided prompt comes first
+            features = torch.cat(features.chunk(2)[::-1])
+        return guided_features(features, 2, scale)
 
     def _plan(self, features: Tensor, grid: GridShape, settings: MergeSettings) -> Plan:
         planner = settings.planner

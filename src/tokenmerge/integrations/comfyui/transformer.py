@@ -196,7 +196,8 @@ def _begin(sampling: Sampling, block: ReplacedBlock, arguments: dict[str, Any], 
         assert settings is not None
         group = "all" if sampling.in_stacks(settings) else block.key
         compared = _compared(sampling, settings, block.layout, tokens)
-        running = sampling.merge_in(block.key, group, compared, block.layout, sampling.grid, 1)
+        are_added = compared is not tokens
+        running = sampling.merge_in(block.key, group, compared, block.layout, sampling.grid, 1, are_added)
     # ComfyUI's blocks add to their input in place. A copy keeps the input for the difference.
     if running is not None and running.plan is not None:
         start_merged = merged_tokens(block.layout, running.plan, tokens, running.settings.combine)
