@@ -28,6 +28,7 @@ import math
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -387,6 +388,7 @@ LEAST = 1e-7  # an error that nobody sees, as in the estimate
 def fitted(name: str, lines: list[dict[str, Any]], coherent: bool) -> dict[str, Any]:
     """Fit one row by the errors' logarithms. Each scene may differ from the row by a factor of its own.
 
+    Each model counts as much as the others, however many of the images are its own.
     Where skipped steps err in one direction, errors add before they are squared.
     """
     start = {**SKIP[name], **dict.fromkeys(MERGE[name], (0.02, 3.0))}
@@ -398,6 +400,8 @@ def fitted(name: str, lines: list[dict[str, Any]], coherent: bool) -> dict[str, 
     place = torch.tensor([places[scene_of(line)] for line in lines])
     errors = torch.tensor([line["error"] for line in lines]).log()
     steps = torch.tensor([float(line["steps"]) for line in lines])
+    images = Counter(line["model"] for line in lines)
+    weights = torch.tensor([len(lines) / len(images) / images[line["model"]] for line in lines])
     reaches, ratios, corrects = terms(name, lines)
     optimizer = torch.optim.Adam([*size.values(), *growth.values(), corrected, fading, offsets], lr=0.05)
     for _ in range(ITERATIONS):
@@ -419,9 +423,9 @@ def fitted(name: str, lines: list[dict[str, Any]], coherent: bool) -> dict[str, 
             )
             expected_error = expected_error + least * merged * left
         off = expected_error.clamp(min=LEAST).log() + offsets[place] - errors
-        loss = torch.nn.functional.huber_loss(off, torch.zeros_like(off), reduction="sum", delta=0.5)
+        loss = torch.nn.functional.huber_loss(off, torch.zeros_like(off), reduction="none", delta=0.5)
         optimizer.zero_grad()
-        (loss + SPREAD * (offsets**2).sum()).backward()
+        ((loss * weights).sum() + SPREAD * (offsets**2).sum()).backward()
         optimizer.step()
     spread = 4.34 * off.detach().abs()
     print(f"{name}: {len(lines)} images of {len(places)} scenes, off by {spread.mean():.1f} dB on average")
