@@ -49,11 +49,11 @@ def _noted(plans: list[Plan], turned: list[float]) -> Any:
     make = planning._new_plan
 
     def note(*given: Any) -> Plan:
-        *others, features = given
+        *others, features, are_added = given
         plan = make(*given)
         plans.append(plan)
         noise = torch.randn(features.shape, generator=torch.Generator().manual_seed(0))
-        other = make(*others, features + _ROUNDING * features.abs().max() * noise)
+        other = make(*others, features + _ROUNDING * features.abs().max() * noise, are_added)
         turned.append(_differing(plan, other))
         return plan
 
