@@ -223,8 +223,16 @@ class GuidedPipe:
         self.transformer, self.guidance_scale = transformer, scale
 
 
+class LuminaPipeline(GuidedPipe):
+    """Known by its name."""
+
+
 def compared_of_copies(
-    scale: float | None, kept: list[Tensor], monkeypatch: pytest.MonkeyPatch, **changes: Any
+    scale: float | None,
+    kept: list[Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    pipe: type[GuidedPipe] = GuidedPipe,
+    **changes: Any,
 ) -> list[Tensor]:
     """What the first plan of each of 2 steps compares of two copies of a sample, with prompts of their own.
 
@@ -232,7 +240,7 @@ def compared_of_copies(
     """
     model = model_of(SD3)
     config = ToMeConfig.from_dict({"ratio": 0.5, **SD3.merge, **changes})
-    patch = apply_token_merging(GuidedPipe(model, scale), config)
+    patch = apply_token_merging(pipe(model, scale), config)
     arguments = SD3.inputs(2, 8, 8)
     arguments["hidden_states"] = arguments["hidden_states"][:1].repeat(2, 1, 1, 1)
     found = []
@@ -268,6 +276,11 @@ def test_without_a_known_scale_the_mean_similarity_of_the_copies_counts(scale, m
     kept: list[Tensor] = []
     found = compared_of_copies(scale, kept, monkeypatch, features="model_residual")
     assert [features.shape[2] for features in found] == [2 * kept[0].shape[2]] * 2
+
+
+def test_where_the_guided_prompt_comes_first_the_mean_similarity_of_the_copies_counts(monkeypatch):
+    found = compared_of_copies(4.0, [], monkeypatch, LuminaPipeline, features="model_residual")
+    assert [features.shape[2] for features in found] == [2 * model_of(SD3).inner_dim] * 2
 
 
 def test_of_the_tokens_themselves_the_mean_similarity_of_the_copies_counts(monkeypatch):

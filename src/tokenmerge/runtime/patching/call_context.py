@@ -16,7 +16,7 @@ from tokenmerge.runtime.patching.call_checks import phases_at, refuse_training
 from tokenmerge.runtime.patching.call_facts import CallFacts
 from tokenmerge.runtime.patching.guidance import copies_in_batch
 from tokenmerge.runtime.patching.run_notes import note_call
-from tokenmerge.runtime.steps.pipeline import guidance_scale
+from tokenmerge.runtime.steps.pipeline import scale_in_batch
 from tokenmerge.runtime.steps.step_tracker import Decision, decide
 
 
@@ -58,7 +58,7 @@ def context_of(facts: CallFacts, memory: Memory, config: ToMeConfig) -> CallCont
         blocks_are_dense=not (merges or cached or skips_blocks),
         decision=decision,
         guidance_copies=copies,
-        guidance_scale=None if copies == 1 else guidance_scale(facts.pipe),
+        guidance_scale=None if copies == 1 else scale_in_batch(facts.pipe),
         copies_equal=equal,
         guidance_difference=memory.guidance_differences.get(tracker.plan_call),
         step_log=None

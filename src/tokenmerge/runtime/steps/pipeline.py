@@ -24,6 +24,8 @@ Value = TypeVar("Value")
 _STEPS = 20  # where a pipeline has no default
 # Their batches hold the image guided by text and image, by the image alone, and by nothing.
 _GUIDED_TWICE = ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLInstructPix2PixPipeline")
+# They put the guided prompt first in the batch.
+_GUIDED_FIRST = ("LuminaPipeline", "LuminaText2ImgPipeline", *_GUIDED_TWICE)
 _DENY_GUIDANCE = ("StableDiffusionPanoramaPipeline",)  # they guide, and always say that they do not
 
 
@@ -229,6 +231,14 @@ def guidance_scale(pipe: Any) -> float | None:
     if guided is None:
         return _number(_default_of(pipe, "true_cfg_scale"))
     return _number(getattr(pipe, "guidance_scale", None) if guided else 1.0)
+
+
+def scale_in_batch(pipe: Any) -> float | None:
+    """Return the scale by which guidance combines a batch whose first part is the unguided one.
+
+    It is None for pipelines that put the guided part first, and where no scale is known.
+    """
+    return None if is_a(pipe, *_GUIDED_FIRST) else guidance_scale(pipe)
 
 
 def running_pipeline() -> Any:
