@@ -203,7 +203,7 @@ def test_transformers_merge_once_for_all_blocks():
 
 
 def test_whole_blocks_merge_fewer_tokens_than_attention_alone_would():
-    """A tenth of them saves time where they merge once; around attention, planning takes as long."""
+    """Where they merge once, a tenth of them is tried; around attention, a fifth."""
     unknown_steps = facts("transformer", guidance=7.0, follows_steps=False)
     for scope, least in (("block", 0.1), ("layers", 0.2)):
         ratios = [plan.config.ratio for plan in plans_of(unknown_steps) if plan.config.scope == scope]
