@@ -15,8 +15,8 @@ from tokenmerge.plans import policy
 from tokenmerge.plans.facts import RunFacts, costs_of
 
 # The ratios of token merging that are tried, by scope, and the distances of corrections. With a tenth of the
-# tokens, whole blocks are 7 dB closer than with a fifth (benchmarks/stacks_cpu.jsonl). By the clock they often
-# save less than half of what is counted then (benchmarks/fewest_tokens_cpu.jsonl).
+# tokens, whole blocks are 7 dB closer than with a fifth (benchmarks/stacks_cpu.jsonl). By the clock they
+# often save less than half of what is counted then (benchmarks/fewest_tokens_cpu.jsonl).
 _RATIOS = {"block": tuple(i / 40 for i in range(4, 31)), "layers": tuple(i / 40 for i in range(8, 31))}
 _CORRECTIONS = (0, 2, 3, 4, 6, 8, 12)
 _DEEPEST = 8  # level that merges
