@@ -42,6 +42,7 @@ from tokenmerge import ToMeConfig
 from tokenmerge.api import merge_in_hosts
 from tokenmerge.plans import policy
 from tokenmerge.plans.choose import distance, reaches_of, without_the_last
+from tokenmerge.plans.falling import falling, width_of_cells
 from tokenmerge_tools.demo import path
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 from tokenmerge_tools.records.kinds import with_new_names
@@ -167,8 +168,8 @@ def both_in_transformer(steps: int) -> Iterator[Settings]:
 
 
 def stacks(steps: int) -> Iterator[Settings]:
-    """Whole blocks that merge once, with the first step dense, or one step in 10 or in 4."""
-    for ratio, every in itertools.product(STACK_RATIOS, {20: (20, 10, 4), 8: (8, 4), 4: (4,)}[steps]):
+    """Whole blocks that merge once, with the first step dense, or one step in 4."""
+    for ratio, every in itertools.product(STACK_RATIOS, {20: (20, 4), 8: (8, 4), 4: (4,)}[steps]):
         yield stack(ratio, every)
 
 
@@ -183,9 +184,10 @@ def stacks_and_reuse(steps: int) -> Iterator[Settings]:
 
 
 def stack(ratio: float, every: int) -> dict[str, Any]:
-    """Merge whole blocks once, with one step in ``every`` on all tokens."""
-    wide = {"sx": 4} if ratio > 0.5 else {}
-    return merging(ratio, scope="block", features="model_residual", correction__every=every, **wide)
+    """Merge whole blocks once, with one step in ``every`` on all tokens, and a ratio that falls."""
+    settings = merging(ratio, scope="block", features="model_residual", correction__every=every)
+    settings["sx"] = width_of_cells(ratio)
+    return falling(ToMeConfig.from_dict(settings)).changed()
 
 
 def merging_in_few_steps(steps: int) -> Iterator[Settings]:
@@ -245,13 +247,16 @@ def scenes() -> Iterator[tuple[Scene, list[Settings]]]:
 
 
 def scenes_of_stacks() -> Iterator[tuple[Scene, list[Settings]]]:
-    """Yield scenes of the transformer, each with the settings of its stack of blocks."""
+    """Yield scenes of both transformers, each with the settings of its stack of blocks."""
     prompts = prompts_of(PROMPTS, 2)
     # Twenty steps at 256 pixels take as long as all others, so they have one prompt.
     for size, steps, count in ((128, 20, 2), (256, 8, 2), (256, 4, 2), (128, 8, 2), (256, 20, 1)):
         for number, guidance in itertools.product(range(count), (3.0, STRONG[TRANSFORMER])):
             scene = Scene(TRANSFORMER, size, steps, "flow Euler", guidance, prompts[number], SEED + number)
             yield scene, list(stacks_and_reuse(steps))
+    for steps, (number, prompt) in itertools.product((20, 8), enumerate(CAPTIONS)):
+        scene = Scene(PHOTOGRAPHS, 256, steps, "flow Euler", 1.0, prompt, SEED + number)
+        yield scene, list(stacks_and_reuse(steps))
 
 
 def prompts_of(seed: int, count: int) -> list[str]:
@@ -370,6 +375,8 @@ def fit(options: argparse.Namespace) -> None:
 def is_as_chosen(line: Mapping[str, Any]) -> bool:
     """Return whether tokens merge as they do under the policy, and the image is the same but for details."""
     settings = line["settings"]
+    if (line["model"], line["steps"]) == NO_ROW_OF_ITS_OWN:
+        return False
     features = "input" if line["model"] == UNET else "model_residual"
     if line["error"] > FARTHEST[line["model"]]:
         return False
@@ -382,6 +389,10 @@ MERGE = {"unet": ("layers",), "transformer": ("layers", "block")}
 # An image farther than 20 dB shows something else. How far says little, and would hide how fast errors of
 # skipped steps grow. Without the 6 images of a UNet, its finest level would be expected to lose too little.
 FARTHEST = {UNET: math.inf, TRANSFORMER: 0.01, PHOTOGRAPHS: 0.01}
+# In 8 steps the two transformers disagree: with 5 full steps, photo-flux has 43 dB and emoji-mmdit 34; with
+# 0.35 of the tokens merged, 33 and 45 dB. One row cannot say both. With these images, it would expect steps to
+# lose about as much far from the last full step as near to it.
+NO_ROW_OF_ITS_OWN = (PHOTOGRAPHS, 8)
 LEAST = 1e-7  # an error that nobody sees, as in the estimate
 
 

@@ -62,6 +62,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "around self-attention, one plan, by the residual": layers(
         merge_sharing=SHARED, features="model_residual"
     ),
+    "stack, first step dense, the same ratio in all steps": stack(),
     "stack, by the input, not corrected": stack(Correction(), features="input"),
     "stack, not corrected": stack(Correction()),
     "stack, one step in 10 dense": stack(Correction(every=10)),

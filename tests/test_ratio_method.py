@@ -33,6 +33,16 @@ def test_in_the_pipeline_of_a_transformer_tokens_merge_once_for_all_blocks():
     assert config.merge_sharing.blocks
     assert config.proportional
     assert config.correction.on
+    assert [config.at_step(step, 8).ratio for step in range(8)] == [
+        0.46,
+        0.46,
+        0.42,
+        0.42,
+        0.38,
+        0.38,
+        0.34,
+        0.34,
+    ]
 
 
 def test_its_first_step_is_dense_and_all_others_merge():
@@ -49,6 +59,9 @@ def test_its_first_step_is_dense_and_all_others_merge():
     assert [row.merging_calls > 0 for row in patch.steps.rows] == [False, *[True] * 7]
     assert "C in 1 full step: " in repr(patch)
     assert "M in 7 full steps: " in repr(patch)
+    # In the first quarter of the steps, 0.575 of the 256 tokens merge.
+    assert "256 → 109 tokens" in repr(patch)
+    assert "in the step that merges most" in repr(patch)
 
 
 @pytest.mark.parametrize("make", [hosts.unet, lambda: model_of(SD3)])

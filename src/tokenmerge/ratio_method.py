@@ -9,10 +9,9 @@ from tokenmerge.default_method import allows_proportional
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of
 from tokenmerge.plans import RunFacts, facts_of, share_that_merges
+from tokenmerge.plans.choose import FIRST_STEP_ALONE
+from tokenmerge.plans.falling import falling
 
-# It is more steps than a generation has. One step in so many is dense, so it is the first one alone. With one
-# dense step in 4, images are 2.8 dB closer, at 1.63× in place of 1.96× (benchmarks/ratio_cpu.jsonl).
-_FIRST_STEP_ALONE = 10_000
 # Where attention that merges has a smaller share of the operations, merging around it saves next to no time.
 # On GPUs its share of the time is less than half of that: on an H200, 5 % where it has 16 % of the operations
 # (Stable Diffusion 1.5 at 512 px) and 13 % where it has 27 % (at 768 px). These times are estimates from
@@ -34,15 +33,18 @@ def settings_of_ratio(pipe_or_model: object, hosts: Sequence[Host], ratio: float
     proportional = allows_proportional(pipe_or_model, hosts)
     shared = MergeSharing(blocks=True)
     if getattr(pipe_or_model, "scheduler", None) is not None and _facts(hosts).model == "transformer":
-        return ToMeConfig(
+        config = ToMeConfig(
             ratio=ratio,
             scope="block",
             planner="tiled",
             features="model_residual",
             proportional=proportional,
             merge_sharing=shared,
-            correction=Correction(every=_FIRST_STEP_ALONE),
+            # With one dense step in 4, images are 2.8 dB closer, at 1.63× in place of 1.96×
+            # (benchmarks/ratio_cpu.jsonl).
+            correction=Correction(every=FIRST_STEP_ALONE),
         )
+        return falling(config)
     return ToMeConfig(ratio=ratio, planner="tiled", proportional=proportional, merge_sharing=shared)
 
 

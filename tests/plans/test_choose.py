@@ -24,7 +24,7 @@ from tokenmerge.plans import (
     policy,
     speedup_of,
 )
-from tokenmerge.plans.choose import distance, merging_pays, plans_of, reaches_of
+from tokenmerge.plans.choose import _mergings, distance, merging_pays, plans_of, reaches_of, scopes_of
 from tokenmerge.plans.policy import expected_errors_of
 from tokenmerge.report import predict
 
@@ -198,22 +198,31 @@ def test_transformers_merge_once_for_all_blocks():
     """A stack is exact, and merges and caches once: merging around attention alone is not tried."""
     scopes = {choose(facts("transformer", guidance=7.0), wanted).scope for wanted in (1.3, 2.0, 3.0, 4.0)}
     assert scopes == {"block"}
-    unknown_steps = facts("transformer", guidance=7.0, follows_steps=False)
-    assert [choose(unknown_steps, wanted).scope for wanted in (1.2, 1.5)] == ["block", "layers"]
+    assert scopes_of(facts("transformer", guidance=7.0)) == ["block"]
+    assert scopes_of(facts("transformer", guidance=7.0, follows_steps=False)) == ["layers", "block"]
 
 
 def test_whole_blocks_merge_fewer_tokens_than_attention_alone_would():
     """Where they merge once, a tenth of them is tried; around attention, a fifth."""
     unknown_steps = facts("transformer", guidance=7.0, follows_steps=False)
+    tried = [(one.scope, one.ratio) for one in _mergings(unknown_steps) if one.merges]
     for scope, least in (("block", 0.1), ("layers", 0.2)):
-        ratios = [plan.config.ratio for plan in plans_of(unknown_steps) if plan.config.scope == scope]
-        assert min(ratio for ratio in ratios if ratio) >= least
+        assert min(ratio for own, ratio in tried if own == scope) == least
     assert choose(unknown_steps, 1.1).ratio == 0.1
 
 
 def test_without_proportional_attention_merging_loses_more():
     usual, other = (plan_for(facts("unet", proportional=own), 2.0) for own in (True, False))
     assert other.expected_error > usual.expected_error
+
+
+def test_the_ratio_of_a_stack_falls_and_that_of_attention_alone_stays():
+    for wanted in (1.5, 2.4, 3.0):
+        config = choose(facts("transformer", guidance=7.0), wanted)
+        ratios = [config.at_step(step, 20).ratio for step in range(20)]
+        assert ratios[0] > config.ratio > ratios[-1] > 0
+    for other in (facts("unet"), facts("transformer", follows_steps=False)):
+        assert not any(plan.config.rules for plan in plans_of(other))
 
 
 def test_planners_of_transformers_compare_what_the_model_added():

@@ -340,6 +340,10 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
             "steps at 0 %, 5 %, 100 % of the way are full",
         ),
         (ToMeConfig(max_downsample=2, rules=[{"level": 2, "ratio": 0.25}]), "level 2: ratio=0.25"),
+        (
+            ToMeConfig(rules=[{"until": 0.5, "ratio": 0.6, "sx": 4}, {"start": 0.5, "ratio": 0.4}]),
+            "the ratio changes over the steps: 0.6 from 0 %, 0.4 from 50 % on",
+        ),
     ],
 )
 def test_notes_say_what_follows_the_steps(config, words):

@@ -333,6 +333,8 @@ def test_the_page_on_merging_once_says_what_its_records_say(monkeypatch):
     assert "\n".join(ratio["table"](ratio["rows_of"](ROOT / "benchmarks/ratio_cpu.jsonl"))) in page
     policy = runpy.run_path(str(ROOT / "benchmarks" / "policy.py"))
     assert "\n".join(policy["table_of_stacks"](policy["read"](ROOT / "benchmarks/stacks_cpu.jsonl"))) in page
+    falling = runpy.run_path(str(ROOT / "benchmarks" / "falling.py"))
+    assert "\n".join(falling["table"](falling["read"](ROOT / "benchmarks/falling_cpu.jsonl"))) in page
 
 
 def test_the_page_on_step_reuse_says_how_close_the_whole_output_is(monkeypatch):

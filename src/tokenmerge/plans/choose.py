@@ -13,14 +13,17 @@ from tokenmerge.config import Correction, MergeSharing, StepReuse, ToMeConfig
 from tokenmerge.config.parts import QUOTIENT_ROUNDING, StepsOfReuse
 from tokenmerge.plans import policy
 from tokenmerge.plans.facts import RunFacts, costs_of
+from tokenmerge.plans.falling import falling, width_of_cells
 
 # The ratios of token merging that are tried, by scope, and the distances of corrections. With a tenth of the
 # tokens, whole blocks are 7 dB closer than with a fifth (benchmarks/stacks_cpu.jsonl). By the clock they
 # often save less than half of what is counted then (benchmarks/fewest_tokens_cpu.jsonl).
 _RATIOS = {"block": tuple(i / 40 for i in range(4, 31)), "layers": tuple(i / 40 for i in range(8, 31))}
-_CORRECTIONS = (0, 2, 3, 4, 6, 8, 12)
+# More than all steps: the first step alone is a correction.
+FIRST_STEP_ALONE = 10_000
+_CORRECTIONS = (0, 2, 3, 4, 6, 8, 12, FIRST_STEP_ALONE)
 _DEEPEST = 8  # level that merges
-# Above this ratio, cells are twice as wide: with fewer destinations, more sources are left to choose from.
+# Above this ratio, cells are twice as wide around attention: with fewer destinations, more sources are left.
 _CROWDED = 0.5
 _MOST_COUNTS = 32  # numbers of full steps that are tried, spread over all
 _FEWEST = 3  # full steps: the first two and the last
@@ -50,7 +53,7 @@ def plan_for(facts: RunFacts, speedup: float) -> SpeedupPlan:
     """
     plans = plans_of(facts)
     if speedup <= 1:  # also where the last step could be skipped for nothing
-        dense = _Mix(next(_mergings(facts)), facts.steps, facts.steps, speedup=1.0, expected_error=0.0)
+        dense = _Mix(next(_mergings(facts)), 0, facts.steps, facts.steps, speedup=1.0, expected_error=0.0)
         return SpeedupPlan(_settings(facts, dense), dense.speedup, dense.expected_error)
     return next((plan for plan in plans if plan.speedup + ROUNDING >= speedup), plans[-1])
 
@@ -74,7 +77,8 @@ def plans_of(facts: RunFacts, merging: ToMeConfig | None = None) -> tuple[Speedu
 class _Mix(NamedTuple):
     """Settings of token merging and numbers of steps, with speed-up and expected error."""
 
-    merging: ToMeConfig
+    merging: ToMeConfig  # but for its corrections
+    every: int  # the distance of its corrections
     full: int
     finest: int
     speedup: float
@@ -84,7 +88,8 @@ class _Mix(NamedTuple):
 def merging_error_of(facts: RunFacts, config: ToMeConfig) -> float:
     """Return the expected squared error of token merging in a generation with these settings."""
     steps = facts.steps
-    expected_error = _merging_error(facts, config, len(config.reuse.steps_of(steps).full))
+    full = len(config.reuse.steps_of(steps).full)
+    expected_error = _merging_error(facts, config, config.correction.every, full)
     return expected_error * sum(config.at_step(step, steps).merges for step in range(steps)) / steps
 
 
@@ -94,11 +99,14 @@ def skipping_error_of(facts: RunFacts, runs: StepsOfReuse) -> float:
     return _of_runs(facts, inner, runs.full) + _of_runs(facts, "finest", runs.finest)
 
 
-def _merging_error(facts: RunFacts, merging: ToMeConfig, full: int) -> float:
-    """Return the expected error of merging in so many full steps, if all of them merge."""
+def _merging_error(facts: RunFacts, merging: ToMeConfig, every: int, full: int) -> float:
+    """Return the expected error of merging in so many full steps, if all of them merge.
+
+    One full step in ``every`` is a correction.
+    """
     # The steps from one correction to the next, or to the end.
-    every = min(merging.correction.every, full) * facts.steps / full
-    return _expected_errors(facts).of_merging(merging.scope, merging.ratio, every, merging.proportional)
+    between = min(every, full) * facts.steps / full
+    return _expected_errors(facts).of_merging(merging.scope, merging.ratio, between, merging.proportional)
 
 
 def _expected_errors(facts: RunFacts) -> policy.ExpectedErrors:
@@ -109,14 +117,18 @@ def _expected_errors(facts: RunFacts) -> policy.ExpectedErrors:
 
 def _mixes(facts: RunFacts, merging: ToMeConfig | None) -> Iterator[_Mix]:
     counts = _counts(facts)
-    skipping = {numbers: skipping_error_of(facts, _runs(facts, *numbers)) for numbers in counts}
-    for merging_settings in _mergings(facts) if merging is None else [merging]:
+    runs = {numbers: _runs(facts, *numbers) for numbers in counts}
+    skipping = {numbers: skipping_error_of(facts, own) for numbers, own in runs.items()}
+    tried = _with_corrections(facts) if merging is None else [(merging, [merging.correction.every])]
+    for merging_settings, distances in tried:
         costs = costs_of(facts, merging_settings)
-        full_counts = {full for full, _ in counts}
-        merged = {full: _merging_error(facts, merging_settings, full) for full in full_counts}
-        for full, finest in counts:
-            expected_error = skipping[full, finest] + merged[full]
-            yield _Mix(merging_settings, full, finest, costs.speedup(full, finest), expected_error)
+        for every in distances:
+            full_counts = {full for full, _ in counts}
+            merged = {full: _merging_error(facts, merging_settings, every, full) for full in full_counts}
+            for full, finest in counts:
+                speedup = costs.speedup(runs[full, finest], every)
+                expected_error = skipping[full, finest] + merged[full]
+                yield _Mix(merging_settings, every, full, finest, speedup, expected_error)
 
 
 def merging_pays(facts: RunFacts) -> bool:
@@ -135,29 +147,34 @@ def _has_grid(facts: RunFacts, tokens: int) -> bool:
     return any(facts.tokens(level) >= tokens for level in facts.work.levels if level <= _DEEPEST)
 
 
+def _with_corrections(facts: RunFacts) -> Iterator[tuple[ToMeConfig, Sequence[int]]]:
+    """Yield the settings of token merging to try, each with the distances of corrections to try."""
+    corrects = _expected_errors(facts).corrected is not None and facts.follows_steps
+    for merging in _mergings(facts):
+        yield merging, _CORRECTIONS if corrects and merging.merges else (0,)
+
+
 def _mergings(facts: RunFacts) -> Iterator[ToMeConfig]:
-    """Yield the settings of token merging to try, of which the first merge nothing."""
+    """Yield the settings of token merging to try but for corrections, of which the first merge nothing."""
     deepest = min(_DEEPEST, max(facts.work.levels, default=1))
     yield ToMeConfig(ratio=0.0, max_downsample=deepest)
     residuals = facts.model == "transformer" and facts.follows_steps
-    corrects = _expected_errors(facts).corrected is not None and facts.follows_steps
     for scope, ratio in _ways(facts):
         min_tokens = facts.min_tokens(scope, ratio)
         if not _has_grid(facts, min_tokens):
             continue
-        for every in _CORRECTIONS if corrects else (0,):
-            yield ToMeConfig(
-                ratio=ratio,
-                max_downsample=deepest,
-                min_tokens=min_tokens,
-                sx=4 if ratio > _CROWDED else 2,
-                scope=scope,
-                planner="tiled",
-                features="model_residual" if residuals else "input",
-                proportional=facts.proportional,
-                merge_sharing=MergeSharing(blocks=facts.follows_steps),
-                correction=Correction(every=every),
-            )
+        config = ToMeConfig(
+            ratio=ratio,
+            max_downsample=deepest,
+            min_tokens=min_tokens,
+            sx=width_of_cells(ratio) if scope == "block" else 4 if ratio > _CROWDED else 2,
+            scope=scope,
+            planner="tiled",
+            features="model_residual" if residuals else "input",
+            proportional=facts.proportional,
+            merge_sharing=MergeSharing(blocks=facts.follows_steps),
+        )
+        yield falling(config) if residuals and scope == "block" else config
 
 
 def _ways(facts: RunFacts) -> Iterator[tuple[str, float]]:
@@ -306,8 +323,9 @@ def _places(chosen: Sequence[int], steps: int) -> tuple[float, ...]:
 
 def _settings(facts: RunFacts, mix: _Mix) -> ToMeConfig:
     steps = facts.steps
+    merging = dataclasses.replace(mix.merging, correction=Correction(every=mix.every))
     if mix.full == steps:
-        return mix.merging
+        return merging
     reuse = _even(steps, mix.full, mix.finest)
     full, finest = _runs(facts, mix.full, mix.finest)
     if full != reuse.steps_of(steps).full:
@@ -315,4 +333,4 @@ def _settings(facts: RunFacts, mix: _Mix) -> ToMeConfig:
         reuse = dataclasses.replace(
             reuse, full_steps=_places(full, steps), shallow_steps=_places(others, steps)
         )
-    return dataclasses.replace(mix.merging, reuse=reuse)
+    return dataclasses.replace(merging, reuse=reuse)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Set
 from typing import Any, Literal, NamedTuple
 
 from tokenmerge.config import ToMeConfig
+from tokenmerge.config.parts import StepsOfReuse
 from tokenmerge.models.base import Host
 from tokenmerge.models.work import Part, PlanningWork, Share, Work, work_of
 from tokenmerge.ops.tiles import SIDES, boxes_along, window_of
@@ -107,51 +108,59 @@ def _model_class(host: Host, whole_blocks: bool) -> ModelClass:
 class Costs(NamedTuple):
     """Multiplications of one call for one sample, by the kind of step, in a generation of so many steps.
 
-    A ``full`` call merges and skips nothing. A ``shallow`` one skips the deep stages of a UNet, or the
-    blocks of another model, and a ``skipped`` one the finest level of a UNet too. Of the full calls, one in
-    ``every`` is a correction, which is dense, or none if ``every`` is 0.
+    A ``full`` call merges and skips nothing, and has a number for each step. A ``shallow`` one skips the deep
+    stages of a UNet, or the blocks of another model, and a ``skipped`` one the finest level of a UNet too.
     """
 
-    steps: int
-    every: int
     dense: float
-    full: float
+    full: tuple[float, ...]
     shallow: float
     skipped: float
 
-    def speedup(self, full: int, finest: int) -> float:
-        """Return the speed-up with so many full steps, and so many that run the finest level."""
-        corrections = -(-full // self.every) if self.every else 0
+    def speedup(self, runs: StepsOfReuse, every: int) -> float:
+        """Return the speed-up with these full steps, and these that run the finest level.
+
+        Of the full steps, one in ``every`` is a correction, which is dense, or none if ``every`` is 0.
+        """
+        steps = len(self.full)
+        full = len(runs.full)
+        finest = len(runs.finest)
+        corrections = runs.full[::every] if every else ()
+        if len(set(self.full)) == 1:
+            merged = (full - len(corrections)) * self.full[0]
+        else:
+            merged = sum(self.full[step] for step in runs.full) - sum(self.full[step] for step in corrections)
         spent = (
-            corrections * self.dense
-            + (full - corrections) * self.full
+            len(corrections) * self.dense
+            + merged
             + (finest - full) * self.shallow
-            + (self.steps - finest) * self.skipped
+            + (steps - finest) * self.skipped
         )
-        return self.steps * self.dense / spent
+        return steps * self.dense / spent
 
 
-def costs_of(facts: RunFacts, merging: ToMeConfig) -> Costs:
-    """Return the multiplications of calls with these settings of token merging."""
+def costs_of(facts: RunFacts, config: ToMeConfig) -> Costs:
+    """Return the multiplications of calls with these settings. Tokens merge in all steps, or in none."""
     parts = facts.work.parts
     outer = parts - {"deep", "blocks"}
+    at_steps = [config.at_step(step, facts.steps) for step in range(facts.steps)]
+    of_settings = {settings: _of_call(facts, settings, parts) for settings in set(at_steps)}
     return Costs(
-        facts.steps,
-        merging.correction.every,
         dense=_of_call(facts, _DENSE, parts),
-        full=_of_call(facts, merging, parts),
-        shallow=_of_call(facts, merging, outer),
-        skipped=_of_call(facts, merging, outer - {"finest"}),
+        full=tuple(of_settings[settings] for settings in at_steps),
+        shallow=_of_call(facts, config, outer),
+        skipped=_of_call(facts, config, outer - {"finest"}),
     )
 
 
 def speedup_of(facts: RunFacts, config: ToMeConfig) -> float:
     """Return dense operations over those with these settings, for the whole generation.
 
-    The settings are those at its guidance scale, with the planner ``"tiled"``. Rules are not counted.
+    The settings are those at its guidance scale, with the planner ``"tiled"``. Of their rules, those count
+    that hold at all levels.
     """
     runs = config.reuse.steps_of(facts.steps)
-    return costs_of(facts, config).speedup(len(runs.full), len(runs.finest))
+    return costs_of(facts, config).speedup(runs, config.correction.every)
 
 
 def share_that_merges(facts: RunFacts, config: ToMeConfig) -> float:

@@ -139,7 +139,14 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
     """
     # A plan shows in which steps no token merges.
     shown = [rule for rule in config.rules if not steps or rule.level or rule.changes != {"ratio": 0.0}]
-    notes = [f"{_where(rule)}: {_what(rule)}" for rule in shown]
+    of_ratio = [rule for rule in shown if _changes_the_ratio(rule)]
+    if len(of_ratio) > 1 and of_ratio[0].start == 0:
+        ratios = (f"{rule.changes['ratio']:g} from {100 * rule.start:.3g} %" for rule in of_ratio)
+        notes = [f"the ratio changes over the steps: {', '.join(ratios)} on"]
+        shown = [rule for rule in shown if rule not in of_ratio]
+    else:
+        notes = []
+    notes += [f"{_where(rule)}: {_what(rule)}" for rule in shown]
     if config.correction.on and not steps:
         every = config.correction.every
         notes.append(
@@ -169,6 +176,16 @@ def notes_on_steps(config: ToMeConfig, steps: int | None = None) -> list[str]:
         more = "; pass a number of steps (--steps) to count the mean operations too"
         notes.append(f"blocks are counted in {which}{'' if steps else more}")
     return notes
+
+
+def _changes_the_ratio(rule: Rule) -> bool:
+    """Return whether a rule changes the ratio in some steps, the cells that suit it, and nothing else."""
+    return (
+        rule.of_steps
+        and rule.level is None
+        and "ratio" in rule.changes
+        and rule.changes.keys() <= {"ratio", "sx"}
+    )
 
 
 def _notes_on_reuse(reuse: StepReuse) -> list[str]:

@@ -143,6 +143,8 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     of_all = f"{len(rows)} of {len(conditions.denoiser.blocks)} transformer blocks"
     parts = "" if merged == "whole block" else f"{merged} of "
     what = f"{most.tokens} → {most.merged_tokens} tokens in {parts}{of_all}"
+    if len({phase.ratio for phase in config.phases() if phase.merges}) > 1:
+        what += ", in the step that merges most"
     if report.step_signs or not config.correction.on:  # the plan says which steps correct
         return what
     if config.correction.every > MOST_STEPS:
