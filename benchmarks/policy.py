@@ -443,11 +443,11 @@ def fitted(name: str, lines: list[dict[str, Any]], coherent: bool) -> dict[str, 
     growth |= dict.fromkeys(MERGE[name], growth[MERGE[name][-1]])
     if "block" in size:
         size["block"] = torch.maximum(size["block"], size["layers"])
-    row = {key: [float(f"{size[key].exp().item():.2g}"), round(growth[key].item(), 1)] for key in start}
+    row = {key: [float(f"{size[key].exp().item():.2g}"), round(growth[key].item(), 2)] for key in start}
     return {
         "skip": {key: row[key] for key in SKIP[name]},
         "merge": {key: row[key] for key in MERGE[name]},
-        "corrected": [float(f"{corrected.exp().item():.2g}"), round(abs(fading.item()), 1)],
+        "corrected": [float(f"{corrected.exp().item():.2g}"), round(abs(fading.item()), 2)],
     }
 
 
