@@ -390,8 +390,8 @@ MERGE = {"unet": ("layers",), "transformer": ("layers", "block")}
 # skipped steps grow. Without the 6 images of a UNet, its finest level would be expected to lose too little.
 FARTHEST = {UNET: math.inf, TRANSFORMER: 0.01, PHOTOGRAPHS: 0.01}
 # In 8 steps the two transformers disagree: with 5 full steps, photo-flux has 43 dB and emoji-mmdit 34; with
-# 0.35 of the tokens merged, 33 and 45 dB. One row cannot say both. With these images, it would expect steps to
-# lose about as much far from the last full step as near to it.
+# 0.35 of the tokens merged, 33 and 45 dB. One row cannot say both. With these images, it would expect skipped
+# steps to lose about as much far from the last full step as near to it.
 NO_ROW_OF_ITS_OWN = (PHOTOGRAPHS, 8)
 LEAST = 1e-7  # an error that nobody sees, as in the estimate
 

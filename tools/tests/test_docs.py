@@ -331,6 +331,16 @@ def test_the_page_on_merging_once_says_what_its_records_say(monkeypatch):
     page = (ROOT / "docs/methods/merge-once.md").read_text(encoding="utf-8")
     ratio = runpy.run_path(str(ROOT / "benchmarks" / "ratio.py"))
     assert "\n".join(ratio["table"](ratio["rows_of"](ROOT / "benchmarks/ratio_cpu.jsonl"))) in page
+    rows = {
+        row["way"]: row
+        for row in ratio["rows_of"](ROOT / "benchmarks/ratio_cpu.jsonl")
+        if row["guidance"] == 7
+    }
+    cells = [ratio["cell_of"](rows[f"`speedup={speed}`"]) for speed in ("2.0", "3.3")]
+    (first, at_first), (second, at_second) = (re.findall(r"[\d.]+", cell) for cell in cells)
+    first, second = (round(float(dB)) for dB in (first, second))
+    place = "docs/methods/merge-once.md#how-close-it-is"
+    assert f"has [{first} dB]({place}) at {at_first}× and {second} at {at_second}×" in README
     policy = runpy.run_path(str(ROOT / "benchmarks" / "policy.py"))
     assert "\n".join(policy["table_of_stacks"](policy["read"](ROOT / "benchmarks/stacks_cpu.jsonl"))) in page
     falling = runpy.run_path(str(ROOT / "benchmarks" / "falling.py"))
