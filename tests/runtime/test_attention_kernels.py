@@ -60,8 +60,12 @@ def flux_with_heads_of(d: int) -> nn.Module:
 
 @pytest.fixture
 def no_leftovers():
-    """Collect the models that other tests have patched and left."""
+    """Collect the models that other tests have patched and left.
+
+    The kernels of one that was collected while a graph was traced stay until the next model goes.
+    """
     gc.collect()
+    proportional_attention._leave_if_unneeded()
 
 
 @pytest.mark.usefixtures("no_leftovers")
