@@ -36,8 +36,10 @@ from policy import (
     write,
 )
 
-from tokenmerge import Correction, MergeSharing, ToMeConfig
+from tokenmerge import ToMeConfig
+from tokenmerge.models.find import find_hosts
 from tokenmerge.plans.falling import falling
+from tokenmerge.ratio_method import settings_of_ratio
 
 # The factors of the ratio, from the first quarter of the steps to the last.
 FALLS: Mapping[str, tuple[float, ...]] = {
@@ -59,26 +61,10 @@ def scenes() -> Iterator[Scene]:
         yield Scene(PHOTOGRAPHS, 256, 20, "flow Euler", 1.0, prompt, SEED + number)
 
 
-def settings_of(ratio: float, factors: Sequence[float]) -> ToMeConfig:
-    """Return the settings of `ratio=`, with another fall."""
-    config = ToMeConfig(
-        ratio=ratio,
-        scope="block",
-        planner="tiled",
-        features="model_residual",
-        proportional=True,
-        merge_sharing=MergeSharing(blocks=True),
-        correction=Correction(every=10_000),
-    )
-    # A rising ratio is drawn too, so the highest factor may be the last.
-    if factors[0] >= 1:
-        return falling(config, factors)
-    rules = falling(config, factors[::-1]).rules
-    turned = [
-        dataclasses.replace(rule, changes=other.changes)
-        for rule, other in zip(rules, reversed(rules), strict=True)
-    ]
-    return dataclasses.replace(config, rules=tuple(turned))
+def settings_of(pipe: Any, ratio: float, factors: Sequence[float]) -> ToMeConfig:
+    """Return the settings of `ratio=` for a pipeline, with another fall."""
+    own = settings_of_ratio(pipe, find_hosts(pipe.transformer), ratio)
+    return falling(dataclasses.replace(own, rules=()), factors)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -86,7 +72,7 @@ def measure(options: argparse.Namespace) -> None:
     artist = Artist()
     done = {key(line) for line in read(options.out)}
     for scene, ratio, (fall, factors) in itertools.product(scenes(), RATIOS, FALLS.items()):
-        config = settings_of(ratio, factors)
+        config = settings_of(artist.pipe(scene.model, scene.solver), ratio, factors)
         about = {"ratio": ratio, "fall": fall, "settings": config.changed()}
         line = {**dataclasses.asdict(scene), **about}
         if key(line) not in done:

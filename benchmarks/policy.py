@@ -375,7 +375,7 @@ def fit(options: argparse.Namespace) -> None:
 def is_as_chosen(line: Mapping[str, Any]) -> bool:
     """Return whether tokens merge as they do under the policy, and the image is the same but for details."""
     settings = line["settings"]
-    if (line["model"], line["steps"]) == NO_ROW_OF_ITS_OWN:
+    if (line["model"], line["steps"]) == NOT_FITTED:
         return False
     features = "input" if line["model"] == UNET else "model_residual"
     if line["error"] > FARTHEST[line["model"]]:
@@ -392,7 +392,7 @@ FARTHEST = {UNET: math.inf, TRANSFORMER: 0.01, PHOTOGRAPHS: 0.01}
 # In 8 steps the two transformers disagree: with 5 full steps, photo-flux has 43 dB and emoji-mmdit 34; with
 # 0.35 of the tokens merged, 33 and 45 dB. One row cannot say both. With these images, it would expect skipped
 # steps to lose about as much far from the last full step as near to it.
-NO_ROW_OF_ITS_OWN = (PHOTOGRAPHS, 8)
+NOT_FITTED = (PHOTOGRAPHS, 8)
 LEAST = 1e-7  # an error that nobody sees, as in the estimate
 
 

@@ -167,7 +167,7 @@ def _mergings(facts: RunFacts) -> Iterator[ToMeConfig]:
             ratio=ratio,
             max_downsample=deepest,
             min_tokens=min_tokens,
-            sx=width_of_cells(ratio) if scope == "block" else 4 if ratio > _CROWDED else 2,
+            sx=_width_of_cells(scope, ratio),
             scope=scope,
             planner="tiled",
             features="model_residual" if residuals else "input",
@@ -175,6 +175,13 @@ def _mergings(facts: RunFacts) -> Iterator[ToMeConfig]:
             merge_sharing=MergeSharing(blocks=facts.follows_steps),
         )
         yield falling(config) if residuals and scope == "block" else config
+
+
+def _width_of_cells(scope: str, ratio: float) -> int:
+    """Return the width of a destination's cell that suits a scope and a ratio, in tokens."""
+    if scope == "block":
+        return width_of_cells(ratio)
+    return 4 if ratio > _CROWDED else 2
 
 
 def _ways(facts: RunFacts) -> Iterator[tuple[str, float]]:

@@ -28,14 +28,15 @@ def width_of_cells(ratio: float) -> int:
 def falling(config: ToMeConfig, factors: Sequence[float] = FACTORS) -> ToMeConfig:
     """Return settings whose ratio falls over the steps, and is that of ``config`` on average.
 
-    ``factors`` are those of the ratio in as many parts of the steps, the highest first. Cells are as wide as
+    ``factors`` are those of the ratio in as many parts of the steps, with a mean of 1. Cells are as wide as
     suits each ratio. A ratio with too little room above it falls less.
     """
     most = highest_ratio(width_of_cells(1.0), config.sy)
     room = most / config.ratio - 1 if config.ratio else 0.0
-    if room <= 0 or factors[0] == 1:
+    highest = max(factors)
+    if room <= 0 or highest == 1:
         return config
-    share = min(1.0, room / (factors[0] - 1))
+    share = min(1.0, room / (highest - 1))
     rules = []
     for phase, factor in enumerate(factors):
         ratio = round(config.ratio * (1 + (factor - 1) * share), 4)
