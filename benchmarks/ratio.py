@@ -1,8 +1,8 @@
 """How close and how fast the ways are in which half of the tokens can merge: is `ratio=0.5` the best of them?
 
-The models are the bundled ones, and the hold-out model, on which no number was fitted. Speed is counted:
-dense operations over those with merging, in a whole generation. Closeness is the PSNR to the dense image of
-the same seed. A setting whose row is in the record is not measured again.
+The models are the bundled ones, and the hold-out model. No number was fitted on their prompts. Speed is
+counted: dense operations over those with merging, in a whole generation. Closeness is the PSNR to the dense
+image of the same seed. A setting whose row is in the record is not measured again.
 
     python -m benchmarks.ratio --out benchmarks/ratio_cpu.jsonl          # all models: about two hours
     python -m benchmarks.ratio emoji-mmdit --out benchmarks/ratio_cpu.jsonl
