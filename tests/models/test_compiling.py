@@ -11,9 +11,25 @@ from tests.models.tiny import FAMILIES
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tokenmerge import ToMeConfig, UnsupportedModelError, apply_token_merging, remove_token_merging
+from tokenmerge import (
+    Correction,
+    MergeSharing,
+    StepReuse,
+    ToMeConfig,
+    UnsupportedModelError,
+    apply_token_merging,
+    remove_token_merging,
+)
 
 HALF = ToMeConfig(ratio=0.5)
+STACK = ToMeConfig(
+    ratio=0.5,
+    scope="block",
+    features="model_residual",
+    merge_sharing=MergeSharing(blocks=True),
+    correction=Correction(every=3),
+    reuse=StepReuse(every=2),
+)
 REGIONAL = ("FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel")
 
 
@@ -87,6 +103,36 @@ def test_guidance_in_two_calls_takes_as_many_graphs_as_the_plain_model(name, bac
         assert_close(result, plain, rtol=1e-4, atol=1e-5 * plain.abs().max().item())
     # Graphs are counted before a backend gets them, and of the plain model only their number matters.
     assert graphs == compiled_steps(merging=False, backend="eager")[0] > 0
+
+
+@pytest.mark.parametrize("name", REGIONAL)
+@torch.no_grad()
+def test_a_block_that_pytorch_runs_without_its_graph_is_in_its_stack_as_well(name):
+    """PyTorch does so after too many recompilations, and where compiling is switched off."""
+    family = FAMILIES[name]
+
+    def results(compiles: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        model, arguments = model_of(family), family.inputs(2, 8, 8)
+        patch = apply_token_merging(model, STACK)
+        if compiles:
+            model.compile_repeated_blocks(backend="eager")
+        made = []
+        for step in range(6):
+            patch.at_step(step, 6)
+            made.append(call(model, {**arguments, "timestep": arguments["timestep"] - step}))
+        patch.remove()
+        return made
+
+    expected = results(compiles=False)
+    with torch.compiler.set_stance("force_eager"):
+        assert_equal(results(compiles=True), expected)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        assert_equal(results(compiles=True), expected)
+
+
+def assert_equal(tensors: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(torch.equal(tensor, other) for tensor, other in zip(tensors, expected, strict=True))
 
 
 @pytest.mark.slow

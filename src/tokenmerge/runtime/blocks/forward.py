@@ -52,11 +52,17 @@ def block_call(original: HostMethod) -> Callable:
         generates = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
         if state is None or (generates and state.model.context.blocks_are_dense):
             return original.of(self)(*args, **kwargs)
-        if state.threads.value.running is None and not state.threads.value.counted:
+        block = state.threads.value
+        if block.running is None and not block.runs_graph:
             count_call(state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
-        # A block that is compiled alone is in its stack outside its graph.
-        caches = generates and (state.model.context.has_stacks or state.model.caches_results)
+        # A block that is compiled alone is in its stack outside its graph. PyTorch may run its code without a
+        # graph, such as after too many recompilations.
+        caches = (
+            generates
+            and not block.runs_graph
+            and (state.model.context.has_stacks or state.model.caches_results)
+        )
         if state.layout.sequence_first:
             return batch_first(state.layout, call, functools.partial(_run_block, state, caches))
         return _run_block(state, caches, call)
@@ -232,12 +238,12 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
             block = state.threads.value
             if block.running is None and outside:
                 block.running = active_call(state, call)
-            block.counted = True
+            block.runs_graph = True
             try:
                 return call.result()
             finally:
                 block.running = None
-                block.counted = False
+                block.runs_graph = False
 
         if state.layout.sequence_first:
             return batch_first(state.layout, call, functools.partial(with_caches, state, run=run_graph))

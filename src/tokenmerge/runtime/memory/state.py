@@ -209,7 +209,8 @@ class PartState:
     # gradient checkpointing repeats a recorded call, and where a block that is compiled alone gets its plan
     # from outside its graph. Otherwise the block itself finds out.
     running: BlockMerge | None = None
-    counted: bool = False  # a block that is compiled alone numbered its running call outside its graph
+    # A block that is compiled alone runs its graph: its call is numbered, and is in its stack, outside of it.
+    runs_graph: bool = False
 
 
 @dataclasses.dataclass(eq=False)
