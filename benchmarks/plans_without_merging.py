@@ -123,9 +123,10 @@ def of_flux() -> tuple[list[Cell], Cell]:
     return [cell("tokenmerge", one) for one in SPEEDUPS], cell("dense", STEPS / 2)
 
 
-def of_emoji(model: str, guidance: float) -> tuple[list[Cell], Cell]:
-    """Return the cells of a bundled model at 128 × 128 pixels, and that of half of its steps."""
-    records = rivals.records_of(rivals.DRAWN)[model, guidance]
+def of_transformer(guidance: float, merges: bool) -> tuple[list[Cell], Cell]:
+    """Return the cells of the bundled transformer at 128 × 128 pixels, and that of half of its steps."""
+    drawn = rivals.records_of(rivals.DRAWN)
+    records = (drawn if merges else rivals.without_merging(drawn))[rivals.MERGING, guidance]
 
     def cell(variant: str, setting: float) -> Cell:
         own = [record for record in records if record.variant == variant]
@@ -136,11 +137,15 @@ def of_emoji(model: str, guidance: float) -> tuple[list[Cell], Cell]:
 
 
 def readme_table(lines: Lines) -> str:
-    """Return the table of README.md: small models at each speed, and in half of the steps."""
+    """Return the table of README.md: small models at each speed, and in half of the steps.
+
+    Nothing merges, except in the row that says so.
+    """
     own, fewer = cells_of(lines)
     rows = {"small FLUX, 256 px": of_flux()}
     for scale in (3.0, 7.0):
-        rows[f"small SD3, 128 px, guidance {scale:g}"] = of_emoji("emoji-mmdit", scale)
+        rows[f"small SD3, 128 px, guidance {scale:g}"] = of_transformer(scale, merges=False)
+    rows["the same, where tokens merge"] = of_transformer(7.0, merges=True)
     rows[f"small UNet, {SIZE} px, guidance {GUIDANCE:g}"] = own, fewer[STEPS // 2]
     at_1, at_2, at_3 = (f"`speedup={one:.1f}`" for one in SPEEDUPS)
     heads = f"| dB (speed-up by operations) | {at_1} | {at_2} | {STEPS // 2} of {STEPS} steps | {at_3} |"

@@ -4,11 +4,14 @@
 settings of all rivals, and counts the operations of each image. It begins with one prompt and the default
 settings, goes on with settings that may come near the speeds compared, and draws other prompts only with
 those that did.
+`draw-without-merging` draws the model in which tokens merge at this size once more, with the default method
+as it is on a device on which merging does not pay.
 `time` times the same prompts with each variant of the speeds compared.
 `page` writes docs/rivals.md, its charts and its tables, and a table each of docs/results.md and
 docs/index.md. An interrupted run continues.
 
     python benchmarks/rivals.py draw       # about 45 minutes on one core that does nothing else
+    python benchmarks/rivals.py draw-without-merging
     python benchmarks/rivals.py time
     python benchmarks/rivals.py page
 """
@@ -26,6 +29,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
+from tokenmerge import calibration
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 from tokenmerge_tools.evaluate.runner import evaluate
@@ -43,8 +47,10 @@ INDEX = ROOT / "docs" / "index.md"
 TABLES = ROOT / "benchmarks" / "results" / "rivals.md"
 DRAWN = ROOT / "benchmarks" / "rivals_cpu.jsonl"
 TIMED = ROOT / "benchmarks" / "rivals_timed_cpu.jsonl"
+UNMERGED = ROOT / "benchmarks" / "rivals_without_merging_cpu.jsonl"
 
 SCENES = (("emoji-unet", 3.0), ("emoji-unet", 7.5), ("emoji-mmdit", 3.0), ("emoji-mmdit", 7.0))
+MERGING = "emoji-mmdit"  # its tokens merge at this size, on a CPU
 FIRST_PROMPT = 70
 SEED = 46
 SIZE = 128
@@ -54,6 +60,9 @@ NEAR = (1.2, 3.3)  # speed-ups by operations of the settings that are drawn with
 NOISE = 0.3  # dB
 ROUNDING = 0.01  # of a speed-up that is taken for another one
 OWN = ("dense", "auto", "fewer-steps")
+NAMES = {"auto": "default method", "auto without merging": "default method without merging"}  # in tables
+
+Scene = tuple[str, float]  # a model and a guidance scale
 
 
 def draw(prompts: Iterable[int]) -> None:
@@ -65,15 +74,25 @@ def draw(prompts: Iterable[int]) -> None:
         evaluate_scene(scene, count, DRAWN, near(scene))
 
 
+def draw_without_merging(prompts: Iterable[int]) -> None:
+    """Draw the default method as on devices on which merging does not pay."""
+    before = calibration.TOKENS_ON_CPU
+    calibration.TOKENS_ON_CPU = 10**9
+    try:
+        for count, scene in itertools.product(prompts, SCENES):
+            if scene[0] == MERGING:
+                evaluate_scene(scene, count, UNMERGED, [])
+    finally:
+        calibration.TOKENS_ON_CPU = before
+
+
 def time(prompts: Iterable[int]) -> None:
     """Time images of each variant of the speeds compared."""
     for count, scene in itertools.product(prompts, SCENES):
         evaluate_scene(scene, count, TIMED, near(scene), timed=True)
 
 
-def evaluate_scene(
-    scene: tuple[str, float], count: int, out: Path, rivals: Sequence[str], timed: bool = False
-) -> None:
+def evaluate_scene(scene: Scene, count: int, out: Path, rivals: Sequence[str], timed: bool = False) -> None:
     """Run `tokenmerge evaluate` with rivals, the default method and fewer steps."""
     quiet_libraries("benchmarks/rivals.py")
     model, guidance = scene
@@ -109,7 +128,7 @@ def ladders(records: Iterable[QualityRecord]) -> Iterator[str]:
                     yield f"{record.variant}:{name}={value}"
 
 
-def near(scene: tuple[str, float]) -> list[str]:
+def near(scene: Scene) -> list[str]:
     found = [one for one in records_of(DRAWN)[scene] if one.variant not in OWN]
     return [spec_of(one) for one in found if NEAR[0] <= one.cost.get("counted", 1.0) <= NEAR[1]]
 
@@ -125,14 +144,23 @@ def spec_of(record: QualityRecord) -> str:
     return f"{record.variant}:{own}" if own else record.variant
 
 
-def records_of(file: Path) -> dict[tuple[str, float], list[QualityRecord]]:
+def records_of(file: Path) -> dict[Scene, list[QualityRecord]]:
     """Return the records by model and guidance: of each variant, the one with the most images."""
-    best: dict[tuple[str, float], dict[str, QualityRecord]] = defaultdict(dict)
+    best: dict[Scene, dict[str, QualityRecord]] = defaultdict(dict)
     for record in read_results([file]).quality if file.exists() else ():
         own = best[record.model, record.conditions["guidance"]]
         if record.label not in own or own[record.label].images <= record.images:
             own[record.label] = record
     return {scene: list(own.values()) for scene, own in best.items()}
+
+
+def without_merging(drawn: Mapping[Scene, Sequence[QualityRecord]]) -> dict[Scene, list[QualityRecord]]:
+    """Return the records of the model that merges, with the default method as it is where nothing merges."""
+    found = {}
+    for scene, records in records_of(UNMERGED).items():
+        others = [record for record in drawn[scene] if record.variant != "auto"]
+        found[scene] = others + [record for record in records if record.variant == "auto"]
+    return found
 
 
 def points(
@@ -190,7 +218,7 @@ def beside_auto(
             continue
         closeness = record.figures["psnr"]
         beaten = (speed > speeds[-1] and closeness > psnr[-1]) or (speed < speeds[0] and closeness < psnr[0])
-        if speeds[0] <= speed <= speeds[-1] or beaten:
+        if speeds[0] - ROUNDING <= speed <= speeds[-1] + ROUNDING or beaten:
             compared.append((record, speed, float(np.interp(speed, speeds, psnr))))
         else:
             outside.append(record)
@@ -199,18 +227,20 @@ def beside_auto(
 
 def fewer_steps() -> str:
     """Return a table of fewer steps beside the default method, each at the same speed-up by operations."""
-    cells: dict[tuple[int, str], dict[tuple[str, float], str]] = defaultdict(dict)
-    for scene, records in records_of(DRAWN).items():
+    drawn = records_of(DRAWN)
+    columns = {f"{model}, guidance {scale:g}": drawn[model, scale] for model, scale in SCENES}
+    for (model, scale), records in sorted(without_merging(drawn).items()):
+        columns[f"{model}, guidance {scale:g}, nothing merges"] = records
+    cells: dict[tuple[int, str], dict[str, str]] = defaultdict(dict)
+    for column, records in columns.items():
         for record, speed, own in beside_auto(list(points(records)))[0]:
             if record.variant == "fewer-steps":
                 row = record.settings["steps"], f"{speed:.2f}×"
-                cells[row][scene] = f"{own:.1f} ({record.figures['psnr']:.1f})"
-    rows = [
-        f"| steps | by operations | {' | '.join(f'{model}, guidance {scale:g}' for model, scale in SCENES)} |"
-    ]
-    rows.append("|---:|---:|" + "---:|" * len(SCENES))
-    for (steps, speed), own in sorted(cells.items(), reverse=True):
-        rows.append(f"| {steps} | {speed} | {' | '.join(own.get(scene, '') for scene in SCENES)} |")
+                cells[row][column] = f"{own:.1f} ({record.figures['psnr']:.1f})"
+    rows = [f"| steps | by operations | {' | '.join(columns)} |"]
+    rows.append("|---:|---:|" + "---:|" * len(columns))
+    for (steps, speed), found in sorted(cells.items(), reverse=True):
+        rows.append(f"| {steps} | {speed} | {' | '.join(found.get(column, '') for column in columns)} |")
     return "\n".join(rows)
 
 
@@ -220,19 +250,28 @@ def at_speed(speedup: float) -> str:
     Of a kind whose settings are all faster or all slower, it has the nearest one.
     """
     drawn = records_of(DRAWN)
-    cells = defaultdict[str, dict[tuple[str, float], str]](dict)
+    unmerged = without_merging(drawn)
+    cells = defaultdict[str, dict[Scene, str]](dict)
     for scene in SCENES:
-        for line in chart("", "", points(drawn[scene])).lines:
-            speeds, psnr = zip(*line.points, strict=True)
+        lines = {line.name: line.points for line in chart("", "", points(drawn[scene])).lines}
+        if scene in unmerged:
+            own = (point for point in points(unmerged[scene]) if point[1].variant == "auto")
+            (line,) = chart("", "", own).lines
+            lines["auto without merging"] = line.points
+        for name, found in lines.items():
+            speeds, psnr = zip(*found, strict=True)
             nearest = min(max(speedup, speeds[0]), speeds[-1])
             at = f" at {nearest:.2f}×" if abs(nearest - speedup) > ROUNDING else ""
-            cells[line.name][scene] = f"{np.interp(nearest, speeds, psnr):.1f} dB{at}"
+            cells[name][scene] = f"{np.interp(nearest, speeds, psnr):.1f} dB{at}"
     rows = [
         f"| at {speedup:g}× | {' | '.join(f'`{model}`, guidance {scale:g}' for model, scale in SCENES)} |"
     ]
     rows.append("|---|" + "---:|" * len(SCENES))
-    for name in sorted(cells, key=lambda name: (name not in OWN, -len(cells[name]), name)):
-        rows.append(f"| `{name}` | {' | '.join(cells[name].get(scene, '') for scene in SCENES)} |")
+    first = [name for name in (*NAMES, *OWN) if name in cells]
+    others = sorted(cells.keys() - set(first), key=lambda name: (-len(cells[name]), name))
+    for name in [*dict.fromkeys(first), *others]:
+        row = " | ".join(cells[name].get(scene, "") for scene in SCENES)
+        rows.append(f"| {NAMES.get(name, f'`{name}`')} | {row} |")
     return "\n".join(rows)
 
 
@@ -276,6 +315,8 @@ def text() -> str:
     parts = [verdict(drawn, "by operations")]
     if TIMED.exists():
         parts.append(verdict(drawn, "by the clock"))
+    unmerged = verdict(without_merging(drawn), "by operations")
+    parts.append(f"**Where nothing merges**, only the figures of `{MERGING}` differ. {unmerged}")
     for scene in filter(drawn.get, SCENES):
         title = f"{scene[0]}, guidance {scene[1]:g}"
         dense = next(record for record in drawn[scene] if record.variant == "dense")
@@ -288,7 +329,7 @@ def text() -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def verdict(drawn: Mapping[tuple[str, float], Sequence[QualityRecord]], axis: str) -> str:
+def verdict(drawn: Mapping[Scene, Sequence[QualityRecord]], axis: str) -> str:
     """Return how many settings are not closer than the default method at their speed, and the other names."""
     count = 0
     lines = []
@@ -321,21 +362,26 @@ def verdict(drawn: Mapping[tuple[str, float], Sequence[QualityRecord]], axis: st
 def closer_table() -> str:
     """Return a table of all settings that are closer than the default method at the same speed."""
     rows = ["| what was closer | on which model | at a speed-up of | by |", "|---|---|---:|---:|"]
-    for axis, scene in itertools.product(("by operations", "by the clock"), SCENES):
+    drawn = records_of(DRAWN)
+    compared = [("by operations", scene, drawn[scene], "") for scene in SCENES]
+    compared += [("by the clock", scene, drawn[scene], "") for scene in SCENES]
+    unmerged = without_merging(drawn)
+    compared += [("by operations", scene, own, ", where nothing merges") for scene, own in unmerged.items()]
+    for axis, scene, records, which in compared:
         times = times_of(scene) if axis == "by the clock" else None
-        beside, _ = beside_auto(list(points(records_of(DRAWN)[scene], times)))
+        beside, _ = beside_auto(list(points(records, times)))
         for record, speed, own in sorted(beside, key=lambda one: one[1]):
             lead = record.figures["psnr"] - own
             if lead > NOISE:
                 what = f"`{record.label}`"
                 if record.variant == "fewer-steps":
                     what = f"{record.settings['steps']} of {STEPS} steps of the unchanged model"
-                where = f"`{scene[0]}`, guidance {scene[1]:g}"
+                where = f"`{scene[0]}`, guidance {scene[1]:g}{which}"
                 rows.append(f"| {what} | {where} | {speed:.2f}× {axis} | {lead:.1f} dB |")
     return "\n".join(rows)
 
 
-def times_of(scene: tuple[str, float]) -> dict[str, QualityRecord]:
+def times_of(scene: Scene) -> dict[str, QualityRecord]:
     """Return the timed records by label."""
     return {record.label: record for record in records_of(TIMED).get(scene, [])}
 
@@ -353,7 +399,7 @@ def tables() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def left_out(scene: tuple[str, float]) -> str:
+def left_out(scene: Scene) -> str:
     """Return which rivals do not run on the model, from the notes of all runs."""
     lines = [line for _, line in read_lines(DRAWN) if line.get("variant") == "dense"]
     own = [line for line in lines if (line["model"], line["conditions"]["guidance"]) == scene]
@@ -362,7 +408,7 @@ def left_out(scene: tuple[str, float]) -> str:
     return f"Left out, since they do not run on this model: {', '.join(names)}." if names else ""
 
 
-def pictures(scene: tuple[str, float]) -> Iterator[tuple[str, Path]]:
+def pictures(scene: Scene) -> Iterator[tuple[str, Path]]:
     """Return what the speeds of each chart are, and its file."""
     yield "by operations", PAGE.with_name(f"rivals-{scene[0]}-{scene[1]:g}.png")
     if times_of(scene):
@@ -394,7 +440,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("draw", "time", "page"))
+    parser.add_argument("what", choices=("draw", "draw-without-merging", "time", "page"))
     parser.add_argument(
         "--prompts", type=int, nargs="+", default=[4], help="of draw and time, one run for each"
     )
@@ -402,7 +448,8 @@ def main() -> None:
     if options.what == "page":
         write_page()
     else:
-        {"draw": draw, "time": time}[options.what](options.prompts)
+        make = {"draw": draw, "draw-without-merging": draw_without_merging, "time": time}[options.what]
+        make(options.prompts)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,12 @@ FEW, MANY = (1, 32, 32), (1, 64, MANY_TOKENS // 64)
         ("unet", MANY, False, MOST_ON_MANY_TOKENS),
         ("unet", MANY, True, 0),
         ("transformer", FEW, False, MOST),
-        ("transformer", MANY, True, MOST),
+        ("transformer", FEW, True, 0),
+        ("transformer", MANY, False, MOST),
+        ("transformer", MANY, True, 0),
     ],
 )
-def test_it_depends_on_the_steps_and_on_many_tokens_of_a_unet_on_merging(model, grid, merges, most):
+def test_it_depends_on_the_steps_on_merging_and_on_the_tokens_of_a_unet(model, grid, merges, most):
     of_generation = dataclasses.replace(facts(model), grid=grid)
     as_close = [
         steps

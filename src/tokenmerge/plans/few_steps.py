@@ -10,7 +10,8 @@ import math
 
 from tokenmerge.plans.facts import RunFacts
 
-# The largest number of steps where they were so on 1024 tokens.
+# The largest number of steps where they were so on 1024 tokens. Where tokens of the transformer merged, they
+# never were.
 MOST = 15
 # On so many tokens of the UNet, they were so in up to 30 steps where nothing merged, which is all that was
 # drawn. Where tokens merged, they never were.
@@ -23,6 +24,7 @@ def can_be_as_close(facts: RunFacts, merges: bool) -> bool:
 
     ``merges`` says whether its tokens merge.
     """
-    if facts.model == "unet" and math.prod(facts.grid) >= MANY_TOKENS:
-        return not merges and facts.steps <= MOST_ON_MANY_TOKENS
-    return facts.steps <= MOST
+    has_many = facts.model == "unet" and math.prod(facts.grid) >= MANY_TOKENS
+    if merges and (has_many or facts.model == "transformer"):
+        return False
+    return facts.steps <= (MOST_ON_MANY_TOKENS if has_many else MOST)
