@@ -11,9 +11,9 @@ drops images with settings that are no longer chosen. `--table` prints the recor
     python benchmarks/policy_check.py --out benchmarks/policy_check_cpu.jsonl
     python benchmarks/policy_check.py --table --out benchmarks/policy_check_cpu.jsonl
 
-`--corrections` draws the default method with its corrections, with a plan that has none, and with half as
-many of them. `--noise` draws schedulers that add noise at weak guidance, with the plan that others get there,
-and with their own, which is that of strong guidance. All of these reach the same speed-up by operations.
+`--corrections` draws the default method with its corrections, and with a plan that has none. `--noise` draws
+schedulers that add noise at weak guidance, with the plan that others get there, and with their own, which is
+that of strong guidance. All of these reach the same speed-up by operations.
 
     python benchmarks/policy_check.py --corrections --out benchmarks/corrections_cpu.jsonl
     python benchmarks/policy_check.py --noise --out benchmarks/noise_cpu.jsonl
@@ -35,7 +35,7 @@ from unittest.mock import patch
 import diffusers
 from policy import FIELDS, TRANSFORMER, UNET, Artist, Scene, decibels, prompts_of, read, write
 
-from tokenmerge import Correction, ToMeConfig
+from tokenmerge import ToMeConfig
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import ROUNDING as REACHED
 from tokenmerge.plans import RunFacts, Schedule, choose, facts_of, plan_for, speedup_of
@@ -106,18 +106,14 @@ class Planner:
         return {**dataclasses.asdict(scene), **about, "settings": plan.config.changed()}, plan.config
 
     def corrected(self, scene: Scene, aims: Sequence[float]) -> Iterator[tuple[dict[str, Any], ToMeConfig]]:
-        """Yield the same for the default method with corrections, without them, and with half of them."""
+        """Yield the same for the default method with corrections, and without them."""
         facts = self.facts(scene)
         for aim in aims:
             usual = plan_for(facts, aim)
             if not usual.config.correction.on:
                 continue
             without = without_corrections(facts, aim)
-            plans = {
-                "with": usual.config,
-                "without": without.config,
-                "half": halved(facts, usual.config, aim),
-            }
+            plans = {"with": usual.config, "without": without.config}
             for method, config in plans.items():
                 about = {"aim": aim, "method": method, "counted": round(speedup_of(facts, config), 3)}
                 yield {**dataclasses.asdict(scene), **about, "settings": config.changed()}, config
@@ -140,14 +136,6 @@ def without_corrections(facts: RunFacts, aim: float) -> SpeedupPlan:
         plan = plan_for(facts, aim)
     choose.plans_of.cache_clear()
     return plan
-
-
-def halved(facts: RunFacts, config: ToMeConfig, aim: float) -> ToMeConfig:
-    """Return settings with half as many corrections, and the lowest ratio that reaches the speed-up."""
-    correction = Correction(every=2 * config.correction.every)
-    ratios = [i / 100 for i in range(1, 1 + round(100 * config.ratio))]
-    fewer = (dataclasses.replace(config, ratio=ratio, correction=correction) for ratio in ratios)
-    return next((own for own in fewer if speedup_of(facts, own) >= aim), config)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -260,7 +248,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per image")
-    parser.add_argument("--corrections", action="store_true", help="compare with fewer corrections instead")
+    parser.add_argument("--corrections", action="store_true", help="compare with no corrections instead")
     parser.add_argument(
         "--noise", action="store_true", help="compare plans for schedulers that add noise instead"
     )
