@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tokenmerge import ToMeConfig, apply_token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.work import Amount, Share, Work
-from tokenmerge.plans import RunFacts
+from tokenmerge.plans import RunFacts, Schedule
 from tokenmerge.plans.estimate import Observations, estimate_closeness, psnr_of
 from tokenmerge.plans.policy import ESTIMATE
 from tokenmerge.runtime.memory.run_log import observations_of
@@ -256,7 +256,8 @@ def estimated(line: Mapping[str, Any], before: bool = False) -> float:
     """Return the estimate that the present policy makes of a line of the record, or made before its run."""
     model, part = CLASSES[line["model"]]
     work = Work((Share(part, 1, frozenset(), Amount()),))
-    facts = RunFacts(model, work, (1, 1, 1), line["calls"], line["guidance"])
+    schedule = Schedule(is_euler=line["solver"] == "flow Euler")
+    facts = RunFacts(model, work, (1, 1, 1), line["calls"], line["guidance"], schedule)
     errors = {part: {int(step): error for step, error in own.items()} for part, own in line["errors"].items()}
     config = ToMeConfig.from_dict(line["settings"])
     observed = Observations() if before else Observations(errors, line["sigmas"], line["noise"])

@@ -21,6 +21,7 @@ beside step reuse. `fit` needs this record too. `table` prints how close stacks 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -32,6 +33,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import diffusers
 import torch
@@ -48,6 +50,8 @@ from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 from tokenmerge_tools.records.kinds import with_new_names
 
 Settings = Mapping[str, Any]
+# What says whether, and by which noise levels, a full step makes good what forecasts missed.
+MAKES_GOOD = "tokenmerge.runtime.patching.call_context._sigmas_to_make_good"
 # Prompts and seeds that the policy is fitted on: choose_prompts(…, seed=PROMPTS), SEED + number.
 PROMPTS = 42
 SEED = 8000
@@ -312,6 +316,14 @@ class Artist:
         return float(((self.draw(scene, config, steps) - self._dense[1]) ** 2).mean())
 
 
+def as_forecast() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which nothing makes good what forecasts missed.
+
+    The policy has the errors of forecasts, and in a number of its own how much of them is left after that.
+    """
+    return mock.patch(MAKES_GOOD, return_value=None)
+
+
 def measure(options: argparse.Namespace) -> None:
     """Draw the images that are not in the record."""
     artist = Artist()
@@ -321,7 +333,8 @@ def measure(options: argparse.Namespace) -> None:
             line = {**dataclasses.asdict(scene), "settings": one}
             if key(line) not in done:
                 start = time.process_time()
-                error = artist.error(scene, ToMeConfig.from_dict({**BASE, **one}))
+                with as_forecast():
+                    error = artist.error(scene, ToMeConfig.from_dict({**BASE, **one}))
                 write(options.out, {**line, "error": error})
                 print(scene, one, f"{error:.2e} {time.process_time() - start:.1f} s", flush=True)
 
@@ -385,7 +398,8 @@ def is_as_chosen(line: Mapping[str, Any]) -> bool:
 
 # Starting values of the fit, by what they belong to: size at 1 and growth.
 SKIP = {"unet": {"deep": (1e-5, 2.0), "finest": (1e-4, 1.0)}, "transformer": {"blocks": (1e-4, 2.0)}}
-MERGE = {"unet": ("layers",), "transformer": ("layers", "block")}
+# In the record of transformers, whole blocks lose as much as attention does.
+MERGE = {"unet": "layers", "transformer": "block"}
 # An image farther than 20 dB shows something else. How far says little, and would hide how fast errors of
 # skipped steps grow. Without the 6 images of a UNet, its finest level would be expected to lose too little.
 FARTHEST = {UNET: math.inf, TRANSFORMER: 0.01, PHOTOGRAPHS: 0.01}
@@ -402,7 +416,8 @@ def fitted(name: str, lines: list[dict[str, Any]], coherent: bool) -> dict[str, 
     Each model counts as much as the others, however many of the images are its own.
     Where skipped steps err in one direction, errors add before they are squared.
     """
-    start = {**SKIP[name], **dict.fromkeys(MERGE[name], (0.02, 3.0))}
+    scope = MERGE[name]
+    start = {**SKIP[name], scope: (0.02, 3.0)}
     size = {key: torch.tensor(value[0]).log().requires_grad_() for key, value in start.items()}
     growth = {key: torch.tensor(value[1]).requires_grad_() for key, value in start.items()}
     corrected, fading = (torch.tensor(value, requires_grad=True) for value in (-2.3, 1.0))
@@ -425,14 +440,8 @@ def fitted(name: str, lines: list[dict[str, Any]], coherent: bool) -> dict[str, 
         left = corrected.exp() * (corrects - 1).clamp(min=1) ** fading.abs()
         # At most 1, with a slope that keeps the fit moving.
         left = torch.where(corrects > 0, torch.minimum(left, 1 + 0.1 * (left - 1)), 1.0)
-        least = torch.zeros(())
-        for scope in MERGE[name]:
-            # A whole block merges around attention too, so it loses at least as much.
-            least = torch.maximum(size[scope].exp(), least)
-            merged = torch.where(
-                ratios[scope] > 0, ratios[scope].clamp(min=1e-9) ** growth[MERGE[name][-1]], 0.0
-            )
-            expected_error = expected_error + least * merged * left
+        merged = torch.where(ratios > 0, ratios.clamp(min=1e-9) ** growth[scope], 0.0)
+        expected_error = expected_error + size[scope].exp() * merged * left
         off = expected_error.clamp(min=LEAST).log() + offsets[place] - errors
         loss = torch.nn.functional.huber_loss(off, torch.zeros_like(off), reduction="none", delta=0.5)
         optimizer.zero_grad()
@@ -440,13 +449,10 @@ def fitted(name: str, lines: list[dict[str, Any]], coherent: bool) -> dict[str, 
         optimizer.step()
     spread = 4.34 * off.detach().abs()
     print(f"{name}: {len(lines)} images of {len(places)} scenes, off by {spread.mean():.1f} dB on average")
-    growth |= dict.fromkeys(MERGE[name], growth[MERGE[name][-1]])
-    if "block" in size:
-        size["block"] = torch.maximum(size["block"], size["layers"])
     row = {key: [float(f"{size[key].exp().item():.2g}"), round(growth[key].item(), 2)] for key in start}
     return {
         "skip": {key: row[key] for key in SKIP[name]},
-        "merge": {key: row[key] for key in MERGE[name]},
+        "merge": {scope: row[scope]},
         "corrected": [float(f"{corrected.exp().item():.2g}"), round(abs(fading.item()), 2)],
     }
 
@@ -467,11 +473,11 @@ def scene_of(line: Mapping[str, Any]) -> str:
 
 def terms(
     name: str, lines: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
-    """Return reaches [line, step] by part, ratios [line] by scope, and distances of corrections [line]."""
+) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Return reaches [line, step] by part, ratios [line], and distances of corrections [line]."""
     longest = max(line["steps"] for line in lines)
     reaches = {part: torch.zeros(len(lines), longest) for part in SKIP[name]}
-    ratios = {scope: torch.zeros(len(lines)) for scope in MERGE[name]}
+    ratios = torch.zeros(len(lines))
     corrects = torch.zeros(len(lines))
     for i, line in enumerate(lines):
         settings = ToMeConfig.from_dict({**BASE, **line["settings"]})
@@ -484,7 +490,7 @@ def terms(
                 reaches[part][i, : len(found)] = torch.tensor(found)
         tokens = (line["size"] // PIXELS[line["model"]]) ** 2
         if settings.ratio and tokens >= settings.min_tokens:
-            ratios[settings.scope][i] = settings.ratio
+            ratios[i] = settings.ratio
         full_steps = len(runs.full) if settings.reuse.on else steps
         corrects[i] = min(settings.correction.every, full_steps) * steps / full_steps
     return reaches, ratios, corrects

@@ -52,7 +52,7 @@ def printed(run: dict, short: bool) -> str:
         return "\n".join(("```text", *lines[: plan + 1], "```", ""))  # without what the signs mean
     note = (
         f"*The image has {psnr:.1f} dB. On the bundled models, 9 of 10 estimates were within 7 dB of the truth, "
-        "on [a small FLUX](methods/estimate.md) 13 of 16.*"
+        "on [a small FLUX](methods/estimate.md) 11 of 16.*"
     )
     return "\n".join(("```text", *lines, "```", "", note, ""))
 

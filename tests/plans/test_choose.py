@@ -24,8 +24,16 @@ from tokenmerge.plans import (
     policy,
     speedup_of,
 )
-from tokenmerge.plans.choose import _mergings, distance, merging_pays, plans_of, reaches_of, scopes_of
-from tokenmerge.plans.policy import expected_errors_of
+from tokenmerge.plans.choose import (
+    _mergings,
+    distance,
+    merging_pays,
+    plans_of,
+    reaches_of,
+    scopes_of,
+    skipping_error_of,
+)
+from tokenmerge.plans.policy import MADE_GOOD, expected_errors_of
 from tokenmerge.report import predict
 
 TOO_MANY = pays_from(64 * 64 + 1)  # tokens from which merging pays: more than there are
@@ -334,6 +342,19 @@ def test_a_solver_that_adds_noise_gets_the_plan_of_strong_guidance(wanted):
     weak, strong = (facts("unet", guidance=guidance) for guidance in (3.0, 7.5))
     noisy = dataclasses.replace(weak, schedule=Schedule(adds_noise=True))
     assert choose(noisy, wanted) == choose(strong, wanted) != choose(weak, wanted)
+
+
+def test_what_forecasts_miss_is_made_good_by_euler_without_guidance_alone():
+    runs = StepReuse(every=2).steps_of(20)
+    errors = {
+        (euler, guidance): skipping_error_of(
+            facts("transformer", guidance=guidance, schedule=Schedule(is_euler=euler)), runs
+        )
+        for euler in (False, True)
+        for guidance in (1.0, 3.0, None)
+    }
+    times = {guidance: errors[True, guidance] / errors[False, guidance] for guidance in (1.0, 3.0, None)}
+    assert times == {1.0: pytest.approx(MADE_GOOD), 3.0: 1.0, None: 1.0}
 
 
 @pytest.mark.parametrize("steps", [4, 8, 20, 50])

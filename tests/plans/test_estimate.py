@@ -11,7 +11,7 @@ import pytest
 from tests.plans.test_choose import facts
 
 from tokenmerge import StepReuse, ToMeConfig
-from tokenmerge.plans import Estimate
+from tokenmerge.plans import Estimate, Schedule
 from tokenmerge.plans.choose import merging_error_of, skipping_error_of
 from tokenmerge.plans.estimate import (
     Observations,
@@ -23,7 +23,7 @@ from tokenmerge.plans.estimate import (
     noise_of,
     psnr_of,
 )
-from tokenmerge.plans.policy import ESTIMATE
+from tokenmerge.plans.policy import ESTIMATE, LEFT_OF_MISSED, MADE_GOOD
 
 STEPS = 12
 CONFIG = ToMeConfig(ratio=0, reuse=StepReuse(every=3, shallow_every=2))
@@ -68,6 +68,18 @@ def test_what_the_policy_expects_counts_too(monkeypatch):
     monkeypatch.setattr("tokenmerge.plans.estimate.skipping_error_of", lambda *given: doubled)
     after = squared(Observations(errors(0.1), SIGMAS))
     assert after / before == pytest.approx(2 ** (1 - ESTIMATE["shown"]))
+
+
+def test_what_is_made_good_counts_no_longer():
+    plain = facts("transformer", steps=STEPS, guidance=1.0)
+    made_good = dataclasses.replace(plain, schedule=Schedule(is_euler=True))
+    config = ToMeConfig(ratio=0, reuse=StepReuse(every=3))
+    for observed, shown in ((Observations(), 0.0), (Observations(errors(0.001), SIGMAS), ESTIMATE["shown"])):
+        before, after = (
+            10 ** (-estimate_closeness(one, config, observed).psnr / 10) - 10 ** (-psnr_of(0) / 10)
+            for one in (plain, made_good)
+        )
+        assert after / before == pytest.approx(LEFT_OF_MISSED**shown * MADE_GOOD ** (1 - shown))
 
 
 def test_a_large_error_of_a_step_counts_less():

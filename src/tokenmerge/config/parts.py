@@ -129,7 +129,9 @@ class StepReuse(Value):
     2312.00858). In other models, the blocks that can run on merged tokens as a whole are skipped. A skipped
     output is linearly extrapolated from the last two steps that computed it (arXiv 2503.06923, order 1). The
     extrapolation is damped if the output did not keep changing in the same direction. The cache holds two
-    outputs of each skipped part.
+    outputs of each skipped part. In pipelines of diffusers without classifier-free guidance, and with
+    ``FlowMatchEulerDiscreteScheduler``, the next full step makes good what the extrapolations missed. For
+    that, the outputs of the model in the last two full steps are cached, and of skipped steps since.
 
     A full step runs the whole model. The first two steps and the last one are full, and the others
     are evenly spaced between them. diffusers' own caches cannot run at the same time.

@@ -219,7 +219,8 @@ def _counts(facts: RunFacts) -> Sequence[tuple[int, int]]:
 def _of_runs(facts: RunFacts, part: str, runs: tuple[int, ...]) -> float:
     """Return the expected error of skipping a part in all steps but these."""
     reaches = reaches_of(runs, facts.steps, facts.schedule.ends_clean)
-    return _expected_errors(facts).of_skipping(part, reaches, facts.steps)
+    times = policy.MADE_GOOD if facts.makes_good else 1.0
+    return times * _expected_errors(facts).of_skipping(part, reaches, facts.steps)
 
 
 def _even(steps: int, full: int, finest: int) -> StepReuse:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from tokenmerge.config import ToMeConfig
 from tokenmerge.plans.choose import merging_error_of, skipping_error_of
 from tokenmerge.plans.facts import RunFacts
-from tokenmerge.plans.policy import ESTIMATE
+from tokenmerge.plans.policy import ESTIMATE, LEFT_OF_MISSED
 
 _LEAST = 1e-7  # a squared error that nobody sees
 _TINY = 1e-6  # keeps divisions by a noise of zero finite
@@ -118,6 +118,8 @@ def estimate_closeness(facts: RunFacts, config: ToMeConfig, observed: Observatio
         if observed.clips:  # the policy was made with schedulers that do not clip
             plain = _squared(config, facts.steps, dataclasses.replace(observed, clips=False))
             skipping *= squared / max(plain, _LEAST**2)
+        if facts.makes_good:  # what was shown are the errors of forecasts
+            squared *= LEFT_OF_MISSED
         skipping = squared ** ESTIMATE["shown"] * skipping ** (1 - ESTIMATE["shown"])
     return Estimate(psnr_of(skipping + merging), BEFORE_A_RUN if observed.clips else ESTIMATE["within"])
 

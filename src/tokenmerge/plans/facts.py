@@ -25,6 +25,9 @@ class Schedule(NamedTuple):
 
     ends_clean: bool = False  # almost no noise is left before the last step, which then changes little
     adds_noise: bool = False  # its steps add new noise, as those of ancestral schedulers do
+    # Its steps add the model's output, times the change of the noise level, as in flow matching with Euler's
+    # method.
+    is_euler: bool = False
 
 
 class FewestTokens(NamedTuple):
@@ -80,6 +83,11 @@ class RunFacts:
     def min_tokens(self, scope: str, ratio: float) -> int:
         """Return the fewest tokens of a grid that the default method merges with a scope and a ratio."""
         return max(fewest_at(self.fewest_tokens, scope, ratio), policy.fewest_tokens(self.model))
+
+    @property
+    def makes_good(self) -> bool:
+        """Whether the next full step makes good what forecasts missed; see ``runtime.steps.making_good``."""
+        return self.schedule.is_euler and self.guidance == 1
 
     def tokens(self, level: int) -> int:
         """Return the number of tokens of the grid at a resolution level."""

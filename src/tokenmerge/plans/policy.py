@@ -29,6 +29,10 @@ _UNWEIGHTED: float = _TABLE["without proportional attention"]
 TAIL_OF_A_CLEAN_END: float = _TABLE["spacing"]["tail of a clean end"]
 # Expected error of skipping a whole model, divided by that of skipping the blocks of a transformer.
 WHOLE_OUTPUT: float = _TABLE["output"]["times the blocks of a transformer"]
+# Where the next full step makes good what forecasts missed: the share of that error that is left. It is so
+# many times the error that is expected of skipping under weak guidance.
+LEFT_OF_MISSED: float = _TABLE["made good"]["share of what forecasts missed"]
+MADE_GOOD: float = _TABLE["made good"]["times the expected error of skipping"]
 ESTIMATE: Mapping[str, Any] = _TABLE["estimate"]  # the numbers of ``estimate.estimate_closeness``
 
 
@@ -109,11 +113,16 @@ def expected_errors_of(model: str, guidance: float | None) -> ExpectedErrors:
     corrected = [row["corrected"] for row in rows]
     return ExpectedErrors(
         skip=_highest(row["skip"] for row in rows),
-        merge=_highest(row["merge"] for row in rows),
+        merge=_highest(_of_both_scopes(row["merge"]) for row in rows),
         corrected=Power(*max(corrected)) if all(corrected) else None,
         coherent=frozenset(chain.from_iterable(row["skip"] for row in rows if _errs_in_one_direction(row))),
         spacing=_TABLE["spacing"].get(model, {}).get(strength, 1.0),
     )
+
+
+def _of_both_scopes(merge: Mapping[str, list[float]]) -> Mapping[str, list[float]]:
+    """Return the numbers of both scopes. One that has none of its own has those of the other."""
+    return {scope: merge.get(scope) or max(merge.values()) for scope in ("layers", "block")}
 
 
 def _errs_in_one_direction(row: Mapping[str, Any]) -> bool:

@@ -78,6 +78,8 @@ class CallContext:
     # In a graph and on accelerators, whether it does hold equal samples. Elsewhere it does, and this is None.
     copies_equal: Tensor | None = None
     guidance_difference: Tensor | None = None  # what it changed in the last step's result
+    # The noise levels of the steps, where a full step makes good what forecasts missed before it.
+    sigmas: Tensor | None = None
     step_log: StepLog | None = None  # where blocks note what they merge, if somebody asked for it
 
 
@@ -230,6 +232,7 @@ class ModelState:
     # Those that merge or are skipped.
     parts: tuple[BlockState | LayerState | StageState | SpanState, ...] = ()
     blocks: Sequence[BlockState] = ()  # the blocks among them
+    denoises: bool = True  # its result is for the scheduler, as that of a ControlNet is not
     skips_blocks: bool = False  # some step skips blocks by themselves, and not whole stages
     skippable: frozenset[str] = frozenset()  # the parts that some step skips, of "deep" and "finest"
     shares_positions: bool = False  # some token argument has no batch axis

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tokenmerge.config import CACHED_FEATURES, MergeSettings, ToMeConfig
 from tokenmerge.plans.generation import Merging
@@ -16,7 +17,7 @@ from tokenmerge.runtime.patching.call_checks import phases_at, refuse_training
 from tokenmerge.runtime.patching.call_facts import CallFacts
 from tokenmerge.runtime.patching.guidance import copies_in_batch
 from tokenmerge.runtime.patching.run_notes import note_call
-from tokenmerge.runtime.steps.pipeline import scale_in_batch
+from tokenmerge.runtime.steps.pipeline import guidance_scale, scale_in_batch
 from tokenmerge.runtime.steps.step_tracker import Decision, decide
 
 
@@ -61,10 +62,26 @@ def context_of(facts: CallFacts, memory: Memory, config: ToMeConfig) -> CallCont
         guidance_scale=None if copies == 1 else scale_in_batch(facts.pipe),
         copies_equal=equal,
         guidance_difference=memory.guidance_differences.get(tracker.plan_call),
+        sigmas=_sigmas_to_make_good(facts, memory, config),
         step_log=None
         if torch.compiler.is_compiling()
         else note_call(facts, memory, config, decision, merges),
     )
+
+
+def _sigmas_to_make_good(facts: CallFacts, memory: Memory, config: ToMeConfig) -> Tensor | None:
+    """Return the noise levels by which a full step makes good what forecasts missed, or None if none does.
+
+    Guidance may also come by a second call in each step, of which the pipeline may not tell.
+    """
+    step = facts.step
+    skips = config.reuse.on and facts.state.denoises
+    if step is None or not skips or not step.generation.schedule.is_euler or step.by_frames:
+        return None
+    has_more_calls = memory.log is not None and memory.log.calls > 1
+    if has_more_calls or guidance_scale(facts.pipe) != 1:
+        return None
+    return facts.scheduler.sigmas
 
 
 def context_beside(state: ModelState) -> CallContext:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.models.base import Grid
+from tokenmerge.plans.generation import StepKind
 from tokenmerge.runtime.blocks.stack import end_stack
 from tokenmerge.runtime.memory.run_log import RunLog
 from tokenmerge.runtime.memory.state import STATE, ModelState, StageState, ThreadState
@@ -63,11 +64,14 @@ def before_blocks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
     grids.value.shapes = ((1, rows, columns),)
 
 
-def after_model(root: nn.Module, args: tuple, result: Any) -> None:
-    """After a model: cache what its blocks added, and drop it after the last step; record the step."""
+def after_model(root: nn.Module, args: tuple, result: Any) -> Any:
+    """After a model: cache what its blocks added, and drop it after the last step; record the step.
+
+    Return what takes the place of the model's result, or None if it stays.
+    """
     state: ModelState | None = root.__dict__.get(STATE)
     if state is None:
-        return
+        return None
     thread = state.threads.value
     log = None
     if not torch.compiler.is_compiling():
@@ -77,25 +81,32 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
         if result is None or log is None or not is_noted or thread.context.beside:
             thread.stack = None
             thread.spans.clear()
-            return
+            return None
     end_stack(thread)  # whose last tokens nobody has read
     if state.follows_steps:
         assert log is not None
-        _end_step(state, root, thread, log, result)
+        result = _end_step(state, root, thread, log, result)
     if log is not None:
         note_end(state, log)
     if thread.context.guidance_difference is not None and not torch.is_grad_enabled():  # blocks may run again
         thread.context = dataclasses.replace(thread.context, guidance_difference=None)
     thread.spans.clear()
+    return result
 
 
-def _end_step(state: ModelState, root: nn.Module, thread: ThreadState, log: RunLog, result: Any) -> None:
-    """Note the result of a call whose settings follow the steps, and drop what no later step uses."""
+def _end_step(state: ModelState, root: nn.Module, thread: ThreadState, log: RunLog, result: Any) -> Any:
+    """Note the result of a call whose settings follow the steps, and drop what no later step uses.
+
+    Return the result of the call. In a full step, what earlier forecasts missed is made good in it.
+    """
     context = thread.context
     memory = thread.memory
-    memory.tracker.numbers.note_result(context.call, result)
+    runs = context.decision.kind is StepKind.FULL
+    made = memory.tracker.made_good(result, runs, context.sigmas)
+    memory.tracker.numbers.note_result(context.call, made)
     note_runs(state, root, log, result)
     if memory.tracker.is_last:
         memory.forget_results([memory.tracker.call])
     if state.config.guided_planner:
         note_guidance(memory, context, result if isinstance(result, Tensor) else result[0])
+    return made

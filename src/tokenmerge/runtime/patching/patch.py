@@ -258,6 +258,7 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline, **facts: Any) 
         *[SpanState(state, *module) for module in modules],
     )
     state.blocks = block_states
+    state.denoises = not host.controlnet
     state.shares_positions = any(not layer.layout.batched for _, layer in layers)
     state.skips_blocks = any(block.caches_residuals for block in block_states)
     finest = {part.is_finest for part in state.parts if isinstance(part, StageState)}

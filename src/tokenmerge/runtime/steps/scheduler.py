@@ -147,7 +147,10 @@ def step_of(
             "own in each thread, or call patch.at_step(i, steps) before each step"
         )
     if generation is None or index < generation.index:  # the timesteps are new, or begin again
-        generation = Generation(index, schedule_of(scheduler))
+        schedule = schedule_of(scheduler)
+        if not runs_here:  # nobody knows how a loop uses what the model returns
+            schedule = schedule._replace(is_euler=False)
+        generation = Generation(index, schedule)
         try:
             setattr(timesteps, _GENERATION, generation)
         except AttributeError:  # no tensor
@@ -223,13 +226,13 @@ def schedule_of(scheduler: Any) -> Schedule:
     """Return what a scheduler of diffusers does with its latest timesteps."""
     if torch.compiler.is_compiling():
         return Schedule()
-    return Schedule(_ends_clean(scheduler), adds_noise(scheduler))
+    return Schedule(_ends_clean(scheduler), adds_noise(scheduler), is_euler(scheduler))
 
 
 def next_schedule(pipe: Any, steps: int) -> Schedule:
     """Return what the scheduler of a pipeline will do in the next generation."""
     scheduler: Any = getattr(pipe, "scheduler", None)
-    noisy = Schedule(adds_noise=adds_noise(scheduler))
+    noisy = Schedule(adds_noise=adds_noise(scheduler), is_euler=is_euler(scheduler))
     call = inspect.unwrap(type(pipe).__call__)
     # Pipelines such as FLUX's compute noise levels of their own, whose last one is 1/steps.
     if not is_flow(scheduler) or "linspace" in getattr(getattr(call, "__code__", None), "co_names", ()):
@@ -281,6 +284,15 @@ def _ends_clean(scheduler: Any) -> bool:
 def is_flow(scheduler: Any) -> bool:
     """Return whether a scheduler is of flow matching."""
     return "FlowMatch" in type(scheduler).__name__ or bool(setting_of(scheduler, "use_flow_sigmas"))
+
+
+def is_euler(scheduler: Any) -> bool:
+    """Return whether each step adds the model's output, times the change of the noise level.
+
+    So does flow matching with Euler's method. ``sigma_data`` belongs to models whose output is scaled before.
+    """
+    scaled = setting_of(scheduler, "stochastic_sampling") or setting_of(scheduler, "sigma_data")
+    return is_a(scheduler, "FlowMatchEulerDiscreteScheduler") and not scaled
 
 
 def setting_of(scheduler: Any, name: str, default: Any = None) -> Any:

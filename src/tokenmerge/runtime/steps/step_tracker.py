@@ -16,6 +16,7 @@ from tokenmerge.ops.arithmetic import arithmetic
 from tokenmerge.ops.once import once, version_of
 from tokenmerge.plans.generation import Merging, StepKind, plan_generation
 from tokenmerge.runtime.steps.calls import CallNumbers, Given, Shape
+from tokenmerge.runtime.steps.making_good import Outputs
 from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync
 
 
@@ -169,6 +170,18 @@ class StepTracker:
             self.noted[self.call, "answer"] = question, times, found
             return found
         return bool(answer)
+
+    def made_good(self, result: Any, runs: bool, sigmas: Tensor | None) -> Any:
+        """Return the result of the running call, with what forecasts missed made good in a full step.
+
+        ``sigmas`` are the noise levels of the steps, or None where nothing is made good.
+        """
+        outputs = self.noted.pop((self.call, "outputs"), Outputs())
+        if sigmas is None:
+            return result
+        if not self.is_last:
+            self.noted[self.call, "outputs"] = outputs
+        return outputs.note(self.index, runs, result, sigmas)
 
     def extrapolation(self, part: str, runs: bool, shape: Shape, holds: bool = True) -> Tensor | None:
         """Return how far the running call extrapolates a part of the model, or None if the part should run.
