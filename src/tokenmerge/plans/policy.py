@@ -29,9 +29,9 @@ _UNWEIGHTED: float = _TABLE["without proportional attention"]
 TAIL_OF_A_CLEAN_END: float = _TABLE["spacing"]["tail of a clean end"]
 # Expected error of skipping a whole model, divided by that of skipping the blocks of a transformer.
 WHOLE_OUTPUT: float = _TABLE["output"]["times the blocks of a transformer"]
-# Where the next full step makes good what forecasts missed: the share of that error that is left. It is so
-# many times the error that is expected of skipping under weak guidance.
+# Where the next full step makes good what forecasts missed, this share of what they missed is left.
 LEFT_OF_MISSED: float = _TABLE["made good"]["share of what forecasts missed"]
+# Expected error of skipping there, divided by that of skipping under weak guidance.
 MADE_GOOD: float = _TABLE["made good"]["times the expected error of skipping"]
 ESTIMATE: Mapping[str, Any] = _TABLE["estimate"]  # the numbers of ``estimate.estimate_closeness``
 
